@@ -1,0 +1,199 @@
+"""Dataclasses from and to TOML and JSON files; what does not fit is refused in one sentence.
+
+The dataclasses are the schema: this file adds none of its own. It knows files and types, and
+nothing of what the types mean.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+import tomllib
+import typing
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from scalejax.errors import ConfigError, nearest_name, refusal, unknown_name
+
+T = TypeVar("T")
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+def load_toml(path: Path) -> dict[str, JsonValue]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: if there is no such file, or it is not TOML (with line and column).
+    """
+    try:
+        return tomllib.loads(_read(path))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def load_json(path: Path) -> JsonValue:
+    """The value in a JSON file.
+
+    Raises:
+        ConfigError: if there is no such file, or it is not JSON (with line and column).
+    """
+    try:
+        return json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent else []
+        closest = nearest_name(path.name, siblings)
+        hint = f" (did you mean {str(path.parent / closest)!r}?)" if closest else ""
+        raise ConfigError(f"{str(path)!r} is no file{hint}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+
+
+def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
+    """A `type_` (a dataclass, or a union of them) from plain data, strictly typed.
+
+    Integers are taken for floats, nothing else is converted; unknown keys are refused.
+
+    Args:
+        type_: what to build.
+        value: tables, lists and scalars, as read from TOML or JSON.
+        where: dotted prefix of the field names in messages.
+
+    Raises:
+        ConfigError: one line per problem: field, value, what is accepted, nearest fix.
+    """
+    try:
+        # JSON, because strict JSON mode lets a list be a tuple and nothing else.
+        return _adapter(type_).validate_json(
+            json.dumps(value, default=str), strict=True, extra="forbid"
+        )
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise ConfigError("\n".join(_sentence(type_, detail, where) for detail in details)) from error
+
+
+def plain(value: object) -> JsonValue:
+    """The tables, lists and scalars of a dataclass; the inverse of `build`."""
+    return json.loads(_adapter(type(value)).dump_json(value))
+
+
+def load(type_: type[T], path: Path) -> T:
+    """A `type_` from a JSON file that `save` wrote.
+
+    Raises:
+        ConfigError: if the file is missing, damaged, or holds something else.
+    """
+    try:
+        return build(type_, load_json(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def save(value: object, path: Path) -> None:
+    """Write a dataclass as JSON, all or nothing: a reader never sees half a file."""
+    text = _adapter(type(value)).dump_json(value, indent=1).decode()
+    save_text(text + "\n", path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file, all or nothing.
+
+    Raises:
+        ConfigError: if the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
+
+
+@cache
+def _adapter(type_: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(type_)
+
+
+_EXPECTED = {
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a text in quotes",
+    "tuple_type": "it must be a list",
+    "list_type": "it must be a list",
+    "dataclass_type": "it must be a table",
+    "dict_type": "it must be a table",
+}
+
+
+def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
+    """Pydantic's finding in our one sentence: field, value, what is accepted, nearest fix."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if isinstance(error := context.get("error"), ConfigError):
+        return str(error)  # a dataclass refused itself and named the field
+    owner, path = _descend(type_, detail["loc"])
+    field = ".".join(part for part in (where, *path) if part)
+    if kind == "unexpected_keyword_argument":
+        accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
+        closest = nearest_name(path[-1], accepted)
+        hint = f"; did you mean {closest!r}?" if closest else ""
+        return f"{field} is no field{hint} Accepted here: {', '.join(sorted(accepted))}."
+    if kind == "missing":
+        return f"{field} is missing."
+    if kind == "literal_error":
+        names = [part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")]
+        return unknown_name(field, detail["input"], names)
+    if kind == "union_tag_invalid":
+        names = [part.strip("' ") for part in context["expected_tags"].split(",")]
+        return unknown_name(f"{field}.{context['discriminator']}".replace("'", ""),
+                            context["tag"], names)  # fmt: skip
+    if kind == "union_tag_not_found":
+        return f"{field}.{context['discriminator']} is missing.".replace("'", "")
+    message = detail["msg"].removeprefix("Value error, ")
+    return refusal(field, detail["input"], _EXPECTED.get(kind, message[:1].lower() + message[1:]))
+
+
+def _descend(type_: object, location: tuple[int | str, ...]) -> tuple[object, list[str]]:
+    """The dataclass that holds the last part of `location`, and the path without union tags."""
+    owner, path = type_, []
+    for position, part in enumerate(location):
+        options = [t for t in _options(owner) if dataclasses.is_dataclass(t)]
+        tagged = [t for t in options if _tag(t) == part]
+        if len(options) > 1 and tagged:
+            owner = tagged[0]
+            continue
+        path.append(str(part))
+        if position == len(location) - 1:
+            owner = options[0] if options else owner
+        elif isinstance(part, str) and options:
+            owner = typing.get_type_hints(options[0], include_extras=True).get(part, owner)
+    return owner, path
+
+
+def _options(type_: object) -> list[object]:
+    """The members of a (possibly annotated) union; the type itself when it is none."""
+    if typing.get_origin(type_) is typing.Annotated:
+        return _options(typing.get_args(type_)[0])
+    members = typing.get_args(type_)
+    return list(members) if members and not isinstance(type_, type) else [type_]
+
+
+def _tag(type_: object) -> str | None:
+    """The discriminating `name` of a union member, if it has one."""
+    hint = typing.get_type_hints(type_).get("name")
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Literal else None

@@ -1,0 +1,97 @@
+"""Every error that scalejax raises on purpose, and how it words a refusal.
+
+    ScalejaxError                  anything a user can mend; the command line prints it and exits 2
+    ├── ConfigError (ValueError)   a field, flag or argument holds what cannot work
+    ├── UnknownHardware            no chip or cluster of that name in the catalogue
+    ├── DoesNotFit                 the program needs more memory or devices than there are
+    ├── CheckpointMismatch         a checkpoint is damaged, or is of another run
+    └── ProfileError               the compiler refused the step for the target
+
+Knows nothing of what is being refused: callers give the field, the value and what is accepted.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class ScalejaxError(Exception):
+    """A problem that the user can mend; its text says how."""
+
+
+class ConfigError(ScalejaxError, ValueError):
+    """A field, flag or argument holds a value that cannot work."""
+
+
+class UnknownHardware(ScalejaxError):
+    """A chip or cluster is named that neither the catalogue nor a file describes."""
+
+
+class DoesNotFit(ScalejaxError):
+    """A program needs more memory, or a mesh more devices, than there are."""
+
+
+class CheckpointMismatch(ScalejaxError):
+    """A checkpoint is damaged, or was written by a run of another shape."""
+
+
+class ProfileError(ScalejaxError):
+    """The compiler refused the step for the target cluster."""
+
+
+def refusal(field: str, value: object, accepted: str) -> str:
+    """The one sentence in which every input is refused: field, value, what is accepted."""
+    return f"{field}={value!r} is refused: {accepted}."
+
+
+def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
+    """The accepted name closest to `name`, or None when none is close."""
+    matches = difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.5)
+    return matches[0] if matches else None
+
+
+def unknown_name(field: str, name: object, accepted: Iterable[str]) -> str:
+    """The refusal of a name that is not among `accepted`, with the closest that is."""
+    names = sorted(accepted)
+    closest = nearest_name(str(name), names)
+    hint = f" (did you mean {closest!r}?)" if closest else ""
+    return refusal(field, name, f"it must be one of {', '.join(names)}{hint}")
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """The multiples of `divisor` on either side of `value`, in words: "984 or 1008"."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
+
+
+def require_multiple(field: str, value: int, divisor: int, divisor_name: str) -> None:
+    """Refuse `value` unless `divisor` divides it.
+
+    Raises:
+        ConfigError: naming the field, the divisor and the nearest multiples.
+    """
+    if value % divisor:
+        accepted = (
+            f"it must be a multiple of {divisor_name}={divisor} "
+            f"(nearest: {nearest_multiples(value, divisor)})"
+        )
+        raise ConfigError(refusal(field, value, accepted))
+
+
+def require_at_least(field: str, value: float, minimum: float) -> None:
+    """Refuse `value` below `minimum`.
+
+    Raises:
+        ConfigError: naming the field and the minimum.
+    """
+    if not value >= minimum:  # `not >=` also refuses NaN
+        raise ConfigError(refusal(field, value, f"it must be at least {minimum}"))
+
+
+def require_above(field: str, value: float, bound: float) -> None:
+    """Refuse `value` at or below `bound`.
+
+    Raises:
+        ConfigError: naming the field and the bound.
+    """
+    if not value > bound:
+        raise ConfigError(refusal(field, value, f"it must be above {bound}"))

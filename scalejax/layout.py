@@ -1,0 +1,127 @@
+"""How devices are arranged and how a batch is divided among them: names of axes, arithmetic.
+
+Knows no devices and no arrays; `mesh` turns a `Layout` into a JAX mesh.
+"""
+
+from dataclasses import dataclass
+
+from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+
+DATA = "data"
+"""Mesh axis over which the batch is split and parameters are whole."""
+FSDP = "fsdp"
+"""Mesh axis over which both the batch and the parameters are split (ZeRO 3)."""
+TENSOR = "tensor"
+"""Mesh axis over which the parameters of one layer are split (Megatron)."""
+
+AXES = (DATA, FSDP, TENSOR)
+"""All axes, major to minor: neighbours on the last one are neighbours in a node."""
+
+BATCH_AXES = (DATA, FSDP)
+"""The axes that divide the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Number of devices along each mesh axis."""
+
+    data: int = 1
+    """Devices along the data axis."""
+    fsdp: int = 1
+    """Devices along the fsdp axis."""
+    tensor: int = 1
+    """Devices along the tensor axis."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.axis_sizes.items():
+            require_at_least(f"layout.{axis}", size, 1)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Devices along each axis, in the order of `AXES`."""
+        return {DATA: self.data, FSDP: self.fsdp, TENSOR: self.tensor}
+
+    @property
+    def device_count(self) -> int:
+        """Devices in the run."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts into which the global batch is divided."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        """The axes that divide something: "data=4 x tensor=2"."""
+        used = [f"{axis}={size}" for axis, size in self.axis_sizes.items() if size > 1]
+        return " x ".join(used) or "one device"
+
+
+def fill_data_axis(device_count: int, *, fsdp: int, tensor: int) -> Layout:
+    """The layout of `device_count` devices whose data axis takes what fsdp and tensor leave.
+
+    Raises:
+        ConfigError: if fsdp * tensor does not divide `device_count`.
+    """
+    require_at_least("devices", device_count, 1)
+    require_multiple("devices", device_count, fsdp * tensor, "fsdp*tensor")
+    return Layout(data=device_count // (fsdp * tensor), fsdp=fsdp, tensor=tensor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSplit:
+    """How the samples of one optimizer update are divided over devices and in time."""
+
+    global_batch: int
+    """Samples per optimizer update, all devices."""
+    layout: Layout
+    """The devices that share them."""
+    microbatches: int = 1
+    """Forward passes per update, their gradients accumulated."""
+
+    def __post_init__(self) -> None:
+        require_at_least("batch.global_batch", self.global_batch, 1)
+        require_at_least("batch.microbatches", self.microbatches, 1)
+        if self.microbatches == 1:
+            divisor_name = "data*fsdp"
+        else:
+            divisor_name = "data*fsdp*microbatches"
+        require_multiple(
+            "batch.global_batch",
+            self.global_batch,
+            self.layout.batch_shards * self.microbatches,
+            divisor_name,
+        )
+
+    @property
+    def per_device_batch(self) -> int:
+        """Samples per device per update (devices along tensor share the same samples)."""
+        return self.global_batch // self.layout.batch_shards
+
+    @property
+    def microbatch(self) -> int:
+        """Samples per device per forward pass."""
+        return self.per_device_batch // self.microbatches
+
+
+def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None) -> int:
+    """Number of groups into which one forward pass is cut for BatchNorm statistics.
+
+    Global statistics are one group; local ones a group per device, or smaller ones of
+    `group_size` samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677).
+
+    Raises:
+        ConfigError: if `group_size` is given for global statistics, or does not divide the
+            samples of one device.
+    """
+    if not is_local:
+        if group_size is not None:
+            accepted = 'it needs layout.bn_scope="local"'
+            raise ConfigError(refusal("layout.bn_group_size", group_size, accepted))
+        return 1
+    size = split.microbatch if group_size is None else group_size
+    require_at_least("layout.bn_group_size", size, 1)
+    if split.microbatch % size:
+        accepted = f"it must divide the {split.microbatch} samples a device sees at a time"
+        raise ConfigError(refusal("layout.bn_group_size", size, accepted))
+    return split.microbatch * split.layout.batch_shards // size

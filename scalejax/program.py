@@ -1,0 +1,182 @@
+"""What a compiled step does, as plain data: operations in schedule order, loops, memory.
+
+Written by `profile` (from XLA's program) and by closed-form front ends; read by `cost` and
+`predict`. Knows no JAX, no clock and no hardware: bytes and FLOP, never seconds.
+
+All figures are those of *one* device. A collective appears where it starts; if it is
+asynchronous, a `wait` follows where its result is needed. The order of the operations is the
+schedule, so no other dependency is kept: compute runs in order on one stream, communication
+on another, and the two meet at starts and waits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+CollectiveName = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+]
+OperationKind = Literal["matmul", "convolution", "fusion", "copy", "collective", "wait", "custom"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceGroup:
+    """The devices that take part in one collective, as a grid of strides.
+
+    `extents` ((4, 8), (2, 1)) is the group {base + 8 i + j : i < 4, j < 2}; every group of
+    the same collective has the same extents and another base. Devices are numbered along the
+    mesh, major to minor, so that devices k apart in number are k apart in the cluster.
+    """
+
+    extents: tuple[tuple[int, int], ...]
+    """(size, stride) of each dimension of the group, major to minor."""
+    axes: tuple[str, ...]
+    """Mesh axes that the group spans; empty if it is no product of axes."""
+
+    @property
+    def size(self) -> int:
+        """Devices in the group."""
+        size = 1
+        for extent, _ in self.extents:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One exchange between the devices of a group."""
+
+    name: CollectiveName
+    """What is exchanged how."""
+    payload_bytes: int
+    """Bytes of the full buffer: of the sum (all_reduce), of the gathered result (all_gather),
+    of the input before scattering (reduce_scatter), of one device's input otherwise."""
+    group: DeviceGroup
+    """Who takes part."""
+    is_async: bool
+    """Whether compute goes on until a `wait` for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One operation of the schedule."""
+
+    name: str
+    """The compiler's name for it, unique in the program."""
+    kind: OperationKind
+    """What it is, for costing: a fusion that holds a matmul is a `matmul`."""
+    dtype: str
+    """Element type that sets the arithmetic rate ("bf16", "f32", ...): of the operands of a
+    matrix product or convolution, of the result otherwise."""
+    flop: int = 0
+    """Operations of the matrix products and convolutions in it, once; 0 for others (ignores
+    element-wise arithmetic: it is bound by bytes)."""
+    read_bytes: int = 0
+    """Bytes it reads: of a slice, only the slice."""
+    write_bytes: int = 0
+    """Bytes it writes: of an in-place update, only the update."""
+    shape: tuple[int, ...] = ()
+    """(batch, m, n, k) of a matmul; (samples, output positions, input channels, output
+    channels, window positions) of a convolution; () otherwise."""
+    collective: Collective | None = None
+    """The exchange, for kind "collective"."""
+    waits_for: str | None = None
+    """Name of the asynchronous collective that a "wait" completes."""
+    source: str | None = None
+    """Where the user's program asked for it, "file.py:line" or a name scope."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """Operations that repeat, such as the layers of a scanned network."""
+
+    name: str
+    """The compiler's name for the loop."""
+    trip_count: int
+    """How often the body runs."""
+    body: tuple["Operation | Loop", ...]
+    """The operations of one iteration, in schedule order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes that one device holds while the program runs, as the compiler assigned them."""
+
+    argument_bytes: int
+    """Inputs: parameters, optimizer state, batch."""
+    output_bytes: int
+    """Results."""
+    alias_bytes: int
+    """Part of the results that reuses inputs (donated buffers)."""
+    temporary_bytes: int
+    """Peak of everything else: activations, gradients, workspace."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at once, before the runtime's own reserve."""
+        return (
+            self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A compiled step: what each device does, in order."""
+
+    name: str
+    """What was compiled, for people: "resnet50 train step"."""
+    backend: Literal["cuda", "cpu", "tpu", "closed_form"]
+    """Whose schedule this is. A "cpu" program stands in for a target that cannot be compiled
+    for: its FLOP, memory and collectives carry over, its fusions and overlap do not."""
+    target: str
+    """Chip compiled for, by the compiler's description ("sm_90", "cpu")."""
+    compiler: str
+    """Versions that made it: "jax 0.10.2, jaxlib 0.10.2"."""
+    mesh_axes: tuple[tuple[str, int], ...]
+    """(name, size) of each mesh axis, major to minor."""
+    operations: tuple[Operation | Loop, ...]
+    """The schedule of one device."""
+    memory: MemoryUse
+    """What it holds."""
+    global_batch: int | None = None
+    """Samples per step over all devices; None if the program is no training step."""
+    tokens_per_sample: int | None = None
+    """Tokens in a sample; None for images."""
+    model_flop: int | None = None
+    """FLOP that the model itself needs per step over all devices, recompute not counted:
+    three times the forward pass. The numerator of MFU; None if unknown."""
+
+    @property
+    def device_count(self) -> int:
+        """Devices in the mesh."""
+        count = 1
+        for _, size in self.mesh_axes:
+            count *= size
+        return count
+
+    def walk(self) -> Iterator[tuple[Operation, int]]:
+        """Yield every operation with the number of times it runs, loops unrolled in count."""
+        yield from _walk(self.operations, 1)
+
+    @property
+    def flop(self) -> int:
+        """FLOP of one device in one step, recompute included."""
+        return sum(operation.flop * times for operation, times in self.walk())
+
+    def collective_bytes(self, name: CollectiveName) -> int:
+        """Payload bytes of all collectives of one kind in one step."""
+        return sum(
+            operation.collective.payload_bytes * times
+            for operation, times in self.walk()
+            if operation.collective is not None and operation.collective.name == name
+        )
+
+
+def _walk(
+    operations: tuple[Operation | Loop, ...], times: int
+) -> Iterator[tuple[Operation, int]]:
+    for item in operations:
+        if isinstance(item, Loop):
+            yield from _walk(item.body, times * item.trip_count)
+        else:
+            yield item, times

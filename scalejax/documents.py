@@ -79,7 +79,9 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
         )
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise ConfigError("\n".join(_sentence(type_, detail, where) for detail in details)) from error
+        raise ConfigError(
+            "\n".join(_sentence(type_, detail, where) for detail in details)
+        ) from error
 
 
 def plain(value: object) -> JsonValue:
@@ -151,8 +153,8 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
     if kind == "unexpected_keyword_argument":
         accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
         closest = nearest_name(path[-1], accepted)
-        hint = f"; did you mean {closest!r}?" if closest else ""
-        return f"{field} is no field{hint} Accepted here: {', '.join(sorted(accepted))}."
+        hint = f" (did you mean {closest!r}?)" if closest else ""
+        return f"{field} is no field{hint}. Accepted here: {', '.join(sorted(accepted))}."
     if kind == "missing":
         return f"{field} is missing."
     if kind == "literal_error":
@@ -160,8 +162,9 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
         return unknown_name(field, detail["input"], names)
     if kind == "union_tag_invalid":
         names = [part.strip("' ") for part in context["expected_tags"].split(",")]
-        return unknown_name(f"{field}.{context['discriminator']}".replace("'", ""),
-                            context["tag"], names)  # fmt: skip
+        return unknown_name(
+            f"{field}.{context['discriminator']}".replace("'", ""), context["tag"], names
+        )
     if kind == "union_tag_not_found":
         return f"{field}.{context['discriminator']} is missing.".replace("'", "")
     message = detail["msg"].removeprefix("Value error, ")
@@ -173,7 +176,7 @@ def _descend(type_: object, location: tuple[int | str, ...]) -> tuple[object, li
     owner, path = type_, []
     for position, part in enumerate(location):
         options = [t for t in _options(owner) if dataclasses.is_dataclass(t)]
-        tagged = [t for t in options if _tag(t) == part]
+        tagged = [t for t in options if part in _tags(t)]
         if len(options) > 1 and tagged:
             owner = tagged[0]
             continue
@@ -193,7 +196,7 @@ def _options(type_: object) -> list[object]:
     return list(members) if members and not isinstance(type_, type) else [type_]
 
 
-def _tag(type_: object) -> str | None:
-    """The discriminating `name` of a union member, if it has one."""
+def _tags(type_: object) -> tuple[str, ...]:
+    """The discriminating names of a union member, if it has any."""
     hint = typing.get_type_hints(type_).get("name")
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Literal else None
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()

@@ -82,10 +82,7 @@ class BatchSplit:
     def __post_init__(self) -> None:
         require_at_least("batch.global_batch", self.global_batch, 1)
         require_at_least("batch.microbatches", self.microbatches, 1)
-        if self.microbatches == 1:
-            divisor_name = "data*fsdp"
-        else:
-            divisor_name = "data*fsdp*microbatches"
+        divisor_name = "data*fsdp" if self.microbatches == 1 else "data*fsdp*microbatches"
         require_multiple(
             "batch.global_batch",
             self.global_batch,

@@ -114,9 +114,7 @@ class MemoryUse:
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at once, before the runtime's own reserve."""
-        return (
-            self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
-        )
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +170,7 @@ class Program:
         )
 
 
-def _walk(
-    operations: tuple[Operation | Loop, ...], times: int
-) -> Iterator[tuple[Operation, int]]:
+def _walk(operations: tuple[Operation | Loop, ...], times: int) -> Iterator[tuple[Operation, int]]:
     for item in operations:
         if isinstance(item, Loop):
             yield from _walk(item.body, times * item.trip_count)

@@ -1,0 +1,180 @@
+"""One `run.toml`, read, checked and resolved: what `train` and `predict` both start from.
+
+Knows every part of a run and what must agree between them; builds nothing, and needs no JAX.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scalejax import metrics
+from scalejax.data_config import DataConfig, DatasetFacts, facts
+from scalejax.documents import JsonValue, build, load_toml, plain
+from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis
+from scalejax.model_config import CustomConfig, GptConfig, ModelConfig
+from scalejax.training_config import (
+    BatchConfig,
+    LayoutConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that a `run.toml` says."""
+
+    model: ModelConfig
+    """The network."""
+    data: DataConfig
+    """What it learns."""
+    batch: BatchConfig
+    """Samples per update."""
+    optimizer: OptimizerConfig
+    """How an update is made of a gradient."""
+    schedule: ScheduleConfig
+    """How large an update is, step by step."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Over which devices, and how."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The loop."""
+    seed: int = 0
+    """Decides initial parameters and the order of the data."""
+
+    def __post_init__(self) -> None:
+        require_at_least("seed", self.seed, 0)
+        is_text = facts(self.data).is_text
+        if isinstance(self.model, GptConfig):
+            require_multiple("model.heads", self.model.heads, self.layout.tensor, "layout.tensor")
+        if (
+            not isinstance(self.model, CustomConfig)
+            and isinstance(self.model, GptConfig) != is_text
+        ):
+            wants, has = ("images", "text") if is_text else ("text", "images")
+            raise ConfigError(
+                refusal(
+                    "model.name",
+                    self.model.name,
+                    f"it reads {wants}, but data.name={self.data.name!r} holds {has}",
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """A config on a number of devices, with all that follows from the two."""
+
+    config: RunConfig
+    """What was asked for."""
+    layout: Layout
+    """Devices along each axis."""
+    split: BatchSplit
+    """Global, per-device and micro batch."""
+    dataset: DatasetFacts
+    """What the data set holds."""
+    bn_groups: int
+    """Groups into which one forward pass (one microbatch of all devices) is cut for BatchNorm."""
+    steps_per_epoch: int
+    """Optimizer updates in one pass over the data."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer updates in the run."""
+        return self.steps_per_epoch * self.config.train.epochs
+
+
+def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
+    """What `config` comes to on `device_count` devices.
+
+    Args:
+        config: the run.
+        device_count: devices to use; if None, those that the config's axes multiply to.
+
+    Raises:
+        ConfigError: if axes, batch or data do not divide, naming the nearest that do.
+    """
+    wanted = config.layout
+    if wanted.data is not None:
+        layout = Layout(data=wanted.data, fsdp=wanted.fsdp, tensor=wanted.tensor)
+    elif device_count is not None:
+        layout = fill_data_axis(device_count, fsdp=wanted.fsdp, tensor=wanted.tensor)
+    else:
+        raise ConfigError("layout.data is missing: without it the number of devices is needed.")
+    if device_count is not None and layout.device_count != device_count:
+        accepted = (
+            f"the layout {layout} takes {layout.device_count}; "
+            "leave layout.data out to take all there are"
+        )
+        raise ConfigError(refusal("devices", device_count, accepted))
+    per_device = config.batch.per_device_batch
+    global_batch = config.batch.global_batch or (per_device or 0) * layout.batch_shards
+    split = BatchSplit(
+        global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
+    )
+    dataset = facts(config.data)
+    groups = bn_group_count(
+        split,
+        is_local=wanted.bn_scope == "local",
+        group_size=wanted.bn_group_size,
+    )
+    return ResolvedRun(
+        config=config,
+        layout=layout,
+        split=split,
+        dataset=dataset,
+        bn_groups=groups,
+        steps_per_epoch=metrics.steps_per_epoch(dataset.train_examples, global_batch),
+    )
+
+
+def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
+    """The config in a `run.toml`, with fields replaced.
+
+    Args:
+        path: the file.
+        overrides: values by dotted field name, such as {"train.epochs": 3}.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    tables = load_toml(path)
+    for name, value in (overrides or {}).items():
+        _replace(tables, name.split("."), value)
+    return build(RunConfig, tables)
+
+
+def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunConfig:
+    """A copy of `config` with fields replaced by dotted name, checked again.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    tables = plain(config)
+    assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
+    for name, value in overrides.items():
+        _replace(tables, name.split("."), value)
+    return build(RunConfig, tables)
+
+
+def parse_value(text: str) -> JsonValue:
+    """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+        json.dumps(value)
+    except (tomllib.TOMLDecodeError, TypeError):
+        return text
+    return value
+
+
+def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) -> None:
+    table = tables
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = table[part] = {}
+        table = inner
+    table[path[-1]] = value

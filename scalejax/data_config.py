@@ -1,0 +1,202 @@
+"""The data sets that a `run.toml` can name, and what is in them: counts and shapes, no arrays.
+
+Reads no more of the disk than it takes to know how many examples there are.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.errors import ConfigError, refusal, require_at_least
+
+FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package `dataset-fashion-mnist` puts the full set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetFacts:
+    """What a data set holds: everything about it that shapes a step."""
+
+    train_examples: int
+    """Examples to train on."""
+    test_examples: int
+    """Examples to evaluate on."""
+    input_shape: tuple[int, ...]
+    """Of one example: (height, width, channels) of an image, (tokens,) of a text."""
+    target_shape: tuple[int, ...]
+    """Of one example's targets: () for a class, (tokens,) for the next token at each place."""
+    classes: int
+    """Values that a target can take: classes, or the size of the vocabulary."""
+    pixel_mean: float = 0.5
+    """Mean of the inputs scaled to 0..1; images only."""
+    pixel_std: float = 0.25
+    """Standard deviation of the inputs scaled to 0..1; images only."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether examples are sequences of tokens (int32), not images (uint8)."""
+        return bool(self.target_shape)
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens in an example; None for images."""
+        return self.target_shape[0] if self.is_text else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FashionMnistConfig:
+    """Photographs of clothes, 28 x 28 grey, 10 classes (Xiao et al. 2017, arXiv 1708.07747)."""
+
+    name: Literal["fashion_mnist"] = "fashion_mnist"
+    """Selects this data set."""
+    edition: Literal["auto", "embedded", "full"] = "auto"
+    """Embedded: 10,000 + 2,000 that come with scalejax. Full: 60,000 + 10,000 of the Debian
+    package `dataset-fashion-mnist`. Auto: full where it is installed, else embedded."""
+
+    def __post_init__(self) -> None:
+        if self.edition == "full" and not FASHION_MNIST_FOLDER.is_dir():
+            accepted = (
+                f"{FASHION_MNIST_FOLDER} is not there; install it with "
+                '"apt-get install dataset-fashion-mnist", or use "embedded"'
+            )
+            raise ConfigError(refusal("data.edition", self.edition, accepted))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the full set is meant and, for auto, present."""
+        return self.edition != "embedded" and FASHION_MNIST_FOLDER.is_dir()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticImagesConfig:
+    """Random images with random classes; the defaults have the shape of ImageNet-1k."""
+
+    name: Literal["synthetic_images"] = "synthetic_images"
+    """Selects this data set."""
+    image_size: int = 224
+    """Height and width in pixels."""
+    channels: int = 3
+    """Colours."""
+    classes: int = 1000
+    """Values of the target."""
+    train_examples: int = 1_281_167
+    """Examples to train on (ImageNet-1k: Russakovsky et al. 2015, arXiv 1409.0575)."""
+    test_examples: int = 50_000
+    """Examples to evaluate on."""
+
+    def __post_init__(self) -> None:
+        for name in ("image_size", "channels", "classes", "train_examples", "test_examples"):
+            require_at_least(f"data.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyntheticTokensConfig:
+    """Random tokens."""
+
+    name: Literal["synthetic_tokens"] = "synthetic_tokens"
+    """Selects this data set."""
+    tokens: int = 1024
+    """Tokens in an example."""
+    vocabulary: int = 50_304
+    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
+    train_examples: int = 1_000_000
+    """Examples to train on."""
+    test_examples: int = 1_000
+    """Examples to evaluate on."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vocabulary", "train_examples", "test_examples"):
+            require_at_least(f"data.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonDocsConfig:
+    """The text of the standard library's `pydoc_data.topics`, by bytes."""
+
+    name: Literal["python_docs"] = "python_docs"
+    """Selects this data set."""
+    tokens: int = 64
+    """Bytes in an example."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.tokens", self.tokens, 1)
+
+
+DataConfig = Annotated[
+    FashionMnistConfig | SyntheticImagesConfig | SyntheticTokensConfig | PythonDocsConfig,
+    Field(discriminator="name"),
+]
+"""One of the data sets, told apart by `name`."""
+
+BYTE_VALUES = 256
+"""Vocabulary of a text read by bytes."""
+TEST_FRACTION = 0.05
+"""Part of the text, at its end, that is kept for evaluation."""
+
+
+def facts(config: DataConfig) -> DatasetFacts:
+    """What the data set named in `config` holds.
+
+    Raises:
+        ConfigError: if a text is too short for one example of the length asked for.
+    """
+    match config:
+        case FashionMnistConfig():
+            train, test = (60_000, 10_000) if config.is_full else (10_000, 2_000)
+            return DatasetFacts(
+                train_examples=train,
+                test_examples=test,
+                input_shape=(28, 28, 1),
+                target_shape=(),
+                classes=10,
+                # of the 60,000 training images; ../shared/data_sources.md counted them
+                pixel_mean=0.28604,
+                pixel_std=0.35302,
+            )
+        case SyntheticImagesConfig():
+            return DatasetFacts(
+                train_examples=config.train_examples,
+                test_examples=config.test_examples,
+                input_shape=(config.image_size, config.image_size, config.channels),
+                target_shape=(),
+                classes=config.classes,
+            )
+        case SyntheticTokensConfig():
+            return DatasetFacts(
+                train_examples=config.train_examples,
+                test_examples=config.test_examples,
+                input_shape=(config.tokens,),
+                target_shape=(config.tokens,),
+                classes=config.vocabulary,
+            )
+        case PythonDocsConfig():
+            return _text_facts(config)
+
+
+def _text_facts(config: PythonDocsConfig) -> DatasetFacts:
+    text = python_docs()
+    test_bytes = int(len(text) * TEST_FRACTION)
+    # An example needs one byte more than it has tokens: the target of its last place.
+    train_examples = (len(text) - test_bytes - 1) // config.tokens
+    test_examples = (test_bytes - 1) // config.tokens
+    if test_examples < 1:
+        accepted = f"it must be at most {test_bytes - 1}, the bytes kept for evaluation less one"
+        raise ConfigError(refusal("data.tokens", config.tokens, accepted))
+    return DatasetFacts(
+        train_examples=train_examples,
+        test_examples=test_examples,
+        input_shape=(config.tokens,),
+        target_shape=(config.tokens,),
+        classes=BYTE_VALUES,
+    )
+
+
+@cache
+def python_docs() -> bytes:
+    """The help topics of this Python, in the order of their names, UTF-8."""
+    from pydoc_data.topics import topics
+
+    return "".join(topics[name] for name in sorted(topics)).encode()

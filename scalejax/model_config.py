@@ -1,0 +1,111 @@
+"""The networks that a `run.toml` can name, and the options of each; no network itself.
+
+Kept apart from `models/` so that reading a config, or a cached program, needs no JAX.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+
+ComputeType = Literal["bfloat16", "float32"]
+"""Element type of activations and matrix products; parameters are always float32."""
+
+OptionValue = bool | int | float | str
+"""What an option of a user's own model may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig:
+    """A fully connected network over flattened images."""
+
+    name: Literal["mlp"] = "mlp"
+    """Selects this network."""
+    hidden: tuple[int, ...] = (128, 128)
+    """Width of each hidden layer."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for width in self.hidden:
+            require_at_least("model.hidden", width, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnConfig:
+    """Stride-2 convolutions, each with BatchNorm and ReLU, then a linear layer."""
+
+    name: Literal["cnn"] = "cnn"
+    """Selects this network."""
+    channels: tuple[int, ...] = (32, 64, 128)
+    """Output channels of each convolution."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        if not self.channels:
+            raise ConfigError(refusal("model.channels", [], "it must name at least one layer"))
+        for width in self.channels:
+            require_at_least("model.channels", width, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetConfig:
+    """ResNet v1.5 (He et al. 2015, arXiv 1512.03385; stride on the 3x3 convolution)."""
+
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    """Selects the depth."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig:
+    """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2)."""
+
+    name: Literal["gpt"] = "gpt"
+    """Selects this network."""
+    layers: int = 4
+    """Transformer blocks, scanned."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Attention heads; must divide `hidden`."""
+    remat: Literal["none", "full"] = "none"
+    """Whether the backward pass computes each block again instead of keeping its activations."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_multiple("model.hidden", self.hidden, self.heads, "heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomConfig:
+    """A network of the user's own, by import path."""
+
+    path: str
+    """Where it is: "module:Class" (see `scalejax.models.network` for what the class offers)."""
+    name: Literal["custom"] = "custom"
+    """Selects this kind."""
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """Keyword arguments for the class."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.path):
+            accepted = 'it must be "module:Class", such as "my_networks:Tiny"'
+            raise ConfigError(refusal("model.path", self.path, accepted))
+
+
+ModelConfig = Annotated[
+    MlpConfig | CnnConfig | ResNetConfig | GptConfig | CustomConfig,
+    Field(discriminator="name"),
+]
+"""One of the networks, told apart by `name`."""

@@ -7,7 +7,6 @@ nothing of what the types mean.
 import dataclasses
 import json
 import os
-import tempfile
 import tomllib
 import typing
 from functools import cache
@@ -113,16 +112,16 @@ def save_text(text: str, path: Path) -> None:
     Raises:
         ConfigError: if the folder cannot be written.
     """
+    # The process in the name: two that write the same file at once do not mix.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 @cache

@@ -1,0 +1,361 @@
+"""The `Step`: one update of one run as a value, which is both trained and compiled for costing.
+
+Knows the network, the optimizer and how gradients are reduced over the mesh. Knows no data
+source, no clock and no cluster: devices come in a mesh, real or only described.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalejax.config import ResolvedRun
+from scalejax.data_config import DatasetFacts
+from scalejax.errors import ConfigError, refusal
+from scalejax.layout import DATA
+from scalejax.mesh import batch_sharding, replicated
+from scalejax.models import BatchNormScope, build_network, network_class, param_specs
+from scalejax.optimizers import build_optimizer
+from scalejax.schedules import learning_rate_schedule
+
+PyTree = Any
+"""Nested dicts and dataclasses of arrays, as JAX means it."""
+Batch = dict[str, Any]
+"""Arrays, or shapes of arrays: "inputs" and "targets" of every sample of the global batch; "mask" besides in evaluation."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything that an update changes."""
+
+    step: PyTree
+    """Updates made so far, int32."""
+    params: PyTree
+    """Parameters, float32, by path."""
+    model_state: PyTree
+    """Running statistics of BatchNorm, float32, by path."""
+    opt_state: PyTree
+    """State of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One update of a run over a mesh."""
+
+    function: Any
+    """The jitted (state, batch) -> (state, metrics); the state is donated."""
+    state: TrainState
+    """Shapes, types and shardings of the state."""
+    batch: Batch
+    """Shapes, types and shardings of a global batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The metrics of one evaluation batch over a mesh."""
+
+    function: Any
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1."""
+    batch: Batch
+    """Shapes, types and shardings of a global batch."""
+
+
+def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
+    """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
+
+    The loss is the mean over all samples of all devices, however they are split over devices
+    and microbatches, so that splits change nothing but rounding (Goyal et al. 2017, remark 3);
+    BatchNorm statistics of "local" scope are the exception, by definition.
+
+    Raises:
+        ConfigError: if the network cannot be built for the data set.
+    """
+    recipe = _recipe(run)
+    state = _state_shapes(recipe, mesh)
+    batch = batch_shapes(run, mesh)
+    state_shardings = _shardings_of(state)
+    function = jax.jit(
+        partial(_update, recipe, mesh),
+        in_shardings=(state_shardings, _shardings_of(batch)),
+        out_shardings=(state_shardings, replicated(mesh)),
+        donate_argnums=0,
+    )
+    return Step(function=function, state=state, batch=batch)
+
+
+def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
+    """The state before the first update, drawn from the run's seed; the same on any mesh."""
+    recipe = _recipe(run)
+    shardings = _shardings_of(_state_shapes(recipe, mesh))
+    return jax.jit(partial(_initial_state, recipe), out_shardings=shardings)()
+
+
+def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
+    """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
+    recipe = _recipe(run)
+    state = _state_shapes(recipe, mesh)
+    batch = batch_shapes(run, mesh)
+    shape = jax.ShapeDtypeStruct(
+        (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
+    )
+    batch = {**batch, "mask": shape}
+    function = jax.jit(
+        partial(_evaluate, recipe),
+        in_shardings=_shardings_of((state.params, state.model_state, batch)),
+        out_shardings=replicated(mesh),
+    )
+    return Evaluation(function=function, batch=batch)
+
+
+def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
+    """Shapes of one global batch of `run`: uint8 images and int32 classes, or int32 tokens."""
+    rows, dataset = run.split.global_batch, run.dataset
+    input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
+    sharding = batch_sharding(mesh)
+    return {
+        "inputs": jax.ShapeDtypeStruct(
+            (rows, *dataset.input_shape), input_dtype, sharding=sharding
+        ),
+        "targets": jax.ShapeDtypeStruct(
+            (rows, *dataset.target_shape), jnp.int32, sharding=sharding
+        ),
+    }
+
+
+def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """The loss of one global batch on one device, and the shapes to trace it with.
+
+    For counting what the model itself needs: no mesh, no gradient, no recompute.
+    """
+    recipe = _recipe(run)
+    state = jax.eval_shape(partial(_initial_state, recipe))
+    rows, dataset = run.split.global_batch, run.dataset
+    input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
+    batch = {
+        "inputs": jax.ShapeDtypeStruct((rows, *dataset.input_shape), input_dtype),
+        "targets": jax.ShapeDtypeStruct((rows, *dataset.target_shape), jnp.int32),
+    }
+    return partial(_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
+
+
+# --- the parts of a run that need no mesh ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recipe:
+    """What the step of a run is made of."""
+
+    run: ResolvedRun
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+
+
+def _recipe(run: ResolvedRun) -> _Recipe:
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.total_steps,
+    )
+    stacked = network_class(run.config.model).stacked
+    optimizer = build_optimizer(run.config.optimizer, schedule, stacked=stacked)
+    return _Recipe(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def _build(recipe: _Recipe, bn: BatchNormScope) -> nnx.Module:
+    run = recipe.run
+    rngs = nnx.Rngs(run.config.seed)
+    return build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
+
+
+def _initial_state(recipe: _Recipe) -> TrainState:
+    network = _build(recipe, BatchNormScope())
+    try:
+        _, params, statistics = nnx.split(network, nnx.Param, nnx.BatchStat)
+    except ValueError as error:
+        accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
+        raise ConfigError(refusal("model.name", recipe.run.config.model.name, accepted)) from error
+    params = nnx.to_pure_dict(params)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        model_state=nnx.to_pure_dict(statistics),
+        opt_state=recipe.optimizer.init(params),
+    )
+
+
+def _state_shapes(recipe: _Recipe, mesh: Mesh) -> TrainState:
+    """Shapes of the state with their shardings: optimizer state lies where its parameters do."""
+    shapes = jax.eval_shape(partial(_initial_state, recipe))
+    whole = replicated(mesh)
+    specs = param_specs(
+        shapes.params,
+        network_class(recipe.run.config.model).partition_rules(),
+        recipe.run.layout.axis_sizes,
+    )
+    params = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+    shardings = TrainState(
+        step=whole,
+        params=params,
+        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
+        opt_state=optax.tree.map_params(
+            recipe.optimizer,
+            lambda _, sharding: sharding,
+            shapes.opt_state,
+            params,
+            transform_non_params=lambda _: whole,
+        ),
+    )
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _shardings_of(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+# --- loss, gradient, update ---
+
+
+def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
+    """Images with mean 0 and deviation 1 over the training data; tokens as they are."""
+    if dataset.is_text:
+        return inputs
+    return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
+
+
+def _sample_metrics(
+    recipe: _Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Loss and accuracy of each sample, float32 of shape (samples,)."""
+    inputs = _normalised(batch["inputs"], recipe.run.dataset)
+    logits = network(inputs, is_training=is_training)  # type: ignore[operator]  a Network
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
+    positions = tuple(range(1, losses.ndim))
+    return losses.mean(axis=positions), hits.mean(axis=positions)
+
+
+def _loss(
+    recipe: _Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+    """Mean loss of the batch; besides, its accuracy and the running statistics after it."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: _build(recipe, bn)))
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits = _sample_metrics(recipe, network, batch, is_training=True)
+    model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    return losses.mean(), (hits.mean(), model_state)
+
+
+def _gradients(
+    recipe: _Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """Mean gradient over the microbatches, the statistics after the last, mean metrics."""
+    microbatches = recipe.run.split.microbatches
+    differentiate = jax.value_and_grad(partial(_loss, recipe, bn), has_aux=True)
+
+    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
+        total, model_state = carry
+        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
+        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
+        return (total, model_state), {"loss": loss, "accuracy": accuracy}
+
+    if microbatches == 1:
+        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
+        return gradient, model_state, {"loss": loss, "accuracy": accuracy}
+    zeros = jax.tree.map(lambda p: p * 0, params)  # not jnp.zeros: they must vary as params do
+    (gradient, model_state), metrics = lax.scan(
+        accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
+    )
+    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
+    """Rows dealt out in turn, (microbatches, rows / microbatches, ...).
+
+    In turn, and not in blocks: the rows of a device stay on it.
+    """
+    dealt = rows.reshape(-1, microbatches, *rows.shape[1:])
+    return dealt.swapaxes(0, 1)
+
+
+def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
+    """`_gradients` of the global batch, reduced over the mesh as the layout's mode says."""
+    run = recipe.run
+    mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
+    if mode == "jit":
+        return partial(_gradients, recipe, BatchNormScope(groups=run.bn_groups))
+    if is_local:
+        bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
+    else:
+        bn = BatchNormScope(axis_name=DATA)
+
+    def per_device(params: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
+        # Without the cast, the gradient of a replicated parameter is already summed over the
+        # axis, and the mean that follows would leave it too large by the number of devices.
+        params, model_state = lax.pcast((params, model_state), DATA, to="varying")
+        return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
+
+    whole, split = PartitionSpec(), PartitionSpec(DATA)
+    if mode == "shard_map":
+        specs = (whole, whole, split)
+        return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=whole)
+    mapped = jax.pmap(
+        per_device,
+        axis_name=DATA,
+        in_axes=(None, None, 0),
+        out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
+        devices=list(mesh.devices.flat),
+    )
+    return lambda params, model_state, batch: mapped(
+        params,
+        model_state,
+        jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
+    )
+
+
+def _update(
+    recipe: _Recipe, mesh: Mesh, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
+        state.params, state.model_state, batch
+    )
+    updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
+    new_state = TrainState(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        model_state=model_state,
+        opt_state=opt_state,
+    )
+    learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+    return new_state, {**metrics, "learning_rate": learning_rate}
+
+
+def _evaluate(
+    recipe: _Recipe, params: PyTree, model_state: PyTree, batch: Batch
+) -> dict[str, jax.Array]:
+    graph = nnx.graphdef(nnx.eval_shape(lambda: _build(recipe, BatchNormScope())))
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits = _sample_metrics(recipe, network, batch, is_training=False)
+    mask = batch["mask"]
+    # `where`, not a product: the loss of a padding row may be anything, even NaN.
+    return {
+        "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
+        "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
+        "count": jnp.sum(mask),
+    }

@@ -1,0 +1,113 @@
+"""Promises of reading and writing dataclasses."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from scalejax.documents import build, load, plain, save
+from scalejax.errors import ConfigError
+from scalejax.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
+
+PROGRAM = Program(
+    name="test",
+    backend="cuda",
+    target="sm_90",
+    compiler="none",
+    mesh_axes=(("data", 4), ("tensor", 2)),
+    operations=(
+        Operation(name="gemm", kind="matmul", dtype="bf16", flop=100, shape=(1, 2, 5, 5)),
+        Loop(
+            name="while",
+            trip_count=3,
+            body=(
+                Operation(name="gemm.1", kind="matmul", dtype="bf16", flop=10),
+                Operation(
+                    name="all-reduce-start",
+                    kind="collective",
+                    dtype="f32",
+                    collective=Collective(
+                        name="all_reduce",
+                        payload_bytes=64,
+                        group=DeviceGroup(extents=((4, 2),), axes=("data",)),
+                        is_async=True,
+                    ),
+                ),
+                Operation(name="done", kind="wait", dtype="f32", waits_for="all-reduce-start"),
+            ),
+        ),
+    ),
+    memory=MemoryUse(argument_bytes=10, output_bytes=8, alias_bytes=6, temporary_bytes=5),
+)
+
+
+def test_a_program_survives_a_round_trip(tmp_path):
+    """Nested loops, tuples and missing values come back as they were."""
+    save(PROGRAM, tmp_path / "program.json")
+
+    assert load(Program, tmp_path / "program.json") == PROGRAM
+
+
+def test_loops_multiply_what_is_in_them():
+    """100 outside, 10 three times inside."""
+    assert PROGRAM.flop == 130
+    assert PROGRAM.collective_bytes("all_reduce") == 192
+    assert PROGRAM.collective_bytes("all_gather") == 0
+
+
+def test_donated_buffers_count_once():
+    """10 in, 8 out of which 6 are the same memory, 5 besides."""
+    assert PROGRAM.memory.peak_bytes == 17
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    """The message holds the path and the place."""
+    path = tmp_path / "program.json"
+    path.write_text('{"name": "x", ')
+
+    with pytest.raises(ConfigError, match=r"program\.json is not valid JSON: .*line 1"):
+        load(Program, path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    """Every missing field is named."""
+    path = tmp_path / "program.json"
+    path.write_text('{"name": "x"}')
+
+    with pytest.raises(ConfigError, match=r"program\.json: backend is missing"):
+        load(Program, path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    """All or nothing: a reader never sees half a file."""
+    path = tmp_path / "program.json"
+    save(PROGRAM, path)
+    before = path.read_text()
+
+    def no_space(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", no_space)
+    with pytest.raises(ConfigError, match=r"cannot be written: .*No space left"):
+        save(PROGRAM, path)
+
+    assert path.read_text() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["program.json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    left: int
+    right: float = 0.0
+
+
+def test_integers_are_numbers_and_nothing_else_is_converted():
+    """1 is a float; "1" and 1.0 are no integers."""
+    assert build(_Pair, {"left": 1, "right": 2}) == _Pair(left=1, right=2.0)
+    for wrong in ("1", 1.0, True, None):
+        with pytest.raises(ConfigError, match="left"):
+            build(_Pair, {"left": wrong})
+
+
+def test_plain_is_the_inverse_of_build():
+    """Tables, lists and scalars only."""
+    assert plain(_Pair(left=1)) == {"left": 1, "right": 0.0}

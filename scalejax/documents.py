@@ -34,18 +34,6 @@ def load_toml(path: Path) -> dict[str, JsonValue]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def load_json(path: Path) -> JsonValue:
-    """The value in a JSON file.
-
-    Raises:
-        ConfigError: if there is no such file, or it is not JSON (with line and column).
-    """
-    try:
-        return json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -71,16 +59,17 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
     Raises:
         ConfigError: one line per problem: field, value, what is accepted, nearest fix.
     """
+    # Through JSON, because strict JSON mode lets a list be a tuple and nothing else.
+    return _validate(type_, json.dumps(value, default=str), where)
+
+
+def _validate(type_: type[T], text: str, where: str = "") -> T:
     try:
-        # JSON, because strict JSON mode lets a list be a tuple and nothing else.
-        return _adapter(type_).validate_json(
-            json.dumps(value, default=str), strict=True, extra="forbid"
-        )
+        return _adapter(type_).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise ConfigError(
-            "\n".join(_sentence(type_, detail, where) for detail in details)
-        ) from error
+        sentences = "\n".join(_sentence(type_, detail, where) for detail in details)
+        raise ConfigError(sentences) from error
 
 
 def plain(value: object) -> JsonValue:
@@ -95,7 +84,7 @@ def load(type_: type[T], path: Path) -> T:
         ConfigError: if the file is missing, damaged, or holds something else.
     """
     try:
-        return build(type_, load_json(path))
+        return _validate(type_, _read(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -145,6 +134,8 @@ _EXPECTED = {
 def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
     """Pydantic's finding in our one sentence: field, value, what is accepted, nearest fix."""
     kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "json_invalid":
+        return f"this is not valid JSON: {context['error']}."
     if isinstance(error := context.get("error"), ConfigError):
         return str(error)  # a dataclass refused itself and named the field
     owner, path = _descend(type_, detail["loc"])

@@ -64,7 +64,7 @@ def test_a_damaged_file_is_named(tmp_path):
     path = tmp_path / "program.json"
     path.write_text('{"name": "x", ')
 
-    with pytest.raises(ConfigError, match=r"program\.json is not valid JSON: .*line 1"):
+    with pytest.raises(ConfigError, match=r"program\.json: this is not valid JSON: .*line 1"):
         load(Program, path)
 
 

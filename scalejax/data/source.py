@@ -1,0 +1,58 @@
+"""What a data set is to the pipeline: examples that can be taken by index, in any order.
+
+Knows which file reads which data set. Knows no batches, no order and no devices.
+"""
+
+from typing import Literal, Protocol
+
+import numpy as np
+
+from scalejax.data_config import (
+    DataConfig,
+    FashionMnistConfig,
+    PythonDocsConfig,
+    SyntheticImagesConfig,
+    SyntheticTokensConfig,
+)
+
+Split = Literal["train", "test"]
+"""The part of a data set to train on, and the part to evaluate on."""
+
+
+class Source(Protocol):
+    """Examples by index; the same index gives the same example, in every process."""
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        ...
+
+    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Rows "inputs" (uint8 images or int32 tokens) and "targets" (int32) of the examples."""
+        ...
+
+
+def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
+    """The examples of one part of the data set named in `config`.
+
+    Args:
+        config: the data set.
+        split: which part of it.
+        seed: decides what synthetic examples hold; real ones do not depend on it.
+
+    Raises:
+        ConfigError: if a file of the data set is missing or damaged.
+    """
+    # Imported here because the readers name `Split` from this file.
+    from scalejax.data.fashion_mnist import FashionMnist
+    from scalejax.data.synthetic import SyntheticImages, SyntheticTokens
+    from scalejax.data.text import PythonDocs
+
+    match config:
+        case FashionMnistConfig():
+            return FashionMnist(config, split)
+        case SyntheticImagesConfig():
+            return SyntheticImages(config, split, seed=seed)
+        case SyntheticTokensConfig():
+            return SyntheticTokens(config, split, seed=seed)
+        case PythonDocsConfig():
+            return PythonDocs(config, split)

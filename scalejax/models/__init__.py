@@ -1,0 +1,68 @@
+"""The networks: one file each, with the rules by which a mesh splits it."""
+
+from flax import nnx
+
+from scalejax.data_config import DatasetFacts
+from scalejax.errors import ConfigError, refusal
+from scalejax.model_config import (
+    CnnConfig,
+    CustomConfig,
+    MlpConfig,
+    ModelConfig,
+)
+from scalejax.models.cnn import Cnn
+from scalejax.models.mlp import Mlp
+from scalejax.models.network import (
+    Network,
+    PartitionRules,
+    build_custom,
+    import_network,
+    param_specs,
+    parameter_path,
+)
+from scalejax.models.normalization import BatchNorm, BatchNormScope
+
+__all__ = [
+    "BatchNorm",
+    "BatchNormScope",
+    "Network",
+    "PartitionRules",
+    "build_network",
+    "network_class",
+    "param_specs",
+    "parameter_path",
+]
+
+
+def network_class(model: ModelConfig) -> type[Network]:
+    """The class of the network that `model` names.
+
+    Raises:
+        ConfigError: if it is a user's own and cannot be imported.
+    """
+    match model:
+        case MlpConfig():
+            return Mlp
+        case CnnConfig():
+            return Cnn
+        case CustomConfig():
+            return import_network(model.path)
+    raise ConfigError(refusal("model.name", model.name, "no network of that name is built in"))
+
+
+def build_network(
+    model: ModelConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
+) -> Network:
+    """A network with fresh parameters, for the inputs and classes of `dataset`.
+
+    Raises:
+        ConfigError: if it is a user's own and cannot be imported or built.
+    """
+    match model:
+        case MlpConfig():
+            return Mlp(model, dataset, rngs=rngs)
+        case CnnConfig():
+            return Cnn(model, dataset, bn=bn, rngs=rngs)
+        case CustomConfig():
+            return build_custom(model, dataset, bn=bn, rngs=rngs)
+    raise ConfigError(refusal("model.name", model.name, "no network of that name is built in"))

@@ -1,0 +1,47 @@
+"""A fully connected network over flattened images, and how it is split over a mesh."""
+
+import math
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data_config import DatasetFacts
+from scalejax.layout import FSDP, TENSOR
+from scalejax.model_config import MlpConfig
+from scalejax.models.network import Network, PartitionRules
+
+
+class Mlp(Network):
+    """Linear layers with ReLU between them, He initialised."""
+
+    def __init__(self, config: MlpConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
+        widths = (math.prod(dataset.input_shape), *config.hidden, dataset.classes)
+        self.layers = nnx.List(
+            nnx.Linear(
+                width_in,
+                width_out,
+                dtype=jnp.dtype(config.compute_dtype),
+                kernel_init=nnx.initializers.he_normal(),
+                rngs=rngs,
+            )
+            for width_in, width_out in pairwise(widths)
+        )
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits [batch, classes] of images [batch, height, width, channels]."""
+        hidden = inputs.reshape(inputs.shape[0], -1)
+        for layer in self.layers[:-1]:
+            hidden = jax.nn.relu(layer(hidden))
+        return self.layers[-1](hidden).astype(jnp.float32)
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """Megatron's pairs (arXiv 1909.08053): by column, then by row, one sum for the two."""
+        return (
+            (r"layers/\d*[02468]/kernel$", P(FSDP, TENSOR)),
+            (r"layers/\d*[02468]/bias$", P(TENSOR)),
+            (r"layers/\d*[13579]/kernel$", P(TENSOR, FSDP)),
+        )

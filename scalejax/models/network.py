@@ -1,0 +1,156 @@
+"""What a network is to the rest of scalejax, and how one is built and split.
+
+A network is a `flax.nnx` module over one batch. It knows its layers, and by which rules its
+parameters are split over a mesh; it knows no mesh, no batch size and no optimizer.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_map_with_path
+
+from scalejax.data_config import DatasetFacts
+from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.model_config import CustomConfig
+from scalejax.models.normalization import BatchNormScope
+
+PartitionRules = tuple[tuple[str, PartitionSpec], ...]
+"""Regular expressions on paths of parameters, and the mesh axes that split each dimension."""
+
+
+class Network(nnx.Module):
+    """The base of every network, built-in or a user's own.
+
+    A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
+    with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
+    its `BatchNorm` layers, and `options` those of the `run.toml`.
+
+    Paths of parameters join attribute names with "/" ("layers/0/kernel"). Weight decay, and the
+    trust ratios of LARS and LAMB, hold for those that end in "kernel" or "embedding".
+    """
+
+    stacked: ClassVar[tuple[str, ...]] = ()
+    """First parts of the paths whose parameters hold all layers, one per index of their first
+    dimension: optimizers that treat layers one by one look there."""
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits, float32 [..., classes].
+
+        Args:
+            inputs: normalised images [batch, height, width, channels] in the compute type, or
+                tokens int32 [batch, tokens].
+            is_training: whether BatchNorm takes its statistics from this batch.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """By which mesh axes parameters are split: the first rule found in a path holds, and a
+        parameter without one is whole on every device."""
+        return ()
+
+
+def parameter_path(path: tuple[Any, ...]) -> str:
+    """The "/"-joined name of a leaf, from its path in a JAX tree."""
+    return keystr(path, simple=True, separator="/")
+
+
+def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[str, int]) -> Any:
+    """The tree of `PartitionSpec`s by which `rules` split a tree of parameters.
+
+    A dimension that its axes do not divide stays whole.
+
+    Args:
+        params_shapes: tree of arrays or of their shapes.
+        rules: of the network; see `Network.partition_rules`.
+        axis_sizes: devices along each mesh axis.
+
+    Raises:
+        ConfigError: if a rule names an unknown axis, or more dimensions than there are.
+    """
+
+    def spec(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        name = parameter_path(path)
+        for pattern, rule in rules:
+            if re.search(pattern, name):
+                return _divisible(name, rule, leaf.shape, axis_sizes)
+        return PartitionSpec()
+
+    return tree_map_with_path(spec, params_shapes)
+
+
+def _divisible(
+    name: str, rule: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """`rule`, without the axes of dimensions that they do not divide."""
+    if len(rule) > len(shape):
+        accepted = f"the parameter has {len(shape)} dimensions, its partition rule {len(rule)}"
+        raise ConfigError(refusal(name, shape, accepted))
+    kept = []
+    for size, axes in zip(shape, rule, strict=False):
+        parts = 1
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in axis_sizes:
+                raise ConfigError(unknown_name(f"partition rule of {name}", axis, axis_sizes))
+            parts *= axis_sizes[axis]
+        kept.append(None if size % parts else axes)
+    return PartitionSpec(*kept)
+
+
+def import_network(path: str) -> type[Network]:
+    """The class at "module:Class"; modules are found in the working directory too.
+
+    Raises:
+        ConfigError: if there is no such module or class, or it is no `Network`.
+    """
+    module_name, class_name = path.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        accepted = f"{module_name!r}, installed or in {os.getcwd()}, must import ({error})"
+        raise ConfigError(refusal("model.path", path, accepted)) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise ConfigError(unknown_name(f"model.path={module_name}:", class_name, classes))
+    if not (inspect.isclass(found) and issubclass(found, Network)):
+        accepted = f"{class_name} must be a subclass of scalejax.models.Network"
+        raise ConfigError(refusal("model.path", path, accepted))
+    return found
+
+
+def build_custom(
+    config: CustomConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
+) -> Network:
+    """The user's own network that `config` names.
+
+    Raises:
+        ConfigError: if it cannot be imported, or does not take the options given.
+    """
+    constructor: Callable[..., Network] = import_network(config.path)
+    keywords = {
+        "compute_dtype": jnp.dtype(config.compute_dtype),
+        "bn": bn,
+        "rngs": rngs,
+        **config.options,
+    }
+    try:
+        inspect.signature(constructor).bind(dataset, **keywords)
+    except TypeError as error:
+        accepted = (
+            f"{config.path} is built as Class(dataset, compute_dtype=, bn=, rngs=, **options), "
+            f"and with these options: {error}"
+        )
+        raise ConfigError(refusal("model.options", config.options, accepted)) from error
+    return constructor(dataset, **keywords)

@@ -1,0 +1,98 @@
+"""Batch normalisation whose statistics cover the samples one asks for, in every mode of a step.
+
+Knows groups of samples and the name of a mesh axis; nothing of meshes, layouts or steps.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+
+from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+
+MOMENTUM = 0.9
+"""Part of a running statistic that one step keeps (torchvision's 0.1 is the other part)."""
+EPSILON = 1e-5
+"""Added to a variance before its root (torchvision's default)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchNormScope:
+    """Which samples share one mean and one variance in training."""
+
+    groups: int = 1
+    """Equal parts, of neighbouring rows, into which the batch is cut; each has its own statistics.
+    Rows of one device are neighbours, so as many groups as devices is BatchNorm per device."""
+    axis_name: str | None = None
+    """Inside `shard_map`: mesh axis whose devices share their statistics; None for no sharing."""
+
+    def __post_init__(self) -> None:
+        require_at_least("bn.groups", self.groups, 1)
+        if self.axis_name is not None and self.groups > 1:
+            accepted = f"statistics shared over {self.axis_name!r} are of one group"
+            raise ConfigError(refusal("bn.groups", self.groups, accepted))
+
+
+class BatchNorm(nnx.Module):
+    """Subtracts the mean and divides by the standard deviation of each channel (the last axis).
+
+    In training both are of the samples of a group, computed in float32, and the running
+    statistics move toward the groups' average; in evaluation the running statistics are used.
+    The running variance is that of the population (divided by n, as in TensorFlow and Flax).
+
+    Inside `shard_map` with `scope.axis_name=None` every device ends with running statistics of
+    its own. This module leaves them so: the step averages them over the data axis, once per
+    update, before it returns them.
+
+    Source: Ioffe & Szegedy 2015, arXiv 1502.03167; per-group statistics as in Goyal et al. 2017,
+    section 2.3, arXiv 1706.02677.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        scope: BatchNormScope,
+        dtype: jnp.dtype,
+        scale_init: Initializer = nnx.initializers.ones,
+        rngs: nnx.Rngs,
+    ):
+        self.scope = scope
+        self.dtype = dtype
+        self.scale = nnx.Param(scale_init(rngs.params(), (features,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
+        self.mean = nnx.BatchStat(jnp.zeros((features,), jnp.float32))
+        self.var = nnx.BatchStat(jnp.ones((features,), jnp.float32))
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """`inputs` [batch, ..., features], normalised, in the compute type."""
+        groups = self.scope.groups if is_training else 1
+        require_multiple("batch", inputs.shape[0], groups, "bn.groups")
+        grouped = inputs.reshape(groups, -1, *inputs.shape[1:]).astype(jnp.float32)
+        per_channel = (groups, *(1,) * (inputs.ndim - 1), -1)
+        if is_training:
+            mean, var = self._statistics(grouped)
+            self.mean[...] = _moved(self.mean[...], mean)
+            self.var[...] = _moved(self.var[...], var)
+        else:
+            mean, var = self.mean[...][None], self.var[...][None]
+        scale = self.scale[...][None] * jax.lax.rsqrt(var + EPSILON)
+        normalised = (grouped - mean.reshape(per_channel)) * scale.reshape(per_channel)
+        bias = self.bias[...].reshape((1,) * inputs.ndim + (-1,))
+        return (normalised + bias).astype(self.dtype).reshape(inputs.shape)
+
+    def _statistics(self, grouped: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mean and variance [groups, features] of `grouped` [groups, rows, ..., features]."""
+        axes = tuple(range(1, grouped.ndim - 1))
+        moments = jnp.stack([grouped.mean(axes), jnp.square(grouped).mean(axes)])
+        if self.scope.axis_name is not None:
+            moments = jax.lax.pmean(moments, self.scope.axis_name)
+        mean, mean_of_squares = moments
+        # rounding can take the difference of two near-equal numbers below zero
+        return mean, jnp.maximum(mean_of_squares - jnp.square(mean), 0.0)
+
+
+def _moved(running: jax.Array, of_groups: jax.Array) -> jax.Array:
+    return MOMENTUM * running + (1 - MOMENTUM) * of_groups.mean(0)

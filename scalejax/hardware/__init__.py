@@ -1,0 +1,36 @@
+"""Chips and clusters as plain data, each number with its source: what predictions stand on.
+
+The catalogue is the TOML files in `chips/`, `clusters/` and `libraries/` beside this file; a
+user's own file is read the same way. Knows what hardware is, not how long anything takes on it.
+"""
+
+from scalejax.hardware.catalogue import (
+    chip_names,
+    cluster_names,
+    load_chip,
+    load_cluster,
+)
+from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType
+from scalejax.hardware.cluster import (
+    Cluster,
+    CollectiveMethod,
+    CommunicationLibrary,
+    Link,
+    Network,
+)
+
+__all__ = [
+    "Attainable",
+    "Chip",
+    "Cluster",
+    "CollectiveMethod",
+    "CommunicationLibrary",
+    "CudaArchitecture",
+    "Link",
+    "Network",
+    "RateType",
+    "chip_names",
+    "cluster_names",
+    "load_chip",
+    "load_cluster",
+]

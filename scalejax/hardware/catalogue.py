@@ -1,0 +1,75 @@
+"""Read chips, clusters and communication libraries from TOML: the catalogue's or a user's own.
+
+A cluster file names its chip and library, or describes them in place; see
+`clusters/dgx-h100.toml` for one to copy.
+"""
+
+from pathlib import Path
+
+from scalejax.documents import JsonValue, build, load_toml
+from scalejax.errors import ConfigError, UnknownHardware, refusal, unknown_name
+from scalejax.hardware.chip import Chip
+from scalejax.hardware.cluster import Cluster
+
+CATALOGUE = Path(__file__).parent
+
+
+def chip_names() -> tuple[str, ...]:
+    """Names of the chips in the catalogue, sorted."""
+    return _names("chips")
+
+
+def cluster_names() -> tuple[str, ...]:
+    """Names of the clusters in the catalogue, sorted."""
+    return _names("clusters")
+
+
+def load_chip(name_or_path: str) -> Chip:
+    """The chip of that name in the catalogue, or in a file of the user's.
+
+    Raises:
+        UnknownHardware: if it is neither; names the closest that is.
+        ConfigError: if the file does not describe a chip.
+    """
+    return build(Chip, _tables("chip", name_or_path), where="chip")
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """The cluster of that name in the catalogue, or in a file of the user's.
+
+    Raises:
+        UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
+        ConfigError: if the file does not describe a cluster.
+    """
+    tables = _tables("cluster", name_or_path)
+    for part, folder in (("chip", "chips"), ("library", "libraries")):
+        named = tables.get(part)
+        if isinstance(named, str):
+            if named not in _names(folder):
+                raise UnknownHardware(unknown_name(part, named, _names(folder)))
+            tables[part] = load_toml(CATALOGUE / folder / f"{named}.toml")
+    return build(Cluster, tables)
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in (CATALOGUE / folder).glob("*.toml")))
+
+
+def _tables(kind: str, name_or_path: str) -> dict[str, JsonValue]:
+    names = _names(f"{kind}s")
+    if name_or_path in names:
+        return load_toml(CATALOGUE / f"{kind}s" / f"{name_or_path}.toml")
+    if name_or_path.endswith(".toml"):
+        return _own_file(kind, Path(name_or_path))
+    raise UnknownHardware(
+        f"{unknown_name(kind, name_or_path, names)} A file of your own must end in .toml."
+    )
+
+
+def _own_file(kind: str, path: Path) -> dict[str, JsonValue]:
+    if not path.is_file():
+        raise UnknownHardware(refusal(kind, str(path), "there is no such file"))
+    try:
+        return load_toml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{kind}: {error}") from error

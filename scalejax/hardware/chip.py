@@ -1,0 +1,115 @@
+"""One accelerator: how fast it computes, how much it holds, and what a compiler must know of it.
+
+Knows no other device and no program.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+
+RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]
+"""Arithmetic of the matrix units, by the name of its operands."""
+
+_RATE_TYPES: dict[str, tuple[RateType, ...]] = {
+    "bf16": ("bf16", "f32"),
+    "f16": ("f16", "f32"),
+    "f32": ("tf32", "f32"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaArchitecture:
+    """What a compiler for NVIDIA GPUs must know of a chip, beyond its rates."""
+
+    compute_capability: tuple[int, int]
+    """(major, minor) version of the instruction set: (9, 0) for H100."""
+    sm_count: int
+    """Streaming multiprocessors."""
+    clock_hz: float
+    """Highest clock of the multiprocessors."""
+    l2_bytes: int
+    """Second-level cache."""
+    shared_memory_per_sm_bytes: int
+    """On-chip memory of one multiprocessor that its blocks share."""
+    shared_memory_per_block_optin_bytes: int
+    """Most of it that one block may ask for."""
+    fpus_per_sm: int
+    """f32 units of one multiprocessor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainable:
+    """How much of a chip's peaks programs reach; uncalibrated until fitted to measurements."""
+
+    matmul_fraction: float
+    """Share of peak FLOP/s that large matrix products reach."""
+    matmul_ramp_seconds: float
+    """Time a matrix product takes beyond its launch to fill and drain the chip."""
+    convolution_fraction: float
+    """Share of peak FLOP/s that convolutions of many channels reach."""
+    memory_fraction: float
+    """Share of peak memory bandwidth that streaming reaches."""
+    launch_seconds: float
+    """Time from the end of one operation of a program to the start of the next."""
+
+    def __post_init__(self) -> None:
+        for name in ("matmul_fraction", "convolution_fraction", "memory_fraction"):
+            fraction = getattr(self, name)
+            if not 0 < fraction <= 1:
+                raise ConfigError(refusal(name, fraction, "it must be above 0 and at most 1"))
+        require_at_least("matmul_ramp_seconds", self.matmul_ramp_seconds, 0)
+        require_at_least("launch_seconds", self.launch_seconds, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """One accelerator, as the system numbers devices (one die where a card holds two)."""
+
+    name: str
+    """Name in the catalogue: "h100"."""
+    title: str
+    """Name for people: "NVIDIA H100 SXM5 80 GB"."""
+    peak_flop_per_second: dict[RateType, float]
+    """Dense peak rate by type of operands; a type the chip lacks is left out."""
+    memory_bytes: int
+    """Device memory."""
+    memory_bytes_per_second: float
+    """Peak bandwidth of device memory."""
+    attainable: Attainable
+    """How much of the peaks programs reach."""
+    runtime_reserve_bytes: int
+    """Device memory that driver, communication library and allocator keep for themselves."""
+    cuda: CudaArchitecture | None = None
+    """What a compiler must know; None if it is no NVIDIA GPU."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        if "f32" not in self.peak_flop_per_second:
+            accepted = "it must hold f32, the rate of types that the chip has no unit for"
+            raise ConfigError(
+                refusal("peak_flop_per_second", list(self.peak_flop_per_second), accepted)
+            )
+        for dtype, rate in self.peak_flop_per_second.items():
+            require_above(f"peak_flop_per_second.{dtype}", rate, 0)
+        require_above("memory_bytes", self.memory_bytes, 0)
+        require_above("memory_bytes_per_second", self.memory_bytes_per_second, 0)
+        require_at_least("runtime_reserve_bytes", self.runtime_reserve_bytes, 0)
+
+    def rate_type(self, dtype: str) -> RateType:
+        """The arithmetic in which this chip multiplies matrices of `dtype`.
+
+        f32 products run as tf32 where the chip has it, XLA's default. A type without units of
+        its own is converted to f32, as compilers do (bf16 on V100); so are integers and f64,
+        which training steps do not multiply (too fast by 2x or more for f64).
+        """
+        if dtype.startswith("f8"):
+            wanted: tuple[RateType, ...] = ("fp8", "bf16", "f32")
+        else:
+            wanted = _RATE_TYPES.get(dtype, ("f32",))
+        return next(name for name in wanted if name in self.peak_flop_per_second)
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak FLOP/s for matrix products of `dtype` operands."""
+        return self.peak_flop_per_second[self.rate_type(dtype)]

@@ -1,0 +1,127 @@
+"""Many accelerators and what joins them: links in a node, a network between nodes.
+
+A node here is the set of devices that one kind of link joins: a server of 8 GPUs, a rack of
+72, a TPU slice. Knows no program; `collectives` says how long an exchange takes.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.hardware.chip import Chip
+
+LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
+Algorithm = Literal["ring", "tree", "halving_doubling", "nvls"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the devices of a node."""
+
+    kind: LinkKind
+    """nvswitch: any device to any at full rate. nvlink_mesh: direct wires, so that fewer
+    partners mean fewer wires. pcie: host bus. ici: TPU torus. host: memory of one machine."""
+    bytes_per_second: float
+    """Nominal rate per device, one way, over all its wires."""
+    attainable_fraction: float = 1.0
+    """Share of the nominal rate that large messages reach."""
+    in_switch_fraction: float | None = None
+    """Share of the attainable rate that remains when the switch itself adds up (NVLS); None if
+    it cannot."""
+
+    def __post_init__(self) -> None:
+        require_above("link.bytes_per_second", self.bytes_per_second, 0)
+        _require_fraction("link.attainable_fraction", self.attainable_fraction)
+        if self.in_switch_fraction is not None:
+            _require_fraction("link.in_switch_fraction", self.in_switch_fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What joins the nodes."""
+
+    bytes_per_second: float
+    """Nominal rate per node, one way, over all its network cards."""
+    attainable_fraction: float = 1.0
+    """Share of the nominal rate that large messages reach."""
+
+    def __post_init__(self) -> None:
+        require_above("network.bytes_per_second", self.bytes_per_second, 0)
+        _require_fraction("network.attainable_fraction", self.attainable_fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveMethod:
+    """One way in which the cluster's communication library can run a collective."""
+
+    algorithm: Algorithm
+    """How messages travel."""
+    protocol: str
+    """The library's name for how a message is synchronised: "simple", "ll", "ll128"."""
+    bandwidth_fraction: float
+    """Share of the attainable link rate that the protocol leaves to payload."""
+    base_seconds: float
+    """Time of an exchange before its first message."""
+    link_hop_seconds: float
+    """Time of one message within a node, however small."""
+    network_hop_seconds: float
+    """Time of one message between nodes, however small."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
+        for name in ("base_seconds", "link_hop_seconds", "network_hop_seconds"):
+            require_at_least(f"method.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationLibrary:
+    """What runs the collectives, and what its messages cost however small they are."""
+
+    name: str
+    """Name in the catalogue: "nccl"."""
+    title: str
+    """Name for people: "NCCL over NVLink"."""
+    methods: tuple[CollectiveMethod, ...]
+    """Ways to run a collective; the fastest is taken, as the library's own tuner would."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each number above comes from, by its dotted name."""
+
+    def __post_init__(self) -> None:
+        algorithms = [method.algorithm for method in self.methods]
+        if "ring" not in algorithms:
+            accepted = "one must be a ring, which alone gathers and scatters"
+            raise ConfigError(refusal("library.methods", algorithms, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Nodes of equal devices; devices are numbered node by node."""
+
+    name: str
+    """Name in the catalogue: "dgx-h100"."""
+    title: str
+    """Name for people: "NVIDIA DGX H100, 8 x 400 Gb/s InfiniBand"."""
+    chip: Chip
+    """Every device."""
+    devices_per_node: int
+    """Devices that one kind of link joins."""
+    link: Link
+    """What joins them."""
+    library: CommunicationLibrary
+    """What runs the collectives."""
+    network: Network | None = None
+    """What joins the nodes; None if there is but one node."""
+    max_device_count: int | None = None
+    """Devices in all; None if it may grow."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each number above comes from, by its dotted name (chip and library have their own)."""
+
+    def __post_init__(self) -> None:
+        require_at_least("devices_per_node", self.devices_per_node, 1)
+        if self.max_device_count is not None:
+            require_at_least("max_device_count", self.max_device_count, 1)
+
+
+def _require_fraction(field_name: str, fraction: float) -> None:
+    if not 0 < fraction <= 1:
+        raise ConfigError(refusal(field_name, fraction, "it must be above 0 and at most 1"))

@@ -3,14 +3,16 @@
 from flax import nnx
 
 from scalejax.data_config import DatasetFacts
-from scalejax.errors import ConfigError, refusal
 from scalejax.model_config import (
     CnnConfig,
     CustomConfig,
+    GptConfig,
     MlpConfig,
     ModelConfig,
+    ResNetConfig,
 )
 from scalejax.models.cnn import Cnn
+from scalejax.models.gpt import Gpt
 from scalejax.models.mlp import Mlp
 from scalejax.models.network import (
     Network,
@@ -21,6 +23,7 @@ from scalejax.models.network import (
     parameter_path,
 )
 from scalejax.models.normalization import BatchNorm, BatchNormScope
+from scalejax.models.resnet import ResNet
 
 __all__ = [
     "BatchNorm",
@@ -45,9 +48,12 @@ def network_class(model: ModelConfig) -> type[Network]:
             return Mlp
         case CnnConfig():
             return Cnn
+        case ResNetConfig():
+            return ResNet
+        case GptConfig():
+            return Gpt
         case CustomConfig():
             return import_network(model.path)
-    raise ConfigError(refusal("model.name", model.name, "no network of that name is built in"))
 
 
 def build_network(
@@ -63,6 +69,9 @@ def build_network(
             return Mlp(model, dataset, rngs=rngs)
         case CnnConfig():
             return Cnn(model, dataset, bn=bn, rngs=rngs)
+        case ResNetConfig():
+            return ResNet(model, dataset, bn=bn, rngs=rngs)
+        case GptConfig():
+            return Gpt(model, dataset, rngs=rngs)
         case CustomConfig():
             return build_custom(model, dataset, bn=bn, rngs=rngs)
-    raise ConfigError(refusal("model.name", model.name, "no network of that name is built in"))

@@ -10,12 +10,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import CnnConfig
+from scalejax.models.convolution import classifier, convolution
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-
-CONVOLUTION_INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
-"""He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017
-(arXiv 1706.02677, section 5.1) and torchvision."""
 
 
 class Cnn(Network):
@@ -28,35 +25,19 @@ class Cnn(Network):
         dtype = jnp.dtype(config.compute_dtype)
         widths = (dataset.input_shape[-1], *config.channels)
         self.convolutions = nnx.List(
-            nnx.Conv(
-                width_in,
-                width_out,
-                (3, 3),
-                strides=2,
-                padding=1,
-                use_bias=False,
-                dtype=dtype,
-                kernel_init=CONVOLUTION_INIT,
-                rngs=rngs,
-            )
+            convolution(width_in, width_out, size=3, stride=2, dtype=dtype, rngs=rngs)
             for width_in, width_out in pairwise(widths)
         )
         self.norms = nnx.List(
             BatchNorm(width, scope=bn, dtype=dtype, rngs=rngs) for width in config.channels
         )
-        self.head = nnx.Linear(
-            widths[-1],
-            dataset.classes,
-            dtype=dtype,
-            kernel_init=nnx.initializers.normal(0.01),
-            rngs=rngs,
-        )
+        self.head = classifier(widths[-1], dataset.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = inputs
-        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
-            hidden = jax.nn.relu(norm(convolution(hidden), is_training=is_training))
+        for layer, norm in zip(self.convolutions, self.norms, strict=True):
+            hidden = jax.nn.relu(norm(layer(hidden), is_training=is_training))
         return self.head(hidden.mean((1, 2))).astype(jnp.float32)
 
     @staticmethod

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,7 @@ def build_custom(
     Raises:
         ConfigError: if it cannot be imported, or does not take the options given.
     """
-    constructor: Callable[..., Network] = import_network(config.path)
+    constructor = cast(Callable[..., Network], import_network(config.path))
     keywords = {
         "compute_dtype": jnp.dtype(config.compute_dtype),
         "bn": bn,

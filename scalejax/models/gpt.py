@@ -1,0 +1,163 @@
+"""A decoder-only transformer, its blocks scanned, and how it is split over a mesh.
+
+Shapes: B batch, S tokens, D hidden, V vocabulary, H heads, K size of a head.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data_config import DatasetFacts
+from scalejax.layout import FSDP, TENSOR
+from scalejax.model_config import GptConfig
+from scalejax.models.network import Network, PartitionRules
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; the softmax is in float32."""
+
+    def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.compute_dtype)
+        head_size = config.hidden // config.heads
+        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
+        self.qkv = nnx.LinearGeneral(
+            config.hidden,
+            (3, config.heads, head_size),
+            dtype=dtype,
+            kernel_init=nnx.initializers.normal(INIT_STD),
+            rngs=rngs,
+        )
+        self.projection = nnx.LinearGeneral(
+            (config.heads, head_size),
+            config.hidden,
+            axis=(-2, -1),
+            dtype=dtype,
+            kernel_init=_residual_init(config),
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """What every token takes from itself and those before it, [B, S, D]."""
+        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
+        mixed_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSHK, v_BSHK, is_causal=True)
+        return self.projection(mixed_BSHK)
+
+
+class FeedForward(nnx.Module):
+    """Two linear layers, four times as wide between, with GELU (the tanh form of GPT-2)."""
+
+    def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.compute_dtype)
+        self.up = nnx.Linear(
+            config.hidden,
+            4 * config.hidden,
+            dtype=dtype,
+            kernel_init=nnx.initializers.normal(INIT_STD),
+            rngs=rngs,
+        )
+        self.down = nnx.Linear(
+            4 * config.hidden,
+            config.hidden,
+            dtype=dtype,
+            kernel_init=_residual_init(config),
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Each token by itself, [B, S, D]."""
+        return self.down(jax.nn.gelu(self.up(x_BSD), approximate=True))
+
+
+class Block(nnx.Module):
+    """Attention, then the feed-forward layer, each on a normalised copy of the residual."""
+
+    def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _layer_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = _layer_norm(config, rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after this block, [B, S, D]."""
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        return x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))
+
+
+class Gpt(Network):
+    """Embeddings of tokens and places, blocks, and the token embedding again as output layer.
+
+    The parameters of all blocks are stacked on a first dimension, over which one compiled block
+    is scanned: program and compile time do not grow with depth.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its
+    code (github.com/openai/gpt-2), without dropout.
+    """
+
+    stacked = ("blocks",)
+
+    def __init__(self, config: GptConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
+        self.dtype = jnp.dtype(config.compute_dtype)
+        self.remat = config.remat
+
+        def embedding(entries: int) -> nnx.Embed:
+            return nnx.Embed(
+                entries,
+                config.hidden,
+                dtype=self.dtype,
+                embedding_init=nnx.initializers.normal(INIT_STD),
+                rngs=rngs,
+            )
+
+        self.tokens = embedding(dataset.classes)
+        self.places = embedding(dataset.input_shape[0])
+        keys = jax.random.split(rngs.params(), config.layers)
+        self.blocks = nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+        self.norm = _layer_norm(config, rngs)
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
+        x_BSD = self.tokens(inputs) + self.places(jnp.arange(inputs.shape[1]))[None]
+        structure, stacked = nnx.split(self.blocks)
+
+        def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(structure, layer)(x_BSD), None
+
+        if self.remat == "full":
+            block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
+        x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
+        embedding_VD = self.tokens.embedding[...].astype(self.dtype)
+        return jnp.einsum(
+            "bsd,vd->bsv", self.norm(x_BSD), embedding_VD, preferred_element_type=jnp.float32
+        )
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """Megatron (arXiv 1909.08053): heads, inner width and vocabulary over the tensor axis, so
+        that each half of a block needs one sum over it; the hidden width over fsdp."""
+        return (
+            (r"qkv/kernel$", P(None, FSDP, None, TENSOR, None)),
+            (r"qkv/bias$", P(None, None, TENSOR, None)),
+            (r"projection/kernel$", P(None, TENSOR, None, FSDP)),
+            (r"up/kernel$", P(None, FSDP, TENSOR)),
+            (r"up/bias$", P(None, TENSOR)),
+            (r"down/kernel$", P(None, TENSOR, FSDP)),
+            (r"tokens/embedding$", P(TENSOR, FSDP)),
+            (r"places/embedding$", P(None, FSDP)),
+        )
+
+
+def _layer_norm(config: GptConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.hidden, epsilon=1e-5, dtype=jnp.dtype(config.compute_dtype), rngs=rngs
+    )
+
+
+def _residual_init(config: GptConfig) -> Initializer:
+    """Smaller for the two layers per block that add to the residual, so that its variance does
+    not grow with depth (Radford et al. 2019, section 2.3)."""
+    return nnx.initializers.normal(INIT_STD / (2 * config.layers) ** 0.5)

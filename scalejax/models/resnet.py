@@ -1,0 +1,153 @@
+"""ResNet v1.5 of 18 to 152 layers, and how it is split over a mesh."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data_config import DatasetFacts
+from scalejax.layout import FSDP, TENSOR
+from scalejax.model_config import ResNetConfig
+from scalejax.models.convolution import classifier, convolution
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.normalization import BatchNorm, BatchNormScope
+
+STEM_WIDTH = 64
+"""Channels after the first convolution, and inside the blocks of the first stage."""
+
+
+class Unit(nnx.Module):
+    """A convolution and its BatchNorm."""
+
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        *,
+        size: int,
+        stride: int = 1,
+        is_last: bool = False,
+        dtype: jnp.dtype,
+        bn: BatchNormScope,
+        rngs: nnx.Rngs,
+    ):
+        self.convolution = convolution(
+            width_in, width_out, size=size, stride=stride, dtype=dtype, rngs=rngs
+        )
+        # A block whose last scale is zero starts as the identity (Goyal et al. 2017, section 5.1).
+        scale_init = nnx.initializers.zeros if is_last else nnx.initializers.ones
+        self.norm = BatchNorm(width_out, scope=bn, dtype=dtype, scale_init=scale_init, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """The normalised convolution of `inputs`."""
+        return self.norm(self.convolution(inputs), is_training=is_training)
+
+
+class Block(nnx.Module):
+    """A residual block: its units with ReLU between them, added to the input, then ReLU."""
+
+    def __init__(
+        self,
+        width_in: int,
+        width: int,
+        *,
+        is_bottleneck: bool,
+        stride: int,
+        dtype: jnp.dtype,
+        bn: BatchNormScope,
+        rngs: nnx.Rngs,
+    ):
+        def unit(*args: int, **keywords: int) -> Unit:
+            return Unit(*args, **keywords, dtype=dtype, bn=bn, rngs=rngs)
+
+        if is_bottleneck:
+            width_out = 4 * width
+            units = (
+                unit(width_in, width, size=1),
+                # The stride is here, not on the 1x1 before: that is what makes it v1.5.
+                unit(width, width, size=3, stride=stride),
+                unit(width, width_out, size=1, is_last=True),
+            )
+        else:
+            width_out = width
+            units = (
+                unit(width_in, width, size=3, stride=stride),
+                unit(width, width, size=3, is_last=True),
+            )
+        self.units = nnx.List(units)
+        is_same_shape = stride == 1 and width_in == width_out
+        self.shortcut = None if is_same_shape else unit(width_in, width_out, size=1, stride=stride)
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """`inputs` plus what the block has learned to add, at the block's stride and width."""
+        hidden = inputs
+        for unit in self.units[:-1]:
+            hidden = jax.nn.relu(unit(hidden, is_training=is_training))
+        residual = self.units[-1](hidden, is_training=is_training)
+        if self.shortcut is not None:
+            inputs = self.shortcut(inputs, is_training=is_training)
+        return jax.nn.relu(inputs + residual)
+
+
+class ResNet(Network):
+    """A 7x7 stem, four stages of residual blocks, the mean over places, a linear layer.
+
+    Source: He et al. 2015, arXiv 1512.03385, table 1; initialised as in Goyal et al. 2017.
+    """
+
+    def __init__(
+        self, config: ResNetConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
+    ):
+        dtype = jnp.dtype(config.compute_dtype)
+        blocks_per_stage, is_bottleneck = {
+            "resnet18": ((2, 2, 2, 2), False),
+            "resnet34": ((3, 4, 6, 3), False),
+            "resnet50": ((3, 4, 6, 3), True),
+            "resnet101": ((3, 4, 23, 3), True),
+            "resnet152": ((3, 8, 36, 3), True),
+        }[config.name]
+        self.stem = Unit(
+            dataset.input_shape[-1], STEM_WIDTH, size=7, stride=2, dtype=dtype, bn=bn, rngs=rngs
+        )
+        blocks = []
+        width_in = STEM_WIDTH
+        for stage, count in enumerate(blocks_per_stage):
+            width = STEM_WIDTH * 2**stage
+            for index in range(count):
+                block = Block(
+                    width_in,
+                    width,
+                    is_bottleneck=is_bottleneck,
+                    stride=2 if stage > 0 and index == 0 else 1,
+                    dtype=dtype,
+                    bn=bn,
+                    rngs=rngs,
+                )
+                blocks.append(block)
+                width_in = 4 * width if is_bottleneck else width
+        self.blocks = nnx.List(blocks)
+        self.head = classifier(width_in, dataset.classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits [batch, classes] of images [batch, height, width, channels]."""
+        hidden = jax.nn.relu(self.stem(inputs, is_training=is_training))
+        hidden = _max_pool(hidden)
+        for block in self.blocks:
+            hidden = block(hidden, is_training=is_training)
+        return self.head(hidden.mean((1, 2)))
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """Output channels over the tensor axis, input channels over fsdp."""
+        return (
+            (r"convolution/kernel$", P(None, None, FSDP, TENSOR)),
+            (r"norm/(scale|bias)$", P(TENSOR)),
+            (r"head/kernel$", P(FSDP, TENSOR)),
+            (r"head/bias$", P(TENSOR)),
+        )
+
+
+def _max_pool(images: jax.Array) -> jax.Array:
+    """The largest of each 3x3 neighbourhood, at every second place."""
+    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+    return jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)

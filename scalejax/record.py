@@ -1,0 +1,250 @@
+"""What a run leaves behind: the files of its folder, and the measurements in them.
+
+    run.toml             the config as resolved: what was asked for, on these devices
+    program.json         the compiled step that was trained
+    prediction.json      its time and memory as predicted, written before training started
+    measurements.jsonl   one line per measurement, in order of time
+    checkpoints/         states to resume from, and the best one
+
+Knows files and figures; no devices, no loop, and nothing of what a prediction holds.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from scalejax.documents import build, plain, save_text
+from scalejax.errors import ConfigError
+
+Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
+"""Where a run stands. "diverged": it ran to its end, and its last loss was not finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMeasurement:
+    """One update, and the speed of the updates since the line before."""
+
+    kind: Literal["train"] = "train"
+    """Selects this kind of line."""
+    step: int
+    """Updates made, this one included."""
+    epoch: float
+    """Passes over the data made."""
+    loss: float | None
+    """Mean loss of the global batch before the update; None if it was not finite."""
+    accuracy: float
+    """Part of the global batch that was right before the update, 0..1."""
+    learning_rate: float
+    """Learning rate of the update."""
+    step_seconds: float | None
+    """Mean time of an update since the line before, waiting for data included; None where no
+    update lies between the two but the first, whose start is not timed."""
+    samples_per_second: float | None
+    """Samples trained per second since the line before; None with `step_seconds`."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMeasurement:
+    """The metrics over all the test data."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    epoch: float
+    """Passes over the training data made."""
+    test_loss: float | None
+    """Mean loss of the test examples; None if it was not finite."""
+    test_accuracy: float
+    """Part of the test examples that was right, 0..1."""
+    examples: int
+    """Test examples, each counted once."""
+    seconds: float
+    """Time that the evaluation took."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusChange:
+    """A turn in the life of the run."""
+
+    kind: Literal["status"] = "status"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    status: Status
+    """Where the run stands from here on."""
+    message: str
+    """The same for people, with what to do next if there is something."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
+Measurement = TrainMeasurement | EvaluationMeasurement | StatusChange
+"""One line of `measurements.jsonl`."""
+
+_KINDS: dict[str, type[Measurement]] = {
+    "train": TrainMeasurement,
+    "evaluation": EvaluationMeasurement,
+    "status": StatusChange,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Where the files of a run are."""
+
+    path: Path
+    """The folder itself."""
+
+    @property
+    def config(self) -> Path:
+        """The config as resolved, TOML."""
+        return self.path / "run.toml"
+
+    @property
+    def program(self) -> Path:
+        """The compiled step, a `Program` in JSON."""
+        return self.path / "program.json"
+
+    @property
+    def prediction(self) -> Path:
+        """What was predicted before training, a `Prediction` in JSON."""
+        return self.path / "prediction.json"
+
+    @property
+    def measurements(self) -> Path:
+        """What was measured, a `Measurement` a line."""
+        return self.path / "measurements.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """States of the run by step."""
+        return self.path / "checkpoints"
+
+    @property
+    def readme(self) -> Path:
+        """What the files are, for whoever finds the folder."""
+        return self.path / "README.txt"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was begun here."""
+        return self.config.exists() or self.measurements.exists()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """All that was measured in a run."""
+
+    folder: RunFolder
+    """Where it was read from."""
+    measurements: tuple[Measurement, ...]
+    """In order of time."""
+
+    @classmethod
+    def load(cls, path: Path) -> "RunRecord":
+        """The record in the run folder `path`.
+
+        A last line that was cut off, as a killed process leaves it, is passed over.
+
+        Raises:
+            ConfigError: if `path` holds no run, or a line is damaged (with its number).
+        """
+        folder = RunFolder(path=path)
+        if not folder.measurements.is_file():
+            raise ConfigError(f"{str(path)!r} holds no run: it has no {folder.measurements.name}.")
+        return cls(folder=folder, measurements=tuple(_read(folder.measurements)))
+
+    @property
+    def training(self) -> tuple[TrainMeasurement, ...]:
+        """The updates that were measured."""
+        return tuple(m for m in self.measurements if isinstance(m, TrainMeasurement))
+
+    @property
+    def evaluations(self) -> tuple[EvaluationMeasurement, ...]:
+        """The evaluations."""
+        return tuple(m for m in self.measurements if isinstance(m, EvaluationMeasurement))
+
+    @property
+    def statuses(self) -> tuple[StatusChange, ...]:
+        """The turns in the life of the run; the last one says where it stands."""
+        return tuple(m for m in self.measurements if isinstance(m, StatusChange))
+
+    @property
+    def status(self) -> Status | None:
+        """Where the run stands; None if nothing was written yet."""
+        return self.statuses[-1].status if self.statuses else None
+
+
+class MeasurementLog:
+    """`measurements.jsonl`, open for appending; every line is on its way to disk when written."""
+
+    def __init__(self, path: Path, *, after_step: int | None = None) -> None:
+        """Open the log at `path`.
+
+        Args:
+            path: the file; made if it is not there.
+            after_step: if given, lines of later steps are removed: they are measured again.
+        """
+        lines = _read(path) if path.exists() else []
+        kept = [line for line in lines if after_step is None or line.step <= after_step]
+        save_text("".join(map(_line, kept)), path)
+        self.elapsed_seconds = kept[-1].elapsed_seconds if kept else 0.0
+        """Of the last line there was when the log was opened; 0 if there was none."""
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, measurement: Measurement) -> None:
+        """Add one line."""
+        self._file.write(_line(measurement))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> "MeasurementLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def finite(value: float) -> float | None:
+    """`value`, or None where it is infinite or no number: JSON has no word for either."""
+    return value if math.isfinite(value) else None
+
+
+def _line(measurement: Measurement) -> str:
+    return json.dumps(plain(measurement)) + "\n"
+
+
+def _read(path: Path) -> list[Measurement]:
+    """The measurements in a file; a last line without an end was cut off, and is passed over."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole = (line for line in lines if line.endswith("\n"))
+    return [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
+
+
+def _parse(line: str, where: str) -> Measurement:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where} is no measurement: {error}.") from error
+    kind = _KINDS.get(str(value.get("kind"))) if isinstance(value, dict) else None
+    if kind is None:
+        raise ConfigError(
+            f"{where} is no measurement: its kind must be one of {', '.join(_KINDS)}."
+        )
+    return build(kind, value, where=where)

@@ -1,0 +1,168 @@
+"""The command line: finds the command, reads its flags, words every refusal in one line.
+
+Knows nothing of what the commands do. Starts without JAX.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from scalejax.commands import COMMANDS, Command, RunFileCommand
+from scalejax.config import parse_value
+from scalejax.documents import JsonValue
+from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
+
+_FIELDS_WITHOUT_DOT = ("seed",)
+"""Fields of a run.toml that stand in no table."""
+_REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+"""Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
+
+Overrides = dict[str, JsonValue]
+"""Values for fields of a run.toml by dotted name."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 when the input is refused.
+
+    Args:
+        arguments: what was typed after `scalejax`; if None, that of this process.
+    """
+    try:
+        command, overrides = parse(sys.argv[1:] if arguments is None else list(arguments))
+        if isinstance(command, RunFileCommand):
+            command.execute(overrides)
+        else:
+            command.execute()
+        sys.stdout.flush()
+    except ScalejaxError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return _REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has gone. Python flushes once more at exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return 0
+
+
+def parse(arguments: list[str]) -> tuple[Command, Overrides]:
+    """The command that was typed, and the fields that its flags replace.
+
+    Raises:
+        ConfigError: if there is no such command or flag, naming the nearest, or a value has
+            the wrong type.
+        SystemExit: with code 0, when help was asked for and printed.
+    """
+    name = _command_name(arguments)
+    kind = COMMANDS[name]
+    rest, overrides = split_overrides(arguments[len(name.split()) :])
+    if overrides and not issubclass(kind, RunFileCommand):
+        raise ConfigError(f"scalejax {name} reads no run.toml, so it takes no --{min(overrides)}.")
+    return _read_flags(kind, name, rest), overrides
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
+    """Take the flags that name a field of the run.toml out of `arguments`.
+
+    `--train.epochs 3` and `--train.epochs=3` mean the same. The value is read as TOML where it
+    is TOML, else as text.
+
+    Raises:
+        ConfigError: if such a flag has no value.
+    """
+    rest: list[str] = []
+    overrides: Overrides = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, has_value, value = argument.partition("=")
+        field = flag.removeprefix("--")
+        if not flag.startswith("--") or ("." not in field and field not in _FIELDS_WITHOUT_DOT):
+            rest.append(argument)
+            continue
+        if not has_value:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{flag} needs a value, such as {flag}=VALUE.")
+        overrides[field] = parse_value(value)
+    return rest, overrides
+
+
+def _command_name(arguments: list[str]) -> str:
+    """The name at the front of `arguments`, of one word or two; prints help where there is none."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return name
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _print_help()
+        raise SystemExit(0 if arguments else _REFUSED)
+    if arguments[0] == "--version":
+        from importlib.metadata import version
+
+        print(f"scalejax {version('scalejax')}")
+        raise SystemExit(0)
+    longer = [name for name in COMMANDS if name.split()[0] == arguments[0]]
+    if longer and arguments[1:2] in ([], ["-h"], ["--help"]):
+        raise ConfigError(f"scalejax {arguments[0]} needs one more word: scalejax {longer[0]}.")
+    raise ConfigError(unknown_name("command", " ".join(arguments[: 1 + bool(longer)]), COMMANDS))
+
+
+def _print_help() -> None:
+    print("usage: scalejax COMMAND [-h] ...\n")
+    print("Train large minibatches in JAX, and predict what it costs on GPUs that are not here.\n")
+    for name, kind in COMMANDS.items():
+        print(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}")
+    print("\nscalejax COMMAND --help says more. Start with: scalejax quickstart")
+
+
+def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command:
+    """The command as typed.
+
+    Raises:
+        ConfigError: on the first flag that `kind` does not have, or has with another type.
+        SystemExit: with code 0, when help was asked for and printed.
+    """
+    flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)]
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in (*flags, "--help"):
+            closest = nearest_name(flag, flags)
+            hint = f" (did you mean {closest}?)" if closest else f" (see scalejax {name} --help)"
+            raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            return tyro.cli(kind, prog=f"scalejax {name}", args=arguments)
+    except SystemExit as stop:
+        if stop.code == 0:
+            raise
+        message = _first_paragraph(printed.getvalue())
+        raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
+
+
+def _first_paragraph(panel: str) -> str:
+    """What a framed message of tyro says before its first rule, on one line."""
+    lines: list[str] = []
+    for line in panel.splitlines()[1:]:
+        text = line.strip("│|").rstrip()
+        if text.strip().startswith("Got errors:") or (text and not text.strip(" ─-")):
+            break
+        lines.append(text)
+    if lines and lines[0].strip().startswith("Missing from"):
+        # What is missing is indented once, its description twice.
+        missing = [line.strip() for line in lines if re.match(r" {5}\S", line)]
+        return f"missing: {', '.join(missing)}"
+    message = " ".join(" ".join(lines).split())
+    if not_whole := re.fullmatch(r"Error parsing (\S+):.* \[?'(.*)'\]?\.?", message):
+        flag, value = not_whole.groups()  # of our flags, only whole numbers can fail so
+        return refusal(flag, value, "it must be a whole number")
+    return message

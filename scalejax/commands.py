@@ -1,0 +1,238 @@
+"""The commands: one class each, whose fields are its flags and whose `execute` does the work.
+
+Each is a few lines over the functions that a Python user would call. Starts without JAX, which
+the commands that need it import when they run.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from scalejax import documents, tables
+from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.documents import JsonValue
+from scalejax.errors import ConfigError, refusal
+from scalejax.jax_platform import choose_platform
+
+Overrides = dict[str, JsonValue]
+"""Values for fields of a run.toml by dotted name."""
+
+
+def _flag(metavar: str) -> object:
+    """How the value of a flag is written in help; its default is in the flag's own words."""
+    return arg(metavar=metavar, help_behavior_hint="")
+
+
+RunFile = Annotated[Positional[Path], _flag("RUN.toml")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFileCommand:
+    """A command that reads a run.toml, whose fields flags can replace."""
+
+    run_file: RunFile
+    """The description of the run."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Do what the command is for, with these fields of the file replaced."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(RunFileCommand):
+    """Train what a run.toml describes, on the devices of this machine.
+
+    A flag with a dot replaces a field of the file, such as --train.epochs 3.
+    """
+
+    folder: Annotated[Path | None, _flag("DIR")] = None
+    """Where its record goes. By default runs/ and the name of the file."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the latest checkpoint in the folder."""
+    cpu_devices: Annotated[int | None, _flag("N")] = None
+    """Divide the CPU into N virtual devices, and train on those."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Train, and say where the record is."""
+        config = load_config(self.run_file, overrides)
+        choose_platform(self.cpu_devices)
+        from scalejax.train import train
+
+        folder = self.folder or Path("runs") / self.run_file.stem
+        train(config, folder, resume=self.resume)
+        print(f"scalejax report {folder} draws its curves.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(RunFileCommand):
+    """Predict its time, efficiency and memory on GPUs that are not here.
+
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
+    """
+
+    cluster: Annotated[str, _flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[str, _flag("N,N,...")]
+    """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
+    scaling: Literal["weak", "strong"] = "weak"
+    """What stays as devices are added: the batch of each device, or that of all."""
+    json: Annotated[Path | None, _flag("OUT.json")] = None
+    """Where the figures go, for scalejax report."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Compile and cost each case, print the table, write the figures."""
+        from scalejax.hardware import load_cluster
+        from scalejax.scaling_study import study
+
+        config = load_config(self.run_file, overrides)
+        cluster = load_cluster(self.cluster)
+        counts = _parse_counts(self.devices)
+        with tables.compiling(len(set(counts))) as on_done:
+            prediction = study(config, cluster, counts, self.scaling, on_done=on_done)
+        tables.show(tables.scaling(prediction))
+        if self.json is not None:
+            documents.save(prediction, self.json)
+            print(f"wrote {self.json}; scalejax report {self.json} draws it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Draw runs and predictions in one HTML file."""
+
+    sources: Annotated[Positional[tuple[Path, ...]], _flag("RUN_OR_PREDICTION")]
+    """Folders that train wrote, and JSON files that predict wrote."""
+    output: Annotated[Path, _flag("FILE")] = Path("report.html")
+    """The HTML file. By default report.html."""
+
+    def execute(self) -> None:
+        """Read the sources and write the page."""
+        from scalejax.report import write_report
+
+        if not self.sources:
+            raise ConfigError("scalejax report needs a run's folder or a prediction's JSON file.")
+        write_report(self.sources, self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigShow(RunFileCommand):
+    """Print what it comes to: batches, steps, learning rates."""
+
+    devices: Annotated[int | None, _flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and print it."""
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        tables.show(tables.run(run, _learning_rates(run)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlot(RunFileCommand):
+    """Draw its learning rate, step by step."""
+
+    output: Annotated[Path, _flag("FILE")] = Path("schedule.png")
+    """The picture: png, svg or pdf. By default schedule.png."""
+    devices: Annotated[int | None, _flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and draw its schedule."""
+        from scalejax.plots import save_schedule
+
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        rates = _learning_rates(run)
+        save_schedule(rates, steps_per_epoch=run.steps_per_epoch, path=self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """List known clusters and chips, or one with its sources."""
+
+    name: Annotated[Positional[str | None], _flag("NAME")] = None
+    """A cluster, a chip, or a TOML file that describes a cluster."""
+
+    def execute(self) -> None:
+        """Print the catalogue, or the entry."""
+        from scalejax.hardware import chip_names, cluster_names, load_chip, load_cluster
+
+        if self.name is None:
+            clusters = [load_cluster(name) for name in cluster_names()]
+            tables.show(tables.catalogue(clusters, [load_chip(name) for name in chip_names()]))
+            return
+        is_chip = self.name in chip_names()
+        if is_chip:
+            tables.show(tables.entry(load_chip(self.name)))
+        if not is_chip or self.name in cluster_names():
+            tables.show(tables.entry(load_cluster(self.name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quickstart:
+    """See it all in three minutes: train, predict, report."""
+
+    folder: Annotated[Path, _flag("DIR")] = Path("quickstart")
+    """Where everything goes. By default quickstart."""
+    seeds: Annotated[int, _flag("N")] = 1
+    """Times each training is repeated, each with another seed. By default once."""
+
+    def execute(self) -> None:
+        """Run the tour."""
+        from scalejax.quickstart import quickstart
+
+        quickstart(self.folder, seeds=self.seeds)
+
+
+Command = Train | Predict | Report | ConfigShow | SchedulePlot | Hardware | Quickstart
+
+COMMANDS: dict[str, type[Command]] = {
+    "quickstart": Quickstart,
+    "train": Train,
+    "predict": Predict,
+    "report": Report,
+    "config show": ConfigShow,
+    "schedule plot": SchedulePlot,
+    "hardware": Hardware,
+}
+"""What can be typed after `scalejax`."""
+
+
+def _parse_counts(text: str) -> list[int]:
+    """The numbers in "8,64,256".
+
+    Raises:
+        ConfigError: if there is anything else in it.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        accepted = "it must be numbers of devices with commas between, such as 8,64,256"
+        raise ConfigError(refusal("devices", text, accepted)) from error
+
+
+def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
+    """The run on so many devices, or on those of its layout, or on those of this machine."""
+    choose_platform()
+    if device_count is None and config.layout.data is None:
+        import jax
+
+        device_count = jax.device_count()
+    return resolve(config, device_count)
+
+
+def _learning_rates(run: ResolvedRun) -> list[float]:
+    """The learning rate of every update of the run."""
+    import numpy as np
+
+    from scalejax.schedules import learning_rate_schedule
+
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.total_steps,
+    )
+    return np.asarray(schedule(np.arange(run.total_steps))).tolist()

@@ -1,0 +1,114 @@
+"""One run on many numbers of devices: what a person asks before adding some.
+
+Decides what is held fixed as devices are added, has each case compiled and costed, and relates
+the results. Knows neither compiler nor equations: those are `profile` and `predict`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from scalejax import metrics
+from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.hardware import Cluster
+from scalejax.predict import Prediction, ScalingPrediction, predict
+from scalejax.profile import profile_many
+
+Scaling = Literal["weak", "strong"]
+"""What stays fixed as devices are added: the batch of each device, or that of all."""
+
+
+def study(
+    config: RunConfig,
+    cluster: Cluster,
+    device_counts: Sequence[int],
+    scaling: Scaling,
+    *,
+    title: str | None = None,
+    on_done: Callable[[int], None] = lambda device_count: None,
+) -> ScalingPrediction:
+    """Predictions for `config` on each number of devices of `cluster`, in rising order.
+
+    The compiler runs once for each number; several compile at a time.
+
+    Args:
+        config: the run; a `layout.data` in it is replaced.
+        cluster: where it would run.
+        device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
+        scaling: what stays fixed.
+        title: names the study for people; if None, the model and the cluster.
+        on_done: called with the number of devices of each case that has been compiled.
+
+    Raises:
+        ConfigError: if batch or layout do not divide for one of the numbers.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    runs = resolve_all(config, device_counts, scaling)
+    largest = runs[-1].layout.device_count
+    if cluster.max_device_count is not None and largest > cluster.max_device_count:
+        raise DoesNotFit(
+            f"devices={largest} is refused: cluster {cluster.name} has "
+            f"{cluster.max_device_count} devices."
+        )
+    programs = profile_many(
+        [(run, cluster) for run in runs],
+        on_done=lambda index, _: on_done(runs[index].layout.device_count),
+    )
+    predictions = [
+        predict(
+            program,
+            cluster,
+            train_examples=run.dataset.train_examples,
+            epochs=config.train.epochs,
+        )
+        for run, program in zip(runs, programs, strict=True)
+    ]
+    return ScalingPrediction(
+        scaling=scaling,
+        title=title or f"{config.model.name} on {cluster.title}",
+        predictions=tuple(predictions),
+        baseline_devices=predictions[0].device_count,
+        efficiencies=tuple(_efficiency(scaling, predictions[0], each) for each in predictions),
+    )
+
+
+def _efficiency(scaling: Scaling, baseline: Prediction, grown: Prediction) -> float:
+    """Throughput per device that is kept between the two."""
+    if scaling == "weak":
+        return metrics.weak_scaling_efficiency(baseline.step_seconds, grown.step_seconds)
+    return metrics.strong_scaling_efficiency(
+        baseline.step_seconds, baseline.device_count, grown.step_seconds, grown.device_count
+    )
+
+
+def resolve_all(
+    config: RunConfig, device_counts: Sequence[int], scaling: Scaling
+) -> list[ResolvedRun]:
+    """The run on each number of devices, in rising order, with its batch scaled.
+
+    Weak scaling keeps the per-device batch, strong scaling the global batch: the one given in
+    the config, or what the given one comes to on the smallest number of devices.
+
+    Raises:
+        ConfigError: if there is no number, or batch or layout do not divide for one of them.
+    """
+    counts = sorted(set(device_counts))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    baseline = resolve(with_fields(config, {"layout.data": None}), counts[0])
+    split = baseline.split
+    kept = {
+        "layout.data": None,
+        "batch.global_batch": split.global_batch if scaling == "strong" else None,
+        "batch.per_device_batch": split.per_device_batch if scaling == "weak" else None,
+    }
+    scaled = with_fields(config, kept)
+    runs = []
+    for count in counts:
+        try:
+            runs.append(resolve(scaled, count))
+        except ConfigError as error:
+            raise ConfigError(f"on {count} devices, {error}") from error
+    return runs

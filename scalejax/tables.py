@@ -1,0 +1,252 @@
+"""What the commands print: tables that fit 80 columns.
+
+Knows how to word and align figures, and computes none. Each function gives the parts to print,
+in order.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from scalejax.config import ResolvedRun
+from scalejax.documents import JsonValue, plain
+from scalejax.hardware import Chip, Cluster
+from scalejax.predict import Prediction, ScalingPrediction
+from scalejax.units import (
+    GB,
+    TFLOP,
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_fraction,
+    format_seconds,
+)
+
+SUDDEN = 0.9
+"""A learning rate that falls below this part of itself from one update to the next has jumped."""
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """Print the parts on standard output, a blank line between them."""
+    console = Console(highlight=False)
+    for index, part in enumerate(parts):
+        if index:
+            console.print()
+        console.print(part)
+
+
+@contextmanager
+def compiling(case_count: int) -> Iterator[Callable[[int], None]]:
+    """A display of how many cases have been compiled, on standard error.
+
+    Yields:
+        What to call with the number of devices of each case that is done.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda device_count: console.print(f"compiled for {device_count} devices")
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling (10 to 30 s each)", total=case_count)
+        yield lambda _: progress.advance(task)
+
+
+def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
+    """The figures for every number of devices, then where the time of a step goes."""
+    first = prediction.predictions[0]
+    kept = (
+        f"{first.global_batch // first.device_count} samples per device"
+        if prediction.scaling == "weak" and first.global_batch
+        else f"{first.global_batch} samples per step"
+    )
+    yield Text.assemble(
+        (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
+    )
+    table = _table(
+        "devices", "step", "epoch", "run", "samples/s", "MFU", "efficiency", "memory", "fits"
+    )
+    for each, efficiency in zip(prediction.predictions, prediction.efficiencies, strict=True):
+        table.add_row(
+            str(each.device_count),
+            format_seconds(each.step_seconds),
+            format_seconds(each.epoch_seconds),
+            format_seconds(each.run_seconds),
+            format_count(each.samples_per_second),
+            format_fraction(each.mfu),
+            format_fraction(efficiency),
+            format_bytes(each.peak_memory_bytes),
+            {True: "yes", False: "NO", None: UNKNOWN}[each.fits],
+        )
+    yield table
+    yield time_split(prediction.predictions)
+    yield (
+        f"Efficiency is relative to {prediction.baseline_devices} devices. A device has "
+        f"{format_bytes(first.memory_bytes)} of memory."
+    )
+    yield from notes(prediction.predictions)
+
+
+def time_split(predictions: Sequence[Prediction]) -> Table:
+    """The share of each term in the time of a step; terms that are unknown stay out."""
+    names = waterfall_terms(predictions)
+    table = _table("devices", *names)
+    for each in predictions:
+        seconds = dict(each.waterfall)
+        shares = (
+            format_fraction(
+                None if (term := seconds.get(name)) is None else term / each.step_seconds
+            )
+            for name in names
+        )
+        table.add_row(str(each.device_count), *shares)
+    return table
+
+
+def _share(seconds: float | None, of: float) -> str:
+    return format_fraction(None if seconds is None else seconds / of)
+
+
+def waterfall_terms(predictions: Sequence[Prediction]) -> list[str]:
+    """Names of the terms that are known for at least one prediction, in order."""
+    names = [
+        name for each in predictions for name, seconds in each.waterfall if seconds is not None
+    ]
+    return list(dict.fromkeys(names))
+
+
+def notes(predictions: Sequence[Prediction]) -> Iterator[Text]:
+    """What must be known of the predictions, each note once."""
+    for note in dict.fromkeys(note for each in predictions for note in each.notes):
+        yield Text(f"Note: {note}")
+
+
+def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:
+    """Batches, steps, and the learning rate wherever it turns.
+
+    Args:
+        resolved: the run on its devices.
+        learning_rates: of every update.
+    """
+    config, split = resolved.config, resolved.split
+    facts = _facts()
+    count = resolved.layout.device_count
+    facts.add_row("devices", str(count), str(resolved.layout) if count > 1 else "")
+    facts.add_row("global batch", f"{split.global_batch:,}", "samples per update, all devices")
+    facts.add_row("per-device batch", f"{split.per_device_batch:,}", "samples per update")
+    passes = "1 forward pass" if split.microbatches == 1 else f"{split.microbatches} forward passes"
+    facts.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
+    facts.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)
+    facts.add_row("steps per epoch", f"{resolved.steps_per_epoch:,}", _dropped(resolved))
+    facts.add_row("total steps", f"{resolved.total_steps:,}", f"{config.train.epochs} epochs")
+    yield facts
+    rates = _facts()
+    for step, what in turning_points(learning_rates):
+        epoch = step / resolved.steps_per_epoch
+        rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
+    yield "[bold]learning rate[/]"
+    yield rates
+
+
+def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
+    """(step, description) of the first update, the peak, each sudden change, and the last."""
+    last = len(learning_rates) - 1
+    peak = max(range(last + 1), key=learning_rates.__getitem__)
+    points = {0: "start", peak: "peak" if peak else "start and peak"}
+    for step in range(peak + 1, last + 1):
+        if learning_rates[step] < SUDDEN * learning_rates[step - 1] and step != last:
+            points[step] = "step of the decay"
+    points[last] = f"{points[last]}, end" if last in points else "end"
+    return sorted(points.items())
+
+
+def _dropped(resolved: ResolvedRun) -> str:
+    left = resolved.dataset.train_examples - resolved.steps_per_epoch * resolved.split.global_batch
+    return f"{left:,} examples are left over each epoch" if left else ""
+
+
+def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:
+    """All clusters and all chips, a line each."""
+    table = _table("cluster", "chip", "per node", "in the node", "between nodes")
+    for each in clusters:
+        between = f"{each.network.bytes_per_second / GB:g} GB/s" if each.network else "one node"
+        table.add_row(
+            each.name,
+            each.chip.name,
+            str(each.devices_per_node),
+            f"{each.link.bytes_per_second / GB:g} GB/s",
+            between,
+        )
+    yield table
+    table = _table("chip", "bf16", "f16", "tf32", "f32", "memory", "bandwidth")
+    for each in chips:
+        rates = each.peak_flop_per_second
+        table.add_row(
+            each.name,
+            *(_rate(rates.get(dtype)) for dtype in ("bf16", "f16", "tf32", "f32")),
+            format_bytes(each.memory_bytes),
+            f"{each.memory_bytes_per_second / GB:,.0f} GB/s",
+        )
+    yield table
+    yield (
+        "Links are per device, networks per node, both one way and nominal; rates are dense "
+        "TFLOP/s. scalejax hardware NAME shows every number with its source."
+    )
+
+
+def entry(hardware: Chip | Cluster) -> Iterator[RenderableType]:
+    """Every number of a chip or a cluster, with its source."""
+    yield Text.assemble((hardware.name, "bold"), f": {hardware.title}")
+    lines = []
+    for name, value in _leaves(plain(hardware)):
+        if name.split(".")[0] not in ("name", "title", "sources", "chip", "library"):
+            lines.append(Text.assemble(f"{name} = ", (value, "bold")))
+            if source := hardware.sources.get(name):
+                lines.append(Padding(Text(source, style="dim"), (0, 0, 0, 4)))
+    yield Group(*lines)
+    if isinstance(hardware, Cluster):
+        chip, library = hardware.chip, hardware.library
+        yield Text(
+            f"Chip: {chip.title} (scalejax hardware {chip.name}).\n"
+            f"Communication library: {library.title}."
+        )
+
+
+def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, text) of every scalar and list in nested tables."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
+    elif value is not None:
+        yield prefix, f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rate(flop_per_second: float | None) -> str:
+    return UNKNOWN if flop_per_second is None else f"{flop_per_second / TFLOP:g}"
+
+
+def _facts() -> Table:
+    """A table of names, values and remarks."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    return table
+
+
+def _table(*headings: str) -> Table:
+    """A table without lines; numbers, so all columns but the first are right-aligned."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")
+    return table

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import CnnConfig
-from scalejax.models.convolution import classifier, convolution
-from scalejax.models.network import Network, PartitionRules
+from scalejax.models.convolution import classified, classifier, convolution
+from scalejax.models.network import Network, PartitionRules, placed_by_row
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 
 
@@ -37,8 +37,9 @@ class Cnn(Network):
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = inputs
         for layer, norm in zip(self.convolutions, self.norms, strict=True):
-            hidden = jax.nn.relu(norm(layer(hidden), is_training=is_training))
-        return self.head(hidden.mean((1, 2))).astype(jnp.float32)
+            hidden = placed_by_row(layer(hidden))
+            hidden = jax.nn.relu(norm(hidden, is_training=is_training))
+        return classified(self.head, hidden)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

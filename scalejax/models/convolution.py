@@ -1,7 +1,10 @@
 """The layers that image networks share: a convolution before BatchNorm, and the classifier."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from scalejax.models.network import placed_by_row
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 """He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017
@@ -40,3 +43,8 @@ def classifier(width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) ->
         preferred_element_type=jnp.float32,
         rngs=rngs,
     )
+
+
+def classified(head: nnx.Linear, hidden: jax.Array) -> jax.Array:
+    """Logits, float32 [batch, classes], of the mean of `hidden` over its places."""
+    return placed_by_row(head(placed_by_row(hidden.mean((1, 2)))))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import GptConfig
-from scalejax.models.network import Network, PartitionRules
+from scalejax.models.network import Network, PartitionRules, placed, placed_by_row
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -85,7 +85,8 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
-        return x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD))
+        x_BSD = placed_by_row(x_BSD)
+        return placed_by_row(x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD)))
 
 
 class Gpt(Network):
@@ -121,7 +122,11 @@ class Gpt(Network):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
-        x_BSD = self.tokens(inputs) + self.places(jnp.arange(inputs.shape[1]))[None]
+        # One gather over fsdp serves both ends of the network.
+        tokens_VD = placed(self.tokens.embedding.astype(self.dtype), P(TENSOR, None))
+        places_SD = self.places.embedding.astype(self.dtype)[: inputs.shape[1]]
+        x_BSD = jnp.take(tokens_VD, inputs, axis=0, mode="clip") + places_SD[None]
+        x_BSD = placed_by_row(x_BSD)
         structure, stacked = nnx.split(self.blocks)
 
         def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
@@ -130,10 +135,10 @@ class Gpt(Network):
         if self.remat == "full":
             block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
         x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
-        embedding_VD = self.tokens.embedding[...].astype(self.dtype)
-        return jnp.einsum(
-            "bsd,vd->bsv", self.norm(x_BSD), embedding_VD, preferred_element_type=jnp.float32
+        logits_BSV = jnp.einsum(
+            "bsd,vd->bsv", self.norm(x_BSD), tokens_VD, preferred_element_type=jnp.float32
         )
+        return placed_by_row(logits_BSV)
 
     @staticmethod
     def partition_rules() -> PartitionRules:
@@ -146,8 +151,8 @@ class Gpt(Network):
             (r"up/kernel$", P(None, FSDP, TENSOR)),
             (r"up/bias$", P(None, TENSOR)),
             (r"down/kernel$", P(None, TENSOR, FSDP)),
-            (r"tokens/embedding$", P(TENSOR, FSDP)),
-            (r"places/embedding$", P(None, FSDP)),
+            (r"tokens/embedding$", P((TENSOR, FSDP))),
+            (r"places/embedding$", P(FSDP)),
         )
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import MlpConfig
-from scalejax.models.network import Network, PartitionRules
+from scalejax.models.network import Network, PartitionRules, placed_by_row
 
 
 class Mlp(Network):
@@ -34,8 +34,8 @@ class Mlp(Network):
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = inputs.reshape(inputs.shape[0], -1)
         for layer in self.layers[:-1]:
-            hidden = jax.nn.relu(layer(hidden))
-        return self.layers[-1](hidden).astype(jnp.float32)
+            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
+        return placed_by_row(self.layers[-1](hidden).astype(jnp.float32))
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -15,11 +15,12 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.layout import BATCH_AXES
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
 
@@ -57,6 +58,29 @@ class Network(nnx.Module):
         """By which mesh axes parameters are split: the first rule found in a path holds, and a
         parameter without one is whole on every device."""
         return ()
+
+
+def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`array`, held as `spec` says (a dimension that its axes do not divide stays whole).
+
+    Where parameters are split over fsdp, the compiler may move either the parameters to the rows
+    of the batch or the rows to the parameters; a network settles here for the first. It needs
+    the mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing where there
+    is none, or where the axes are `shard_map`'s.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        return array
+    return jax.lax.with_sharding_constraint(
+        array, _divisible("an activation", spec, array.shape, mesh.shape)
+    )
+
+
+def placed_by_row(activations: jax.Array) -> jax.Array:
+    """`activations` [batch, ...], rows divided over the axes that divide the batch; the other
+    dimensions as the compiler sees fit."""
+    rest = (PartitionSpec.UNCONSTRAINED,) * (activations.ndim - 1)
+    return placed(activations, PartitionSpec(BATCH_AXES, *rest))
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:
@@ -98,7 +122,11 @@ def _divisible(
     kept = []
     for size, axes in zip(shape, rule, strict=False):
         parts = 1
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
+        if axes is PartitionSpec.UNCONSTRAINED:
+            axis_names = ()
+        else:
+            axis_names = (axes,) if isinstance(axes, str) else axes or ()
+        for axis in axis_names:
             if axis not in axis_sizes:
                 raise ConfigError(unknown_name(f"partition rule of {name}", axis, axis_sizes))
             parts *= axis_sizes[axis]

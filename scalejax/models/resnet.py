@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import ResNetConfig
-from scalejax.models.convolution import classifier, convolution
-from scalejax.models.network import Network, PartitionRules
+from scalejax.models.convolution import classified, classifier, convolution
+from scalejax.models.network import Network, PartitionRules, placed_by_row
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 
 STEM_WIDTH = 64
@@ -40,7 +40,7 @@ class Unit(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """The normalised convolution of `inputs`."""
-        return self.norm(self.convolution(inputs), is_training=is_training)
+        return self.norm(placed_by_row(self.convolution(inputs)), is_training=is_training)
 
 
 class Block(nnx.Module):
@@ -134,7 +134,7 @@ class ResNet(Network):
         hidden = _max_pool(hidden)
         for block in self.blocks:
             hidden = block(hidden, is_training=is_training)
-        return self.head(hidden.mean((1, 2)))
+        return classified(self.head, hidden)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

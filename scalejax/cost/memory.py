@@ -1,0 +1,33 @@
+"""Whether a program fits into the memory of a device."""
+
+from dataclasses import dataclass
+
+from scalejax.hardware import Chip
+from scalejax.program import MemoryUse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryVerdict:
+    """Memory that a device needs, and memory that it has."""
+
+    peak_bytes: int
+    """Most bytes held at once: by the program, as the compiler assigned them, and by the
+    runtime for itself."""
+    memory_bytes: int
+    """What the chip has."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program can run at all."""
+        return self.peak_bytes <= self.memory_bytes
+
+
+def memory_verdict(memory: MemoryUse, chip: Chip) -> MemoryVerdict:
+    """What a program that uses `memory` comes to on `chip`.
+
+    Left out: fragmentation of the allocator, a few per cent near the limit.
+    """
+    return MemoryVerdict(
+        peak_bytes=memory.peak_bytes + chip.runtime_reserve_bytes,
+        memory_bytes=chip.memory_bytes,
+    )

@@ -1,0 +1,229 @@
+"""Predictions: a program on a cluster, in seconds, samples per second, MFU and memory.
+
+Arithmetic on plain data; knows no JAX. What is not modelled yet is in the waterfall as None.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax import metrics
+from scalejax.cost import Timeline, memory_verdict, timeline
+from scalejax.errors import ConfigError, DoesNotFit, require_at_least
+from scalejax.hardware import Chip, Cluster, RateType
+from scalejax.program import Program
+from scalejax.units import TFLOP
+
+Scaling = Literal["weak", "strong"]
+
+NOT_MODELLED = ("input", "stragglers", "checkpoints", "failures")
+"""Terms of the waterfall that are unknown, and therefore not in any step time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one step, epoch and run of a program take on a cluster; unknown is None."""
+
+    cluster: str
+    """Name of the cluster."""
+    chip: str
+    """Name of its chip."""
+    device_count: int
+    """Devices in the run."""
+    mesh_axes: tuple[tuple[str, int], ...]
+    """(name, size) of each mesh axis, major to minor."""
+    global_batch: int | None
+    """Samples per step over all devices."""
+    step_seconds: float
+    """Time of one step."""
+    steps_per_epoch: int | None
+    """Steps in one pass over the data."""
+    epoch_seconds: float | None
+    """Time of one pass over the data, evaluation not counted."""
+    run_seconds: float | None
+    """Time of all epochs."""
+    samples_per_second: float | None
+    """Samples trained per second over all devices."""
+    tokens_per_second: float | None
+    """Tokens trained per second over all devices; None for images."""
+    mfu: float | None
+    """Model FLOP utilisation, 0..1, against the peak of `matmul_type`."""
+    matmul_type: RateType | None
+    """Arithmetic in which the chip does most of the program's FLOP; None if it has none."""
+    peak_memory_bytes: int
+    """Most memory held at once on one device, the runtime's own share included."""
+    memory_bytes: int
+    """Memory of one device."""
+    fits: bool
+    """Whether the program fits into it."""
+    waterfall: tuple[tuple[str, float | None], ...]
+    """(term, seconds), adding up to `step_seconds`; None for what is not modelled."""
+    communication_seconds: float
+    """Time that collectives take per step, whether compute hides them or not."""
+    backend: str
+    """Whose schedule was costed: "cuda", "cpu", "tpu", "closed_form"."""
+    notes: tuple[str, ...]
+    """What a reader must know to trust the figures as far as they go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPrediction:
+    """One training step on growing numbers of devices."""
+
+    scaling: Scaling
+    """weak: batch per device kept. strong: global batch kept."""
+    title: str
+    """What was scaled, for people."""
+    predictions: tuple[Prediction, ...]
+    """One per device count, ascending."""
+    baseline_devices: int
+    """Devices against which efficiency is counted: the fewest."""
+    efficiencies: tuple[float, ...]
+    """Throughput per device kept since the baseline, one per prediction."""
+
+
+def predict(
+    program: Program,
+    cluster: Cluster,
+    *,
+    train_examples: int | None = None,
+    epochs: int | None = None,
+) -> Prediction:
+    """What `program` takes on `cluster`.
+
+    Args:
+        program: the compiled step; its mesh says how many devices.
+        cluster: the hardware; its chip may differ from the one compiled for (a note says so).
+        train_examples: samples in one epoch, for epoch and run time.
+        epochs: passes over the data, for run time.
+
+    Raises:
+        DoesNotFit: if the mesh has more devices than the cluster.
+        ConfigError: if an epoch is shorter than a batch.
+    """
+    _require_devices(program, cluster)
+    times = timeline(program, cluster)
+    memory = memory_verdict(program.memory, cluster.chip)
+    step_seconds = times.step_seconds
+    if not step_seconds > 0:
+        raise ConfigError(f"program {program.name!r} does nothing that takes time.")
+    steps = epoch_seconds = None
+    if train_examples is not None and program.global_batch is not None:
+        steps = metrics.steps_per_epoch(train_examples, program.global_batch)
+        epoch_seconds = metrics.epoch_seconds(train_examples, program.global_batch, step_seconds)
+    samples = tokens = None
+    if program.global_batch is not None:
+        samples = metrics.samples_per_second(program.global_batch, step_seconds)
+        if program.tokens_per_sample is not None:
+            tokens = samples * program.tokens_per_sample
+    matmul_type = _matmul_type(program, cluster.chip)
+    return Prediction(
+        cluster=cluster.name,
+        chip=cluster.chip.name,
+        device_count=program.device_count,
+        mesh_axes=program.mesh_axes,
+        global_batch=program.global_batch,
+        step_seconds=step_seconds,
+        steps_per_epoch=steps,
+        epoch_seconds=epoch_seconds,
+        run_seconds=None if epoch_seconds is None or epochs is None else epochs * epoch_seconds,
+        samples_per_second=samples,
+        tokens_per_second=tokens,
+        mfu=_mfu(program, cluster.chip, matmul_type, step_seconds),
+        matmul_type=matmul_type,
+        peak_memory_bytes=memory.peak_bytes,
+        memory_bytes=memory.memory_bytes,
+        fits=memory.fits,
+        waterfall=_waterfall(times),
+        communication_seconds=times.communication_seconds,
+        backend=program.backend,
+        notes=_notes(program, cluster.chip, matmul_type),
+    )
+
+
+def scaling_prediction(
+    predictions: Sequence[Prediction], scaling: Scaling, title: str
+) -> ScalingPrediction:
+    """Predictions of one step on several device counts, with their scaling efficiency.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    require_at_least("predictions", len(predictions), 1)
+    ordered = tuple(sorted(predictions, key=lambda prediction: prediction.device_count))
+    baseline = ordered[0]
+    return ScalingPrediction(
+        scaling=scaling,
+        title=title,
+        predictions=ordered,
+        baseline_devices=baseline.device_count,
+        efficiencies=tuple(_efficiency(baseline, each, scaling) for each in ordered),
+    )
+
+
+def _efficiency(baseline: Prediction, grown: Prediction, scaling: Scaling) -> float:
+    if scaling == "weak":
+        return metrics.weak_scaling_efficiency(baseline.step_seconds, grown.step_seconds)
+    return metrics.strong_scaling_efficiency(
+        baseline.step_seconds, baseline.device_count, grown.step_seconds, grown.device_count
+    )
+
+
+def _require_devices(program: Program, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and program.device_count > most:
+        raise DoesNotFit(
+            f"devices={program.device_count} is refused: {cluster.name} has at most {most}."
+        )
+
+
+def _waterfall(times: Timeline) -> tuple[tuple[str, float | None], ...]:
+    exchanges = tuple(
+        (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in times.exposed
+    )
+    return (
+        ("compute", times.compute_seconds),
+        ("memory", times.memory_seconds),
+        ("launch", times.launch_seconds),
+        *exchanges,
+        *((name, None) for name in NOT_MODELLED),
+    )
+
+
+def _matmul_type(program: Program, chip: Chip) -> RateType | None:
+    """The arithmetic of most of the program's FLOP on `chip`."""
+    flop: Counter[RateType] = Counter()
+    for operation, times in program.walk():
+        if operation.flop:
+            flop[chip.rate_type(operation.dtype)] += operation.flop * times
+    return flop.most_common(1)[0][0] if flop else None
+
+
+def _mfu(
+    program: Program, chip: Chip, matmul_type: RateType | None, step_seconds: float
+) -> float | None:
+    if program.model_flop is None or matmul_type is None:
+        return None
+    peak = chip.peak_flop_per_second[matmul_type]
+    return metrics.mfu(program.model_flop, step_seconds, program.device_count, peak)
+
+
+def _notes(program: Program, chip: Chip, matmul_type: RateType | None) -> tuple[str, ...]:
+    notes = []
+    if program.backend == "cpu":
+        notes.append(
+            "CPU program: its fusions and schedule stand in for the target's; "
+            "no overlap assumed, pessimistic"
+        )
+    elif chip.cuda is not None and program.backend == "cuda":
+        own = "sm_{}{}".format(*chip.cuda.compute_capability)
+        if program.target != own:
+            notes.append(f"compiled for {program.target} in place of {own}")
+    if matmul_type is not None:
+        peak = chip.peak_flop_per_second[matmul_type]
+        notes.append(f"MFU against the {matmul_type} peak, {peak / TFLOP:g} TFLOP/s")
+    notes.append(f"{chip.name}: attainable rates are uncalibrated")
+    return tuple(notes)

@@ -1,0 +1,110 @@
+"""Compiled programs on disk, by everything that shapes them.
+
+A program depends on the run (model, batch, layout, optimizer; not on seed or epochs), the
+target, the versions of the compiler and of the libraries that trace the step, on scalejax
+itself and, for a user's own network, on the files that it was made of.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+import scalejax
+from scalejax.documents import JsonValue, plain
+from scalejax.profile.job import Compiled, RunJob
+from scalejax.program import Program
+
+_LIBRARIES = (
+    "jax", "jaxlib", "flax", "optax",
+    "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
+)  # fmt: skip
+
+
+def user_folder() -> Path:
+    """Where programs are kept: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
+    if named := os.environ.get("SCALEJAX_CACHE"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "scalejax"
+
+
+def cached_program(folder: Path, job: RunJob) -> Program | None:
+    """The program of `job`, if `folder` holds it and nothing it is made of has changed."""
+    try:
+        text = gzip.decompress(_path(folder, job).read_bytes())
+        compiled = TypeAdapter(Compiled).validate_json(text)
+        changed = any(_digest(Path(path)) != known for path, known in compiled.sources.items())
+    # Not there, not readable, or damaged: it can always be made again.
+    except (OSError, EOFError, gzip.zlib.error, ValidationError):  # type: ignore[attr-defined]
+        return None
+    return None if changed else compiled.program
+
+
+def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
+    """Put the result of `job` into `folder`, all or nothing."""
+    path = _path(folder, job)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6))
+        temporary.replace(path)
+    except OSError:
+        return  # a disk that is full or not ours costs a later run its time, nothing else
+
+
+def _path(folder: Path, job: RunJob) -> Path:
+    material = {
+        "run": _shaping(job),
+        "target": plain(job.target),
+        "versions": _versions(),
+        "scalejax": _package_digest(),
+    }
+    text = json.dumps(material, sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json.gz"
+
+
+def _shaping(job: RunJob) -> JsonValue:
+    """What of a run shapes its step; lengths and seeds are numbers in it, not its shape."""
+    run = plain(job.run)
+    if not isinstance(run, dict) or not isinstance(run["config"], dict):
+        raise TypeError("a resolved run is a table of tables")
+    dataset, config = run["dataset"], run["config"]
+    facts = dataset if isinstance(dataset, dict) else {}
+    return {
+        "model": config["model"],
+        "optimizer": config["optimizer"],
+        "schedule": config["schedule"],
+        "layout": config["layout"],
+        "split": run["split"],
+        "bn_groups": run["bn_groups"],
+        "dataset": {k: v for k, v in facts.items() if not k.endswith("_examples")},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _package_digest() -> str:
+    """Of every source file of scalejax: cheap (5 ms), and no stale figure ever."""
+    folder = Path(scalejax.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

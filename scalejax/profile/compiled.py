@@ -1,0 +1,101 @@
+"""A compiled step, still in the hands of JAX, as a `Program`.
+
+Uses the objects that JAX has made and imports nothing of it, so that this costs nothing to
+import where there is none.
+"""
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from scalejax.config import ResolvedRun
+from scalejax.errors import ProfileError
+from scalejax.profile.reader import read_program
+from scalejax.program import MemoryUse, Program
+
+if TYPE_CHECKING:
+    import jax
+
+_BACKENDS: dict[str, Literal["cuda", "cpu", "tpu"]] = {
+    "cpu": "cpu",
+    "gpu": "cuda",
+    "cuda": "cuda",
+    "tpu": "tpu",
+}
+
+
+def read_step(
+    compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
+) -> Program:
+    """The program of the compiled step of a run, with the FLOP that its model needs.
+
+    Raises:
+        ProfileError: if the compiler's text cannot be read.
+    """
+    from scalejax.profile.model_flop import forward_flop
+    from scalejax.step import forward
+
+    function, arguments = forward(run)
+    return read_compiled(
+        compiled,
+        mesh,
+        name=f"{run.config.model.name} train step",
+        global_batch=run.split.global_batch,
+        tokens_per_sample=run.dataset.tokens_per_sample,
+        # A product forward is two backward: one for either operand's gradient.
+        model_flop=3 * forward_flop(function, *arguments),
+    )
+
+
+def read_compiled(
+    compiled: "jax.stages.Compiled",
+    mesh: "jax.sharding.Mesh",
+    *,
+    name: str,
+    global_batch: int | None = None,
+    tokens_per_sample: int | None = None,
+    model_flop: int | None = None,
+) -> Program:
+    """The program of any compiled function.
+
+    Args:
+        compiled: of `jax.jit(...).lower(...).compile()`.
+        mesh: what it was compiled for; all of its devices.
+        name: for people.
+        global_batch: samples per call over all devices, if it is a training step.
+        tokens_per_sample: tokens in a sample, if it is text.
+        model_flop: FLOP that the model itself needs per call over all devices.
+
+    Raises:
+        ProfileError: if the compiler's text cannot be read, or it keeps no account of memory.
+    """
+    device = mesh.devices.flat[0]
+    mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
+    return Program(
+        name=name,
+        backend=_BACKENDS[device.platform],
+        target=_target_name(device),
+        compiler=", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib")),
+        mesh_axes=mesh_axes,
+        operations=read_program(compiled.as_text() or "", mesh_axes),
+        memory=_memory(compiled),
+        global_batch=global_batch,
+        tokens_per_sample=tokens_per_sample,
+        model_flop=model_flop,
+    )
+
+
+def _target_name(device: Any) -> str:
+    capability = getattr(device, "compute_capability", None)
+    return "sm_" + str(capability).replace(".", "") if capability else device.platform
+
+
+def _memory(compiled: "jax.stages.Compiled") -> MemoryUse:
+    statistics = compiled.memory_analysis()
+    if statistics is None:
+        raise ProfileError("the compiler keeps no account of the memory of this program.")
+    return MemoryUse(
+        argument_bytes=statistics.argument_size_in_bytes,
+        output_bytes=statistics.output_size_in_bytes,
+        alias_bytes=statistics.alias_size_in_bytes,
+        temporary_bytes=statistics.temp_size_in_bytes,
+    )

@@ -1,0 +1,72 @@
+"""What a worker is asked to compile, and what it answers: plain data, passed as JSON."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.config import ResolvedRun
+from scalejax.profile.target import Target
+from scalejax.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunJob:
+    """The step of a run."""
+
+    target: Target
+    """Devices to compile for."""
+    run: ResolvedRun
+    """The run."""
+    name: Literal["run"] = "run"
+    """Selects this kind."""
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for people."""
+        model = self.run.config.model.name
+        return f"the training step of {model!r} for {self.target.device_count} devices"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionJob:
+    """A function of the user's own."""
+
+    target: Target
+    """Devices to compile for."""
+    builder: str
+    """Where the function that builds it is: "module:name" or "/path/to/file.py:name"."""
+    mesh_axes: tuple[tuple[str, int], ...]
+    """(name, size) of each mesh axis, major to minor."""
+    name: Literal["function"] = "function"
+    """Selects this kind."""
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for people."""
+        return f"{self.builder.rpartition('/')[2]!r} for {self.target.device_count} devices"
+
+
+Job = Annotated[RunJob | FunctionJob, Field(discriminator="name")]
+"""Either kind, told apart by `name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """A job done."""
+
+    program: Program
+    """What was asked for."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Digests by path of the user's own files that were imported on the way: while they stay
+    the same, so does the program."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A job that the worker refused in words of its own."""
+
+    error: str
+    """Name of the class of the error, in `errors`."""
+    message: str
+    """Its text."""

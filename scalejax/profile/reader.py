@@ -1,0 +1,228 @@
+"""A compiled program (HLO) as the schedule of operations that costing reads.
+
+Knows what XLA's instructions do to compute, memory and network; knows no time.
+
+Left out, and why: the arithmetic of element-wise operations, which is bound by bytes; the
+conditions of loops (one scalar); whether a fusion that the compiler started asynchronously
+(`fusion-start`: slices of stacked parameters, on a stream of their own) overlaps, since it is
+charged where it starts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from scalejax.errors import ProfileError
+from scalejax.profile.arithmetic import Arithmetic, arithmetic
+from scalejax.profile.groups import MeshAxes, permute_group, replica_group
+from scalejax.profile.hlo import (
+    Computation,
+    Instruction,
+    Module,
+    arrays,
+    parse_module,
+    shape_bytes,
+)
+from scalejax.profile.traffic import traffic
+from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, OperationKind
+
+_COLLECTIVES: dict[str, CollectiveName] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+    # A ring passes a broadcast on as it does the parts of a gather.
+    "collective-broadcast": "all_gather",
+}
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain",
+    "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency",
+}  # fmt: skip
+"""Instructions that the device does not run."""
+_COPIES = {
+    "copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice",
+    "concatenate", "pad", "reverse", "reshape", "gather",
+}  # fmt: skip
+
+
+def read_program(text: str, mesh_axes: MeshAxes) -> tuple[Operation | Loop, ...]:
+    """The schedule in the text of a compiled program.
+
+    Args:
+        text: of `compiled.as_text()`.
+        mesh_axes: (name, size) of each axis of the mesh it was compiled for.
+
+    Raises:
+        ProfileError: if the text cannot be read, or holds a loop of unknown length.
+    """
+    module = parse_module(text)
+    return tuple(_Reader(module, mesh_axes).schedule(module.entry))
+
+
+class _Reader:
+    """Walks the computations of one module in order of execution."""
+
+    def __init__(self, module: Module, mesh_axes: MeshAxes) -> None:
+        self._module = module
+        self._mesh_axes = mesh_axes
+        self._uses: Counter[str] = Counter()
+
+    def schedule(self, name: str) -> Iterator[Operation | Loop]:
+        """Yield what computation `name` does, calls inlined, the costliest branch taken."""
+        computation = self._module.computations[name]
+        started: dict[str, str] = {}
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE:
+                continue
+            if opcode == "while":
+                yield self._loop(instruction)
+            elif opcode == "conditional":
+                yield from self._costliest_branch(instruction)
+            elif opcode == "call":
+                yield from self.schedule(instruction.called("to_apply")[0])
+            elif opcode == "async-start":
+                yield from self._started(computation, instruction, started)
+            elif opcode.endswith(("-done", "-update")):
+                yield from self._finished(instruction, started)
+            elif opcode.removesuffix("-start") in _COLLECTIVES:
+                yield from self._collective(computation, instruction, instruction, started)
+            else:
+                yield self._operation(computation, instruction)
+
+    def _unique(self, name: str) -> str:
+        """`name`, numbered if a computation that is called twice has used it before."""
+        self._uses[name] += 1
+        return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
+
+    def _loop(self, instruction: Instruction) -> Loop:
+        count = instruction.backend_config.get("known_trip_count")
+        if not isinstance(count, dict):
+            source = self._module.source(instruction)
+            raise ProfileError(
+                f"the loop {instruction.name!r} ({source or 'of unknown source'}) runs an unknown "
+                "number of times, so it cannot be costed. Use lax.scan, or lax.fori_loop with "
+                "fixed bounds."
+            )
+        body = tuple(self.schedule(instruction.called("body")[0]))
+        return Loop(name=self._unique(instruction.name), trip_count=int(count["n"]), body=body)
+
+    def _costliest_branch(self, instruction: Instruction) -> list[Operation | Loop]:
+        names = (
+            *instruction.called("branch_computations"),
+            *instruction.called("true_computation"),
+            *instruction.called("false_computation"),
+        )
+        return max((list(self.schedule(name)) for name in names), key=_weight)
+
+    def _started(
+        self, computation: Computation, instruction: Instruction, started: dict[str, str]
+    ) -> Iterator[Operation | Loop]:
+        """Yield what a generic `async-start` sets off: a collective, or compute charged here."""
+        called = self._module.computations[instruction.called("calls")[0]]
+        if called.root.opcode in _COLLECTIVES:
+            yield from self._collective(called, called.root, instruction, started)
+        else:
+            yield from self.schedule(called.name)
+
+    def _collective(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        start: Instruction,
+        started: dict[str, str],
+    ) -> Iterator[Operation]:
+        """Yield the collective `instruction` of `computation`, set off by `start`."""
+        group = self._group(instruction)
+        if group.size == 1:
+            return
+        operands = computation.operand_shapes(instruction)
+        sent = sum(map(shape_bytes, operands))
+        name = _COLLECTIVES[instruction.opcode.removesuffix("-start")]
+        gathered = sent * group.size if name == "all_gather" else sent
+        settings = start.backend_config.get("collective_backend_config", {})
+        is_sync = isinstance(settings, dict) and bool(settings.get("is_sync", False))
+        operation = Operation(
+            name=self._unique(start.name),
+            kind="collective",
+            dtype=next(arrays(operands)).dtype,
+            read_bytes=sent,
+            write_bytes=sent // group.size if name == "reduce_scatter" else gathered,
+            collective=Collective(
+                name=name,
+                payload_bytes=gathered,
+                group=group,
+                is_async=start.opcode.endswith("-start") and not is_sync,
+            ),
+            source=self._module.source(start),
+        )
+        if operation.collective is not None and operation.collective.is_async:
+            started[start.name] = operation.name
+        yield operation
+
+    def _group(self, instruction: Instruction) -> DeviceGroup:
+        attributes = instruction.attributes
+        if "source_target_pairs" in attributes:
+            return permute_group(attributes["source_target_pairs"], self._mesh_axes)
+        return replica_group(attributes.get("replica_groups", "{}"), self._mesh_axes)
+
+    def _finished(self, instruction: Instruction, started: dict[str, str]) -> Iterator[Operation]:
+        """Yield the wait for an asynchronous collective; other ends cost nothing."""
+        start = instruction.operands[0]
+        if start not in started:
+            return
+        if instruction.opcode.endswith("-update"):
+            started[instruction.name] = started[start]
+            return
+        yield Operation(
+            name=self._unique(instruction.name),
+            kind="wait",
+            dtype=next(arrays(instruction.shape)).dtype,
+            waits_for=started[start],
+        )
+
+    def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
+        moved = traffic(self._module, computation, instruction)
+        products = list(self._products(computation, instruction))
+        kind: OperationKind = "fusion"
+        dtype, shape = next(arrays(instruction.shape)).dtype, ()
+        if products:
+            largest = max(products, key=lambda product: product.flop)
+            kind, dtype, shape = largest.kind, largest.dtype, largest.shape
+        elif instruction.opcode in _COPIES:
+            kind = "copy"
+        elif instruction.opcode == "custom-call":
+            kind = "custom"
+        return Operation(
+            name=self._unique(instruction.name),
+            kind=kind,
+            dtype=dtype,
+            flop=sum(product.flop for product in products),
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            shape=shape,
+            source=self._module.source(instruction),
+        )
+
+    def _products(self, computation: Computation, instruction: Instruction) -> Iterator[Arithmetic]:
+        """Yield the matrix products and convolutions in `instruction`, fused ones included."""
+        found = arithmetic(instruction, computation.operand_shapes(instruction))
+        if found is not None:
+            yield found
+        for name in instruction.called("calls"):
+            called = self._module.computations[name]
+            for inner in called.instructions.values():
+                yield from self._products(called, inner)
+
+
+def _weight(items: list[Operation | Loop]) -> tuple[int, int]:
+    """FLOP, then bytes: what decides between the branches of a conditional."""
+    flop = moved = 0
+    for item in items:
+        if isinstance(item, Loop):
+            inner = _weight(list(item.body))
+            flop, moved = flop + item.trip_count * inner[0], moved + item.trip_count * inner[1]
+        else:
+            flop, moved = flop + item.flop, moved + item.read_bytes + item.write_bytes
+    return flop, moved

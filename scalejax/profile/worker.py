@@ -1,0 +1,118 @@
+"""The process that compiles: `python -m scalejax.profile.worker`, a job in, a program out.
+
+Apart from its caller, so that the caller's JAX keeps its own platform, and so that a compiler
+that aborts is an error message and not a crash. Reads a `Job` as JSON from stdin and writes a
+`Compiled` or `Refused` to stdout; whatever else is printed, by whomever, goes to stderr.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import runpy
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scalejax import documents
+from scalejax.errors import ConfigError, ScalejaxError, refusal
+from scalejax.profile.job import Compiled, FunctionJob, Job, Refused, RunJob
+from scalejax.profile.target import Target
+from scalejax.program import Program
+
+
+def main() -> None:
+    """Do the job on stdin."""
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)
+        job = documents.build(Job, json.load(sys.stdin))  # type: ignore[arg-type]  a union
+        try:
+            result = Compiled(program=_compile(job), sources=_user_sources())
+        except ScalejaxError as error:
+            result = Refused(error=type(error).__name__, message=str(error))
+        json.dump(documents.plain(result), answer)
+
+
+def _compile(job: RunJob | FunctionJob) -> Program:
+    from scalejax.profile.compiled import read_compiled, read_step
+
+    devices = _devices(job.target)
+    if isinstance(job, RunJob):
+        from scalejax.mesh import build_mesh
+        from scalejax.step import build_step
+
+        mesh = build_mesh(job.run.layout, devices)
+        step = build_step(job.run, mesh)
+        return read_step(step.function.lower(step.state, step.batch).compile(), mesh, job.run)
+
+    mesh = _mesh(job.mesh_axes, devices)
+    function, arguments = _built(job.builder, mesh)
+    compiled = function.lower(*arguments).compile()
+    return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
+
+
+def _devices(target: Target) -> list[Any]:
+    """The devices to compile for, in order of their numbers; none of them is here."""
+    import jax
+
+    if target.backend == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.device_count)
+        return jax.devices()
+    from jax.experimental import topologies
+
+    description = topologies.get_topology_desc(
+        target.name, "cuda", target_config=target.description, topology=target.topology
+    )
+    return sorted(description.devices, key=lambda device: device.id)[: target.device_count]
+
+
+def _mesh(mesh_axes: tuple[tuple[str, int], ...], devices: list[Any]) -> Any:
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    names, sizes = zip(*mesh_axes, strict=True)
+    grid = np.asarray(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _built(builder: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted function, and the shapes to compile it for, that the user's builder returns."""
+    answer = _imported(builder)(mesh)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[0], "lower")):
+        accepted = "it must return (jitted function, arguments), arguments being a tuple"
+        raise ConfigError(refusal(builder, answer, accepted))
+    function, arguments = answer
+    return function, tuple(arguments)
+
+
+def _imported(builder: str) -> Callable[[Any], Any]:
+    module, _, name = builder.rpartition(":")
+    if module.endswith(".py"):
+        names = runpy.run_path(module, run_name="__scalejax_profile__")
+    else:
+        names = vars(importlib.import_module(module))
+    if name not in names:
+        raise ConfigError(refusal("builder", builder, f"{module} has no {name!r}"))
+    return names[name]
+
+
+def _user_sources() -> dict[str, str]:
+    """Digests of the imported files that belong neither to Python, nor to an installed package,
+    nor to scalejax (whose own sources the cache knows)."""
+    paths = sysconfig.get_paths()
+    foreign = [Path(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign.append(Path(__file__).parents[1])
+    digests = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is None or any(Path(file).is_relative_to(folder) for folder in foreign):
+            continue
+        if Path(file).is_file():
+            digests[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return digests
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Runs workers: their environment, how many at once, and what to say when one dies.
+
+Knows processes; what is compiled is the worker's business.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from threading import Lock
+
+from pydantic import TypeAdapter
+
+from scalejax import errors
+from scalejax.errors import ProfileError, ScalejaxError
+from scalejax.profile.job import Compiled, FunctionJob, Refused, RunJob
+from scalejax.units import GIB
+
+WORKER_BYTES = 2 * GIB
+"""Memory to set aside for one worker: the goal that `experiments/profile_speed` checks."""
+
+_FLAGS = (
+    # Library calls, as tuned programs end up with for large products: tile sizes of XLA's own
+    # kernels need a device to tune on, and for odd shapes (head size 96) none is found.
+    "--xla_gpu_enable_triton_gemm=false",
+)
+
+_NOISE = re.compile(r"^([IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|Traceback|For simplicity|-{5})")
+"""Lines that do not say why a worker failed: logs, source lines of tracebacks."""
+
+
+def run_jobs(
+    jobs: Sequence[RunJob | FunctionJob], on_done: Callable[[int, Compiled], None]
+) -> None:
+    """Do `jobs`, as many at a time as this machine has cores and memory for.
+
+    Args:
+        jobs: what to compile.
+        on_done: called with the position of each job that is done, as soon as it is.
+
+    Raises:
+        ScalejaxError: of the first job that fails; the others are stopped.
+    """
+    workers = _Workers()
+    with ThreadPoolExecutor(max_workers=_worker_count(len(jobs))) as pool:
+        futures: dict[Future[Compiled], int] = {
+            pool.submit(workers.run, job): position for position, job in enumerate(jobs)
+        }
+        waiting = set(futures)
+        try:
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                for future in done:
+                    on_done(futures[future], future.result())
+        except BaseException:  # also Ctrl-C: no worker outlives its caller
+            workers.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _worker_count(job_count: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(job_count, cores or 1, _free_bytes() // WORKER_BYTES))
+
+
+def _free_bytes() -> int:
+    """Memory that can be had without swapping; where that is not known, enough for two."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            match = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
+    except OSError:
+        match = None
+    return int(match[1]) * 1024 if match else 2 * WORKER_BYTES
+
+
+class _Workers:
+    """The workers that are running, so that all can be stopped at once."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._is_stopping = False
+        self._lock = Lock()
+
+    def run(self, job: RunJob | FunctionJob) -> Compiled:
+        """Have `job` done by a worker."""
+        text = TypeAdapter(type(job)).dump_json(job).decode()
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+            process = self._start(job, log.fileno())
+            try:
+                answer, _ = process.communicate(text)
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+            log.seek(0)
+            if process.returncode != 0:
+                raise ProfileError(_failure(job, process.returncode, log.read()))
+        return _result(answer)
+
+    def _start(self, job: RunJob | FunctionJob, log: int) -> "subprocess.Popen[str]":
+        with self._lock:
+            if self._is_stopping:
+                raise ProfileError(f"{job.title} was not compiled: another job failed.")
+            process = subprocess.Popen(
+                [sys.executable, "-m", "scalejax.profile.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                encoding="utf-8",
+                env=_environment(),
+                # Ctrl-C reaches the caller alone, which then stops its workers in silence.
+                start_new_session=True,
+            )
+            self._running.add(process)
+        return process
+
+    def stop(self) -> None:
+        """Kill all workers, and start no more."""
+        with self._lock:
+            self._is_stopping = True
+            for process in self._running:
+                process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, without what steers its own JAX."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_", "TF_CPP_"))
+    }
+    return kept | {
+        "JAX_PLATFORMS": "cpu",  # of the worker itself; what it compiles for is another matter
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA libraries are not needed to compile
+        "XLA_FLAGS": " ".join(_FLAGS),
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
+    }
+
+
+def _result(answer: str) -> Compiled:
+    result = TypeAdapter(Compiled | Refused).validate_json(answer)
+    if isinstance(result, Compiled):
+        return result
+    error = getattr(errors, result.error, ScalejaxError)
+    raise error(result.message)
+
+
+def _failure(job: RunJob | FunctionJob, return_code: int, log: str) -> str:
+    """Why a worker died, in its own last words."""
+    if return_code == -signal.SIGKILL:
+        return (
+            f"{job.title}: the compiler was killed, most likely because memory ran out "
+            f"({WORKER_BYTES // GIB} GiB are usually enough)."
+        )
+    useful = [line for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
+    words = " | ".join(line.strip() for line in useful[-3:]) or f"it ended with {return_code}"
+    return f"{job.title} does not compile: {words}"

@@ -100,7 +100,7 @@ class _Walk:
         self.cluster = cluster
         self.busy: dict[str, float] = defaultdict(float)
         self.exposed: dict[Axes, float] = defaultdict(float)
-        self.now = 0.0  # where compute stands
+        self.now = 0.0  # where compute stands, iterations that were not walked left out
         self.idle_from = 0.0  # when the communication stream is free
         self.finish: dict[str, float] = {}  # when each collective is done
         self.axes: dict[str, Axes] = {}
@@ -145,14 +145,13 @@ class _Walk:
     def _loop(self, loop: Loop) -> None:
         """Walk iterations until one leaves the streams as it found them; the rest are alike."""
         for done in range(1, loop.trip_count + 1):
-            lags, now = self._lags(), self.now
+            lags = self._lags()
             busy, exposed = dict(self.busy), dict(self.exposed)
             self.run(loop.body)
             if _alike(lags, self._lags()):
-                rest = loop.trip_count - done
+                rest = loop.trip_count - done  # adds to the totals; the streams see lags alone
                 _add_difference(self.busy, busy, rest)
                 _add_difference(self.exposed, exposed, rest)
-                self._shift(rest * (self.now - now))
                 return
 
     def _lags(self) -> dict[str, float]:
@@ -163,11 +162,6 @@ class _Walk:
         return {
             name: finish - self.now for name, finish in self.finish.items() if finish > self.now
         }
-
-    def _shift(self, seconds: float) -> None:
-        self.now += seconds
-        self.idle_from += seconds
-        self.finish = {name: finish + seconds for name, finish in self.finish.items()}
 
 
 def _alike(before: dict[str, float], after: dict[str, float]) -> bool:

@@ -3,7 +3,7 @@
 Knows figures alone: no weights, no files. What it holds follows from the evaluations so far, so
 a resumed run gives it those again and need store nothing.
 
-Source: keras/src/callbacks/early_stopping.py, Keras 3. Its `patience` counts epochs without
+Source: keras/src/callbacks/early_stopping.py, Keras 3.15. Its `patience` counts epochs without
 improvement and stops in the epoch that makes them `patience`, so 0 and 1 mean the same, and
 never in the first epoch; flax's `EarlyStopping` stops one evaluation later.
 """
@@ -19,7 +19,7 @@ class EarlyStopping:
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self._config = config
         self._falls = config.monitor == "test_loss"
-        self._best_value = np.inf if self._falls else -np.inf
+        self._best_value: float | None = None
         self._wait = 0
         self.best_epoch: int | None = None
         """Epoch whose weights are the best, counted from 0; None before any was watched."""
@@ -36,8 +36,6 @@ class EarlyStopping:
         config = self._config
         if epoch < config.start_from_epoch:
             return
-        if self.best_epoch is None:
-            self.best_epoch = epoch
         self._wait += 1
         if self._is_better(value, self._best_value):
             self._best_value, self.best_epoch = value, epoch
@@ -46,11 +44,13 @@ class EarlyStopping:
             return
         self.has_stopped = self._wait >= config.patience and epoch > 0
 
-    def _is_better(self, value: float, reference: float) -> bool:
-        """Whether `value` beats `reference` by more than `min_delta`.
+    def _is_better(self, value: float, reference: float | None) -> bool:
+        """Whether `value` beats `reference` by more than `min_delta`; anything beats None.
 
         Compared in float32, as Keras compares: 0.9 against 1.0 is no change of more than 0.1.
         """
+        if reference is None:
+            return True
         min_delta = abs(self._config.min_delta)
         if self._falls:
             return bool(np.float32(value + min_delta) < np.float32(reference))

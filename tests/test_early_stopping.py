@@ -10,7 +10,8 @@ from scalejax.training_config import EarlyStoppingConfig
 NAN = math.nan
 
 # (fields, metric after each epoch, epoch in which Keras stops, epoch whose weights it restores).
-# Worked out by hand from `EarlyStopping.on_epoch_end` of Keras 3; epochs count from 0.
+# Worked out by hand from `EarlyStopping.on_epoch_end`, and confirmed by running Keras 3.15.1 on
+# its JAX backend; epochs count from 0.
 PARITY = {
     "patience 0 stops in the first epoch that is no better": (
         {"patience": 0},
@@ -98,9 +99,16 @@ PARITY = {
         4,
         3,
     ),
-    "NaN never improves; the first epoch's weights are the best": (
+    "the first epoch is the best so far, even with NaN": (
         {"patience": 2},
         [NAN, NAN, NAN],
+        2,
+        0,
+    ),
+    "nothing beats NaN": ({"patience": 2}, [NAN, 0.5, 0.4], 2, 0),
+    "a first epoch that misses the baseline counts": (
+        {"patience": 2, "baseline": 0.5},
+        [1.0, 1.1],
         1,
         0,
     ),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import tyro
 
+from scalejax import __version__
 from scalejax.commands import COMMANDS, Command, RunFileCommand
 from scalejax.config import parse_value
 from scalejax.documents import JsonValue
@@ -106,9 +107,7 @@ def _command_name(arguments: list[str]) -> str:
         _print_help()
         raise SystemExit(0 if arguments else _REFUSED)
     if arguments[0] == "--version":
-        from importlib.metadata import version
-
-        print(f"scalejax {version('scalejax')}")
+        print(f"scalejax {__version__}")
         raise SystemExit(0)
     longer = [name for name in COMMANDS if name.split()[0] == arguments[0]]
     if longer and arguments[1:2] in ([], ["-h"], ["--help"]):

@@ -110,8 +110,6 @@ class Report:
         """Read the sources and write the page."""
         from scalejax.report import write_report
 
-        if not self.sources:
-            raise ConfigError("scalejax report needs a run's folder or a prediction's JSON file.")
         write_report(self.sources, self.output)
         print(f"wrote {self.output}")
 

@@ -5,17 +5,12 @@ the results. Knows neither compiler nor equations: those are `profile` and `pred
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from scalejax import metrics
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
-from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
-from scalejax.predict import Prediction, ScalingPrediction, predict
-from scalejax.profile import profile_many
-
-Scaling = Literal["weak", "strong"]
-"""What stays fixed as devices are added: the batch of each device, or that of all."""
+from scalejax.predict import Scaling, ScalingPrediction, predict, scaling_prediction
+from scalejax.profile import ProfileJob, profile_many
 
 
 def study(
@@ -45,15 +40,9 @@ def study(
         ProfileError: if the compiler refuses the step.
     """
     runs = resolve_all(config, device_counts, scaling)
-    largest = runs[-1].layout.device_count
-    if cluster.max_device_count is not None and largest > cluster.max_device_count:
-        raise DoesNotFit(
-            f"devices={largest} is refused: cluster {cluster.name} has "
-            f"{cluster.max_device_count} devices."
-        )
     programs = profile_many(
-        [(run, cluster) for run in runs],
-        on_done=lambda index, _: on_done(runs[index].layout.device_count),
+        [ProfileJob(run=run, cluster=cluster) for run in runs],
+        lambda _, program: on_done(program.device_count),
     )
     predictions = [
         predict(
@@ -64,21 +53,8 @@ def study(
         )
         for run, program in zip(runs, programs, strict=True)
     ]
-    return ScalingPrediction(
-        scaling=scaling,
-        title=title or f"{config.model.name} on {cluster.title}",
-        predictions=tuple(predictions),
-        baseline_devices=predictions[0].device_count,
-        efficiencies=tuple(_efficiency(scaling, predictions[0], each) for each in predictions),
-    )
-
-
-def _efficiency(scaling: Scaling, baseline: Prediction, grown: Prediction) -> float:
-    """Throughput per device that is kept between the two."""
-    if scaling == "weak":
-        return metrics.weak_scaling_efficiency(baseline.step_seconds, grown.step_seconds)
-    return metrics.strong_scaling_efficiency(
-        baseline.step_seconds, baseline.device_count, grown.step_seconds, grown.device_count
+    return scaling_prediction(
+        predictions, scaling, title or f"{config.model.name} on {cluster.title}"
     )
 
 

@@ -94,7 +94,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
         f"Efficiency is relative to {prediction.baseline_devices} devices. A device has "
         f"{format_bytes(first.memory_bytes)} of memory."
     )
-    yield from notes(prediction.predictions)
+    yield notes(prediction.predictions)
 
 
 def time_split(predictions: Sequence[Prediction]) -> Table:
@@ -125,10 +125,10 @@ def waterfall_terms(predictions: Sequence[Prediction]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def notes(predictions: Sequence[Prediction]) -> Iterator[Text]:
+def notes(predictions: Sequence[Prediction]) -> Text:
     """What must be known of the predictions, each note once."""
-    for note in dict.fromkeys(note for each in predictions for note in each.notes):
-        yield Text(f"Note: {note}")
+    every = dict.fromkeys(note for each in predictions for note in each.notes)
+    return Text("\n".join(f"Note: {note}." for note in every))
 
 
 def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:

@@ -1,0 +1,242 @@
+"""The report: runs and predictions as one HTML file that needs no network.
+
+Knows what a reader wants to see in which order, and says beside each plot how to read it.
+"""
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+import vl_convert
+
+from scalejax import __version__, report_charts
+from scalejax.documents import save_text
+from scalejax.predict import ScalingPrediction
+from scalejax.report_charts import Spec
+from scalejax.report_sources import RunSource, Sources, read_sources
+from scalejax.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_fraction,
+    format_seconds,
+)
+
+_EMBED = "window.vegaEmbed = vegaEmbed;"
+"""What the page's script takes from the libraries that vl-convert carries."""
+
+
+def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
+    """Write what is at `paths` as one page.
+
+    Args:
+        paths: folders of runs, and JSON files of predictions.
+        output: the HTML file.
+        title: heading of the page.
+
+    Raises:
+        ConfigError: if a path is neither, or the file cannot be written.
+    """
+    save_text(render(read_sources(paths), title), output)
+
+
+def render(sources: Sources, title: str) -> str:
+    """The page, as HTML with everything inside it."""
+    page = _Page()
+    page.add(f"<h1>{escape(title)}</h1>")
+    if sources.runs and sources.studies:
+        page.add('<nav><a href="#runs">Runs</a><a href="#predictions">Predictions</a></nav>')
+    if sources.runs:
+        _add_runs(page, sources.runs)
+    if sources.studies:
+        _add_studies(page, sources.studies)
+    template = files("scalejax").joinpath("report_template.html").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        title=escape(title),
+        version=__version__,
+        scripts=vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script"),
+        body="\n".join(page.parts),
+        # "</" would end the element that holds the data
+        charts=json.dumps(page.charts).replace("</", "<\\/"),
+    )
+
+
+class _Page:
+    """The body of the page, and the charts that its script draws into it."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.charts: dict[str, Spec] = {}
+
+    def add(self, html: str) -> None:
+        """Append a piece of HTML."""
+        self.parts.append(html)
+
+    def add_chart(self, heading: str, explanation: str, spec: Spec) -> None:
+        """Append a chart under its heading, with a sentence on how to read it."""
+        name = f"chart{len(self.charts)}"
+        self.charts[name] = spec
+        self.add(f"<h3>{escape(heading)}</h3>\n<p>{escape(explanation)}</p>")
+        self.add(f'<div class="chart" id="{name}" role="img" aria-label="{escape(heading)}"></div>')
+
+    def add_table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Append a table; cells are text."""
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+        )
+        self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
+
+
+# --- runs ---
+
+
+def _add_runs(page: _Page, runs: Sequence[RunSource]) -> None:
+    page.add('<h2 id="runs">Runs</h2>')
+    page.add("<p>What was trained, and how it ended. Accuracy is that of all test examples.</p>")
+    page.add_table(
+        ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
+        [_run_row(run) for run in runs],
+    )
+    page.add_chart(
+        "Test accuracy",
+        "The part of the test examples that is right, after each epoch. A click on a name in the "
+        "legend picks a run; dragging and scrolling move and zoom.",
+        report_charts.test_accuracy(runs),
+    )
+    page.add_chart(
+        "Training loss",
+        "Mean loss of single minibatches as they were trained. A line that breaks off has left "
+        "the range of numbers: the run diverged.",
+        report_charts.training_loss(runs),
+    )
+    page.add_chart(
+        "Learning rate",
+        "The learning rate of each update: scaled with the batch, warmed up, then decayed.",
+        report_charts.learning_rate(runs),
+    )
+    page.add("<h3>Time of a step: predicted and measured</h3>")
+    page.add(
+        "<p>The prediction was written before training began, from the compiled program and a "
+        "short measurement of this machine; the measurement is the median over the run. The "
+        "error is (predicted - measured) / measured.</p>"
+    )
+    page.add_table(
+        ["run", "devices", "samples/s", "step measured", "step predicted", "error"],
+        [_time_row(run) for run in runs],
+    )
+
+
+def _run_row(run: RunSource) -> list[str]:
+    evaluations, training = run.record.evaluations, run.record.training
+    accuracies = [m.test_accuracy for m in evaluations]
+    rates = [m.learning_rate for m in training]
+    batch = run.config.batch
+    return [
+        run.label,
+        (run.record.status or UNKNOWN).replace("_", " "),
+        f"{batch.global_batch:,}" if batch.global_batch else f"{batch.per_device_batch} per device",
+        f"{max(rates):.3g}" if rates else UNKNOWN,
+        str(run.config.train.epochs),
+        format_fraction(accuracies[-1] if accuracies else None),
+        format_fraction(max(accuracies, default=None)),
+    ]
+
+
+def _time_row(run: RunSource) -> list[str]:
+    measured = run.step_seconds
+    predicted = None if run.prediction is None else run.prediction.step_seconds
+    rates = [m.samples_per_second for m in run.record.training if m.samples_per_second]
+    error = None if measured is None or predicted is None else (predicted - measured) / measured
+    return [
+        run.label,
+        str(run.prediction.device_count) if run.prediction else UNKNOWN,
+        format_count(sorted(rates)[len(rates) // 2] if rates else None),
+        format_seconds(measured),
+        format_seconds(predicted),
+        UNKNOWN if error is None else f"{error:+.0%}",
+    ]
+
+
+# --- predictions ---
+
+
+def _add_studies(page: _Page, studies: Sequence[ScalingPrediction]) -> None:
+    page.add('<h2 id="predictions">Predictions</h2>')
+    page.add(
+        "<p>Computed from the program that the compiler made of the training step for each "
+        "number of devices, and from the figures of the hardware. Nothing here was measured. "
+        "Terms that are not modelled (waiting for input, stragglers, checkpoints, failures) are "
+        "left out of every time.</p>"
+    )
+    if any(len(study.predictions) > 1 for study in studies):
+        page.add_chart(
+            "Throughput as devices are added",
+            "Samples trained per second. The dashed line is ideal: the smallest number of "
+            "devices, multiplied. Both axes are logarithmic.",
+            report_charts.throughput(studies),
+        )
+        page.add_chart(
+            "Scaling efficiency",
+            "Throughput per device, relative to the smallest number of devices. What is missing "
+            "to 100 % is the price of communication.",
+            report_charts.efficiency(studies),
+        )
+    for study in studies:
+        _add_study(page, study)
+
+
+def _add_study(page: _Page, study: ScalingPrediction) -> None:
+    first = study.predictions[0]
+    page.add(f"<h2>{escape(study.title)}</h2>")
+    fixed = {"weak": "the batch of each device", "strong": "the global batch"}[study.scaling]
+    page.add(f"<p>{study.scaling.capitalize()} scaling: {fixed} stays as devices are added.</p>")
+    page.add_table(
+        [
+            "devices",
+            "global batch",
+            "step",
+            "epoch",
+            "run",
+            "samples/s",
+            "MFU",
+            "efficiency",
+            "peak memory",
+            "fits",
+        ],
+        [
+            [
+                f"{each.device_count:,}",
+                UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
+                format_seconds(each.step_seconds),
+                format_seconds(each.epoch_seconds),
+                format_seconds(each.run_seconds),
+                format_count(each.samples_per_second),
+                format_fraction(each.mfu),
+                format_fraction(kept),
+                format_bytes(each.peak_memory_bytes),
+                "yes" if each.fits else "no",
+            ]
+            for each, kept in zip(study.predictions, study.efficiencies, strict=True)
+        ],
+    )
+    page.add_chart(
+        "Where the time of a step goes",
+        "Compute: matrix products and convolutions. Memory: operations that wait for the "
+        "device's own memory. Launch: the gaps between operations. Communication: what is not "
+        "hidden behind compute, by the mesh axis that needs it.",
+        report_charts.time_split(study),
+    )
+    page.add_chart(
+        "Memory",
+        f"The most that one device holds at once, as the compiler assigned it, with the "
+        f"runtime's own share. The dashed line is what the device has: "
+        f"{format_bytes(first.memory_bytes)}.",
+        report_charts.memory(study),
+    )
+    notes = dict.fromkeys(note for each in study.predictions for note in each.notes)
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')

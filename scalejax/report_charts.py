@@ -1,0 +1,244 @@
+"""The interactive charts of the report, as Vega-Lite specifications by altair.
+
+Knows runs and predictions, and how each chart shows them; nothing of the page around them.
+Colours of text and grid are left to the page, which knows whether it is light or dark.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from scalejax.predict import ScalingPrediction
+from scalejax.report_sources import RunSource
+
+Row = dict[str, str | float | None]
+"""One point of a chart."""
+Spec = dict[str, Any]
+"""A chart in Vega-Lite's JSON."""
+
+PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
+"""Told apart on white, on near-black, and by most colour-blind readers."""
+_HEIGHT = 280
+_MS = 1e3
+
+
+def test_accuracy(runs: Sequence[RunSource]) -> Spec:
+    """Test accuracy at each evaluation."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "accuracy": m.test_accuracy}
+        for run in runs
+        for m in run.record.evaluations
+    ]
+    y = alt.Y("accuracy:Q", title="test accuracy", axis=alt.Axis(format=".0%"))
+    return _curves(rows, y, alt.Tooltip("accuracy:Q", format=".2%"), has_points=True)
+
+
+def training_loss(runs: Sequence[RunSource]) -> Spec:
+    """Loss of each minibatch that was logged."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "loss": m.loss}
+        for run in runs
+        for m in run.record.training
+    ]
+    y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(zero=False))
+    return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"))
+
+
+def learning_rate(runs: Sequence[RunSource]) -> Spec:
+    """Learning rate of each update that was logged."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "rate": m.learning_rate}
+        for run in runs
+        for m in run.record.training
+    ]
+    y = alt.Y("rate:Q", title="learning rate")
+    return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"))
+
+
+def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
+    """Samples per second against devices, beside a straight line from the smallest count."""
+    rows: list[Row] = []
+    for study in studies:
+        first = study.predictions[0]
+        for each in study.predictions:
+            ideal = (first.samples_per_second or 0) * each.device_count / first.device_count
+            point: Row = {"prediction": study.title, "devices": each.device_count}
+            rows.append({**point, "kind": "predicted", "rate": each.samples_per_second})
+            rows.append({**point, "kind": "ideal", "rate": ideal})
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=True)
+        .encode(
+            x=_devices(),
+            y=alt.Y("rate:Q", title="samples per second", scale=alt.Scale(type="log")),
+            color=_color("prediction", [study.title for study in studies], columns=1),
+            strokeDash=alt.StrokeDash(
+                "kind:N",
+                legend=None,
+                scale=alt.Scale(domain=["predicted", "ideal"], range=[[1, 0], [5, 5]]),
+            ),
+            tooltip=[
+                "prediction:N",
+                "kind:N",
+                "devices:Q",
+                alt.Tooltip("rate:Q", title="samples/s", format=",.0f"),
+            ],
+        )
+    )
+    return _spec(chart)
+
+
+def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
+    """Scaling efficiency against devices."""
+    rows: list[Row] = [
+        {"prediction": study.title, "devices": each.device_count, "efficiency": kept}
+        for study in studies
+        for each, kept in zip(study.predictions, study.efficiencies, strict=True)
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=True)
+        .encode(
+            x=_devices(),
+            y=alt.Y(
+                "efficiency:Q",
+                title="scaling efficiency",
+                axis=alt.Axis(format=".0%"),
+                scale=alt.Scale(domainMin=0),
+            ),
+            color=_color("prediction", [study.title for study in studies], columns=1),
+            tooltip=["prediction:N", "devices:Q", alt.Tooltip("efficiency:Q", format=".1%")],
+        )
+    )
+    return _spec(chart)
+
+
+def time_split(study: ScalingPrediction) -> Spec:
+    """Where the time of one step goes, a bar for every number of devices."""
+    names = list(
+        dict.fromkeys(
+            name
+            for each in study.predictions
+            for name, seconds in each.waterfall
+            if seconds is not None
+        )
+    )
+    rows: list[Row] = [
+        {
+            "devices": str(each.device_count),
+            "part": name,
+            "order": names.index(name),
+            "milliseconds": seconds * _MS,
+            "share": seconds / each.step_seconds,
+        }
+        for each in study.predictions
+        for name, seconds in each.waterfall
+        if seconds is not None
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("devices:N", title="devices", sort=None),
+            x=alt.X("milliseconds:Q", title="milliseconds per step", stack="zero"),
+            color=_color("part", names, colors=[_part_color(name) for name in names]),
+            order="order:Q",
+            tooltip=[
+                "devices:N",
+                "part:N",
+                alt.Tooltip("milliseconds:Q", format=".4g"),
+                alt.Tooltip("share:Q", title="share of the step", format=".1%"),
+            ],
+        )
+    )
+    return _spec(chart, height=_bar_height(study))
+
+
+def memory(study: ScalingPrediction) -> Spec:
+    """Peak memory of a device, beside what it has."""
+    rows: list[Row] = [
+        {
+            "devices": str(each.device_count),
+            "used": each.peak_memory_bytes / 2**30,
+            "verdict": "fits" if each.fits else "does not fit",
+        }
+        for each in study.predictions
+    ]
+    y = alt.Y("devices:N", title="devices", sort=None)
+    bars = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=y,
+            x=alt.X("used:Q", title="peak memory of a device (GiB)"),
+            color=_color("verdict", ["fits", "does not fit"], colors=[PALETTE[0], PALETTE[3]]),
+            tooltip=[
+                "devices:N",
+                alt.Tooltip("used:Q", title="GiB used", format=".2f"),
+                "verdict:N",
+            ],
+        )
+    )
+    has = study.predictions[0].memory_bytes / 2**30
+    limit = (
+        alt.Chart(alt.Data(values=[{"has": has}]))
+        .mark_rule(strokeDash=[5, 5], strokeWidth=2, color=PALETTE[3])
+        .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", title="GiB on a device", format=".2f")])
+    )
+    return _spec(bars + limit, height=_bar_height(study))
+
+
+def _identity(run: RunSource) -> dict[str, str]:
+    return {"run": run.family, "label": run.label}
+
+
+def _curves(rows: list[Row], y: alt.Y, tooltip: alt.Tooltip, *, has_points: bool = False) -> Spec:
+    """Lines over epochs, a colour for each family of runs; a click in the legend picks one."""
+    picked = alt.selection_point(fields=["run"], bind="legend")
+    families = list(dict.fromkeys(str(row["run"]) for row in rows))
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=has_points, strokeWidth=1.8, clip=True)
+        .encode(
+            x=alt.X("epoch:Q", title="epoch", scale=alt.Scale(domainMin=0)),
+            y=y,
+            color=_color("run", families),
+            detail="label:N",
+            opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
+            tooltip=[
+                alt.Tooltip("label:N", title="run"),
+                alt.Tooltip("epoch:Q", format=".2f"),
+                tooltip,
+            ],
+        )
+        .add_params(picked)
+    )
+    return _spec(chart.interactive())
+
+
+def _devices() -> alt.X:
+    """The number of devices, every doubling as wide as the one before."""
+    return alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+
+
+def _part_color(part: str) -> str:
+    """The same part has the same colour in every chart; communication is red or purple."""
+    known = {"compute": 0, "memory": 1, "launch": 2, "communication data": 3}
+    return PALETTE[known.get(part, 4 + len(part) % 4)]
+
+
+def _color(
+    field: str, domain: list[str], *, columns: int = 4, colors: list[str] | None = None
+) -> alt.Color:
+    scale = alt.Scale(domain=domain, range=colors or PALETTE)
+    legend = alt.Legend(orient="top", labelLimit=0, columns=columns, symbolOpacity=1)
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
+
+
+def _bar_height(study: ScalingPrediction) -> int:
+    return 40 + 34 * len(study.predictions)
+
+
+def _spec(chart: Any, height: int = _HEIGHT) -> Spec:
+    return chart.properties(width="container", height=height).to_dict()

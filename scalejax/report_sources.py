@@ -1,0 +1,91 @@
+"""What a report is made of: runs and predictions, read from the files that were named.
+
+Knows files; nothing of how they are shown.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from scalejax import documents
+from scalejax.config import RunConfig, load_config
+from scalejax.errors import ConfigError
+from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
+from scalejax.record import RunRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSource:
+    """One run: what was asked for, predicted and measured."""
+
+    label: str
+    """Name of the run, unique in the report."""
+    family: str
+    """Name that runs share which differ in their seed alone."""
+    config: RunConfig
+    """What was asked for."""
+    record: RunRecord
+    """What was measured."""
+    prediction: Prediction | None
+    """What had been predicted; None if that is not there."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the measured times of a step; None if none was measured."""
+        times = [m.step_seconds for m in self.record.training if m.step_seconds is not None]
+        return median(times) if times else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """All that goes into one report."""
+
+    runs: tuple[RunSource, ...]
+    """In the order in which they were named."""
+    studies: tuple[ScalingPrediction, ...]
+    """Predictions over numbers of devices, in the order in which they were named."""
+
+
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """The runs and predictions at `paths`.
+
+    Raises:
+        ConfigError: if there is none, or a path is neither a run's folder nor a prediction.
+    """
+    if not paths:
+        raise ConfigError("a report needs a run's folder or a prediction's JSON file.")
+    runs = [_read_run(path) for path in paths if path.is_dir()]
+    studies = [_read_study(path) for path in paths if not path.is_dir()]
+    return Sources(runs=tuple(runs), studies=tuple(studies))
+
+
+def _read_run(path: Path) -> RunSource:
+    record = RunRecord.load(path)
+    folder = record.folder
+    prediction = folder.prediction
+    name = path.resolve().name
+    family = path.resolve().parent.name if re.fullmatch(r"seed-\d+", name) else name
+    return RunSource(
+        label=name if family == name else f"{family}, {name}",
+        family=family,
+        config=load_config(folder.config),
+        record=record,
+        prediction=documents.load(Prediction, prediction) if prediction.is_file() else None,
+    )
+
+
+def _read_study(path: Path) -> ScalingPrediction:
+    """A scaling study, or a single prediction as a study of one."""
+    fields = documents.load(dict, path)
+    if "predictions" in fields:
+        return documents.load(ScalingPrediction, path)
+    if "step_seconds" in fields:
+        single = documents.load(Prediction, path)
+        title = f"{path.resolve().parent.name} on {single.device_count} x {single.chip}"
+        return scaling_prediction([single], "weak", title)
+    raise ConfigError(
+        f"{str(path)!r} is neither the folder of a run nor a prediction that "
+        "scalejax predict --json wrote."
+    )

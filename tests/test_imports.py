@@ -1,0 +1,177 @@
+"""Imports point one way, and the arithmetic column needs no JAX (conventions, rule 4).
+
+The table is that of the design: a module imports only from rows above its own; a family may
+import within itself.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import scalejax
+
+ROOT = Path(scalejax.__file__).parent
+
+ARITHMETIC = {
+    "errors": -1,
+    "units": 0,
+    "documents": 0,
+    "jax_platform": 1,
+    "hardware": 1,
+    "layout": 1,
+    "metrics": 1,
+    "program": 2,
+    "collectives": 2,
+    "record": 2,
+    "model_config": 2,
+    "data_config": 2,
+    "training_config": 2,
+    "cost": 3,
+    "predict": 4,
+    "config": 5,
+    "profile": 7,
+    "early_stopping": 7,
+    "scaling_study": 8,
+    "plots": 9,
+    "report": 9,
+    "tables": 9,
+    "quickstart": 10,
+    "commands": 11,
+    "cli": 12,
+    "__main__": 13,
+}
+"""Row of each module that imports no JAX when it is imported."""
+PROGRAMS = {
+    "mesh": 3,
+    "schedules": 3,
+    "models": 3,
+    "data": 3,
+    "optimizers": 4,
+    "step": 6,
+    "checkpoint": 7,
+    "local_cluster": 7,
+    "train": 8,
+}
+"""Row of each module that does."""
+ROWS = {**ARITHMETIC, **PROGRAMS}
+WORKER = ("profile.worker", "profile.model_flop")
+"""What runs in the worker's own process alone, where JAX is."""
+
+
+def family_of(module: str) -> str:
+    """The first part of a module's name; the `report_` files are parts of the report."""
+    first = module.split(".")[0]
+    return "report" if first.startswith("report_") else first
+
+
+def modules() -> dict[str, ast.Module]:
+    """Syntax tree of each module by dotted name, `scalejax` left out."""
+    paths = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths}
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for path, name in names.items()}
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """Modules of scalejax that a tree imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "scalejax":
+            found |= {alias.name for alias in node.names if alias.name != "__version__"}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("scalejax."):
+            found.add((node.module or "").removeprefix("scalejax."))
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("scalejax.")]
+            found |= {name.removeprefix("scalejax.") for name in names}
+    return found
+
+
+def wrong_imports(trees: dict[str, ast.Module]) -> list[str]:
+    """Every import that does not point upwards, as "importer -> imported"."""
+    return [
+        f"{module} -> {imported}"
+        for module, tree in trees.items()
+        for imported in sorted(imports_of(tree))
+        if family_of(imported) != family_of(module)
+        and not ROWS[family_of(imported)] < ROWS[family_of(module)]
+    ]
+
+
+def starts_jax(module: str) -> bool:
+    """Whether importing `module` alone, in a fresh process, imports JAX."""
+    code = f"import sys, {module}; sys.exit(42 if 'jax' in sys.modules else 0)"
+    code_of_exit = subprocess.run([sys.executable, "-c", code]).returncode
+    assert code_of_exit in (0, 42)
+    return code_of_exit == 42
+
+
+def test_every_module_has_its_row():
+    """A new module is placed in the table before it is imported from anywhere."""
+    families = {family_of(module) for module in modules()}
+
+    assert families == set(ROWS)
+
+
+def test_imports_point_one_way():
+    """No module imports from its own row or below."""
+    assert wrong_imports(modules()) == []
+
+
+def test_check_of_direction_can_fail():
+    """An upward arrow is found, at the top of a file or within a function."""
+    trees = {
+        "units": ast.parse("from scalejax.predict import predict"),
+        "metrics": ast.parse("def f():\n    import scalejax.layout"),
+        "cost.memory": ast.parse("from scalejax.cost.compute import x"),
+    }
+
+    assert wrong_imports(trees) == ["units -> predict", "metrics -> layout"]
+
+
+def test_arithmetic_column_starts_no_jax():
+    """All of it, imported together in one fresh process."""
+    names = [
+        f"scalejax.{module.removesuffix('.__init__')}"
+        for module in modules()
+        if family_of(module) in ARITHMETIC and module not in ("__main__", *WORKER)
+    ]
+
+    assert not starts_jax(", ".join(names))
+
+
+def test_check_for_jax_can_fail():
+    """A module of the other column is told apart."""
+    assert starts_jax("scalejax.mesh")
+
+
+def jit_calls(tree: ast.Module) -> list[str]:
+    """First arguments of the calls of `jax.jit`, as source."""
+    return [
+        ast.unparse(node.args[0]) if node.args else ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("jax.jit", "jit", "nnx.jit")
+    ]
+
+
+def test_training_step_is_jitted_once():
+    """What is costed is what is trained: there is one `jax.jit` of the update."""
+    calls = {module: jit_calls(tree) for module, tree in modules().items()}
+    updates = [(m, call) for m, found in calls.items() for call in found if "_update" in call]
+
+    assert updates == [("step", "partial(_update, recipe, mesh)")]
+
+
+def test_step_is_the_only_module_that_jits_a_run():
+    """Other modules call what `step` built; the tools that jit say why here."""
+    others = {module for module, tree in modules().items() if jit_calls(tree)} - {"step"}
+
+    # local_cluster times a matrix product and a copy
+    assert others <= {"local_cluster"}
+
+
+@pytest.mark.parametrize("source", ["jax.jit(partial(_update, r))", "nnx.jit(f)"])
+def test_check_for_jit_can_fail(source: str):
+    """The calls are recognised."""
+    assert jit_calls(ast.parse(source))

@@ -1,0 +1,225 @@
+"""The report holds what was measured and predicted, and needs nothing from outside."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from scalejax import documents
+from scalejax.cli import main
+from scalejax.errors import ConfigError
+from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
+from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange, TrainMeasurement
+from scalejax.report import render, write_report
+from scalejax.report_sources import read_sources
+
+EXAMPLE = Path(__file__).parent.parent / "scalejax/examples/fashion_gradual_warmup.toml"
+
+
+def prediction(device_count: int, step_seconds: float, *, used_gib: float = 10.0) -> Prediction:
+    """A prediction of 32 samples per device on GPUs with 16 GiB."""
+    communication = step_seconds / 10
+    return Prediction(
+        cluster="dgx1-p100",
+        chip="p100",
+        device_count=device_count,
+        mesh_axes=(("data", device_count), ("fsdp", 1), ("tensor", 1)),
+        global_batch=32 * device_count,
+        step_seconds=step_seconds,
+        steps_per_epoch=100,
+        epoch_seconds=100 * step_seconds,
+        run_seconds=9000 * step_seconds,
+        samples_per_second=32 * device_count / step_seconds,
+        tokens_per_second=None,
+        mfu=0.4,
+        matmul_type="f32",
+        peak_memory_bytes=int(used_gib * 2**30),
+        memory_bytes=16 * 2**30,
+        fits=used_gib <= 16,
+        waterfall=(
+            ("compute", step_seconds - communication),
+            ("communication data", communication),
+            ("input", None),
+        ),
+        communication_seconds=2 * communication,
+        backend="cuda",
+        notes=("p100: attainable rates are uncalibrated",),
+    )
+
+
+def study(title: str = "resnet50 on P100") -> ScalingPrediction:
+    """Weak scaling from 8 to 256 devices, the step growing from 0.2 s to 0.25 s."""
+    return scaling_prediction([prediction(8, 0.2), prediction(256, 0.25)], "weak", title)
+
+
+def write_run(folder: Path, accuracies: list[float], *, diverged: bool = False) -> Path:
+    """A run's folder with an evaluation per epoch, each after ten steps of 5 ms."""
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(EXAMPLE.read_text())
+    documents.save(prediction(8, 0.004), folder / "prediction.json")
+    with MeasurementLog(folder / "measurements.jsonl") as log:
+        for epoch, accuracy in enumerate(accuracies, start=1):
+            step, seconds = 10 * epoch, 0.05 * epoch
+            log.append(
+                TrainMeasurement(
+                    step=step,
+                    epoch=epoch,
+                    loss=None if diverged else 2.0 / epoch,
+                    accuracy=accuracy,
+                    learning_rate=0.01 * epoch,
+                    step_seconds=0.005,
+                    samples_per_second=512 / 0.005,
+                    elapsed_seconds=seconds,
+                )
+            )
+            log.append(
+                EvaluationMeasurement(
+                    step=step,
+                    epoch=epoch,
+                    test_loss=0.5,
+                    test_accuracy=accuracy,
+                    examples=2000,
+                    seconds=0.1,
+                    elapsed_seconds=seconds,
+                )
+            )
+        status = "diverged" if diverged else "completed"
+        log.append(StatusChange(step=0, status=status, message="", elapsed_seconds=1.0))
+    return folder
+
+
+class Page(HTMLParser):
+    """What a browser would fetch, the text of every cell, and the charts with their places."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.cells: list[str] = []
+        self.places: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        data = re.search(r'id="charts">(.*?)</script>', html, re.DOTALL)
+        self.charts: dict[str, dict] = json.loads(data.group(1)) if data else {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note what is fetched, and where charts go."""
+        values = dict(attrs)
+        self._open.append(tag)
+        self.fetched += [v for name in ("src", "href") if (v := values.get(name)) and v[0] != "#"]
+        if values.get("class") == "chart":
+            self.places.append(values["id"] or "")
+
+    def handle_data(self, data: str) -> None:
+        """Note the text of cells."""
+        if self._open and self._open[-1] == "td":
+            self.cells.append(data)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    """A report of two runs and one prediction."""
+    warm = write_run(tmp_path / "gradual-warmup", [0.6, 0.85])
+    cold = write_run(tmp_path / "no-warmup", [0.1, 0.1], diverged=True)
+    documents.save(study(), tmp_path / "p100.json")
+    write_report([warm, cold, tmp_path / "p100.json"], tmp_path / "report.html")
+    return Page((tmp_path / "report.html").read_text())
+
+
+def test_report_fetches_nothing(page: Page):
+    """The file is read on a plane: no script, style, font or picture from elsewhere."""
+    assert page.fetched == []
+
+
+def test_report_holds_every_figure_of_a_run(page: Page):
+    """Status, batch, peak rate and both accuracies stand in the table."""
+    row = page.cells[page.cells.index("gradual-warmup") :][:7]
+
+    assert row == ["gradual-warmup", "completed", "512", "0.02", "10", "85.0 %", "85.0 %"]
+    assert "diverged" in page.cells
+
+
+def test_report_compares_prediction_and_measurement(page: Page):
+    """4 ms predicted for a step that took 5 ms is an error of -20 %."""
+    assert page.cells[page.cells.index("5 ms") :][:3] == ["5 ms", "4 ms", "-20%"]
+
+
+def test_report_holds_every_figure_of_a_prediction(page: Page):
+    """Times, rate, utilisation, efficiency and memory, a row for each number of devices."""
+    row = page.cells[page.cells.index("8,192") - 1 :][:10]
+
+    assert row == [
+        *("256", "8,192", "250 ms", "25 s", "37 min 30 s", "32.8 k", "40.0 %", "80.0 %"),
+        *("10.0 GiB", "yes"),
+    ]
+
+
+def test_every_chart_has_its_place_and_data(page: Page):
+    """Three of runs, two of all predictions, two of each prediction."""
+    assert page.places == list(page.charts)
+    assert len(page.charts) == 7
+    for spec in page.charts.values():
+        assert "vega-lite" in spec["$schema"]
+        assert '"values": [{' in json.dumps(spec)
+
+
+def test_names_of_the_user_are_text_not_markup(tmp_path: Path):
+    """A title cannot end the script, or open an element."""
+    documents.save(study("</script><b>x</b>"), tmp_path / "p.json")
+
+    html = render(read_sources([tmp_path / "p.json"]), "<i>t</i>")
+
+    assert "<b>x</b>" not in html
+    assert "<i>t</i>" not in html
+    assert len(Page(html).charts) == 4
+
+
+def test_runs_that_differ_in_their_seed_share_a_colour(tmp_path: Path):
+    """`no-warmup/seed-0` and `no-warmup/seed-1` are one family of two runs."""
+    folders = [write_run(tmp_path / "no-warmup" / f"seed-{n}", [0.1]) for n in (0, 1)]
+
+    runs = read_sources(folders).runs
+
+    assert {run.family for run in runs} == {"no-warmup"}
+    assert [run.label for run in runs] == ["no-warmup, seed-0", "no-warmup, seed-1"]
+
+
+def test_single_prediction_is_reported_too(tmp_path: Path):
+    """The `prediction.json` of a run can be named by itself."""
+    folder = write_run(tmp_path / "run", [0.5])
+
+    (single,) = read_sources([folder / "prediction.json"]).studies
+
+    assert single.efficiencies == (1.0,)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (None, "is no file"),
+        ("{3", "not valid JSON"),
+        ('{"a": 1}', "neither the folder of a run nor a prediction"),
+        ('{"predictions": 3}', "predictions=3 is refused"),
+    ],
+)
+def test_what_is_no_source_is_refused(tmp_path: Path, text: str | None, match: str):
+    """Missing, damaged and foreign files are told apart."""
+    path = tmp_path / "source.json"
+    if text is not None:
+        path.write_text(text)
+
+    with pytest.raises(ConfigError, match=match):
+        read_sources([path])
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """In one line, with exit code 2."""
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.fullmatch(r"error: .* holds no run: .*\n", capsys.readouterr().err)
+
+
+def test_report_of_nothing_is_refused(capsys: pytest.CaptureFixture[str]):
+    """There is no empty report."""
+    assert main(["report"]) == 2
+    assert "a report needs" in capsys.readouterr().err

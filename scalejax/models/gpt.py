@@ -122,11 +122,11 @@ class Gpt(Network):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
-        # One gather over fsdp serves both ends of the network.
+        # Gathered over fsdp here, once: both ends of the network use the token embedding.
         tokens_VD = placed(self.tokens.embedding.astype(self.dtype), P(TENSOR, None))
-        places_SD = self.places.embedding.astype(self.dtype)[: inputs.shape[1]]
-        x_BSD = jnp.take(tokens_VD, inputs, axis=0, mode="clip") + places_SD[None]
-        x_BSD = placed_by_row(x_BSD)
+        places_SD = placed(self.places.embedding.astype(self.dtype), P(None, None))
+        x_BSD = jnp.take(tokens_VD, inputs, axis=0, mode="clip")
+        x_BSD = placed_by_row(x_BSD + places_SD[None, : inputs.shape[1]])
         structure, stacked = nnx.split(self.blocks)
 
         def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
@@ -151,8 +151,8 @@ class Gpt(Network):
             (r"up/kernel$", P(None, FSDP, TENSOR)),
             (r"up/bias$", P(None, TENSOR)),
             (r"down/kernel$", P(None, TENSOR, FSDP)),
-            (r"tokens/embedding$", P((TENSOR, FSDP))),
-            (r"places/embedding$", P(FSDP)),
+            (r"tokens/embedding$", P(TENSOR, FSDP)),
+            (r"places/embedding$", P(None, FSDP)),
         )
 
 

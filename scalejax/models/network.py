@@ -20,7 +20,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.layout import BATCH_AXES
+from scalejax.layout import AXES, BATCH_AXES
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
 
@@ -66,10 +66,11 @@ def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     Where parameters are split over fsdp, the compiler may move either the parameters to the rows
     of the batch or the rows to the parameters; a network settles here for the first. It needs
     the mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing where there
-    is none, or where the axes are `shard_map`'s.
+    is none of ours, or where its axes are `shard_map`'s.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(kinds.get(axis) != AxisType.Auto for axis in AXES):
         return array
     return jax.lax.with_sharding_constraint(
         array, _divisible("an activation", spec, array.shape, mesh.shape)
@@ -122,16 +123,19 @@ def _divisible(
     kept = []
     for size, axes in zip(shape, rule, strict=False):
         parts = 1
-        if axes is PartitionSpec.UNCONSTRAINED:
-            axis_names = ()
-        else:
-            axis_names = (axes,) if isinstance(axes, str) else axes or ()
-        for axis in axis_names:
+        for axis in _axis_names(axes):
             if axis not in axis_sizes:
                 raise ConfigError(unknown_name(f"partition rule of {name}", axis, axis_sizes))
             parts *= axis_sizes[axis]
         kept.append(None if size % parts else axes)
     return PartitionSpec(*kept)
+
+
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    """The axes in one entry of a `PartitionSpec`."""
+    if isinstance(entry, str):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
 
 
 def import_network(path: str) -> type[Network]:
@@ -174,7 +178,7 @@ def build_custom(
         **config.options,
     }
     try:
-        inspect.signature(constructor).bind(dataset, **keywords)
+        inspect.signature(constructor.__init__).bind(None, dataset, **keywords)
     except TypeError as error:
         accepted = (
             f"{config.path} is built as Class(dataset, compute_dtype=, bn=, rngs=, **options), "

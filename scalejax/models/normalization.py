@@ -74,8 +74,8 @@ class BatchNorm(nnx.Module):
         per_channel = (groups, *(1,) * (inputs.ndim - 1), -1)
         if is_training:
             mean, var = self._statistics(grouped)
-            self.mean[...] = _moved(self.mean[...], mean)
-            self.var[...] = _moved(self.var[...], var)
+            self.mean.set_value(_moved(self.mean[...], mean))
+            self.var.set_value(_moved(self.var[...], var))
         else:
             mean, var = self.mean[...][None], self.var[...][None]
         scale = self.scale[...][None] * jax.lax.rsqrt(var + EPSILON)

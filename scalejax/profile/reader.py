@@ -202,8 +202,15 @@ class _Reader:
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
             shape=shape,
-            source=self._module.source(instruction),
+            source=self._source(instruction),
         )
+
+    def _source(self, instruction: Instruction) -> str | None:
+        """Where the user asked for it; of a fusion that does not say, where for its result."""
+        source = self._module.source(instruction)
+        for name in instruction.called("calls"):
+            source = source or self._module.source(self._module.computations[name].root)
+        return source
 
     def _products(self, computation: Computation, instruction: Instruction) -> Iterator[Arithmetic]:
         """Yield the matrix products and convolutions in `instruction`, fused ones included."""

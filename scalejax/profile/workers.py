@@ -29,8 +29,8 @@ _FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
 )
 
-_NOISE = re.compile(r"^([IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|Traceback|For simplicity|-{5})")
-"""Lines that do not say why a worker failed: logs, source lines of tracebacks."""
+_NOISE = re.compile(r"[IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|:$|For simplicity|-{5}")
+"""How lines begin that do not say why a worker failed: logs, the frames of a traceback."""
 
 
 def run_jobs(
@@ -157,6 +157,8 @@ def _failure(job: RunJob | FunctionJob, return_code: int, log: str) -> str:
             f"{job.title}: the compiler was killed, most likely because memory ran out "
             f"({WORKER_BYTES // GIB} GiB are usually enough)."
         )
-    useful = [line for line in log.splitlines() if line.strip() and not _NOISE.match(line)]
+    # After a traceback stands the error; what was printed before it does not matter.
+    last = log.rpartition("Traceback (most recent call last)")[2]
+    useful = [line for line in last.splitlines() if line.strip() and not _NOISE.match(line)]
     words = " | ".join(line.strip() for line in useful[-3:]) or f"it ended with {return_code}"
     return f"{job.title} does not compile: {words}"

@@ -1,0 +1,140 @@
+"""FLOP by kind of call, against counts by hand; the lines are XLA's own."""
+
+import pytest
+
+from scalejax.profile.arithmetic import Arithmetic, arithmetic
+from scalejax.profile.hlo import parse_module
+
+
+def counted(line: str, *operands: str) -> Arithmetic:
+    """What is counted for one line of a program, its operands having these shapes."""
+    found = uncounted_or_counted(line, *operands)
+    assert found is not None
+    return found
+
+
+def uncounted_or_counted(line: str, *operands: str) -> Arithmetic | None:
+    """The same, or None for a line that multiplies nothing."""
+    parameters = [f"  %{name} = {shape} parameter({i})" for i, (name, shape) in enumerate(
+        operand.split(": ") for operand in operands
+    )]  # fmt: skip
+    text = "HloModule m\n\nENTRY %main () -> f32[] {\n" + "\n".join([*parameters, line]) + "\n}\n"
+    entry = parse_module(text).computations["main"]
+    instruction = list(entry.instructions.values())[-1]
+    return arithmetic(instruction, entry.operand_shapes(instruction))
+
+
+def test_a_batched_dot_is_two_operations_per_product():
+    """2 x 32 x 2048 x 2048 x 128 for the scores of 32 heads."""
+    found = counted(
+        "  %dot.1 = bf16[32,2048,2048]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, "
+        "lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={2}",
+        "a: bf16[32,2048,128]{2,1,0}",
+        "b: bf16[32,2048,128]{2,1,0}",
+    )
+
+    assert found.shape == (32, 2048, 2048, 128)
+    assert found.flop == 2 * 32 * 2048 * 2048 * 128
+
+
+def test_a_cublas_call_says_its_dimensions_in_its_settings():
+    """The gradient of a weight: both operands are summed over their first dimension."""
+    found = counted(
+        "  %custom-call.33 = (f32[256,1000]{1,0}, s8[4194304]{0}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{'
+        '"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],'
+        '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],'
+        '"rhs_batch_dimensions":[]}}}',
+        "a: f32[32,256]{1,0}",
+        "b: f32[32,1000]{1,0}",
+    )
+
+    assert found.shape == (1, 256, 1000, 32)
+    assert (found.kind, found.dtype, found.flop) == ("matmul", "f32", 2 * 256 * 1000 * 32)
+
+
+FORWARD_FLOP = 2 * 32 * 28 * 28 * 9 * 64 * 128
+"""A 3x3 convolution of stride 2, 64 to 128 channels, 32 samples of 56 x 56."""
+WINDOW = "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"
+
+
+@pytest.mark.parametrize(
+    ("target", "result", "first", "second"),
+    [
+        ("convForward", "32,28,28,128", "32,56,56,64", "128,3,3,64"),
+        ("convBackwardInput", "32,56,56,64", "32,28,28,128", "128,3,3,64"),
+        ("convBackwardFilter", "128,3,3,64", "32,56,56,64", "32,28,28,128"),
+    ],
+)
+def test_a_cudnn_convolution_costs_the_same_in_both_directions(target, result, first, second):
+    """Forward, gradient of the input, gradient of the filter: the same products, rearranged."""
+    found = counted(
+        f"  %conv = (bf16[{result}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), {WINDOW}, "
+        f'custom_call_target="__cudnn${target}"',
+        f"a: bf16[{first}]{{3,2,1,0}}",
+        f"b: bf16[{second}]{{3,2,1,0}}",
+    )
+
+    assert (found.kind, found.dtype, found.flop) == ("convolution", "bf16", FORWARD_FLOP)
+    assert found.shape == (32, 28 * 28, 64, 128, 9)
+
+
+def test_groups_divide_the_input_channels_of_a_cudnn_convolution():
+    """A kernel of 4 groups holds 128 / 4 input channels."""
+    found = counted(
+        "  %conv = (bf16[256,14,14,128]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b), "
+        "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f, "
+        'feature_group_count=4, custom_call_target="__cudnn$convForward"',
+        "a: bf16[256,28,28,128]{3,2,1,0}",
+        "b: bf16[128,3,3,32]{3,2,1,0}",
+    )
+
+    assert found.flop == 2 * 256 * 14 * 14 * 9 * 32 * 128
+
+
+@pytest.mark.parametrize(
+    ("result", "first", "second", "window", "labels"),
+    [
+        pytest.param(
+            "32,28,28,128", "32,56,56,64", "3,3,64,128",
+            "size=3x3 stride=2x2 pad=1_1x1_1", "b01f_01io->b01f", id="forward",
+        ),
+        pytest.param(
+            "32,56,56,64", "32,28,28,128", "3,3,128,64",
+            "size=3x3 pad=1_2x1_2 lhs_dilate=2x2", "b01f_01io->b01f", id="gradient of the input",
+        ),
+        pytest.param(
+            "64,3,3,128", "64,56,56,32", "28,28,32,128",
+            "size=28x28 pad=1_0x1_0 rhs_dilate=2x2", "b01f_01io->b01f", id="gradient of the filter",
+        ),
+    ],
+)  # fmt: skip
+def test_a_cpu_convolution_counts_no_holes_of_dilation(result, first, second, window, labels):
+    """XLA's own notation writes gradients as dilated convolutions: the products stay the same."""
+    found = counted(
+        f"  %conv = f32[{result}]{{3,2,1,0}} convolution(%a, %b), window={{{window}}}, "
+        f"dim_labels={labels}",
+        f"a: f32[{first}]{{3,2,1,0}}",
+        f"b: f32[{second}]{{3,2,1,0}}",
+    )
+
+    assert found.flop == FORWARD_FLOP
+
+
+def test_the_filter_gradient_of_a_grouped_cpu_convolution_counts_its_groups_once():
+    """XLA spreads 4 groups over a dilated third dimension, of which a quarter is no hole."""
+    found = counted(
+        "  %conv = f32[32,3,3,4,32]{4,3,2,1,0} convolution(%a, %b), window={size=14x14x4 "
+        "stride=1x1x3 pad=1_0x1_0x0_0 lhs_dilate=1x1x4 rhs_dilate=2x2x1}, "
+        "dim_labels=b012f_012io->b012f",
+        "a: f32[32,28,28,4,32]{4,3,2,1,0}",
+        "b: f32[14,14,4,32,32]{4,3,2,1,0}",
+    )
+
+    # 32 samples, 14 x 14 places, 9 window positions, 128 outputs of 128 / 4 inputs each
+    assert found.flop == 2 * 32 * 14 * 14 * 9 * 32 * 128
+
+
+def test_other_instructions_multiply_nothing():
+    """A sum of two arrays is bound by bytes."""
+    assert uncounted_or_counted("  %add.1 = f32[8]{0} add(%a, %a)", "a: f32[8]{0}") is None

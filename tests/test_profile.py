@@ -1,0 +1,294 @@
+"""Compiled programs against counts by hand: FLOP, bytes of collectives, memory; both compilers.
+
+Each network is compiled once per compiler, in workers, and shared by the tests.
+"""
+
+import pytest
+
+from scalejax.config import ResolvedRun, RunConfig, resolve
+from scalejax.documents import build
+from scalejax.errors import ConfigError, DoesNotFit, ProfileError
+from scalejax.hardware import load_cluster
+from scalejax.profile import (
+    ProfileJob,
+    has_cuda_compiler,
+    profile,
+    profile_function,
+    profile_many,
+)
+from scalejax.program import Loop, Program
+
+DEVICES = 256
+SAMPLES = 32
+"""Samples per device."""
+BASE = {
+    "batch": {"per_device_batch": SAMPLES},
+    "optimizer": {"name": "sgd"},
+    "schedule": {"base_learning_rate": 0.1},
+}
+RUNS = {
+    "mlp": {
+        "model": {"name": "mlp", "hidden": [128, 128]},
+        "data": {"name": "synthetic_images", "image_size": 28, "channels": 1, "classes": 10},
+    },
+    "resnet50": {
+        "model": {"name": "resnet50"},
+        "data": {"name": "synthetic_images"},
+        "layout": {"bn_scope": "local"},
+    },
+    "gpt": {
+        "model": {"name": "gpt", "layers": 6, "hidden": 256, "heads": 4, "remat": "full"},
+        "data": {"name": "synthetic_tokens", "tokens": 128, "vocabulary": 1024},
+        "layout": {"tensor": 2},
+    },
+}
+
+
+def resolved(name: str, device_count: int = DEVICES, **tables) -> ResolvedRun:
+    """One of the runs on a number of devices."""
+    return resolve(build(RunConfig, {**BASE, **RUNS[name], **tables}), device_count)
+
+
+@pytest.fixture(scope="module", params=["cuda", "cpu"])
+def programs(request) -> dict[str, Program]:
+    """The programs of all runs for 256 H100, by one of the compilers."""
+    if request.param == "cuda" and not has_cuda_compiler():
+        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
+    jobs = [ProfileJob(run=resolved(name), cluster=load_cluster("dgx-h100")) for name in RUNS]
+    done = profile_many(jobs, cache=None, backend=request.param)
+    return dict(zip(RUNS, done, strict=True))
+
+
+def mlp_products(samples: int) -> int:
+    """Products and sums of the forward pass, two operations each: 784-128-128-10."""
+    return 2 * samples * (784 * 128 + 128 * 128 + 128 * 10)
+
+
+def resnet50_products(samples: int) -> int:
+    """The convolutions of He et al. 2015, table 1, with the stride on the 3x3 (v1.5)."""
+    stem = 112 * 112 * 7 * 7 * 3 * 64
+    total, width_in, size = stem, 64, 56
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            size_out = size // 2 if stage > 0 and block == 0 else size
+            total += size * size * width_in * width
+            total += size_out * size_out * (9 * width * width + width * 4 * width)
+            if block == 0:
+                total += size_out * size_out * width_in * 4 * width
+            width_in, size = 4 * width, size_out
+    return 2 * samples * (total + 2048 * 1000)
+
+
+GPT_HIDDEN, GPT_TOKENS, GPT_LAYERS, GPT_VOCABULARY = 256, 128, 6, 1024
+
+
+def gpt_block_products(samples: int) -> int:
+    """Per token 12 h^2 for the weights of a block and 2 s h for its attention."""
+    tokens = samples * GPT_TOKENS
+    return 2 * tokens * (12 * GPT_HIDDEN**2 + 2 * GPT_TOKENS * GPT_HIDDEN)
+
+
+def gpt_logit_products(samples: int) -> int:
+    """One product with the embedding, h to vocabulary, per token."""
+    return 2 * samples * GPT_TOKENS * GPT_HIDDEN * GPT_VOCABULARY
+
+
+def test_flop_of_an_mlp_are_those_counted_by_hand(programs):
+    """Three times the forward pass, but for the gradient of the images, which nobody needs."""
+    first_layer = 2 * SAMPLES * 784 * 128
+
+    assert programs["mlp"].flop == pytest.approx(3 * mlp_products(SAMPLES) - first_layer, rel=0.02)
+
+
+def test_flop_of_resnet50_are_those_counted_by_hand(programs):
+    """8.2 GFLOP per image and pass, again without the gradient of the images."""
+    stem = 2 * SAMPLES * 112 * 112 * 7 * 7 * 3 * 64
+
+    assert resnet50_products(1) == pytest.approx(2 * 4.09e9, rel=0.001)
+    assert programs["resnet50"].flop == pytest.approx(
+        3 * resnet50_products(SAMPLES) - stem, rel=0.02
+    )
+
+
+def test_flop_of_a_scanned_gpt_are_those_counted_by_hand(programs):
+    """Loops count as often as they run, and rematerialised products twice.
+
+    Forward, recompute, two gradients: four times the blocks. The last product of a block (4 h^2)
+    is not made again: its result is nobody's operand.
+    """
+    per_device = 2  # devices along tensor share the products of the same samples
+    not_again = 2 * SAMPLES * GPT_TOKENS * 4 * GPT_HIDDEN**2
+    blocks = GPT_LAYERS * (4 * gpt_block_products(SAMPLES) - not_again)
+    by_hand = (blocks + 3 * gpt_logit_products(SAMPLES)) / per_device
+
+    loops = [item for item in programs["gpt"].operations if isinstance(item, Loop)]
+    assert {loop.trip_count for loop in loops} == {GPT_LAYERS}
+    assert programs["gpt"].flop == pytest.approx(by_hand, rel=0.02)
+
+
+def test_model_flop_are_three_forward_passes_of_all_devices(programs):
+    """The numerator of MFU: no recompute, no optimizer, the same for any compiler."""
+    samples = SAMPLES * DEVICES
+
+    assert programs["mlp"].model_flop == 3 * mlp_products(samples)
+    assert programs["resnet50"].model_flop == 3 * resnet50_products(samples)
+    gpt_samples = samples // 2
+    assert programs["gpt"].model_flop == 3 * (
+        GPT_LAYERS * gpt_block_products(gpt_samples) + gpt_logit_products(gpt_samples)
+    )
+
+
+def test_all_reduce_bytes_of_resnet50_are_those_of_its_gradient(programs):
+    """25,557,032 parameters of 4 bytes, exactly.
+
+    Besides them, and nothing else: the running mean and variance of 26,560 BatchNorm channels,
+    averaged over devices, and the loss and the accuracy.
+    """
+    gradient, statistics, metrics = 25_557_032 * 4, 2 * 26_560 * 4, 2 * 4
+    program = programs["resnet50"]
+
+    assert program.collective_bytes("all_reduce") == gradient + statistics + metrics
+    groups = {op.collective.group for op, _ in program.walk() if op.collective is not None}
+    assert [(group.extents, group.axes) for group in groups] == [(((DEVICES, 1),), ("data",))]
+
+
+def test_a_tensor_axis_reduces_activations_and_the_data_axis_gradients(programs):
+    """Two sums of activations per block and pass over tensor (Megatron), in each direction."""
+    program = programs["gpt"]
+    activations = SAMPLES * GPT_TOKENS * GPT_HIDDEN * 4
+    over_tensor = sum(
+        times
+        for op, times in program.walk()
+        if op.collective is not None
+        and op.collective.group.axes == ("tensor",)
+        and op.collective.payload_bytes == activations
+    )
+    over_data = sum(
+        op.collective.payload_bytes * times
+        for op, times in program.walk()
+        if op.collective is not None and op.collective.group.axes == ("data",)
+    )
+
+    # Forward 2, recompute at least the 1 whose sum the rest of the block reads, gradients 2;
+    # besides the blocks, the embedding and the gradient of the logits.
+    assert 5 * GPT_LAYERS <= over_tensor <= 6 * GPT_LAYERS + 4
+    blocks = GPT_LAYERS * 12 * GPT_HIDDEN**2 * 4 / 2  # split over tensor
+    assert over_data == pytest.approx(blocks, rel=0.15)  # the rest: embeddings, biases, norms
+
+
+def test_memory_holds_what_the_run_holds(programs):
+    """Arguments are parameters, momentum, statistics and the batch; donation reuses them."""
+    memory = programs["resnet50"].memory
+    state = (2 * 25_557_032 + 2 * 26_560) * 4
+    batch = SAMPLES * (224 * 224 * 3 + 4)
+
+    assert memory.argument_bytes == pytest.approx(state + batch, abs=64)
+    assert memory.alias_bytes == pytest.approx(state, abs=64)
+    assert memory.temporary_bytes > SAMPLES * 112 * 112 * 64 * 4  # at least the largest activation
+
+
+def test_a_program_says_what_it_is(programs):
+    """Batch, tokens and mesh come along, so that costing needs nothing else."""
+    gpt = programs["gpt"]
+
+    assert gpt.mesh_axes == (("data", 128), ("fsdp", 1), ("tensor", 2))
+    assert (gpt.global_batch, gpt.tokens_per_sample) == (SAMPLES * 128, GPT_TOKENS)
+    assert gpt.target == {"cuda": "sm_90", "cpu": "cpu"}[gpt.backend]
+    assert gpt.compiler.startswith("jax ")
+    assert programs["resnet50"].tokens_per_sample is None
+
+
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_other_chips_compile_too():
+    """Chips older than Ampere as Ampere, since no compiler takes them any more; part of a node."""
+    clusters = [load_cluster(name) for name in ("dgx1-p100", "dgx-b200")]
+
+    programs = profile_many(
+        [ProfileJob(run=resolved("mlp", 12), cluster=cluster) for cluster in clusters], cache=None
+    )
+
+    assert [program.target for program in programs] == ["sm_80", "sm_100"]
+    assert {program.device_count for program in programs} == {12}
+
+
+def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monkeypatch):
+    """Seeds and epochs do not shape a step; widths do."""
+    cluster, wider = load_cluster("dgx-h100"), {"model": {"name": "mlp", "hidden": [64]}}
+    first = profile(resolved("mlp", 8), cluster, cache=tmp_path)
+    asked = []
+
+    def refuse(jobs, on_done):
+        asked.extend(jobs)
+        raise ProfileError("asked to compile")
+
+    monkeypatch.setattr("scalejax.profile.run_jobs", refuse)
+
+    assert profile(resolved("mlp", 8), cluster, cache=tmp_path) == first
+    again = resolved("mlp", 8, seed=7, train={"epochs": 90})
+    assert profile(again, cluster, cache=tmp_path) == first
+    assert asked == []
+    for changed in (resolved("mlp", 16), resolved("mlp", 8, **wider)):
+        with pytest.raises(ProfileError, match="asked to compile"):
+            profile(changed, cluster, cache=tmp_path)
+    (entry,) = tmp_path.iterdir()
+    entry.write_bytes(entry.read_bytes()[:100])  # a full disk, an older release
+    with pytest.raises(ProfileError, match="asked to compile"):
+        profile(resolved("mlp", 8), cluster, cache=tmp_path)
+
+
+def test_more_devices_than_a_cluster_has_are_refused():
+    """Before anything is compiled."""
+    run = resolved("mlp", 2**14)
+
+    with pytest.raises(DoesNotFit, match="devices=16384 is refused: the cluster 'tpu-v5e' has"):
+        profile(run, load_cluster("tpu-v5e"), cache=None)
+
+
+def test_the_stand_in_compiler_says_how_many_devices_it_takes():
+    """With the remedy, instead of an hour of silence."""
+    with pytest.raises(ProfileError, match=r"at most 2048.*scalejax\[gpu-target\]"):
+        profile(resolved("mlp", 4096), load_cluster("dgx-h100"), cache=None, backend="cpu")
+
+
+def test_any_jitted_function_is_profiled():
+    """A function written without scalejax, on a mesh of its own axes."""
+    program = profile_function(
+        "profiled_functions:two_layers",
+        cluster=load_cluster("dgx-h100"),
+        mesh_axes={"rows": 4, "columns": 2},
+    )
+
+    assert program.flop == 2 * (1024 // 4) * 512 * (2048 // 2) * 2
+    assert program.collective_bytes("all_reduce") == 1024 // 4 * 512 * 4
+    assert program.mesh_axes == (("rows", 4), ("columns", 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("raises", ProfileError, r":raises' for 2 devices does not compile: ValueError: odd size"),
+        ("is_killed", ProfileError, r"was killed, most likely because memory ran out"),
+        ("aborts", ProfileError, r"Check failed: no tiles"),
+        ("returns_nothing", ConfigError, r"must return \(jitted function, arguments\)"),
+        ("is_missing", ConfigError, r"profiled_functions has no 'is_missing'"),
+    ],
+)
+def test_a_worker_that_fails_is_one_line(name, error, message, capfd):
+    """Whatever happens in the worker: an error of ours, its last words, nothing on the screen."""
+    with pytest.raises(error, match=message) as caught:
+        profile_function(
+            f"profiled_functions:{name}",
+            cluster=load_cluster("dgx-h100"),
+            mesh_axes={"data": 2},
+            backend="cpu",
+        )
+
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_function_that_no_worker_can_import_is_refused():
+    """A lambda or a closure has no name to import it by."""
+    with pytest.raises(ConfigError, match="top level of a module"):
+        profile_function(lambda mesh: mesh, cluster=load_cluster("dgx-h100"), mesh_axes={"data": 2})

@@ -5,6 +5,8 @@
     prediction.json      its time and memory as predicted, written before training started
     measurements.jsonl   one line per measurement, in order of time
     checkpoints/         states to resume from, and the best one
+    weights/             parameters that the run ended with, the best ones if so configured
+    README.txt           the same list, for whoever finds the folder
 
 Knows files and figures; no devices, no loop, and nothing of what a prediction holds.
 """
@@ -39,11 +41,11 @@ class TrainMeasurement:
     """Part of the global batch that was right before the update, 0..1."""
     learning_rate: float
     """Learning rate of the update."""
-    step_seconds: float | None
-    """Mean time of an update since the line before, waiting for data included; None where no
-    update lies between the two but the first, whose start is not timed."""
-    samples_per_second: float | None
-    """Samples trained per second since the line before; None with `step_seconds`."""
+    step_seconds: float
+    """Mean time of an update since the line before, waiting for data included, evaluations and
+    checkpoints not."""
+    samples_per_second: float
+    """Samples trained per second since the line before."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
 
@@ -127,6 +129,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """States of the run by step."""
         return self.path / "checkpoints"
+
+    @property
+    def weights(self) -> Path:
+        """Parameters and running statistics that the run ended with."""
+        return self.path / "weights"
 
     @property
     def readme(self) -> Path:

@@ -1,0 +1,153 @@
+"""What a run says while it runs: a bar with the time left on a terminal, plain lines elsewhere.
+
+Knows measurements and streams; no devices and no files.
+"""
+
+import time
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.units import UNKNOWN, format_count, format_fraction, format_seconds
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Reporter(Protocol):
+    """Tells someone how a run goes."""
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """The loop begins after `step` of `total_steps` updates."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something happened that is worth a line."""
+        ...
+
+    def measured(self, measurement: Measurement) -> None:
+        """Something was measured."""
+        ...
+
+    def end(self) -> None:
+        """The loop is over, however it ended."""
+        ...
+
+
+def reporter_for(stream: TextIO) -> Reporter:
+    """A bar if `stream` is a terminal, else plain lines."""
+    return ProgressBar(stream) if stream.isatty() else PlainLines(stream)
+
+
+class Silent:
+    """Says nothing: for processes other than the first, and for tests."""
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def measured(self, measurement: Measurement) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class PlainLines:
+    """A line for every evaluation, and every few seconds in between."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total_steps = 0
+        self._last_line = 0.0
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Remember how far it is."""
+        self._total_steps = total_steps
+        self._last_line = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._stream, flush=True)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Write a line, unless it is of an update and the last line is fresh."""
+        now = time.monotonic()
+        if isinstance(measurement, TrainMeasurement):
+            if now < self._last_line + _SECONDS_BETWEEN_LINES:
+                return
+            left = (self._total_steps - measurement.step) * measurement.step_seconds
+            self.say(f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left")
+        else:
+            self.say(_sentence(measurement, self._total_steps))
+        self._last_line = now
+
+    def end(self) -> None:
+        """Nothing is left to write."""
+
+
+class ProgressBar:
+    """A bar over the steps of the run, evaluations above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]:.2f}"),
+            BarColumn(),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=None, epoch=0.0, figures="")
+        self._total_steps = 0
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Draw the bar."""
+        self._total_steps = total_steps
+        self._progress.update(self._task, completed=step, total=total_steps)
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Move the bar, or write a line above it."""
+        if isinstance(measurement, TrainMeasurement):
+            self._progress.update(
+                self._task,
+                completed=measurement.step,
+                epoch=measurement.epoch,
+                figures=f"loss {_loss(measurement.loss)}, "
+                f"{format_count(measurement.samples_per_second)} samples/s",
+            )
+        else:
+            self.say(_sentence(measurement, self._total_steps))
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def _sentence(measurement: Measurement, total_steps: int) -> str:
+    if isinstance(measurement, TrainMeasurement):
+        return (
+            f"step {measurement.step}/{total_steps}: loss {_loss(measurement.loss)}, "
+            f"{format_count(measurement.samples_per_second)} samples/s"
+        )
+    if isinstance(measurement, EvaluationMeasurement):
+        return (
+            f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
+            f"test loss {_loss(measurement.test_loss)}, "
+            f"test accuracy {format_fraction(measurement.test_accuracy)}"
+        )
+    return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
+
+
+def _loss(loss: float | None) -> str:
+    return UNKNOWN if loss is None else f"{loss:.4f}"

@@ -1,0 +1,135 @@
+"""Opens a folder for a run: begins one, or goes on with the one that is there.
+
+Knows what makes two configs the same run. Knows no devices and no loop.
+"""
+
+import json
+
+from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
+from scalejax.documents import JsonValue, plain, save_text
+from scalejax.errors import ConfigError
+from scalejax.record import RunFolder
+
+_README = """\
+A run of scalejax.
+
+run.toml             what was asked for, as resolved on these devices
+program.json         the compiled training step: its operations, bytes and FLOP
+prediction.json      its time and memory on this machine, predicted before training started
+measurements.jsonl   what was measured, a line each: kinds "train", "evaluation" and "status";
+                     the last "status" line says where the run stands
+checkpoints/         states to resume from, by step; the best by test accuracy is kept too
+weights/             parameters the run ended with
+
+Read it all as one page:  scalejax report {path}
+Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resume
+"""
+
+_FREE = {
+    "layout.data",
+    "layout.fsdp",
+    "layout.tensor",
+    "layout.mode",
+    "model.remat",
+    "train.log_every_steps",
+    "train.checkpoint_every_steps",
+    "train.keep_checkpoints",
+}
+"""Fields that change where and how a run is computed, and what is written of it: not what."""
+
+
+def resolved_config(run: ResolvedRun) -> RunConfig:
+    """The config of `run` with the devices and batch that were worked out filled in."""
+    config, layout = run.config, run.layout
+    fields: dict[str, JsonValue] = {
+        "layout.data": layout.data,
+        "layout.fsdp": layout.fsdp,
+        "layout.tensor": layout.tensor,
+        "batch.global_batch": run.split.global_batch,
+        "batch.per_device_batch": None,
+    }
+    if config.layout.bn_scope == "local":
+        # Named, because on other devices "those of one device" would be another number.
+        samples = run.split.microbatch * layout.batch_shards // run.bn_groups
+        fields["layout.bn_group_size"] = samples
+    if config.data.name == "fashion_mnist":
+        fields["data.edition"] = "full" if config.data.is_full else "embedded"
+    return with_fields(config, fields)
+
+
+def refuse_second_run(folder: RunFolder) -> None:
+    """Refuse to begin a run where one was begun before.
+
+    Raises:
+        ConfigError: if `folder` holds a run.
+    """
+    if folder.holds_run:
+        raise ConfigError(
+            f"{str(folder.path)!r} holds a run already: go on with it by --resume, "
+            "or give another folder."
+        )
+
+
+def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
+    """Refuse to go on with a run whose config asks for other figures than `run` would give.
+
+    Devices, and what is written how often, may change; more epochs may be asked for where the
+    learning rate does not depend on how many there are.
+
+    Raises:
+        ConfigError: if `folder` holds no run, or naming the fields that differ.
+    """
+    if not folder.config.exists():
+        raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
+    before = _flat(plain(load_config(folder.config)))
+    after = _flat(plain(resolved_config(run)))
+    free = set(_FREE)
+    if run.config.schedule.decay in ("constant", "step"):
+        free.add("train.epochs")
+    if run.config.train.early_stopping is None:
+        free.add("train.evaluate_every_epochs")
+    changed = [
+        f"{name}={after.get(name)!r} (was {before.get(name)!r})"
+        for name in sorted(before | after)
+        if before.get(name) != after.get(name) and name not in free
+    ]
+    if changed:
+        raise ConfigError(
+            f"{str(folder.path)!r} holds a run of another config: {', '.join(changed)}. "
+            "Resume with the config of its run.toml, or begin a new run in another folder."
+        )
+
+
+def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
+    """Write the files that say what the run is."""
+    save_text(_toml(plain(resolved_config(run))), folder.config)
+    save_text(_README.format(path=folder.path), folder.readme)
+
+
+def _flat(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
+    """The scalars and lists of nested tables by dotted name; absent ones left out."""
+    if isinstance(value, dict):
+        flat: dict[str, JsonValue] = {}
+        for name, inner in value.items():
+            flat |= _flat(inner, f"{prefix}.{name}" if prefix else name)
+        return flat
+    return {} if value is None else {prefix: value}
+
+
+def _toml(tables: JsonValue, prefix: str = "") -> str:
+    """Nested tables of scalars and lists as TOML; absent values left out.
+
+    JSON's notation of numbers, texts, lists and booleans is TOML's too.
+    """
+    if not isinstance(tables, dict):
+        return ""
+    lines = [
+        f"{name} = {json.dumps(value)}\n"
+        for name, value in tables.items()
+        if value is not None and not isinstance(value, dict)
+    ]
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            path = f"{prefix}.{name}" if prefix else name
+            lines.append(f"\n[{path}]\n{_toml(value, path)}")
+    return "".join(lines)

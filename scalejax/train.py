@@ -1,0 +1,380 @@
+"""The training loop: batches in, updates out, everything of note in the run folder.
+
+The step is compiled once, ahead of time; what is costed for `prediction.json` is the very
+program that is then run. The loop keeps one update queued behind the one that runs, and waits
+for nothing else: metrics are fetched only for the lines of the record, once they are there.
+
+Every process runs this loop over its own devices; the first alone writes and talks.
+"""
+
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from scalejax import documents
+from scalejax.checkpoint import Checkpoints, save_weights
+from scalejax.config import ResolvedRun, RunConfig, resolve
+from scalejax.data import evaluation_batches, open_source, training_batches
+from scalejax.early_stopping import EarlyStopping
+from scalejax.errors import ProfileError
+from scalejax.local_cluster import local_cluster
+from scalejax.mesh import build_mesh
+from scalejax.predict import predict
+from scalejax.processes import StopSignals, first_says, is_first
+from scalejax.profile import read_step
+from scalejax.progress import Reporter, Silent, reporter_for
+from scalejax.record import (
+    EvaluationMeasurement,
+    Measurement,
+    MeasurementLog,
+    RunFolder,
+    RunRecord,
+    Status,
+    StatusChange,
+    TrainMeasurement,
+    finite,
+)
+from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
+from scalejax.step import Evaluation, Step, TrainState, build_evaluation, build_step, init_state
+from scalejax.units import format_seconds
+
+
+class Interrupted(SystemExit):
+    """A signal ended the run, after a finished update and a checkpoint; exits 128 + signal."""
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    device_count: int | None = None,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+) -> RunRecord:
+    """The record of the run that `config` describes, made here and now.
+
+    Args:
+        config: the run.
+        folder: where its files go; it may hold a run only with `resume`.
+        device_count: devices to use; if None, those that the config's layout asks for, or all.
+        resume: go on at the latest checkpoint of the run in `folder`.
+        reporter: whom to tell how it goes; if None, standard error.
+
+    Raises:
+        ConfigError: if the config cannot work here, or the folder holds another run.
+        DoesNotFit: if the layout takes more devices than there are.
+        CheckpointMismatch: if the checkpoint to resume from is damaged.
+        Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
+    """
+    reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
+    if device_count is None and config.layout.data is None:
+        device_count = jax.device_count()
+    run = resolve(config, device_count)
+    mesh = build_mesh(run.layout)
+    files = RunFolder(path=folder)
+    if first_says(files.holds_run) and not resume:
+        refuse_second_run(files)
+    if resume:
+        refuse_other_run(files, run)
+    programs = _compile(run, mesh)  # refuses what cannot work before anything is written
+    if is_first():
+        describe_run(files, run)
+    _predict(files, run, mesh, programs, reporter)
+    with (
+        Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
+        StopSignals() as signals,
+    ):
+        begin = checkpoints.latest_step or 0
+        state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+        journal = _Journal(files, reporter, after_step=begin)
+        try:
+            _Loop(run, programs, checkpoints, journal, signals).train(state, begin)
+        finally:
+            journal.close()
+    return RunRecord.load(folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Programs:
+    """The programs of a run, compiled."""
+
+    step: Step
+    update: Any
+    evaluation: Evaluation
+    evaluate: Any
+
+
+def _compile(run: ResolvedRun, mesh: Mesh) -> _Programs:
+    step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
+    state = step.state
+    return _Programs(
+        step=step,
+        update=step.function.lower(state, step.batch).compile(),
+        evaluation=evaluation,
+        evaluate=evaluation.function.lower(
+            state.params, state.model_state, evaluation.batch
+        ).compile(),
+    )
+
+
+def _predict(
+    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: _Programs, reporter: Reporter
+) -> None:
+    """Write what the compiled step does and what it will take, unless it is written already."""
+    if first_says(files.prediction.exists()):
+        return
+    cluster = local_cluster(mesh)  # by every process, since it is of all devices at once
+    if not is_first():
+        return
+    try:
+        program = read_step(programs.update, mesh, run)
+    except ProfileError as error:
+        reporter.say(f"no prediction: {error}")
+        return
+    prediction = predict(
+        program,
+        cluster,
+        train_examples=run.dataset.train_examples,
+        epochs=run.config.train.epochs,
+    )
+    documents.save(program, files.program)
+    documents.save(prediction, files.prediction)
+    reporter.say(
+        f"predicted: {format_seconds(prediction.step_seconds)} a step, "
+        f"{format_seconds(prediction.run_seconds)} for the run"
+    )
+
+
+class _Journal:
+    """The record, the reporter and the clock of a run; writes in the first process alone."""
+
+    def __init__(self, files: RunFolder, reporter: Reporter, *, after_step: int) -> None:
+        self.files = files
+        self.reporter = reporter
+        self.earlier: tuple[Measurement, ...] = ()
+        self._log = None
+        self._zero = time.perf_counter()
+        if is_first():
+            self._log = MeasurementLog(files.measurements, after_step=after_step)
+            self._zero -= self._log.elapsed_seconds
+        if after_step:
+            self.earlier = RunRecord.load(files.path).measurements
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Time since training began, over all the sessions of the run."""
+        return time.perf_counter() - self._zero
+
+    def write(self, measurement: Measurement) -> None:
+        if self._log is not None:
+            self._log.append(measurement)
+        self.reporter.measured(measurement)
+
+    def close(self) -> None:
+        self.reporter.end()
+        if self._log is not None:
+            self._log.close()
+
+
+class _Loop:
+    """One session of a run, from a state to the end of the run or a signal."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        programs: _Programs,
+        checkpoints: Checkpoints,
+        journal: _Journal,
+        signals: StopSignals,
+    ) -> None:
+        self._run = run
+        self._config = run.config.train
+        self._programs = programs
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._signals = signals
+        wanted = self._config.early_stopping
+        self._stopping = EarlyStopping(wanted) if wanted else None
+        self._test_source = open_source(run.config.data, "test", seed=run.config.seed)
+        self._step = 0
+        self._queued: dict[str, jax.Array] | None = None
+        self._has_diverged = False
+        self._restart_clock()
+
+    def train(self, state: TrainState, begin: int) -> None:
+        """Update `state`, the one after `begin` updates, until the run ends."""
+        self._step = begin
+        for measurement in self._journal.earlier:
+            self._note(measurement)
+        self._journal.reporter.begin(begin, self._run.total_steps)
+        devices = f"on {self._run.layout.device_count} devices ({self._run.layout})"
+        if begin:
+            self._change_status("resumed", f"at step {begin}, {devices}")
+        else:
+            self._change_status("started", devices)
+        state = self._run_steps(state)
+        save_weights(self._journal.files.weights, self._final_weights(state))
+        self._change_status(*self._ending())
+
+    def _run_steps(self, state: TrainState) -> TrainState:
+        run, total_steps = self._run, self._run.total_steps
+        batches = training_batches(
+            open_source(run.config.data, "train", seed=run.config.seed),
+            self._programs.step.batch,
+            seed=run.config.seed,
+            start_step=self._step,
+            stop_step=total_steps,
+        )
+        update = self._programs.update
+        self._restart_clock()
+        while self._step < total_steps and not self._has_stopped_early:
+            state, metrics = update(state, next(batches))
+            self._settle()  # of the update before: this one is queued behind it
+            self._step += 1
+            self._queued = metrics
+            signal_number = self._signals.agreed(self._step, every=self._config.log_every_steps)
+            if self._is_pause or signal_number:
+                self._settle()
+                self._pause(state)
+            if signal_number:
+                self._interrupt(state, signal_number)
+        return state
+
+    @property
+    def _has_stopped_early(self) -> bool:
+        return self._stopping is not None and self._stopping.has_stopped
+
+    @property
+    def _is_last(self) -> bool:
+        return self._step == self._run.total_steps
+
+    @property
+    def _is_evaluated(self) -> bool:
+        every = self._config.evaluate_every_epochs * self._run.steps_per_epoch
+        return self._step % every == 0 or self._is_last
+
+    @property
+    def _is_pause(self) -> bool:
+        """Whether there is something to do here that waits for the state."""
+        every = self._config.checkpoint_every_steps or self._run.steps_per_epoch
+        return self._step % every == 0 or self._is_evaluated
+
+    def _settle(self) -> None:
+        """Wait for the queued update, and put its metrics down if they are due.
+
+        Without the wait, a fast host would queue batches until memory ends; and XLA's virtual
+        CPU devices can wait for each other for ever when many updates are queued.
+        """
+        if self._queued is None:
+            return
+        metrics, self._queued = self._queued, None
+        jax.block_until_ready(metrics["loss"])
+        if self._step % self._config.log_every_steps and not self._is_last:
+            return
+        now = time.perf_counter()
+        step_seconds = (now - self._window_begin) / (self._step - self._window_step)
+        self._window_begin, self._window_step = now, self._step
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        measurement = TrainMeasurement(
+            step=self._step,
+            epoch=self._step / self._run.steps_per_epoch,
+            loss=finite(values["loss"]),
+            accuracy=values["accuracy"],
+            learning_rate=values["learning_rate"],
+            step_seconds=step_seconds,
+            samples_per_second=self._run.split.global_batch / step_seconds,
+            elapsed_seconds=self._journal.elapsed_seconds,
+        )
+        self._journal.write(measurement)
+        self._note(measurement)
+
+    def _restart_clock(self) -> None:
+        """Count step time from here: what came before was no training."""
+        self._window_begin, self._window_step = time.perf_counter(), self._step
+
+    def _pause(self, state: TrainState) -> None:
+        """Evaluate if it is time to, and save a checkpoint."""
+        accuracy = None
+        if self._is_evaluated:
+            evaluation = self._evaluate(state)
+            accuracy = evaluation.test_accuracy
+            self._journal.write(evaluation)
+            self._note(evaluation)
+        self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+        self._restart_clock()
+
+    def _evaluate(self, state: TrainState) -> EvaluationMeasurement:
+        begin, sums = time.perf_counter(), []
+        batches = evaluation_batches(self._test_source, self._programs.evaluation.batch)
+        for batch in batches:
+            if len(sums) > 1:
+                jax.block_until_ready(sums[-2])  # for the reasons of `_settle`
+            sums.append(self._programs.evaluate(state.params, state.model_state, batch))
+        totals = {
+            name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]
+        }
+        return EvaluationMeasurement(
+            step=self._step,
+            epoch=self._step / self._run.steps_per_epoch,
+            test_loss=finite(totals["loss_sum"] / totals["count"]),
+            test_accuracy=totals["correct_sum"] / totals["count"],
+            examples=round(totals["count"]),
+            seconds=time.perf_counter() - begin,
+            elapsed_seconds=self._journal.elapsed_seconds,
+        )
+
+    def _note(self, measurement: Measurement) -> None:
+        """Keep in mind what later decisions rest on; a resumed run is told its record again."""
+        if isinstance(measurement, TrainMeasurement):
+            self._has_diverged = measurement.loss is None
+        wanted, stopping = self._config.early_stopping, self._stopping
+        if isinstance(measurement, EvaluationMeasurement) and wanted and stopping:
+            value = getattr(measurement, wanted.monitor)
+            epoch = round(measurement.epoch) - 1
+            stopping.update(epoch, math.nan if value is None else value)
+            if stopping.best_epoch == epoch:
+                self._checkpoints.pinned_step = measurement.step
+
+    def _final_weights(self, state: TrainState) -> dict[str, Any]:
+        """Parameters and running statistics to end with: of the best epoch, if so configured."""
+        wanted, best_step = self._config.early_stopping, self._checkpoints.pinned_step
+        if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
+            state = self._checkpoints.restore(best_step, self._programs.step.state)
+        return {"params": state.params, "model_state": state.model_state}
+
+    def _interrupt(self, state: TrainState, signal_number: int) -> None:
+        self._checkpoints.save(self._step, state)
+        self._checkpoints.wait()
+        path, count = self._journal.files.path, self._run.layout.device_count
+        virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
+        command = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"
+        self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
+        raise Interrupted(128 + signal_number)
+
+    def _ending(self) -> tuple[Status, str]:
+        """How the run ended, and the same in words."""
+        took = f"{self._step} steps in {format_seconds(self._journal.elapsed_seconds)}"
+        stopping = self._stopping
+        if stopping is not None and stopping.best_epoch is not None:
+            took += f", best after epoch {stopping.best_epoch + 1}"
+        if self._has_diverged:
+            return "diverged", f"{took}; the loss is not finite"
+        if self._has_stopped_early and not self._is_last:
+            return "stopped_early", took
+        return "completed", took
+
+    def _change_status(self, status: Status, message: str) -> None:
+        self._journal.write(
+            StatusChange(
+                step=self._step,
+                status=status,
+                message=message,
+                elapsed_seconds=self._journal.elapsed_seconds,
+            )
+        )

@@ -28,7 +28,8 @@ from scalejax.schedules import learning_rate_schedule
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
 Batch = dict[str, Any]
-"""Arrays, or shapes of arrays: "inputs" and "targets" of every sample of the global batch; "mask" besides in evaluation."""
+"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; in
+evaluation "mask" besides, 1 for a sample and 0 for padding."""
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +96,11 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     """The state before the first update, drawn from the run's seed; the same on any mesh."""
     recipe = _recipe(run)
     shardings = _shardings_of(_state_shapes(recipe, mesh))
-    return jax.jit(partial(_initial_state, recipe), out_shardings=shardings)()
+    drawn = (shardings.params, shardings.model_state)
+    params, model_state = jax.jit(partial(_initial_network, recipe), out_shardings=drawn)()
+    opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    return TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -108,7 +113,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     batch = {**batch, "mask": shape}
     function = jax.jit(
-        partial(_evaluate, recipe),
+        partial(_with_mesh, mesh, partial(_evaluate, recipe)),
         in_shardings=_shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
@@ -136,7 +141,7 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     For counting what the model itself needs: no mesh, no gradient, no recompute.
     """
     recipe = _recipe(run)
-    state = jax.eval_shape(partial(_initial_state, recipe))
+    state = _abstract_state(recipe)
     rows, dataset = run.split.global_batch, run.dataset
     input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
     batch = {
@@ -176,25 +181,31 @@ def _build(recipe: _Recipe, bn: BatchNormScope) -> nnx.Module:
     return build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
 
 
-def _initial_state(recipe: _Recipe) -> TrainState:
+def _initial_network(recipe: _Recipe) -> tuple[PyTree, PyTree]:
+    """Parameters and running statistics before the first update."""
     network = _build(recipe, BatchNormScope())
     try:
         _, params, statistics = nnx.split(network, nnx.Param, nnx.BatchStat)
     except ValueError as error:
         accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
         raise ConfigError(refusal("model.name", recipe.run.config.model.name, accepted)) from error
-    params = nnx.to_pure_dict(params)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
+
+
+def _abstract_state(recipe: _Recipe) -> TrainState:
+    """Shapes and types of the state, nothing computed."""
+    params, model_state = jax.eval_shape(partial(_initial_network, recipe))
     return TrainState(
-        step=jnp.zeros((), jnp.int32),
+        step=jax.ShapeDtypeStruct((), jnp.int32),
         params=params,
-        model_state=nnx.to_pure_dict(statistics),
-        opt_state=recipe.optimizer.init(params),
+        model_state=model_state,
+        opt_state=jax.eval_shape(recipe.optimizer.init, params),
     )
 
 
 def _state_shapes(recipe: _Recipe, mesh: Mesh) -> TrainState:
     """Shapes of the state with their shardings: optimizer state lies where its parameters do."""
-    shapes = jax.eval_shape(partial(_initial_state, recipe))
+    shapes = _abstract_state(recipe)
     whole = replicated(mesh)
     specs = param_specs(
         shapes.params,
@@ -299,7 +310,8 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
-        return partial(_gradients, recipe, BatchNormScope(groups=run.bn_groups))
+        bn = BatchNormScope(groups=run.bn_groups)
+        return partial(_with_mesh, mesh, partial(_gradients, recipe, bn))
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -327,6 +339,12 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
         model_state,
         jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
     )
+
+
+def _with_mesh(mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> Any:
+    """`function` traced with `mesh` in the context, where networks look for it."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return function(*arguments)
 
 
 def _update(

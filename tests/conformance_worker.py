@@ -1,0 +1,37 @@
+"""One of several processes that train the runs of `test_conformance` together.
+
+Usage: python conformance_worker.py PROCESS PROCESSES DEVICES PORT OUTPUT.npz
+"""
+
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+
+
+def main(process: int, processes: int, devices: int, port: int, output: str) -> None:
+    """Train every run of `MULTI_PROCESS` and let process 0 write what came out."""
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+
+    import numpy as np
+    from jax.experimental import multihost_utils
+    from test_conformance import MULTI_PROCESS, run_of, train
+
+    arrays = {}
+    for name, (model, layout) in MULTI_PROCESS.items():
+        losses, state = train(run_of(model, "sgd", layout))
+        leaves = jax.tree.leaves((state.params, state.model_state))
+        gathered = [multihost_utils.process_allgather(leaf, tiled=True) for leaf in leaves]
+        arrays[f"{name}/losses"] = losses
+        arrays |= {f"{name}/{index:03d}": leaf for index, leaf in enumerate(gathered)}
+    if process == 0:
+        np.savez(output, **arrays)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    numbers = [int(argument) for argument in sys.argv[1:5]]
+    main(numbers[0], numbers[1], numbers[2], numbers[3], sys.argv[5])

@@ -1,0 +1,298 @@
+"""Every layout, mode and optimizer trains what one device trains: the trainer's backbone.
+
+Tolerances. Both runs are float32 and differ in the order of sums only, so losses and parameters
+differ by rounding: a few units in the last place (6e-8) per operation, carried through five
+updates. `RTOL` allows about a hundred of them, relative to the largest entry of each array,
+and is two hundred times smaller than what one update changes (a test below shows that).
+Adam divides gradients by their own size, so where the true gradient is zero (the bias of keys
+in attention) rounding would be blown up to a full step; a larger epsilon than usual, 1e-3,
+keeps what is rounding small.
+"""
+
+import functools
+import itertools
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from scalejax.config import ResolvedRun, RunConfig, resolve
+from scalejax.documents import build
+from scalejax.mesh import build_mesh
+from scalejax.step import TrainState, build_step, init_state
+
+UPDATES = 5
+RTOL = 1e-5
+GLOBAL_BATCH = 32
+
+MODELS = {
+    "mlp": {"model": {"name": "mlp", "hidden": [32, 16]}, "data": "images"},
+    "cnn": {"model": {"name": "cnn", "channels": [8, 16]}, "data": "images"},
+    "gpt": {
+        "model": {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "remat": "full"},
+        "data": "tokens",
+    },
+}
+DATA = {
+    "images": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8},
+    "tokens": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
+}
+LAYOUTS = {
+    "data=8": {"data": 8},
+    "fsdp=8": {"data": 1, "fsdp": 8},
+    "tensor=4": {"data": 1, "tensor": 4},
+    "data=2 x tensor=4": {"data": 2, "tensor": 4},
+    "data=2 x fsdp=4": {"data": 2, "fsdp": 4},
+}
+OPTIMIZERS = {
+    "sgd": {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4},
+    "adamw": {"name": "adamw", "epsilon": 1e-3},
+    "lars": {"name": "lars", "trust_coefficient": 0.01},
+    "lamb": {"name": "lamb", "epsilon": 1e-3},
+}
+LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
+
+
+def run_of(
+    model: str, optimizer: str, layout: dict[str, Any], microbatches: int = 1
+) -> ResolvedRun:
+    """A small run of five updates."""
+    data = DATA[MODELS[model]["data"]]
+    tables = {
+        "model": MODELS[model]["model"],
+        "data": {**data, "train_examples": GLOBAL_BATCH * UPDATES, "test_examples": 10},
+        "batch": {"global_batch": GLOBAL_BATCH, "microbatches": microbatches},
+        "optimizer": OPTIMIZERS[optimizer],
+        "schedule": {
+            "base_learning_rate": LEARNING_RATES[optimizer],
+            "warmup": "gradual",
+            "warmup_from": "zero",
+            "warmup_epochs": 0.4,
+            "decay": "cosine",
+        },
+        "layout": layout,
+    }
+    return resolve(build(RunConfig, tables))
+
+
+def batches_of(run: ResolvedRun) -> list[dict[str, np.ndarray]]:
+    """The same random batches for every layout."""
+    generator = np.random.default_rng(0)
+    rows, dataset = run.split.global_batch, run.dataset
+    top = dataset.classes if dataset.is_text else 256
+    dtype = np.int32 if dataset.is_text else np.uint8
+    return [
+        {
+            "inputs": generator.integers(0, top, (rows, *dataset.input_shape)).astype(dtype),
+            "targets": generator.integers(0, dataset.classes, (rows, *dataset.target_shape)).astype(
+                np.int32
+            ),
+        }
+        for _ in range(UPDATES)
+    ]
+
+
+@functools.cache
+def initial_state(model: str, optimizer: str) -> TrainState:
+    """The state before the first update, as one device draws it, in NumPy."""
+    run = run_of(model, optimizer, {"data": 1})
+    return jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout, jax.local_devices())))
+
+
+def train(run: ResolvedRun, updates: int = UPDATES) -> tuple[np.ndarray, TrainState]:
+    """Losses of the updates, and the state after them."""
+    step = build_step(run, build_mesh(run.layout))
+    initial = initial_state(run.config.model.name, run.config.optimizer.name)
+    state = jax.tree.map(
+        lambda leaf, like: jax.device_put(leaf, like.sharding), initial, step.state
+    )
+    losses = []
+    for batch in batches_of(run)[:updates]:
+        placed = {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
+        state, metrics = step.function(state, placed)
+        losses.append(float(metrics["loss"]))
+    return np.asarray(losses), state
+
+
+def trained(run: ResolvedRun, updates: int = UPDATES) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Losses of the updates, and all parameters and statistics after them."""
+    losses, state = train(run, updates)
+    leaves = jax.tree.leaves((state.params, state.model_state))
+    return losses, [np.asarray(leaf) for leaf in leaves]
+
+
+@functools.cache
+def on_one_device(model: str, optimizer: str, bn_group_size: int | None, microbatches: int) -> Any:
+    """The reference; local BatchNorm keeps its groups when the devices become one."""
+    layout: dict[str, Any] = {"data": 1}
+    if bn_group_size is not None:
+        layout |= {"bn_scope": "local", "bn_group_size": bn_group_size}
+    return trained(run_of(model, optimizer, layout, microbatches))
+
+
+def assert_same(run: Any, reference: Any) -> None:
+    """Losses and every array agree, relative to the largest entry of each."""
+    np.testing.assert_allclose(run[0], reference[0], rtol=RTOL)
+    for ours, theirs in zip(run[1], reference[1], strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=RTOL * max(scale, 1e-2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_starts_from_the_same_state(model, layout):
+    """The seed decides the initial parameters, and nothing else does, to the last bit."""
+    run = run_of(model, "sgd", LAYOUTS[layout])
+    state = init_state(run, build_mesh(run.layout))
+
+    for ours, theirs in zip(
+        jax.tree.leaves(state), jax.tree.leaves(initial_state(model, "sgd")), strict=True
+    ):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
+
+
+def table(*columns: Iterable[Any]) -> list[Any]:
+    """Rows for every combination of `columns` and optimizers.
+
+    By default each combination runs with one optimizer, all four in turn; the others, three
+    quarters of the rows, are marked slow (`pytest -m slow`).
+    """
+    rows = []
+    for position, combination in enumerate(itertools.product(*columns)):
+        for index, optimizer in enumerate(OPTIMIZERS):
+            marks = [] if index == position % len(OPTIMIZERS) else [pytest.mark.slow]
+            rows.append(pytest.param(*combination, optimizer, marks=marks))
+    return rows
+
+
+@pytest.mark.parametrize(("model", "layout", "optimizer"), table(MODELS, LAYOUTS))
+def test_a_layout_trains_what_one_device_trains(model, layout, optimizer):
+    """Losses and parameters after five updates, BatchNorm over all devices."""
+    run = run_of(model, optimizer, LAYOUTS[layout])
+
+    assert_same(trained(run), on_one_device(model, optimizer, None, 1))
+
+
+@pytest.mark.parametrize(("layout", "optimizer"), table(LAYOUTS))
+def test_local_batch_norm_keeps_its_groups(layout, optimizer):
+    """One device with the same groups computes the same, whatever the layout."""
+    run = run_of("cnn", optimizer, {**LAYOUTS[layout], "bn_scope": "local", "bn_group_size": 4})
+
+    assert_same(trained(run), on_one_device("cnn", optimizer, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "model", "bn_scope", "optimizer"),
+    [
+        *table(["shard_map", "pmap"], MODELS, ["global"]),
+        *table(["shard_map", "pmap"], ["cnn"], ["local"]),
+    ],
+)
+def test_a_per_device_mode_trains_what_one_device_trains(mode, model, bn_scope, optimizer):
+    """The hand-written reduction is a mean: not N times too large, not local."""
+    run = run_of(model, optimizer, {"data": 8, "mode": mode, "bn_scope": bn_scope})
+
+    group_size = GLOBAL_BATCH // 8 if bn_scope == "local" else None
+    assert_same(trained(run), on_one_device(model, optimizer, group_size, 1))
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map", "pmap"])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_microbatches_change_nothing_but_rounding(model, mode):
+    """Two or four forward passes per update are one update of the same batch."""
+    run = run_of(model, "sgd", {"data": 8, "mode": mode}, microbatches=4)
+
+    assert_same(trained(run), on_one_device(model, "sgd", None, 1))
+
+
+@pytest.mark.parametrize("mode", ["jit", "shard_map"])
+def test_microbatches_keep_local_groups(mode):
+    """Devices deal their own rows: the groups of a microbatch are those of its device."""
+    run = run_of("cnn", "sgd", {"data": 4, "mode": mode, "bn_scope": "local"}, microbatches=2)
+    other = run_of("cnn", "sgd", {"data": 4, "bn_scope": "local"}, microbatches=2)
+
+    assert_same(trained(run), trained(other))
+
+
+MULTI_PROCESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data across processes": ("cnn", {"data": 8}),
+    "fsdp across processes": ("mlp", {"data": 1, "fsdp": 8}),
+    "tensor inside, data across": ("gpt", {"data": 2, "tensor": 4}),
+    "shard_map across processes": ("cnn", {"data": 8, "mode": "shard_map"}),
+}
+"""Runs by name: the model, and a layout of which some axis crosses the two processes."""
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory) -> dict[str, np.ndarray]:
+    """What two processes of four devices each trained, over loopback."""
+    output = tmp_path_factory.mktemp("two_processes") / "trained.npz"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    worker = Path(__file__).with_name("conformance_worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(index), "2", "4", str(port), str(output)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return dict(np.load(output))
+
+
+@pytest.mark.parametrize("name", MULTI_PROCESS)
+def test_two_processes_train_what_one_trains(name, of_two_processes):
+    """Two processes of four devices (gloo, loopback) equal one process of eight."""
+    model, layout = MULTI_PROCESS[name]
+    losses, leaves = trained(run_of(model, "sgd", layout))
+
+    arrays = {key: of_two_processes[key] for key in of_two_processes if key.startswith(name + "/")}
+    losses_of_two = arrays.pop(f"{name}/losses")
+    assert_same((losses_of_two, [arrays[key] for key in sorted(arrays)]), (losses, leaves))
+
+
+def test_the_tolerance_sees_one_missing_update():
+    """A run one update short is far outside of what rounding explains."""
+    run = run_of("mlp", "sgd", LAYOUTS["data=8"])
+    _, short = trained(run, UPDATES - 1)
+    _, reference = on_one_device("mlp", "sgd", None, 1)
+
+    worst = max(
+        np.abs(a - b).max() / np.abs(b).max() for a, b in zip(short, reference, strict=True)
+    )
+    assert worst > 200 * RTOL
+
+
+def test_local_statistics_are_not_global_ones():
+    """The two scopes differ on the same data, so the tests above tell them apart."""
+    local = on_one_device("cnn", "sgd", 4, 1)
+    with_global = on_one_device("cnn", "sgd", None, 1)
+
+    assert np.abs(local[0] - with_global[0]).max() > 1e-3
+
+
+def test_the_step_is_traced_once():
+    """Five updates, one trace: nothing in the state or batch changes shape or type."""
+    run = run_of("mlp", "adamw", {"data": 8})
+    mesh = build_mesh(run.layout)
+    step, state = build_step(run, mesh), init_state(run, mesh)
+    for batch in batches_of(run):
+        placed = {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
+        state, _ = step.function(state, placed)
+
+    assert step.function._cache_size() == 1

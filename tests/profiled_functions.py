@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -45,3 +47,11 @@ def aborts(mesh):
 
 def returns_nothing(mesh):
     """A builder that forgets to return."""
+
+
+def never_ends(mesh):
+    """A compiler that takes its time; says in PID_FILE who it is."""
+    written = Path(os.environ["PID_FILE"] + ".new")
+    written.write_text(str(os.getpid()))
+    written.rename(os.environ["PID_FILE"])
+    time.sleep(600)

@@ -3,6 +3,14 @@
 Each network is compiled once per compiler, in workers, and shared by the tests.
 """
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from scalejax.config import ResolvedRun, RunConfig, resolve
@@ -216,18 +224,11 @@ def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monk
     """Seeds and epochs do not shape a step; widths do."""
     cluster, wider = load_cluster("dgx-h100"), {"model": {"name": "mlp", "hidden": [64]}}
     first = profile(resolved("mlp", 8), cluster, cache=tmp_path)
-    asked = []
-
-    def refuse(jobs, on_done):
-        asked.extend(jobs)
-        raise ProfileError("asked to compile")
-
-    monkeypatch.setattr("scalejax.profile.run_jobs", refuse)
+    monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
 
     assert profile(resolved("mlp", 8), cluster, cache=tmp_path) == first
     again = resolved("mlp", 8, seed=7, train={"epochs": 90})
     assert profile(again, cluster, cache=tmp_path) == first
-    assert asked == []
     for changed in (resolved("mlp", 16), resolved("mlp", 8, **wider)):
         with pytest.raises(ProfileError, match="asked to compile"):
             profile(changed, cluster, cache=tmp_path)
@@ -235,6 +236,41 @@ def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monk
     entry.write_bytes(entry.read_bytes()[:100])  # a full disk, an older release
     with pytest.raises(ProfileError, match="asked to compile"):
         profile(resolved("mlp", 8), cluster, cache=tmp_path)
+
+
+def test_a_cached_program_of_ones_own_network_lasts_until_its_file_changes(tmp_path, monkeypatch):
+    """The file that the network was imported from is part of what shapes it."""
+    file = tmp_path / "my_network.py"
+    file.write_text(OWN_NETWORK)
+    monkeypatch.chdir(tmp_path)
+    run = resolved("mlp", 2, model={"name": "custom", "path": "my_network:Linear"})
+    cluster, folder = load_cluster("dgx-h100"), tmp_path / "cache"
+    first = profile(run, cluster, cache=folder, backend="cpu")
+    monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
+
+    assert profile(run, cluster, cache=folder, backend="cpu") == first
+    file.write_text(OWN_NETWORK + "# changed")
+    with pytest.raises(ProfileError, match="asked to compile"):
+        profile(run, cluster, cache=folder, backend="cpu")
+
+
+OWN_NETWORK = '''
+from flax import nnx
+from scalejax.models import Network
+
+class Linear(Network):
+    """One layer."""
+
+    def __init__(self, dataset, *, compute_dtype, bn, rngs):
+        self.layer = nnx.Linear(784, dataset.classes, rngs=rngs)
+
+    def __call__(self, inputs, *, is_training):
+        return self.layer(inputs.reshape(len(inputs), -1))
+'''
+
+
+def _refuse(jobs, on_done):
+    raise ProfileError("asked to compile")
 
 
 def test_more_devices_than_a_cluster_has_are_refused():
@@ -286,6 +322,41 @@ def test_a_worker_that_fails_is_one_line(name, error, message, capfd):
 
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+def test_an_interrupt_leaves_no_worker_behind(tmp_path):
+    """Ctrl-C ends the caller, and the compilers that it had started."""
+    pid_file = tmp_path / "pid"
+    script = (
+        "from scalejax.hardware import load_cluster\n"
+        "from scalejax.profile import profile_function\n"
+        "profile_function('profiled_functions:never_ends', cluster=load_cluster('dgx-h100'),"
+        " mesh_axes={'data': 2}, backend='cpu')\n"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+        "PID_FILE": str(pid_file),
+    }
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
+    )
+    _wait_for(pid_file.exists)
+    worker = int(pid_file.read_text())
+    caller.send_signal(signal.SIGINT)
+
+    assert caller.wait(timeout=30) != 0
+    _wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+HERE = Path(__file__).parent
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_function_that_no_worker_can_import_is_refused():

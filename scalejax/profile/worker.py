@@ -92,6 +92,7 @@ def _imported(builder: str) -> Callable[[Any], Any]:
     if module.endswith(".py"):
         names = runpy.run_path(module, run_name="__scalejax_profile__")
     else:
+        sys.path.append(os.getcwd())
         names = vars(importlib.import_module(module))
     if name not in names:
         raise ConfigError(refusal("builder", builder, f"{module} has no {name!r}"))

@@ -105,7 +105,8 @@ class _Workers:
             if self._is_stopping:
                 raise ProfileError(f"{job.title} was not compiled: another job failed.")
             process = subprocess.Popen(
-                [sys.executable, "-m", "scalejax.profile.worker"],
+                # -P: the working folder may hold a json.py of the user's.
+                [sys.executable, "-P", "-m", "scalejax.profile.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -138,7 +139,6 @@ def _environment() -> dict[str, str]:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA libraries are not needed to compile
         "XLA_FLAGS": " ".join(_FLAGS),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "PYTHONDONTWRITEBYTECODE": os.environ.get("PYTHONDONTWRITEBYTECODE", ""),
     }
 
 

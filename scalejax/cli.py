@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 
 import tyro
 
@@ -117,7 +118,7 @@ def _command_name(arguments: list[str]) -> str:
 
 def _print_help() -> None:
     print("usage: scalejax COMMAND [-h] ...\n")
-    print("Train large minibatches in JAX, and predict what it costs on GPUs that are not here.\n")
+    print("Train large minibatches in JAX; predict the cost on GPUs that are not here.\n")
     for name, kind in COMMANDS.items():
         print(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}")
     print("\nscalejax COMMAND --help says more. Start with: scalejax quickstart")
@@ -149,19 +150,23 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
 
 
 def _first_paragraph(panel: str) -> str:
-    """What a framed message of tyro says before its first rule, on one line."""
-    lines: list[str] = []
-    for line in panel.splitlines()[1:]:
-        text = line.strip("│|").rstrip()
-        if text.strip().startswith("Got errors:") or (text and not text.strip(" ─-")):
-            break
-        lines.append(text)
+    """What a framed message of tyro says between its title and its first rule, on one line."""
+    lines = [line.strip("│").rstrip() for line in panel.splitlines()[1:]]
+    if lines and _ends_paragraph(lines[0]):  # where there is no UTF-8, a rule follows the title
+        lines = lines[1:]
+    lines = list(takewhile(lambda line: not _ends_paragraph(line), lines))
     if lines and lines[0].strip().startswith("Missing from"):
         # What is missing is indented once, its description twice.
-        missing = [line.strip() for line in lines if re.match(r" {5}\S", line)]
-        return f"missing: {', '.join(missing)}"
+        indent = len(lines[1]) - len(lines[1].lstrip())
+        names = [line.strip() for line in lines[1:] if line[indent : indent + 1].strip()]
+        return f"missing: {', '.join(names)}"
     message = " ".join(" ".join(lines).split())
     if not_whole := re.fullmatch(r"Error parsing (\S+):.* \[?'(.*)'\]?\.?", message):
         flag, value = not_whole.groups()  # of our flags, only whole numbers can fail so
         return refusal(flag, value, "it must be a whole number")
     return message
+
+
+def _ends_paragraph(line: str) -> bool:
+    is_rule = bool(line) and not line.strip(" ─-")
+    return is_rule or line.strip().startswith("Got errors:")

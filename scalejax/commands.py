@@ -42,7 +42,7 @@ class RunFileCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(RunFileCommand):
-    """Train what a run.toml describes, on the devices of this machine.
+    """Train what a run.toml describes, on the devices here.
 
     A flag with a dot replaces a field of the file, such as --train.epochs 3.
     """
@@ -67,7 +67,7 @@ class Train(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predict(RunFileCommand):
-    """Predict its time, efficiency and memory on GPUs that are not here.
+    """Predict time, efficiency and memory on GPUs not here.
 
     A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
     """

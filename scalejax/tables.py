@@ -73,7 +73,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
     )
-    table = _table(
+    table = figures(
         "devices", "step", "epoch", "run", "samples/s", "MFU", "efficiency", "memory", "fits"
     )
     for each, efficiency in zip(prediction.predictions, prediction.efficiencies, strict=True):
@@ -100,7 +100,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
 def time_split(predictions: Sequence[Prediction]) -> Table:
     """The share of each term in the time of a step; terms that are unknown stay out."""
     names = waterfall_terms(predictions)
-    table = _table("devices", *names)
+    table = figures("devices", *names)
     for each in predictions:
         seconds = dict(each.waterfall)
         shares = (
@@ -177,7 +177,7 @@ def _dropped(resolved: ResolvedRun) -> str:
 
 def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:
     """All clusters and all chips, a line each."""
-    table = _table("cluster", "chip", "per node", "in the node", "between nodes")
+    table = figures("cluster", "chip", "per node", "in the node", "between nodes")
     for each in clusters:
         between = f"{each.network.bytes_per_second / GB:g} GB/s" if each.network else "one node"
         table.add_row(
@@ -188,7 +188,7 @@ def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[Re
             between,
         )
     yield table
-    table = _table("chip", "bf16", "f16", "tf32", "f32", "memory", "bandwidth")
+    table = figures("chip", "bf16", "f16", "tf32", "f32", "memory", "bandwidth")
     for each in chips:
         rates = each.peak_flop_per_second
         table.add_row(
@@ -244,8 +244,8 @@ def _facts() -> Table:
     return table
 
 
-def _table(*headings: str) -> Table:
-    """A table without lines; numbers, so all columns but the first are right-aligned."""
+def figures(*headings: str) -> Table:
+    """An empty table without lines, for figures: all columns but the first go to the right."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")

@@ -33,7 +33,9 @@ ARITHMETIC = {
     "predict": 4,
     "config": 5,
     "profile": 7,
+    "run_folder": 6,
     "early_stopping": 7,
+    "progress": 7,
     "scaling_study": 8,
     "plots": 9,
     "report": 9,
@@ -45,6 +47,7 @@ ARITHMETIC = {
 }
 """Row of each module that imports no JAX when it is imported."""
 PROGRAMS = {
+    "processes": 1,
     "mesh": 3,
     "schedules": 3,
     "models": 3,

@@ -1,0 +1,285 @@
+"""What a person types, and the one line that answers what cannot work."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalejax import cli, documents
+from scalejax.cli import main, parse, split_overrides
+from scalejax.commands import COMMANDS, Predict, Train
+from scalejax.errors import ConfigError
+from scalejax.predict import ScalingPrediction
+
+EXAMPLES = Path(cli.__file__).parent / "examples"
+WARMUP = str(EXAMPLES / "fashion_gradual_warmup.toml")
+
+
+def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line with which a command line is refused."""
+    assert main(arguments.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(r"error: [^\n]+\n", printed.err)
+    return printed.err.removeprefix("error: ").rstrip()
+
+
+# --- flags ---
+
+
+def test_flags_become_fields_of_the_command():
+    """Values arrive in their types."""
+    command, overrides = parse(["train", "a.toml", "--folder", "b", "--resume", "--cpu-devices=8"])
+
+    assert command == Train(run_file=Path("a.toml"), folder=Path("b"), resume=True, cpu_devices=8)
+    assert overrides == {}
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("--train.epochs 3", 3),
+        ("--train.epochs=3", 3),
+        ("--train.epochs=[1, 2]", [1, 2]),
+        ("--train.epochs -1", -1),
+        ("--train.epochs cosine", "cosine"),
+    ],
+)
+def test_flag_with_a_dot_replaces_a_field(typed: str, value: object):
+    """Both spellings; the value is TOML where it is TOML."""
+    arguments = typed.split(" ", 1) if "=" not in typed else [typed]
+
+    assert split_overrides(["a.toml", *arguments, "--resume"]) == (
+        ["a.toml", "--resume"],
+        {"train.epochs": value},
+    )
+
+
+def test_seed_is_a_field_without_a_dot():
+    """It stands in no table of the file."""
+    assert split_overrides(["a.toml", "--seed", "3"]) == (["a.toml"], {"seed": 3})
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]):
+    """And the help of all of them lists each one, within 80 columns."""
+    for name in COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            main([*name.split(), "--help"])
+        assert f"usage: scalejax {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(line.strip().startswith(name) for line in lines) for name in COMMANDS)
+    assert max(map(len, lines)) <= 80
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("trian x.toml", "did you mean 'train'?"),
+        ("config", "needs one more word: scalejax config show"),
+        ("config shw", "did you mean 'config show'?"),
+        ("train", "missing: RUN.toml"),
+        ("predict x.toml", "missing: --cluster CLUSTER, --devices N,N,..."),
+        ("train x.toml --foldr 3", "--foldr is no flag of scalejax train (did you mean --folder?)"),
+        ("train x.toml --train.epochs", "--train.epochs needs a value"),
+        ("train x.toml --cpu-devices few", "--cpu-devices='few' is refused: it must be a whole"),
+        ("quickstart --seeds 1.5", "--seeds='1.5' is refused: it must be a whole number"),
+        ("predict x.toml --cluster a --devices 8 --scaling wek", "Expected one of ('weak', 'stro"),
+        ("hardware --train.epochs 3", "reads no run.toml, so it takes no --train.epochs"),
+        ("hardware dgx-h10", "did you mean 'dgx-h100'?"),
+        ("hardware my.toml", "there is no such file"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(
+    arguments: str, answer: str, capsys: pytest.CaptureFixture[str]
+):
+    """In one line that says what would do, with exit code 2."""
+    assert answer in refused(arguments, capsys)
+
+
+def test_refusal_is_the_same_with_and_without_utf8():
+    """Frames are drawn with other signs where the terminal has no line drawing."""
+    command = [sys.executable, "-m", "scalejax", "predict", "x.toml"]
+    answers = set()
+    for encoding in ("ascii", "utf-8"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        answers.add(done.stderr)
+
+    assert answers == {
+        "error: missing: --cluster CLUSTER, --devices N,N,... (see scalejax predict --help)\n"
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ("config show none.toml", "'none.toml' is no file"),
+        (f"config show {WARMUP} --train.epoch 3", "train.epoch is no field (did you mean 'epochs'"),
+        (f"config show {WARMUP} --train.epochs many", "train.epochs='many' is refused"),
+        (f"config show {WARMUP} --devices 7", "must be a multiple of data*fsdp=7 (nearest: 511 or"),
+        (f"config show {WARMUP} --model.name resnet51", "did you mean 'resnet"),
+        (f"predict {WARMUP} --cluster dgx-h10 --devices 8", "did you mean 'dgx-h100'?"),
+        (f"predict {WARMUP} --cluster dgx-h100 --devices 8,x", "devices='8,x' is refused"),
+        (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices=0 is refused"),
+        (f"predict {WARMUP} --cluster tpu-v5e --devices 512", "devices=512 is refused"),
+        (f"train {WARMUP} --cpu-devices 0", "cpu_devices=0 is refused"),
+        (f"schedule plot {WARMUP} --output a.gif --devices 8", "output='a.gif' is refused"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    arguments: str, answer: str, capsys: pytest.CaptureFixture[str]
+):
+    """Before any device is touched, in one line, with exit code 2."""
+    assert answer in refused(arguments, capsys)
+
+
+def test_layout_larger_than_the_machine_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """These tests run on eight devices."""
+    folder = tmp_path / "run"
+
+    assert "8" in refused(f"train {WARMUP} --layout.data 16 --folder {folder}", capsys)
+
+
+def test_each_problem_of_a_file_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Two mistakes, two lines."""
+    text = (
+        Path(WARMUP)
+        .read_text()
+        .replace("momentum", "momntum")
+        .replace("epochs = 10", "epochs = 'x'")
+    )
+    (tmp_path / "run.toml").write_text(text)
+
+    assert main(["config", "show", str(tmp_path / "run.toml"), "--devices", "8"]) == 2
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+# --- leaving ---
+
+
+def test_interrupt_leaves_with_130(monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C is no error to be traced."""
+
+    def interrupted(self: Predict, overrides: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Predict, "execute", interrupted)
+
+    assert main(["predict", "x.toml", "--cluster", "a", "--devices", "8"]) == 130
+
+
+def test_reader_that_goes_away_is_no_error():
+    """`scalejax hardware | head -1` prints one line and nothing on standard error."""
+    command = f"{sys.executable} -m scalejax hardware | head -1"
+
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+
+    assert done.stdout.startswith("cluster")
+    assert done.stderr == ""
+
+
+# --- commands ---
+
+
+def test_config_show_prints_what_will_happen(capsys: pytest.CaptureFixture[str]):
+    """Batches, steps, and the rate at start, peak, decay and end, as worked out by hand.
+
+    10,000 // 512 = 19 steps an epoch; k = 512 / 32 = 16, so the peak is 0.32; W = 3 x 19 = 57.
+    """
+    assert main(["config", "show", WARMUP, "--devices", "8"]) == 0
+
+    words = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "devices 8 data=8",
+        "global batch 512",
+        "per-device batch 64",
+        "steps per epoch 19 272 examples are left over each epoch",
+        "total steps 190",
+        "0.02 step 0, epoch 0 start",
+        "0.32 step 57, epoch 3 peak",
+        "0.032 step 114, epoch 6 step of the decay",
+        "0.0032 step 189, epoch 9.947 end",
+    ):
+        assert expected in words
+
+
+def test_config_show_takes_the_devices_that_are_here(capsys: pytest.CaptureFixture[str]):
+    """These tests run on eight."""
+    assert main(["config", "show", WARMUP]) == 0
+    assert "per-device batch   64" in capsys.readouterr().out
+
+
+def test_schedule_plot_writes_a_picture(tmp_path: Path):
+    """By the suffix asked for."""
+    for suffix, beginning in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")):
+        path = tmp_path / "new" / f"schedule.{suffix}"
+
+        assert main(["schedule", "plot", WARMUP, "--output", str(path)]) == 0
+        assert path.read_bytes().startswith(beginning)
+
+
+def test_hardware_lists_and_shows_sources(capsys: pytest.CaptureFixture[str]):
+    """The list names clusters and chips; an entry gives the source of its numbers."""
+    assert main(["hardware"]) == 0
+    listed = capsys.readouterr().out
+    assert "big-basin-goyal2017" in listed
+    assert max(map(len, listed.splitlines())) <= 80
+    assert main(["hardware", "big-basin-goyal2017"]) == 0
+    shown = capsys.readouterr().out
+    assert "network.bytes_per_second = 6.25e+09\n    Goyal et al. 2017" in shown
+
+
+def test_predict_prints_and_writes_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A small network, compiled for real; the second call is answered from the cache."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "80")
+    output = tmp_path / "out.json"
+    command = f"predict {WARMUP} --cluster dgx-h100 --devices 8,16 --scaling strong --json {output}"
+
+    assert main(command.split()) == 0
+    first = capsys.readouterr()
+    assert main(command.split()) == 0
+    second = capsys.readouterr()
+
+    study = documents.load(ScalingPrediction, output)
+    assert [each.device_count for each in study.predictions] == [8, 16]
+    assert study.scaling == "strong"
+    assert sorted(first.err.splitlines()) == ["compiled for 16 devices", "compiled for 8 devices"]
+    assert first.out == second.out
+    assert max(map(len, first.out.replace(str(output), "").splitlines())) <= 80
+    assert "efficiency" in first.out
+    assert json.loads(output.read_text())["baseline_devices"] == 8
+
+
+def test_unexpected_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    """Only what a user can mend is cut to a line."""
+
+    def broken(self: Predict, overrides: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Predict, "execute", broken)
+
+    with pytest.raises(ZeroDivisionError):
+        main(["predict", "x.toml", "--cluster", "a", "--devices", "8"])
+
+
+def test_refusal_by_a_command_is_a_config_error():
+    """Python code that calls `parse` can catch it."""
+    with pytest.raises(ConfigError, match="missing"):
+        parse(["train"])

@@ -1,0 +1,274 @@
+"""A run does what its config says, and its folder tells the whole story."""
+
+import json
+import math
+import shutil
+import sys
+
+import pytest
+
+from scalejax import documents
+from scalejax.checkpoint import load_weights
+from scalejax.config import RunConfig, load_config, resolve, with_fields
+from scalejax.data import evaluation_batches, open_source
+from scalejax.errors import CheckpointMismatch, ConfigError, DoesNotFit
+from scalejax.mesh import build_mesh
+from scalejax.predict import Prediction
+from scalejax.program import Program
+from scalejax.progress import PlainLines, Silent, reporter_for
+from scalejax.record import RunFolder, RunRecord
+from scalejax.step import build_evaluation, build_step
+from scalejax.train import train
+
+CONFIG = documents.build(
+    RunConfig,
+    {
+        "model": {"name": "mlp", "hidden": [8]},
+        "data": {
+            "name": "synthetic_images",
+            "image_size": 4,
+            "channels": 1,
+            "classes": 4,
+            "train_examples": 50,
+            "test_examples": 21,
+        },
+        "batch": {"global_batch": 8},
+        "optimizer": {"name": "sgd"},
+        "schedule": {"base_learning_rate": 0.1},
+        "train": {"epochs": 3, "log_every_steps": 4},
+    },
+)
+STEPS_PER_EPOCH = 6
+
+
+class Listener(Silent):
+    """Remembers what was measured, and what the folder held when the loop began."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.measurements = []
+        self.files_at_begin = set()
+
+    def begin(self, step, total_steps):
+        """Look into the folder."""
+        self.files_at_begin = {path.name for path in self.folder.iterdir()}
+
+    def measured(self, measurement):
+        """Remember."""
+        self.measurements.append(measurement)
+
+
+def run(folder, fields=None, *, device_count=2, resume=False, reporter=None):
+    """Train the small run with `fields` replaced."""
+    config = with_fields(CONFIG, fields or {})
+    return train(
+        config,
+        folder,
+        device_count=device_count,
+        resume=resume,
+        reporter=reporter or Silent(),
+    )
+
+
+def weights_of(folder, device_count=2):
+    """What the run in `folder` ended with."""
+    resolved = resolve(CONFIG, device_count)
+    state = build_step(resolved, build_mesh(resolved.layout)).state
+    shapes = {"params": state.params, "model_state": state.model_state}
+    return load_weights(RunFolder(path=folder).weights, shapes)
+
+
+def loss_of(weights):
+    """The loss of some weights over the test data."""
+    resolved = resolve(CONFIG, 2)
+    evaluation = build_evaluation(resolved, build_mesh(resolved.layout))
+    source = open_source(CONFIG.data, "test", seed=CONFIG.seed)
+    sums = [
+        evaluation.function(weights["params"], weights["model_state"], batch)
+        for batch in evaluation_batches(source, evaluation.batch)
+    ]
+    return math.fsum(float(part["loss_sum"]) for part in sums) / len(source)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The record of the small run."""
+    folder = tmp_path_factory.mktemp("finished")
+    listener = Listener(folder)
+    record = run(folder, reporter=listener)
+    return record, listener
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    """The record of the small run over five epochs, on all devices."""
+    return run(tmp_path_factory.mktemp("longer"), {"train.epochs": 5}, device_count=8)
+
+
+def test_the_folder_explains_itself(finished):
+    """Config, program, prediction, measurements and weights are there and can be read."""
+    record, _ = finished
+    files = record.folder
+
+    assert load_config(files.config).batch.global_batch == 8
+    assert load_config(files.config).layout.data == 2
+    assert documents.load(Program, files.program).global_batch == 8
+    assert documents.load(Prediction, files.prediction).cluster == "this-machine"
+    for path in files.path.iterdir():
+        assert path.name in files.readme.read_text() or path == files.readme
+    assert sorted(int(path.name) for path in files.checkpoints.iterdir())[-2:] == [12, 18]
+
+
+def test_the_prediction_is_written_before_training_starts(finished):
+    """What is held against the measurement cannot have seen it."""
+    _, listener = finished
+
+    assert {"run.toml", "program.json", "prediction.json"} <= listener.files_at_begin
+
+
+def test_the_record_holds_updates_evaluations_and_turns(finished):
+    """Every fourth update and the last, an evaluation per epoch, begin and end."""
+    record, listener = finished
+
+    assert [m.step for m in record.training] == [4, 8, 12, 16, 18]
+    assert [m.step for m in record.evaluations] == [6, 12, 18]
+    assert [m.status for m in record.statuses] == ["started", "completed"]
+    assert list(record.measurements) == listener.measurements
+    elapsed = [m.elapsed_seconds for m in record.measurements]
+    assert elapsed == sorted(elapsed)
+    assert all(m.step_seconds > 0 for m in record.training)
+    assert all(m.epoch == m.step / STEPS_PER_EPOCH for m in record.training)
+
+
+def test_every_test_example_counts_once(finished):
+    """21 examples in batches of 8: the accuracy is a number of 21sts."""
+    record, _ = finished
+
+    for evaluation in record.evaluations:
+        assert evaluation.examples == 21
+        hits = evaluation.test_accuracy * 21
+        assert hits == pytest.approx(round(hits), abs=1e-6)
+
+
+def test_the_same_run_on_other_devices_gives_the_same_losses(finished, longer):
+    """Data order and loss do not depend on the number of devices, but for float32 rounding."""
+    record, _ = finished
+
+    for one, other in zip(record.training[:4], longer.training[:4], strict=True):
+        assert one.step == other.step
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(finished):
+    """Nothing is written over without being asked."""
+    record, _ = finished
+    before = record.folder.measurements.read_text()
+
+    with pytest.raises(ConfigError, match="holds a run already: go on with it by --resume"):
+        run(record.folder.path)
+
+    assert record.folder.measurements.read_text() == before
+
+
+def test_resuming_where_there_is_no_run_is_refused(tmp_path):
+    """A mistyped folder is no reason to begin anew."""
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        run(tmp_path / "elsewhere", resume=True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"seed": 7}, "seed=7 (was 0)"),
+        ({"optimizer.momentum": 0.5}, "optimizer.momentum=0.5 (was 0.9)"),
+        ({"batch.global_batch": 4}, "batch.global_batch=4 (was 8)"),
+        ({"model.hidden": [9]}, "model.hidden=[9] (was [8])"),
+        ({"train.epochs": 4, "schedule.decay": "cosine"}, "train.epochs=4 (was 3)"),
+    ],
+)
+def test_resuming_with_another_config_is_refused(finished, fields, named):
+    """What would change the figures is named; the run stays as it is."""
+    record, _ = finished
+
+    with pytest.raises(ConfigError, match="holds a run of another config") as caught:
+        run(record.folder.path, fields, resume=True)
+
+    assert named in str(caught.value)
+
+
+def test_a_run_can_be_made_longer_on_other_devices(finished, longer, tmp_path):
+    """With a constant rate, three epochs and then two more are five."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+
+    record = run(folder, {"train.epochs": 5}, device_count=4, resume=True)
+
+    statuses = [change.status for change in record.statuses]
+    assert statuses == ["started", "completed", "resumed", "completed"]
+    assert [m.step for m in record.evaluations] == [6, 12, 18, 24, 30]
+    for one, other in zip(record.evaluations, longer.evaluations, strict=True):
+        assert one.test_loss == pytest.approx(other.test_loss, rel=1e-5)
+
+
+def test_a_run_that_diverges_ends_and_says_so(tmp_path):
+    """A loss that is not finite is null in the record, and no error."""
+    record = run(tmp_path / "run", {"schedule.base_learning_rate": 1e30})
+
+    lines = record.folder.measurements.read_text().splitlines()
+    assert record.status == "diverged"
+    assert record.training[-1].loss is None
+    assert record.training[-1].step == 18
+    for line in lines:
+        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+def test_early_stopping_ends_the_run_with_the_best_weights(tmp_path):
+    """A rate that makes it worse in the end: what is left has the lowest loss there was."""
+    fields = {
+        "train.epochs": 30,
+        "train.keep_checkpoints": 1,
+        "schedule.base_learning_rate": 0.5,
+        "train.early_stopping": {"monitor": "test_loss", "patience": 2},
+    }
+
+    record = run(tmp_path / "run", fields)
+
+    losses = [evaluation.test_loss or math.inf for evaluation in record.evaluations]
+    assert record.status == "stopped_early"
+    assert losses.index(min(losses)) == len(losses) - 3
+    assert loss_of(weights_of(record.folder.path)) == min(losses)
+
+
+def test_a_damaged_checkpoint_is_refused_on_resume(finished, tmp_path):
+    """The message names the folder; nothing is trained on top of half a state."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    (folder / "checkpoints" / "18" / "state" / "manifest.ocdbt").unlink()
+
+    with pytest.raises(CheckpointMismatch, match="18 is refused: it is damaged"):
+        run(folder, {"train.epochs": 5}, resume=True)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused_before_anything_is_written(tmp_path):
+    """The folder of a run that cannot be is not made."""
+    with pytest.raises(DoesNotFit, match="takes 16 devices"):
+        run(tmp_path / "run", {"batch.global_batch": 16}, device_count=16)
+    assert not (tmp_path / "run").exists()
+
+
+def test_plain_lines_tell_the_same_story(finished, capsys):
+    """Where there is no terminal: one line per evaluation and turn, nothing that moves."""
+    record, _ = finished
+    reporter = reporter_for(sys.stdout)
+    assert isinstance(reporter, PlainLines)
+
+    reporter.begin(0, 18)
+    for measurement in record.measurements:
+        reporter.measured(measurement)
+    reporter.end()
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("started: on 2 devices (data=2)")
+    assert lines[1].startswith("epoch 1, step 6/18: test loss ")
+    assert lines[-1].startswith("completed: 18 steps in ")
+    assert RunRecord.load(record.folder.path).status == "completed"

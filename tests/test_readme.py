@@ -1,0 +1,118 @@
+"""The README's commands exist, and its figures are those that its commands print."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scalejax.cli import main, parse
+from scalejax.commands import COMMANDS
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CHEAP = ("config show", "schedule plot", "hardware")
+"""Commands that are run as they stand; the others are only parsed here."""
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def command_lines() -> list[str]:
+    """Every line that the README asks to be typed."""
+    return [line for block in blocks("bash") for line in block.splitlines()]
+
+
+SCALEJAX_LINES = [line for line in command_lines() if line.startswith("scalejax ")]
+
+
+def test_two_commands_do_all_the_set_up():
+    """One installs and runs the main job, one installs and passes the tests."""
+    set_up = [line for line in command_lines() if "venv" in line]
+
+    assert set_up == [
+        "python3 -m venv .venv && .venv/bin/pip install '.[gpu-target]' "
+        "&& .venv/bin/scalejax quickstart",
+        "python3 -m venv .venv && .venv/bin/pip install -e '.[gpu-target,test]' "
+        "&& .venv/bin/python -m pytest",
+    ]
+
+
+def test_set_up_asks_for_extras_and_commands_that_exist():
+    """The names between brackets, and the console command."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name for group in re.findall(r"\.\[(.*?)\]", README) for name in group.split(",")}
+
+    assert extras == {"gpu-target", "test"}
+    assert extras <= set(project["optional-dependencies"])
+    assert project["scripts"] == {"scalejax": "scalejax.cli:main"}
+    assert "quickstart" in COMMANDS
+
+
+@pytest.mark.parametrize("line", SCALEJAX_LINES)
+def test_command_of_the_readme_is_understood(line: str, monkeypatch: pytest.MonkeyPatch):
+    """Its flags exist, and the run file that it names is there."""
+    monkeypatch.chdir(ROOT)
+
+    command, _ = parse(shlex.split(line)[1:])
+
+    run_file = getattr(command, "run_file", None)
+    assert run_file is None or run_file.is_file()
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in SCALEJAX_LINES if any(f"scalejax {c}" in line for c in CHEAP)]
+)
+def test_cheap_command_of_the_readme_works(
+    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Run as it stands, beside a copy of the examples."""
+    (tmp_path / "scalejax").symlink_to(ROOT / "scalejax")
+    monkeypatch.chdir(tmp_path)
+
+    assert main(shlex.split(line)[1:]) == 0
+
+
+def run_python(arguments: list[str], folder: Path) -> str:
+    """What a Python process prints, with scalejax importable from this checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_python_of_the_readme_works():
+    """Three lines cost a function written without scalejax."""
+    (code,) = blocks("python")
+
+    printed = run_python(["-c", code], ROOT / "experiments" / "cost_any_function")
+
+    assert 0 < float(printed) < 1
+
+
+def test_table_of_the_readme_is_what_its_command_prints():
+    """Predicted beside published: no figure is kept by hand."""
+    script = re.search(r"`python (experiments/\S+/compare\.py)`", README)
+    assert script is not None
+
+    printed = run_python([script.group(1)], ROOT)
+
+    assert len(printed.splitlines()) > 3
+    assert printed in README
+
+
+def test_readme_can_be_read_in_one_sitting():
+    """150 lines at most."""
+    assert len(README.splitlines()) <= 150

@@ -1,0 +1,62 @@
+"""Tables say what is known, and tell nothing from unknown."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+from test_report import prediction
+
+from scalejax import tables
+from scalejax.predict import scaling_prediction
+
+
+def printed(*parts: object) -> str:
+    """What an 80-column terminal shows."""
+    console = Console(width=80, file=StringIO())
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get()
+
+
+def test_hidden_communication_is_zero_and_unknown_is_not_shown():
+    """A term without a name took no time; one without a value is not in the table."""
+    hidden = replace(prediction(8, 0.2), waterfall=(("compute", 0.2), ("input", None)))
+
+    rows = printed(tables.time_split([hidden, prediction(16, 0.25)])).splitlines()
+
+    assert rows[0].split() == ["devices", "compute", "communication", "data"]
+    assert rows[1].split() == ["8", "100.0", "%", "0.0", "%"]
+    assert rows[2].split() == ["16", "90.0", "%", "10.0", "%"]
+
+
+def test_what_does_not_fit_is_loud():
+    """20 GiB on a device of 16."""
+    study = scaling_prediction([prediction(8, 0.2, used_gib=20.0)], "weak", "title")
+
+    assert "20.0 GiB   NO" in printed(*tables.scaling(study))
+
+
+def test_figures_of_a_long_run_fit_80_columns():
+    """Hours, millions and thousands of devices, all at once."""
+    study = scaling_prediction(
+        [prediction(8, 7.1, used_gib=15.8), prediction(16384, 35.9)], "strong", "title"
+    )
+
+    assert max(map(len, printed(*tables.scaling(study)).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("rates", "points"),
+    [
+        ([0.1, 0.2, 0.3, 0.3, 0.03], [(0, "start"), (2, "peak"), (4, "end")]),
+        ([0.3, 0.3, 0.03, 0.03], [(0, "start and peak"), (2, "step of the decay"), (3, "end")]),
+        ([0.3, 0.29, 0.28], [(0, "start and peak"), (2, "end")]),
+        ([0.1], [(0, "start and peak, end")]),
+        ([0.1, 0.2], [(0, "start"), (1, "peak, end")]),
+    ],
+)
+def test_turning_points_of_a_schedule(rates: list[float], points: list[tuple[int, str]]):
+    """Start, peak, sudden falls and end; smooth decay has none between."""
+    assert tables.turning_points(rates) == points

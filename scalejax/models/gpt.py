@@ -44,8 +44,21 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
-        mixed_BSHK = jax.nn.dot_product_attention(q_BSHK, k_BSHK, v_BSHK, is_causal=True)
+        mixed_BSHK = jax.nn.dot_product_attention(
+            q_BSHK, k_BSHK, v_BSHK, bias=_causal_bias(x_BSD.shape[1])
+        )
         return self.projection(mixed_BSHK)
+
+
+def _causal_bias(tokens: int) -> jax.Array:
+    """[1, 1, S, S]: nothing for a token and those before it, the least number for those after.
+
+    Added and not selected by a mask: XLA hoists the broadcast mask out of the scan at the full
+    size [B, H, S, S], and every block would then read it.
+    """
+    place = jnp.arange(tokens)
+    is_seen = place[:, None] >= place[None, :]
+    return jnp.where(is_seen, 0.0, jnp.finfo(jnp.float32).min)[None, None]
 
 
 class FeedForward(nnx.Module):
@@ -135,10 +148,8 @@ class Gpt(Network):
         if self.remat == "full":
             block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
         x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
-        logits_BSV = jnp.einsum(
-            "bsd,vd->bsv", self.norm(x_BSD), tokens_VD, preferred_element_type=jnp.float32
-        )
-        return placed_by_row(logits_BSV)
+        logits_BSV = jnp.einsum("bsd,vd->bsv", self.norm(x_BSD), tokens_VD)
+        return placed_by_row(logits_BSV).astype(jnp.float32)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -15,18 +15,14 @@ from itertools import takewhile
 import tyro
 
 from scalejax import __version__
-from scalejax.commands import COMMANDS, Command, RunFileCommand
+from scalejax.commands import COMMANDS, Command, Overrides, RunFileCommand
 from scalejax.config import parse_value
-from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
 
 _FIELDS_WITHOUT_DOT = ("seed",)
 """Fields of a run.toml that stand in no table."""
 _REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 """Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
-
-Overrides = dict[str, JsonValue]
-"""Values for fields of a run.toml by dotted name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ import vl_convert
 
 from scalejax import __version__, report_charts
 from scalejax.documents import save_text
-from scalejax.predict import ScalingPrediction
+from scalejax.predict import Prediction, ScalingPrediction
 from scalejax.report_charts import Spec
 from scalejax.report_sources import RunSource, Sources, read_sources
 from scalejax.units import (
@@ -209,18 +209,7 @@ def _add_study(page: _Page, study: ScalingPrediction) -> None:
             "fits",
         ],
         [
-            [
-                f"{each.device_count:,}",
-                UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
-                format_seconds(each.step_seconds),
-                format_seconds(each.epoch_seconds),
-                format_seconds(each.run_seconds),
-                format_count(each.samples_per_second),
-                format_fraction(each.mfu),
-                format_fraction(kept),
-                format_bytes(each.peak_memory_bytes),
-                "yes" if each.fits else "no",
-            ]
+            _study_row(each, kept)
             for each, kept in zip(study.predictions, study.efficiencies, strict=True)
         ],
     )
@@ -241,3 +230,18 @@ def _add_study(page: _Page, study: ScalingPrediction) -> None:
     notes = dict.fromkeys(note for each in study.predictions for note in each.notes)
     items = "".join(f"<li>{escape(note)}</li>" for note in notes)
     page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+
+
+def _study_row(each: Prediction, kept: float) -> list[str]:
+    return [
+        f"{each.device_count:,}",
+        UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
+        format_seconds(each.step_seconds),
+        format_seconds(each.epoch_seconds),
+        format_seconds(each.run_seconds),
+        format_count(each.samples_per_second),
+        format_fraction(each.mfu),
+        format_fraction(kept),
+        format_bytes(each.peak_memory_bytes),
+        "yes" if each.fits else "no",
+    ]

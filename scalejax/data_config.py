@@ -152,7 +152,7 @@ def facts(config: DataConfig) -> DatasetFacts:
                 input_shape=(28, 28, 1),
                 target_shape=(),
                 classes=10,
-                # of the 60,000 training images; ../shared/data_sources.md counted them
+                # counted over the 60,000 training images of the full edition
                 pixel_mean=0.28604,
                 pixel_std=0.35302,
             )

@@ -139,7 +139,7 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
     if isinstance(error := context.get("error"), ConfigError):
         return str(error)  # a dataclass refused itself and named the field
     owner, path = _descend(type_, detail["loc"])
-    field = ".".join(part for part in (where, *path) if part)
+    field = ".".join(part for part in (where, *path) if part) or "the whole document"
     if kind == "unexpected_keyword_argument":
         accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
         closest = nearest_name(path[-1], accepted)

@@ -63,8 +63,9 @@ def resolve_all(
 ) -> list[ResolvedRun]:
     """The run on each number of devices, in rising order, with its batch scaled.
 
-    Weak scaling keeps the per-device batch, strong scaling the global batch: the one given in
-    the config, or what the given one comes to on the smallest number of devices.
+    Weak scaling keeps the per-device batch, strong scaling the global batch. Where the config
+    gives the other of the two, it is turned into the one kept on the config's own layout, or,
+    where that leaves its data axis open, on the smallest number of devices.
 
     Raises:
         ConfigError: if there is no number, or batch or layout do not divide for one of them.
@@ -73,8 +74,7 @@ def resolve_all(
     if not counts:
         raise ConfigError(refusal("devices", [], "at least one number is needed"))
     require_at_least("devices", counts[0], 1)
-    baseline = resolve(with_fields(config, {"layout.data": None}), counts[0])
-    split = baseline.split
+    split = resolve(config, counts[0] if config.layout.data is None else None).split
     kept = {
         "layout.data": None,
         "batch.global_batch": split.global_batch if scaling == "strong" else None,

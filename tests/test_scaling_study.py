@@ -46,6 +46,17 @@ def test_given_global_batch_is_that_of_the_fewest_devices(config: RunConfig):
     assert [run.split.global_batch for run in runs] == [512, 1024]
 
 
+def test_a_layout_in_the_file_says_what_its_batch_is_per_device(config: RunConfig):
+    """512 samples on the 8 devices of the file are 64 each, also when 16 are the fewest asked."""
+    fixed = with_fields(
+        config, {"batch.per_device_batch": None, "batch.global_batch": 512, "layout.data": 8}
+    )
+
+    runs = resolve_all(fixed, [16, 32], "weak")
+
+    assert [run.split.global_batch for run in runs] == [1024, 2048]
+
+
 def test_other_axes_stay_and_data_takes_the_rest(config: RunConfig):
     """A layout.data in the file is replaced; fsdp is not."""
     split = with_fields(config, {"layout.data": 2, "layout.fsdp": 4})

@@ -14,6 +14,7 @@ import jax
 def main(process: int, processes: int, devices: int, port: int, output: str) -> None:
     """Train every run of `MULTI_PROCESS` and let process 0 write what came out."""
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_disable_most_optimizations", True)  # as in `test_conformance`
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 
     import numpy as np

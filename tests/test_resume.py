@@ -1,0 +1,185 @@
+"""A run that is killed or interrupted ends as if nothing had happened, bit for bit."""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from scalejax.checkpoint import load_weights
+from scalejax.config import load_config, resolve
+from scalejax.mesh import build_mesh
+from scalejax.progress import Silent
+from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.step import build_step
+from scalejax.train import train
+
+WORKER = Path(__file__).with_name("train_worker.py")
+
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [16]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 200
+test_examples = 30
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+warmup = "gradual"
+warmup_from = "zero"
+warmup_epochs = 2
+decay = "cosine"
+[train]
+epochs = 12
+log_every_steps = 1
+checkpoint_every_steps = 20
+evaluate_every_epochs = 2
+[train.early_stopping]
+patience = 50
+"""
+STEPS = 12 * 25
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory):
+    """The file of a run of 300 short updates, checkpointed every 20."""
+    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def start(run_file, folder, mode="new", *place):
+    """Start a worker that trains into `folder`."""
+    return subprocess.Popen(
+        [sys.executable, WORKER, run_file, folder, mode, *map(str, place)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1])},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    """Wait for a worker that is to succeed; what it said."""
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    return said
+
+
+def wait_for_step(process, folder, step):
+    """Return once the record in `folder` has reached `step`."""
+    measurements = RunFolder(path=folder).measurements
+    while process.poll() is None:
+        if measurements.exists() and f'"step": {step},' in measurements.read_text():
+            return
+        time.sleep(0.005)
+    raise AssertionError(process.communicate()[1])
+
+
+def figures(folder):
+    """Everything measured in a run but the time it took."""
+    rows = []
+    for measurement in RunRecord.load(folder).measurements:
+        if isinstance(measurement, TrainMeasurement):
+            rows.append((measurement.step, measurement.loss, measurement.accuracy))
+        elif isinstance(measurement, EvaluationMeasurement):
+            rows.append((measurement.step, measurement.test_loss, measurement.test_accuracy))
+    return rows
+
+
+def weights(run_file, folder):
+    """The bytes of all arrays that a run ended with, by path."""
+    run = resolve(load_config(run_file), 4)
+    state = build_step(run, build_mesh(run.layout)).state
+    shapes = {"params": state.params, "model_state": state.model_state}
+    tree = load_weights(RunFolder(path=folder).weights, shapes)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run_file, tmp_path_factory):
+    """The folder of the run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(start(run_file, folder))
+    assert len(RunRecord.load(folder).training) == STEPS
+    return folder
+
+
+def test_an_interrupted_and_then_killed_run_ends_with_the_same_bits(
+    run_file, uninterrupted, tmp_path
+):
+    """SIGTERM, then SIGKILL, at random steps: metrics, their order and the weights are the same.
+
+    The polite signal ends the update at hand, saves, and says how to go on; the other one leaves
+    what it leaves.
+    """
+    folder = tmp_path / "run"
+    polite, sudden = sorted(random.sample(range(1, STEPS - 60), 2))
+
+    process = start(run_file, folder)
+    wait_for_step(process, folder, polite)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    record = RunRecord.load(folder)
+    stopped_at = record.statuses[-1].step
+    assert process.returncode == 128 + signal.SIGTERM
+    assert record.status == "interrupted"
+    assert f"at step {stopped_at}; go on with: scalejax train {folder}" in said
+    assert "Traceback" not in said
+
+    process = start(run_file, folder, "resume")
+    wait_for_step(process, folder, max(sudden, stopped_at + 1))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert RunRecord.load(folder).statuses[-1].step == stopped_at
+
+    finish(start(run_file, folder, "resume"))
+
+    record = RunRecord.load(folder)
+    where = f"stopped at {stopped_at}, killed at {sudden}"
+    assert [change.status for change in record.statuses][-2:] == ["resumed", "completed"], where
+    assert figures(folder) == figures(uninterrupted), where
+    assert weights(run_file, folder) == weights(run_file, uninterrupted), where
+
+
+def test_two_processes_train_as_one_and_resume_as_one(run_file, tmp_path):
+    """Two processes of two devices: data, metrics, evaluation and checkpoints are of the whole.
+
+    Only the order of the sums over devices may differ, so float32 rounding: 1e-5 after 75 steps.
+    """
+    folder, short = tmp_path / "run", tmp_path / "short.toml"
+    text = run_file.read_text().replace('decay = "cosine"', 'decay = "constant"')
+    for mode, epochs in (("new", 2), ("resume", 3)):
+        short.write_text(text.replace("epochs = 12", f"epochs = {epochs}"))
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        workers = [start(short, folder, mode, index, 2, port) for index in range(2)]
+        said = [worker.communicate(timeout=300)[1] for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+
+    alone = train(load_config(short), tmp_path / "alone", device_count=4, reporter=Silent())
+
+    ours, theirs = figures(folder), figures(alone.folder.path)
+    assert [row[0] for row in ours] == [row[0] for row in theirs]
+    np.testing.assert_allclose(
+        [row[1:] for row in ours], [row[1:] for row in theirs], rtol=1e-5, atol=1e-6
+    )

@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,10 @@ from scalejax.errors import CheckpointMismatch
 Tree = TypeVar("Tree")
 
 _ACCURACY = "test_accuracy"
+
+_UNREADABLE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""Status words of TensorStore and XLA, which raise them as `ValueError` and `RuntimeError`."""
+_QUOTED_CHARACTERS = 160
 
 
 class Checkpoints:
@@ -76,19 +81,23 @@ class Checkpoints:
                 arrays come to lie, whatever mesh they were saved from.
 
         Raises:
-            CheckpointMismatch: if the checkpoint is damaged or holds another state.
+            CheckpointMismatch: if the checkpoint is damaged or holds another state, or cannot be
+                read here and now.
         """
         self.wait()
         state = _load(lambda: self._checkpointer.load(step, like))
-        if state is None:
-            raise CheckpointMismatch(self._mismatch(step))
+        if isinstance(state, _Failure):
+            raise CheckpointMismatch(self._mismatch(step, state))
         return state
 
-    def _mismatch(self, step: int) -> str:
+    def _mismatch(self, step: int, failure: "_Failure") -> str:
+        path = self.folder / str(step)
+        if not failure.is_damage:
+            return f"{path} cannot be read: {failure.text}."
         earlier = max((other for other in self.steps if other < step), default=None)
         outcome = "start over" if earlier is None else f"resume from step {earlier}"
         return (
-            f"{self.folder / str(step)} is refused: it is damaged, or no state of this run. "
+            f"{path} is refused: it is damaged, or no state of this run ({failure.text}). "
             f"Delete that folder to {outcome}."
         )
 
@@ -142,22 +151,55 @@ def load_weights(path: Path, like: Tree) -> Tree:
     """The tree of arrays that `save_weights` wrote, in the shapes and shardings of `like`.
 
     Raises:
-        CheckpointMismatch: if there is none, it is damaged, or of other shapes.
+        CheckpointMismatch: if there is none, it is damaged, of other shapes, or cannot be read.
     """
     weights = _load(lambda: orbax.load(str(path.absolute()), like))
-    if weights is None:
+    if isinstance(weights, _Failure):
         raise CheckpointMismatch(
-            f"{path} is refused: it is missing, damaged, or of another network."
+            f"{path} is refused: it is missing, damaged, or of another network ({weights.text})."
+            if weights.is_damage
+            else f"{path} cannot be read: {weights.text}."
         )
     return weights
 
 
-def _load(load: Callable[[], Tree]) -> Tree | None:
-    """What `load` returns, or None where it fails, in silence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why something could not be loaded."""
+
+    text: str
+    """Type and first line of what was raised first."""
+    is_damage: bool
+    """Whether the files are to blame, and not the disk, the rights or the memory."""
+
+
+def _failure(error: BaseException) -> _Failure:
+    """What `error` says once unwrapped: Orbax hides the cause in errors about its handlers."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    unreadable = [cause for cause in chain if _is_unreadable(cause)]
+    root = unreadable[-1] if unreadable else chain[-1]
+    line = next(iter(str(root).strip().splitlines()), "").removesuffix(".")
+    if len(line) > _QUOTED_CHARACTERS:
+        line = f"{line[:_QUOTED_CHARACTERS]}..."
+    text = f"{type(root).__name__}: {line}" if line else type(root).__name__
+    return _Failure(text=text, is_damage=not unreadable)
+
+
+def _is_unreadable(error: BaseException) -> bool:
+    """Whether the same files may well be read another time; one that is gone will not."""
+    if isinstance(error, OSError | MemoryError):
+        return not isinstance(error, FileNotFoundError)
+    return str(error).startswith(_UNREADABLE)
+
+
+def _load(load: Callable[[], Tree]) -> Tree | _Failure:
+    """What `load` returns, or why it fails, in silence.
 
     Orbax has no common class for bad files, and prints pages of tracebacks besides what it
-    raises. The exception is dropped here, not chained: it holds on to half-done reads, which
-    would complain when collected at some later time.
+    raises. The exception is put into words here, not chained: it holds on to half-done reads,
+    which would complain when collected at some later time.
     """
     logger, report = logging.getLogger("absl"), sys.unraisablehook
     was_disabled, logger.disabled = logger.disabled, True
@@ -166,9 +208,9 @@ def _load(load: Callable[[], Tree]) -> Tree | None:
         warnings.simplefilter("ignore")
         try:
             tree = load()
-        except Exception:  # noqa: BLE001  see above
-            tree = None
-        if tree is None:
+        except Exception as error:  # noqa: BLE001  see above
+            tree = _failure(error)
+        if isinstance(tree, _Failure):
             gc.collect()
         else:
             sys.unraisablehook = report  # after a failure it stays: some reads still run

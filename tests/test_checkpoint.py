@@ -117,10 +117,16 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
 
 @pytest.mark.parametrize(
     ("file", "damage"),
-    [("manifest.ocdbt", "gone"), ("_METADATA", "cut"), ("d/*", "cut"), ("d/*", "garbled")],
+    [
+        ("manifest.ocdbt", "gone"),
+        ("_METADATA", "gone"),
+        ("_METADATA", "cut"),
+        ("d/*", "cut"),
+        ("d/*", "garbled"),
+    ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, capfd, file, damage):
-    """The message names the folder and the way out; Orbax's pages of tracebacks stay inside."""
+    """The message names the folder, cause and way out; Orbax's pages of tracebacks stay inside."""
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         checkpoints.save(3, state_on(2))
         checkpoints.save(5, state_on(2))
@@ -133,13 +139,39 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, capfd, file, 
     with (
         Checkpoints(tmp_path, keep=2) as checkpoints,
         pytest.raises(
-            CheckpointMismatch, match=r"/5 is refused: .* resume from step 3\."
+            CheckpointMismatch,
+            match=r"/5 is refused: .* \(\w+Error: .*\)\. .* resume from step 3\.",
         ) as caught,
     ):
         checkpoints.restore(5, shapes_of(state_on(2)))
 
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (PermissionError(13, "Permission denied"), r"PermissionError: \[Errno 13\] Permission"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("RESOURCE_EXHAUSTED: Out of memory\nwhile"), "Out of memory"),
+    ],
+)
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, raised, said):
+    """No rights, or no memory: nobody is told to delete a good checkpoint."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2))
+        checkpoints.wait()
+
+        def load(step, like):
+            raise KeyError("no handler") from raised
+
+        monkeypatch.setattr(checkpoints._checkpointer, "load", load)
+        with pytest.raises(CheckpointMismatch, match=f"/3 cannot be read: .*{said}") as caught:
+            checkpoints.restore(3, shapes_of(state_on(2)))
+
+    assert "elete" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,135 @@
+"""Time of an update in `train` over that of a bare jitted loop with its batch on the device.
+
+Both run the same compiled step from the same state on the same devices, in turn, so that what
+else the machine does falls on both. `train` is the loop of the package with all it does between
+its first update and its last: batches gathered and put on the devices, record, checkpoints.
+
+Other programs can only make either slower, so the fastest repeat of each is what is compared;
+the median over pairs stands beside it, and is only good on a quiet machine. Processor time is
+what the loop costs the machine, whether or not there was a free core to hide it.
+
+    python experiments/training_overhead/measure.py [--devices 1] [--repeats 5]
+"""
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+
+import jax
+
+from scalejax.config import RunConfig, load_config, resolve
+from scalejax.data import open_source, training_batches
+from scalejax.mesh import build_mesh
+from scalejax.progress import Silent
+from scalejax.record import Measurement, TrainMeasurement
+from scalejax.step import build_step, init_state
+from scalejax.train import train
+
+HERE = Path(__file__).parent
+
+
+def clocks() -> tuple[float, float]:
+    """Wall time and processor time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def per_update(begin: tuple[float, float], updates: int) -> tuple[float, float]:
+    """Wall and processor seconds of an update since `begin`."""
+    wall, processor = clocks()
+    return (wall - begin[0]) / updates, (processor - begin[1]) / updates
+
+
+class Stopwatch(Silent):
+    """Times a run from the begin of its loop to its last update."""
+
+    def __init__(self) -> None:
+        self.seconds = (0.0, 0.0)
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Start."""
+        self._begin, self._total_steps = clocks(), total_steps
+
+    def measured(self, measurement: Measurement) -> None:
+        """Stop at the last update."""
+        if isinstance(measurement, TrainMeasurement) and measurement.step == self._total_steps:
+            self.seconds = per_update(self._begin, self._total_steps)
+
+
+def bare_seconds(config: RunConfig, device_count: int) -> tuple[float, float]:
+    """Wall and processor time of an update: the same batch again and again, one update queued."""
+    run = resolve(config, device_count)
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    update = step.function.lower(step.state, step.batch).compile()
+    source = open_source(config.data, "train", seed=config.seed)
+    batches = training_batches(
+        source, step.batch, seed=config.seed, start_step=0, stop_step=run.total_steps
+    )
+    batch, state = next(batches), init_state(run, mesh)
+    batches.close()  # type: ignore[attr-defined]  a generator: its reader must not be timed
+    begin = clocks()
+    state, queued = update(state, batch)
+    for _ in range(run.total_steps - 1):
+        state, metrics = update(state, batch)
+        jax.block_until_ready(queued)
+        queued = metrics
+    jax.block_until_ready(queued)
+    return per_update(begin, run.total_steps)
+
+
+def trained_seconds(config: RunConfig, device_count: int) -> tuple[float, float]:
+    """Wall and processor time of an update in `train`."""
+    stopwatch = Stopwatch()
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder), device_count=device_count, reporter=stopwatch)
+    return stopwatch.seconds
+
+
+def main() -> None:
+    """Measure in turn, print the table, write results.json."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", arguments.devices)
+    config = load_config(HERE / "cnn.toml")
+    pairs: list[dict[str, tuple[float, float]]] = []
+    for repeat in range(1, arguments.repeats + 1):
+        bare = bare_seconds(config, arguments.devices)
+        trained = trained_seconds(config, arguments.devices)
+        pairs.append({"bare": bare, "train": trained})
+        print(
+            f"{repeat}: an update takes {bare[0] * 1e3:.2f} ms bare, {trained[0] * 1e3:.2f} ms in "
+            f"train; processor time {bare[1] * 1e3:.2f} ms and {trained[1] * 1e3:.2f} ms"
+        )
+    overheads = {}
+    for clock, name in enumerate(("wall", "processor")):
+        bare, trained = ([pair[loop][clock] for pair in pairs] for loop in ("bare", "train"))
+        fastest = min(trained) / min(bare) - 1
+        paired = median(after / before for before, after in zip(bare, trained, strict=True)) - 1
+        overheads[name] = {"of_fastest": fastest, "median_of_pairs": paired}
+        print(
+            f"training overhead on cnn, {name} time: {fastest:+.1%} between the fastest, "
+            f"{paired:+.1%} in the median of pairs"
+        )
+    result = {
+        "overhead": overheads,
+        "wall_and_processor_seconds_of_an_update": pairs,
+        "updates_per_repeat": resolve(config, arguments.devices).total_steps,
+        "devices": arguments.devices,
+        "load_average": os.getloadavg()[0],
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("jax", "jaxlib", "flax", "grain")},
+    }
+    (HERE / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

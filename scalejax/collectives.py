@@ -99,7 +99,9 @@ def all_reduce_seconds(
     possible = [
         method
         for method in methods
-        if method.algorithm != "nvls" or way.in_switch_fraction is not None
+        # A switch has nothing to add up for a group with one member in the node.
+        if method.algorithm != "nvls"
+        or (way.in_switch_fraction is not None and way.members_per_node > 1)
     ]
     return min(_ALL_REDUCE[method.algorithm](payload_bytes, way, method) for method in possible)
 

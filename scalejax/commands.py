@@ -128,6 +128,17 @@ class ConfigShow(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """List the fields of a run.toml: type, default, meaning."""
+
+    def execute(self) -> None:
+        """Print the reference."""
+        from scalejax.reference import run_reference
+
+        tables.show(tables.reference(run_reference()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlot(RunFileCommand):
     """Draw its learning rate, step by step."""
 
@@ -184,7 +195,9 @@ class Quickstart:
         quickstart(self.folder, seeds=self.seeds)
 
 
-Command = Train | Predict | Report | ConfigShow | SchedulePlot | Hardware | Quickstart
+Command = (
+    Train | Predict | Report | ConfigShow | ConfigFields | SchedulePlot | Hardware | Quickstart
+)
 
 COMMANDS: dict[str, type[Command]] = {
     "quickstart": Quickstart,
@@ -192,6 +205,7 @@ COMMANDS: dict[str, type[Command]] = {
     "predict": Predict,
     "report": Report,
     "config show": ConfigShow,
+    "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
     "hardware": Hardware,
 }

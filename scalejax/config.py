@@ -12,7 +12,7 @@ from pathlib import Path
 from scalejax import metrics
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
-from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.errors import ConfigError, refusal, require_multiple
 from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis
 from scalejax.model_config import CustomConfig, GptConfig, ModelConfig
 from scalejax.training_config import (
@@ -46,7 +46,8 @@ class RunConfig:
     """Decides initial parameters and the order of the data."""
 
     def __post_init__(self) -> None:
-        require_at_least("seed", self.seed, 0)
+        if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
+            raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
         is_text = facts(self.data).is_text
         if isinstance(self.model, GptConfig):
             require_multiple("model.heads", self.model.heads, self.layout.tensor, "layout.tensor")

@@ -4,6 +4,7 @@ The dataclasses are the schema: this file adds none of its own. It knows files a
 nothing of what the types mean.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -102,7 +103,7 @@ def save_text(text: str, path: Path) -> None:
         ConfigError: if the folder cannot be written.
     """
     # The process in the name: two that write the same file at once do not mix.
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.absolute().parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft.write_text(text, encoding="utf-8")
@@ -110,7 +111,8 @@ def save_text(text: str, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong is told already
+            draft.unlink(missing_ok=True)
 
 
 @cache

@@ -19,10 +19,19 @@ GPU_FLAGS = (
 )
 """How XLA schedules a step for NVIDIA GPUs, where it trains and where it is only costed."""
 
+MAX_CPU_DEVICES = 512
+"""Virtual devices that one machine can still train on: 100,000 took 14,000 threads and 19 GB."""
+
 _NVIDIA_DRIVER = "/dev/nvidiactl"
 
 _ACCELERATOR_FILES = (_NVIDIA_DRIVER, "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
 """What the drivers of NVIDIA (Linux, WSL), AMD and Google put in /dev."""
+
+
+def compiler_settings() -> dict[str, str]:
+    """What the user has set that changes the program XLA makes of a step, by variable."""
+    names = ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def choose_platform(cpu_devices: int | None = None) -> None:
@@ -47,6 +56,9 @@ def choose_platform(cpu_devices: int | None = None) -> None:
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         return
     require_at_least("cpu_devices", cpu_devices, 1)
+    if cpu_devices > MAX_CPU_DEVICES:
+        accepted = f"it must be at most {MAX_CPU_DEVICES}; each is a thread or more of this machine"
+        raise ConfigError(refusal("cpu_devices", cpu_devices, accepted))
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
     if "jax" in sys.modules:

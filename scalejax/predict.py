@@ -3,6 +3,7 @@
 Arithmetic on plain data; knows no JAX. What is not modelled yet is in the waterfall as None.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from scalejax import metrics
 from scalejax.cost import Timeline, memory_verdict, timeline
 from scalejax.errors import ConfigError, DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
+from scalejax.layout import AXES, BATCH_AXES
 from scalejax.program import Program
 from scalejax.units import TFLOP
 
@@ -35,6 +37,9 @@ class Prediction:
     """(name, size) of each mesh axis, major to minor."""
     global_batch: int | None
     """Samples per step over all devices."""
+    per_device_batch: int | None
+    """Samples per step on each device; those along axes that do not divide the batch share
+    theirs. None if the program does not say how it divides a batch."""
     step_seconds: float
     """Time of one step."""
     steps_per_epoch: int | None
@@ -124,6 +129,7 @@ def predict(
         device_count=program.device_count,
         mesh_axes=program.mesh_axes,
         global_batch=program.global_batch,
+        per_device_batch=_per_device_batch(program),
         step_seconds=step_seconds,
         steps_per_epoch=steps,
         epoch_seconds=epoch_seconds,
@@ -168,6 +174,13 @@ def _efficiency(baseline: Prediction, grown: Prediction, scaling: Scaling) -> fl
     return metrics.strong_scaling_efficiency(
         baseline.step_seconds, baseline.device_count, grown.step_seconds, grown.device_count
     )
+
+
+def _per_device_batch(program: Program) -> int | None:
+    sizes = dict(program.mesh_axes)
+    if program.global_batch is None or not sizes.keys() <= set(AXES):
+        return None
+    return program.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
 
 
 def _require_devices(program: Program, cluster: Cluster) -> None:
@@ -215,13 +228,15 @@ def _notes(program: Program, chip: Chip, matmul_type: RateType | None) -> tuple[
     notes = []
     if program.backend == "cpu":
         notes.append(
-            "CPU program: its fusions and schedule stand in for the target's; "
-            "no overlap assumed, pessimistic"
+            "CPU program: its fusions, schedule and bytes (bf16 widened to f32) stand in for the "
+            "target's; no overlap assumed: time and memory are pessimistic"
         )
     elif chip.cuda is not None and program.backend == "cuda":
         own = "sm_{}{}".format(*chip.cuda.compute_capability)
         if program.target != own:
             notes.append(f"compiled for {program.target} in place of {own}")
+    if opaque := sum(times for item, times in program.walk() if item.kind == "custom"):
+        notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")
     if matmul_type is not None:
         peak = chip.peak_flop_per_second[matmul_type]
         notes.append(f"MFU against the {matmul_type} peak, {peak / TFLOP:g} TFLOP/s")

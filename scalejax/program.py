@@ -67,7 +67,8 @@ class Operation:
     """What it is, for costing: a fusion that holds a matmul is a `matmul`."""
     dtype: str
     """Element type that sets the arithmetic rate ("bf16", "f32", ...): of the operands of a
-    matrix product or convolution, of the result otherwise."""
+    matrix product or convolution ("f32_highest" where they may not be rounded to tf32), of the
+    result otherwise."""
     flop: int = 0
     """Operations of the matrix products and convolutions in it, once; 0 for others (ignores
     element-wise arithmetic: it is bound by bytes)."""
@@ -125,7 +126,8 @@ class Program:
     """What was compiled, for people: "resnet50 train step"."""
     backend: Literal["cuda", "cpu", "tpu", "closed_form"]
     """Whose schedule this is. A "cpu" program stands in for a target that cannot be compiled
-    for: its FLOP, memory and collectives carry over, its fusions and overlap do not."""
+    for: its FLOP and the number of its collectives carry over; its fusions and overlap do not,
+    and bytes only where the target would not use bf16, which CPUs widen to f32."""
     target: str
     """Chip compiled for, by the compiler's description ("sm_90", "cpu")."""
     compiler: str

@@ -102,7 +102,7 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
         ConfigError: if `folder` holds something already, or JAX runs with other devices.
     """
     require_at_least("seeds", seeds, 1)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         accepted = "it must be new or empty; name another with --folder"
         raise ConfigError(refusal("folder", str(folder), accepted))
     choose_platform(DEVICE_COUNT)

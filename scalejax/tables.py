@@ -17,6 +17,7 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
 from scalejax.hardware import Chip, Cluster
 from scalejax.predict import Prediction, ScalingPrediction
+from scalejax.reference import TableReference
 from scalejax.units import (
     GB,
     TFLOP,
@@ -66,8 +67,8 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     """The figures for every number of devices, then where the time of a step goes."""
     first = prediction.predictions[0]
     kept = (
-        f"{first.global_batch // first.device_count} samples per device"
-        if prediction.scaling == "weak" and first.global_batch
+        f"{first.per_device_batch} samples per device"
+        if prediction.scaling == "weak" and first.per_device_batch
         else f"{first.global_batch} samples per step"
     )
     yield Text.assemble(
@@ -159,8 +160,11 @@ def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
     last = len(learning_rates) - 1
     peak = max(range(last + 1), key=learning_rates.__getitem__)
     points = {0: "start", peak: "peak" if peak else "start and peak"}
-    for step in range(peak + 1, last + 1):
-        if learning_rates[step] < SUDDEN * learning_rates[step - 1] and step != last:
+    for step in range(peak + 1, last):
+        before = learning_rates[step - 1]
+        # A smooth decay of few updates falls as fast, but not from one update to the next alone.
+        was_level = step < 2 or before > 0.99 * learning_rates[step - 2]
+        if was_level and learning_rates[step] < SUDDEN * before:
             points[step] = "step of the decay"
     points[last] = f"{points[last]}, end" if last in points else "end"
     return sorted(points.items())
@@ -169,6 +173,21 @@ def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
 def _dropped(resolved: ResolvedRun) -> str:
     left = resolved.dataset.train_examples - resolved.steps_per_epoch * resolved.split.global_batch
     return f"{left:,} examples are left over each epoch" if left else ""
+
+
+def reference(sections: Sequence[TableReference]) -> Iterator[RenderableType]:
+    """Every table of a run.toml: its fields, what they take, and what they mean."""
+    for section in sections:
+        fields = Table(box=None, show_header=False, pad_edge=False)
+        fields.add_column(no_wrap=True)
+        fields.add_column()
+        for each in section.fields:
+            if each.accepted and not each.name.endswith(".name"):
+                default = "required" if each.default == "required" else f"default {each.default}"
+                fields.add_row(each.name, f"{each.accepted}; {default}. {each.meaning}")
+        meaning = section.meaning.partition("\n\n")[0].replace("\n", " ")
+        yield Text.assemble((section.title, "bold"), f"\n{meaning}")
+        yield fields
 
 
 def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:

@@ -188,6 +188,20 @@ groups = st.sampled_from(
 )
 
 
+def test_a_switch_adds_nothing_for_one_device_per_node():
+    """Data groups under tensor=8 have one member in each node of eight: the network's work."""
+    cluster = load_cluster("dgx-h100")
+    without = tuple(method for method in cluster.library.methods if method.algorithm != "nvls")
+    plain = dataclasses.replace(
+        cluster, library=dataclasses.replace(cluster.library, methods=without)
+    )
+    one_per_node = _exchange("all_reduce", 10**8, (32, 8))
+    one_node = _exchange("all_reduce", 10**8, (8, 1))
+
+    assert collective_seconds(one_per_node, cluster) == collective_seconds(one_per_node, plain)
+    assert collective_seconds(one_node, cluster) < collective_seconds(one_node, plain)
+
+
 @given(names, st.integers(1, 10**10), st.floats(1.0, 100.0), clusters, groups)
 def test_faster_wires_never_slow_a_collective(
     name: CollectiveName, payload: int, factor: float, cluster_name: str, extents: tuple

@@ -93,6 +93,7 @@ def test_flags_replace_fields(run_toml):
         ({"data": {"name": "python_docs"}}, r"model\.name='mlp' .*holds text"),
         ({"model": {"name": "custom", "path": "nonsense"}}, r"model\.path=\'nonsense\'.*module:"),
         ({"seed": -1}, r"seed=-1 is refused"),
+        ({"seed": 2**32}, r"seed=4294967296 is refused"),
     ],
 )
 def test_what_cannot_work_is_refused_by_field(run_toml, overrides, sentence):

@@ -1,6 +1,7 @@
 """Promises of reading and writing dataclasses."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
 
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["program.json"]
+
+
+@pytest.mark.parametrize("place", ["file/program.json", "."])
+def test_a_place_that_is_no_place_for_a_file_is_refused(tmp_path, monkeypatch, place):
+    """A file where a folder should be, and a folder where a file should be."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save(PROGRAM, Path(place))
 
 
 @dataclass(frozen=True, kw_only=True)

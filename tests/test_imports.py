@@ -33,6 +33,7 @@ ARITHMETIC = {
     "predict": 4,
     "config": 5,
     "profile": 7,
+    "reference": 6,
     "run_folder": 6,
     "early_stopping": 7,
     "progress": 7,

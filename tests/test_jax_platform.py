@@ -5,6 +5,7 @@ import os
 import pytest
 
 from scalejax import jax_platform
+from scalejax.errors import ConfigError
 from scalejax.jax_platform import GPU_FLAGS, choose_platform
 
 
@@ -45,3 +46,9 @@ def test_a_gpu_trains_under_the_flags_it_is_costed_under(driver, monkeypatch):
 
     assert os.environ["XLA_FLAGS"].split() == [*GPU_FLAGS, "--xla_dump_to=/tmp/dump"]
     assert "JAX_PLATFORMS" not in os.environ
+
+
+def test_more_virtual_devices_than_a_machine_bears_are_refused(driver):
+    """100,000 took 14,000 threads and 19 GB before anything else refused them."""
+    with pytest.raises(ConfigError, match=r"cpu_devices=100000 .*at most 512"):
+        choose_platform(100_000)

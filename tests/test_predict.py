@@ -57,6 +57,7 @@ def test_prediction_by_hand():
 
     assert predicted.step_seconds == pytest.approx(step_seconds)
     assert predicted.device_count == 8
+    assert predicted.per_device_batch == 100
     assert predicted.samples_per_second == pytest.approx(800 / step_seconds)
     assert predicted.steps_per_epoch == 100  # the last 100 samples fill no batch
     assert predicted.epoch_seconds == pytest.approx(100 * step_seconds)
@@ -155,6 +156,25 @@ def test_notes_say_what_the_program_stands_in_for():
     assert "compiled for sm_80 in place of sm_60" in predict(for_ampere, big_basin).notes
     assert not any("in place of" in n for n in predict(for_ampere, load_cluster("selene")).notes)
     assert any("no overlap assumed" in note for note in predict(for_cpu, big_basin).notes)
+
+
+def test_devices_along_tensor_share_their_samples():
+    """800 samples on data=2 x tensor=4 are 400 for each device, and axes of others say nothing."""
+    axes = (("data", 2), ("fsdp", 1), ("tensor", 4))
+    shared = predict(replace(data_parallel(8), mesh_axes=axes), PAPER)
+    unknown = predict(replace(data_parallel(8), mesh_axes=(("batch", 8),)), PAPER)
+
+    assert (shared.per_device_batch, unknown.per_device_batch) == (400, None)
+
+
+def test_calls_that_cannot_be_looked_into_are_noted():
+    """Their FLOP are unknown, so the prediction is too fast by them."""
+    program = data_parallel(8)
+    call = Operation(name="c", kind="custom", dtype="f32", read_bytes=10)
+    with_call = replace(program, operations=(*program.operations, call))
+
+    assert any("1 custom calls" in note for note in predict(with_call, PAPER).notes)
+    assert not any("custom calls" in note for note in predict(program, PAPER).notes)
 
 
 def test_weak_scaling_by_hand():

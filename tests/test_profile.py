@@ -23,6 +23,7 @@ from scalejax.profile import (
     profile,
     profile_function,
     profile_many,
+    workers,
 )
 from scalejax.program import Loop, Program
 
@@ -252,6 +253,58 @@ def test_a_cached_program_of_ones_own_network_lasts_until_its_file_changes(tmp_p
     file.write_text(OWN_NETWORK + "# changed")
     with pytest.raises(ProfileError, match="asked to compile"):
         profile(run, cluster, cache=folder, backend="cpu")
+
+
+def test_the_same_import_path_in_another_folder_is_another_network(tmp_path, monkeypatch):
+    """Two projects may each have a my_network.py."""
+    run = resolved("mlp", 2, model={"name": "custom", "path": "my_network:Linear"})
+    cluster, folder = load_cluster("dgx-h100"), tmp_path / "cache"
+    for name, text in (("one", OWN_NETWORK), ("two", OWN_NETWORK + "# another")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "my_network.py").write_text(text)
+    monkeypatch.chdir(tmp_path / "one")
+    profile(run, cluster, cache=folder, backend="cpu")
+    monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
+    monkeypatch.chdir(tmp_path / "two")
+
+    with pytest.raises(ProfileError, match="asked to compile"):
+        profile(run, cluster, cache=folder, backend="cpu")
+
+
+def test_compiler_flags_of_the_user_make_another_program(tmp_path, monkeypatch):
+    """What is costed is what would train under them."""
+    run, cluster = resolved("mlp", 2), load_cluster("dgx-h100")
+    profile(run, cluster, cache=tmp_path, backend="cpu")
+    monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
+
+    with pytest.raises(ProfileError, match="asked to compile"):
+        profile(run, cluster, cache=tmp_path, backend="cpu")
+    assert workers._environment()["XLA_FLAGS"].endswith("latency_hiding_scheduler=false")
+
+
+def test_tensor_parallel_text_compiles_for_few_nodes():
+    """On 16 devices XLA numbers the mesh anew, and writes its groups in one more notation."""
+    if not has_cuda_compiler():
+        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
+    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8, "compute_dtype": "bfloat16"}
+    run = resolved("gpt", 16, model=small, layout={"tensor": 8})
+
+    program = profile(run, load_cluster("dgx-h100"), cache=None)
+
+    axes = {item.collective.group.axes for item, _ in program.walk() if item.collective}
+    assert {("tensor",), ("data",)} <= axes
+    assert () not in axes
+
+
+def test_a_cpu_stand_in_keeps_the_type_of_products():
+    """A CPU widens bf16; the target would not, and its MFU is against the bf16 peak."""
+    model = {"name": "mlp", "hidden": [32], "compute_dtype": "bfloat16"}
+    run = resolved("mlp", 2, model=model)
+
+    program = profile(run, load_cluster("dgx-h100"), cache=None, backend="cpu")
+
+    assert {item.dtype for item, _ in program.walk() if item.flop} == {"bf16"}
 
 
 OWN_NETWORK = '''

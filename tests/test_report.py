@@ -22,6 +22,7 @@ def prediction(device_count: int, step_seconds: float, *, used_gib: float = 10.0
     """A prediction of 32 samples per device on GPUs with 16 GiB."""
     communication = step_seconds / 10
     return Prediction(
+        per_device_batch=32,
         cluster="dgx1-p100",
         chip="p100",
         device_count=device_count,

@@ -53,6 +53,7 @@ def test_figures_of_a_long_run_fit_80_columns():
         ([0.1, 0.2, 0.3, 0.3, 0.03], [(0, "start"), (2, "peak"), (4, "end")]),
         ([0.3, 0.3, 0.03, 0.03], [(0, "start and peak"), (2, "step of the decay"), (3, "end")]),
         ([0.3, 0.29, 0.28], [(0, "start and peak"), (2, "end")]),
+        ([0.3, 0.27, 0.2, 0.11, 0.03, 0.0], [(0, "start and peak"), (5, "end")]),
         ([0.1], [(0, "start and peak, end")]),
         ([0.1, 0.2], [(0, "start"), (1, "peak, end")]),
     ],

@@ -48,7 +48,11 @@ def load_cluster(name_or_path: str) -> Cluster:
             if named not in _names(folder):
                 raise UnknownHardware(unknown_name(part, named, _names(folder)))
             tables[part] = load_toml(CATALOGUE / folder / f"{named}.toml")
-    return build(Cluster, tables)
+    try:
+        return build(Cluster, tables)
+    except ConfigError as error:
+        lines = [f"{name_or_path}: {line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def _names(folder: str) -> tuple[str, ...]:

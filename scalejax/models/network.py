@@ -33,7 +33,8 @@ class Network(nnx.Module):
 
     A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
     with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
-    its `BatchNorm` layers, and `options` those of the `run.toml`.
+    its `BatchNorm` layers, and `options` those of the `run.toml`. It is called as
+    `network(inputs, is_training=...)` and returns logits (see `__call__`).
 
     Paths of parameters join attribute names with "/" ("layers/0/kernel"). Weight decay, and the
     trust ratios of LARS and LAMB, hold for those that end in "kernel" or "embedding".
@@ -155,10 +156,16 @@ def import_network(path: str) -> type[Network]:
     found = getattr(module, class_name, None)
     if found is None:
         classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
-        raise ConfigError(unknown_name(f"model.path={module_name}:", class_name, classes))
+        found_there = [f"{module_name}:{name}" for name in classes]
+        raise ConfigError(unknown_name("model.path", path, found_there))
     if not (inspect.isclass(found) and issubclass(found, Network)):
         accepted = f"{class_name} must be a subclass of scalejax.models.Network"
         raise ConfigError(refusal("model.path", path, accepted))
+    try:
+        inspect.signature(found.__call__).bind(None, None, is_training=True)
+    except TypeError as error:
+        accepted = f"it is called as network(inputs, is_training=...), but: {error}"
+        raise ConfigError(refusal("model.path", path, accepted)) from error
     return found
 
 

@@ -7,10 +7,11 @@ multiply-adds); products with the zeros that a dilation inserts are not, since n
 computes them.
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.profile.hlo import Array, Instruction, Shape, arrays
@@ -23,7 +24,7 @@ class Arithmetic:
     kind: Literal["matmul", "convolution"]
     """Which of the two."""
     dtype: str
-    """Type of the operands."""
+    """Type of the operands; "f32_highest" where f32 may not be rounded to tf32."""
     flop: int
     """Operations."""
     shape: tuple[int, ...]
@@ -37,6 +38,19 @@ def arithmetic(instruction: Instruction, operands: Sequence[Shape]) -> Arithmeti
         instruction: one line of the program.
         operands: shapes of what it takes.
     """
+    found = _arithmetic(instruction, operands)
+    if found is not None and found.dtype == "f32" and _is_highest(instruction):
+        return replace(found, dtype="f32_highest")
+    return found
+
+
+def _is_highest(instruction: Instruction) -> bool:
+    """Whether the user asked for full f32 precision, which is not to be had from tf32 units."""
+    asked = instruction.attributes.get("operand_precision", "")
+    return "highest" in asked or '"HIGHEST"' in json.dumps(instruction.backend_config)
+
+
+def _arithmetic(instruction: Instruction, operands: Sequence[Shape]) -> Arithmetic | None:
     if instruction.opcode == "dot":
         dimensions = {
             name: instruction.integers(f"{name}_dims")

@@ -9,13 +9,17 @@ import gzip
 import hashlib
 import json
 import os
+import sys
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 import scalejax
 from scalejax.documents import JsonValue, plain
+from scalejax.jax_platform import compiler_settings
+from scalejax.model_config import CustomConfig
 from scalejax.profile.job import Compiled, RunJob
 from scalejax.program import Program
 
@@ -63,6 +67,8 @@ def _path(folder: Path, job: RunJob) -> Path:
         "target": plain(job.target),
         "versions": _versions(),
         "scalejax": _package_digest(),
+        "settings": compiler_settings(),
+        "network": _own_network(job),
     }
     text = json.dumps(material, sort_keys=True)
     return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json.gz"
@@ -84,6 +90,22 @@ def _shaping(job: RunJob) -> JsonValue:
         "bn_groups": run["bn_groups"],
         "dataset": {k: v for k, v in facts.items() if not k.endswith("_examples")},
     }
+
+
+def _own_network(job: RunJob) -> dict[str, str] | None:
+    """The file of a user's own network and its digest; the same import path may mean another
+    file in another folder. None for networks that come with scalejax."""
+    model = job.run.config.model
+    if not isinstance(model, CustomConfig):
+        return None
+    name, places, origin = "", [*sys.path, os.getcwd()], None
+    for part in model.path.split(":")[0].split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None  # the worker will say what is wrong
+        origin, places = spec.origin, list(spec.submodule_search_locations or ())
+    return {origin: _digest(Path(origin))} if origin else None
 
 
 def _versions() -> dict[str, str]:

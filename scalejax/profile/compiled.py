@@ -4,13 +4,14 @@ Uses the objects that JAX has made and imports nothing of it, so that this costs
 import where there is none.
 """
 
+from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ProfileError
 from scalejax.profile.reader import read_program
-from scalejax.program import MemoryUse, Program
+from scalejax.program import Loop, MemoryUse, Operation, Program
 
 if TYPE_CHECKING:
     import jax
@@ -35,7 +36,7 @@ def read_step(
     from scalejax.step import forward
 
     function, arguments = forward(run)
-    return read_compiled(
+    program = read_compiled(
         compiled,
         mesh,
         name=f"{run.config.model.name} train step",
@@ -44,6 +45,16 @@ def read_step(
         # A product forward is two backward: one for either operand's gradient.
         model_flop=3 * forward_flop(function, *arguments),
     )
+    if program.backend == "cpu" and run.config.model.compute_dtype == "bfloat16":
+        return replace(program, operations=tuple(map(_in_bf16, program.operations)))
+    return program
+
+
+def _in_bf16(item: Operation | Loop) -> Operation | Loop:
+    """`item` with its products in the type that was asked for: a CPU widens them to f32."""
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(map(_in_bf16, item.body)))
+    return replace(item, dtype="bf16") if item.flop and item.dtype == "f32" else item
 
 
 def read_compiled(

@@ -121,8 +121,8 @@ def _devices_of_axes(text: str) -> list[int]:
     `'b':(2)4` is the part of size 4 that is left of axis b after a part of size 2 before it.
     """
     mesh_text = text.partition("]")[0]
-    order = re.search(r"device_ids=\(?(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
-    if order is None and "device_ids" in text:
+    order = re.search(r"device_ids=\(?(\[[\d,]+\](?:<=\[[\d,]+\])?(?:T\([\d,]+\))?)", text)
+    if "{" not in text or (order is None and "device_ids" in text):
         raise ProfileError(f"replica groups in an unknown notation: {text[:200]!r}.")
     axes = [(name, int(size)) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh_text)]
     sizes = [size for _, size in axes]

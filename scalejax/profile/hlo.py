@@ -93,7 +93,9 @@ class Instruction:
     @cached_property
     def attributes(self) -> dict[str, str]:
         """Text of each attribute by name: {"dimensions": "{0}"}."""
-        parts = (part.split("=", 1) for part in _split(self.rest))
+        # XLA writes a reordered mesh as two parts, "mesh[...], device_ids=(...) {...}".
+        text = _REORDERED.sub(r"],device_ids=\1 {", self.rest)
+        parts = (part.split("=", 1) for part in _split(text))
         return {part[0]: part[1] for part in parts if len(part) == 2}
 
     @cached_property
@@ -176,6 +178,7 @@ _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[(){}\[\]]|, ')
+_REORDERED = re.compile(r"\], device_ids=(\(.*?\)\)?) \{")
 _SHAPE_PARTS = re.compile(r"\(|\)|(\w+)\[([^\]]*)\]")
 _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 _LOCATION = re.compile(r"(\d+) \{file_name_id=(\d+).*? line=(\d+)")

@@ -46,7 +46,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
         cluster: the devices.
         device_count: how many of them.
         backend: whose compiler to use; if None, that of the cluster's chip where it is
-            installed, else the CPU's, whose FLOP, memory and collectives carry over.
+            installed, else the CPU's, whose FLOP carry over (see `Program.backend`).
 
     Raises:
         DoesNotFit: if the cluster has fewer devices.

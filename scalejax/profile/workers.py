@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from scalejax import errors
 from scalejax.errors import ProfileError, ScalejaxError
-from scalejax.jax_platform import GPU_FLAGS
+from scalejax.jax_platform import GPU_FLAGS, compiler_settings
 from scalejax.profile.job import Compiled, FunctionJob, Refused, RunJob
 from scalejax.units import GIB
 
@@ -132,7 +132,8 @@ class _Workers:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without what steers its own JAX."""
+    """This process's environment, without what steers the devices of its own JAX."""
+    settings = compiler_settings()
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -141,7 +142,9 @@ def _environment() -> dict[str, str]:
     return kept | {
         "JAX_PLATFORMS": "cpu",  # of the worker itself; what it compiles for is another matter
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA libraries are not needed to compile
-        "XLA_FLAGS": " ".join(_FLAGS),
+        **settings,
+        # The user's flags come last and have the last word, as when the step trains.
+        "XLA_FLAGS": " ".join((*_FLAGS, settings.get("XLA_FLAGS", ""))).strip(),
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 

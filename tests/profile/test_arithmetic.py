@@ -138,3 +138,29 @@ def test_the_filter_gradient_of_a_grouped_cpu_convolution_counts_its_groups_once
 def test_other_instructions_multiply_nothing():
     """A sum of two arrays is bound by bytes."""
     assert uncounted_or_counted("  %add.1 = f32[8]{0} add(%a, %a)", "a: f32[8]{0}") is None
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("dot(%a, %b), {dims}", "f32"),
+        ("dot(%a, %b), {dims}, operand_precision={{highest,highest}}", "f32_highest"),
+        (
+            'custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", '
+            'backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{'
+            '"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}},'
+            '"precision_config":{{"operand_precision":["HIGHEST","HIGHEST"]}}}}}}',
+            "f32_highest",
+        ),
+    ],
+)
+def test_full_precision_is_told_from_tf32(line, dtype):
+    """`jnp.dot(..., precision="highest")` may not run on tf32 units, seven times as fast."""
+    dims = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    found = counted(
+        "  %dot.1 = f32[8,8]{1,0} " + line.format(dims=dims),
+        "a: f32[8,8]{1,0}",
+        "b: f32[8,8]{1,0}",
+    )
+
+    assert found.dtype == dtype

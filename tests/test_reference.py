@@ -1,0 +1,27 @@
+"""Promises of the list of fields."""
+
+from scalejax.reference import run_reference
+
+
+def test_every_field_is_listed_with_what_it_takes_and_means():
+    """A field without a docstring, or a table that was forgotten, would leave a gap."""
+    tables = run_reference()
+    fields = {each.name: each for table in tables for each in table.fields}
+
+    assert all(each.meaning for each in fields.values())
+    assert fields["schedule.warmup"].accepted == "none | constant | gradual"
+    assert fields["schedule.base_learning_rate"].default == "required"
+    assert fields["layout.data"].default == "absent"
+    assert fields["train.early_stopping.patience"].accepted == "int"
+    assert fields["model.hidden"].name in fields
+    assert fields["seed"].default == "0"
+
+
+def test_every_kind_of_a_table_is_listed():
+    """Five kinds of model, four of data, four of optimizer."""
+    titles = [table.title for table in run_reference()]
+
+    assert sum(title.startswith("[model]") for title in titles) == 5
+    assert sum(title.startswith("[data]") for title in titles) == 4
+    assert sum(title.startswith("[optimizer]") for title in titles) == 4
+    assert titles[0] == "at the top"

@@ -4,10 +4,14 @@ Knows what makes two configs the same run. Knows no devices and no loop.
 """
 
 import json
+import platform
+from importlib.metadata import version
+from typing import NoReturn
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
-from scalejax.documents import JsonValue, plain, save_text
-from scalejax.errors import ConfigError
+from scalejax.documents import JsonValue, load, plain, save_text
+from scalejax.errors import ConfigError, refusal
+from scalejax.predict import Prediction
 from scalejax.record import RunFolder
 
 _README = """\
@@ -57,24 +61,24 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
     return with_fields(config, fields)
 
 
-def refuse_second_run(folder: RunFolder) -> None:
-    """Refuse to begin a run where one was begun before.
+def refuse_second_run(folder: RunFolder) -> NoReturn:
+    """Refuse to begin a run in `folder`, where the caller found one.
 
     Raises:
-        ConfigError: if `folder` holds a run.
+        ConfigError: always.
     """
-    if folder.holds_run:
-        raise ConfigError(
-            f"{str(folder.path)!r} holds a run already: go on with it by --resume, "
-            "or give another folder."
-        )
+    raise ConfigError(
+        f"{str(folder.path)!r} holds a run already: go on with it by --resume, "
+        "or give another folder."
+    )
 
 
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """Refuse to go on with a run whose config asks for other figures than `run` would give.
 
     Devices, and what is written how often, may change; more epochs may be asked for where the
-    learning rate does not depend on how many there are.
+    learning rate does not depend on how many there are, and early stopping saw what it would have
+    seen.
 
     Raises:
         ConfigError: if `folder` holds no run, or naming the fields that differ.
@@ -98,12 +102,80 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
             f"{str(folder.path)!r} holds a run of another config: {', '.join(changed)}. "
             "Resume with the config of its run.toml, or begin a new run in another folder."
         )
+    _refuse_other_evaluations(before["train.epochs"], run)
+
+
+def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> None:
+    """Refuse more epochs where early stopping watched a last epoch that is now one of many."""
+    wanted, every = run.config.train, run.config.train.evaluate_every_epochs
+    if wanted.early_stopping is None or not isinstance(epochs_before, int):
+        return
+    if wanted.epochs > epochs_before and epochs_before % every:
+        accepted = (
+            f"the run was to end after {epochs_before} epochs, with an evaluation that early "
+            f"stopping watches and a longer run with train.evaluate_every_epochs={every} would "
+            f"not make; keep {epochs_before}, or begin a new run in another folder"
+        )
+        raise ConfigError(refusal("train.epochs", wanted.epochs, accepted))
+
+
+def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
+    """Refuse to go on with a run that has gone further than it is to go.
+
+    Raises:
+        ConfigError: if `begin` updates are more than `run` has.
+    """
+    if begin > run.total_steps:
+        trained = -(-begin // run.steps_per_epoch)
+        raise ConfigError(
+            refusal(
+                "train.epochs",
+                run.config.train.epochs,
+                f"{trained} are trained; give at least {trained}",
+            )
+        )
 
 
 def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
-    """Write the files that say what the run is."""
+    """Write the files that say what the run is.
+
+    A prediction that is there for another layout or model is removed first, so that one that
+    is left is always of the config beside it, wherever a kill falls.
+    """
+    if not (_holds_same_program(folder, run) and _is_predicted(folder, run)):
+        folder.prediction.unlink(missing_ok=True)
+        folder.program.unlink(missing_ok=True)
     save_text(_toml(plain(resolved_config(run))), folder.config)
     save_text(_README.format(path=folder.path), folder.readme)
+
+
+def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
+    """Whether the run in `folder` compiles to the step that `run` compiles to."""
+    if not folder.config.exists():
+        return False
+    before, after = _flat(plain(load_config(folder.config))), _flat(plain(resolved_config(run)))
+    return all(
+        before.get(name) == after.get(name)
+        for name in before | after
+        if name.startswith(("layout.", "model."))
+    )
+
+
+def _is_predicted(folder: RunFolder, run: ResolvedRun) -> bool:
+    """Whether `folder` holds a prediction that can be read, for as many devices."""
+    if not folder.prediction.exists():
+        return False
+    try:
+        prediction = load(Prediction, folder.prediction)
+    except ConfigError:  # of an earlier version, perhaps: it is to be made again
+        return False
+    return prediction.device_count == run.layout.device_count
+
+
+def versions() -> str:
+    """What computes the figures, so that a folder can be read years later."""
+    ours, jax = version("scalejax"), version("jax")
+    return f"scalejax {ours}, jax {jax}, Python {platform.python_version()}"
 
 
 def _flat(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:

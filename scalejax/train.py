@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
 
 from scalejax import documents
@@ -40,7 +41,13 @@ from scalejax.record import (
     TrainMeasurement,
     finite,
 )
-from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
+from scalejax.run_folder import (
+    describe_run,
+    refuse_fewer_epochs,
+    refuse_other_run,
+    refuse_second_run,
+    versions,
+)
 from scalejax.step import Evaluation, Step, TrainState, build_evaluation, build_step, init_state
 from scalejax.units import format_seconds
 
@@ -69,7 +76,7 @@ def train(
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run.
         DoesNotFit: if the layout takes more devices than there are.
-        CheckpointMismatch: if the checkpoint to resume from is damaged.
+        CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
     reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
@@ -83,20 +90,22 @@ def train(
     if resume:
         refuse_other_run(files, run)
     programs = _compile(run, mesh)  # refuses what cannot work before anything is written
-    if is_first():
-        describe_run(files, run)
-    _predict(files, run, mesh, programs, reporter)
     with (
         Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
         StopSignals() as signals,
     ):
         begin = checkpoints.latest_step or 0
+        refuse_fewer_epochs(begin, run)
         state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+        if is_first():  # after the last that may be refused
+            describe_run(files, run)
+        _predict(files, run, mesh, programs, reporter)
         journal = _Journal(files, reporter, after_step=begin)
         try:
             _Loop(run, programs, checkpoints, journal, signals).train(state, begin)
         finally:
             journal.close()
+    sync_global_devices("the record is whole")
     return RunRecord.load(folder)
 
 
@@ -163,8 +172,10 @@ class _Journal:
         if is_first():
             self._log = MeasurementLog(files.measurements, after_step=after_step)
             self._zero -= self._log.elapsed_seconds
-        if after_step:
-            self.earlier = RunRecord.load(files.path).measurements
+        sync_global_devices("the record is cut")
+        if after_step:  # filtered as well: a shared disk may show the file as it was
+            measurements = RunRecord.load(files.path).measurements
+            self.earlier = tuple(m for m in measurements if m.step <= after_step)
 
     @property
     def elapsed_seconds(self) -> float:
@@ -204,7 +215,7 @@ class _Loop:
         self._test_source = open_source(run.config.data, "test", seed=run.config.seed)
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
-        self._has_diverged = False
+        self._last_losses: dict[str, float | None] = {}
         self._restart_clock()
 
     def train(self, state: TrainState, begin: int) -> None:
@@ -213,7 +224,7 @@ class _Loop:
         for measurement in self._journal.earlier:
             self._note(measurement)
         self._journal.reporter.begin(begin, self._run.total_steps)
-        devices = f"on {self._run.layout.device_count} devices ({self._run.layout})"
+        devices = f"on {self._run.layout.device_count} devices ({self._run.layout}); {versions()}"
         if begin:
             self._change_status("resumed", f"at step {begin}, {devices}")
         else:
@@ -243,7 +254,7 @@ class _Loop:
                 self._settle()
                 self._pause(state)
             if signal_number:
-                self._interrupt(state, signal_number)
+                self._interrupt(signal_number)
         return state
 
     @property
@@ -276,6 +287,8 @@ class _Loop:
         metrics, self._queued = self._queued, None
         jax.block_until_ready(metrics["loss"])
         if self._step % self._config.log_every_steps and not self._is_last:
+            if self._is_evaluated:  # early stopping may end the run here, with no line of it
+                self._last_losses["train"] = finite(float(metrics["loss"]))
             return
         now = time.perf_counter()
         step_seconds = (now - self._window_begin) / (self._step - self._window_step)
@@ -332,7 +345,9 @@ class _Loop:
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
         if isinstance(measurement, TrainMeasurement):
-            self._has_diverged = measurement.loss is None
+            self._last_losses["train"] = measurement.loss
+        if isinstance(measurement, EvaluationMeasurement):
+            self._last_losses["evaluation"] = measurement.test_loss
         wanted, stopping = self._config.early_stopping, self._stopping
         if isinstance(measurement, EvaluationMeasurement) and wanted and stopping:
             value = getattr(measurement, wanted.monitor)
@@ -348,8 +363,7 @@ class _Loop:
             state = self._checkpoints.restore(best_step, self._programs.step.state)
         return {"params": state.params, "model_state": state.model_state}
 
-    def _interrupt(self, state: TrainState, signal_number: int) -> None:
-        self._checkpoints.save(self._step, state)
+    def _interrupt(self, signal_number: int) -> None:
         self._checkpoints.wait()
         path, count = self._journal.files.path, self._run.layout.device_count
         virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
@@ -363,7 +377,7 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        if self._has_diverged:
+        if None in self._last_losses.values():
             return "diverged", f"{took}; the loss is not finite"
         if self._has_stopped_early and not self._is_last:
             return "stopped_early", took

@@ -1,9 +1,11 @@
 """A run does what its config says, and its folder tells the whole story."""
 
+import importlib
 import json
 import math
 import shutil
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -17,8 +19,12 @@ from scalejax.predict import Prediction
 from scalejax.program import Program
 from scalejax.progress import PlainLines, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord
+from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
 from scalejax.step import build_evaluation, build_step
 from scalejax.train import train
+
+# `scalejax.train` as an attribute is the function, where the package re-exports it.
+train_module = importlib.import_module("scalejax.train")
 
 CONFIG = documents.build(
     RunConfig,
@@ -68,6 +74,11 @@ def run(folder, fields=None, *, device_count=2, resume=False, reporter=None):
         resume=resume,
         reporter=reporter or Silent(),
     )
+
+
+def contents_of(folder):
+    """The bytes of every file of a run but its checkpoints."""
+    return {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def weights_of(folder, device_count=2):
@@ -134,6 +145,8 @@ def test_the_record_holds_updates_evaluations_and_turns(finished):
     assert [m.step for m in record.evaluations] == [6, 12, 18]
     assert [m.status for m in record.statuses] == ["started", "completed"]
     assert list(record.measurements) == listener.measurements
+    for package in ("scalejax", "jax"):
+        assert f"{package} {version(package)}" in record.statuses[0].message
     elapsed = [m.elapsed_seconds for m in record.measurements]
     assert elapsed == sorted(elapsed)
     assert all(m.step_seconds > 0 for m in record.training)
@@ -168,6 +181,8 @@ def test_a_second_run_in_the_same_folder_is_refused(finished):
         run(record.folder.path)
 
     assert record.folder.measurements.read_text() == before
+    with pytest.raises(ConfigError, match="holds a run already"):
+        refuse_second_run(RunFolder(path=record.folder.path / "seen by the first process alone"))
 
 
 def test_resuming_where_there_is_no_run_is_refused(tmp_path):
@@ -203,11 +218,62 @@ def test_a_run_can_be_made_longer_on_other_devices(finished, longer, tmp_path):
 
     record = run(folder, {"train.epochs": 5}, device_count=4, resume=True)
 
+    assert documents.load(Prediction, record.folder.prediction).device_count == 4
+    assert dict(documents.load(Program, record.folder.program).mesh_axes)["data"] == 4
     statuses = [change.status for change in record.statuses]
     assert statuses == ["started", "completed", "resumed", "completed"]
     assert [m.step for m in record.evaluations] == [6, 12, 18, 24, 30]
     for one, other in zip(record.evaluations, longer.evaluations, strict=True):
         assert one.test_loss == pytest.approx(other.test_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_every_process_resumes_with_the_same_record(finished, tmp_path, monkeypatch, is_first):
+    """Lines after the checkpoint are gone for all, also where the first has not cut them yet."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    files, lines_at_barrier = RunFolder(path=folder), []
+    monkeypatch.setattr(train_module, "is_first", lambda: is_first)
+    monkeypatch.setattr(
+        train_module,
+        "sync_global_devices",
+        lambda name: lines_at_barrier.append(len(RunRecord.load(folder).measurements)),
+    )
+
+    journal = train_module._Journal(files, Silent(), after_step=12)
+    journal.close()
+
+    expected = tuple(m for m in finished[0].measurements if m.step <= 12)
+    assert journal.earlier == expected
+    whole = len(finished[0].measurements)
+    assert lines_at_barrier == [len(expected) if is_first else whole]
+
+
+def test_the_record_is_read_when_all_processes_have_ended(tmp_path, monkeypatch):
+    """What the first process wrote last is in the record of the others too."""
+    said = []
+
+    def barrier(name):
+        status = RunRecord.load(tmp_path / "run").status
+        said.append((name, status))
+
+    monkeypatch.setattr(train_module, "sync_global_devices", barrier)
+
+    run(tmp_path / "run", {"train.epochs": 1})
+
+    assert said == [("the record is cut", None), ("the record is whole", "completed")]
+
+
+def test_another_mode_is_predicted_again_and_the_same_is_not(finished, tmp_path):
+    """The prediction beside a config is of that config."""
+    folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
+    files = RunFolder(path=folder)
+    files.prediction.write_text(before := files.prediction.read_text() + "\n")
+
+    run(folder, resume=True)
+    assert files.prediction.read_text() == before
+
+    run(folder, {"layout.mode": "shard_map"}, resume=True)
+    assert files.prediction.read_text() != before
 
 
 def test_a_run_that_diverges_ends_and_says_so(tmp_path):
@@ -243,9 +309,59 @@ def test_a_damaged_checkpoint_is_refused_on_resume(finished, tmp_path):
     """The message names the folder; nothing is trained on top of half a state."""
     folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
     (folder / "checkpoints" / "18" / "state" / "manifest.ocdbt").unlink()
+    before = contents_of(folder)
 
     with pytest.raises(CheckpointMismatch, match="18 is refused: it is damaged"):
-        run(folder, {"train.epochs": 5}, resume=True)
+        run(folder, {"train.epochs": 5}, device_count=4, resume=True)
+
+    assert contents_of(folder) == before
+
+
+def test_resuming_with_fewer_epochs_than_are_trained_is_refused(finished):
+    """What is trained cannot be taken back; the run stays as it is."""
+    folder = finished[0].folder.path
+    before = contents_of(folder)
+
+    with pytest.raises(
+        ConfigError, match=r"train\.epochs=2 is refused: 3 are trained; give at least 3"
+    ):
+        run(folder, {"train.epochs": 2}, resume=True)
+
+    assert contents_of(folder) == before
+
+
+@pytest.mark.parametrize(("epochs_before", "is_refused"), [(3, True), (4, False)])
+def test_early_stopping_must_see_what_a_longer_run_would_show(tmp_path, epochs_before, is_refused):
+    """An evaluation after a last odd epoch would count as one without improvement."""
+    stopping = {"train.evaluate_every_epochs": 2, "train.early_stopping": {"patience": 5}}
+    before, after = (
+        resolve(with_fields(CONFIG, {**stopping, "train.epochs": epochs}), 2)
+        for epochs in (epochs_before, 6)
+    )
+    folder = RunFolder(path=tmp_path)
+    describe_run(folder, before)
+
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"train\.epochs=6 is refused: .* keep 3"):
+            refuse_other_run(folder, after)
+    else:
+        refuse_other_run(folder, after)
+
+
+def test_a_run_that_stops_early_at_no_line_of_the_record_can_have_diverged(tmp_path):
+    """No line says so: it is judged by the loss of the last update and by the last test loss."""
+    fields = {
+        "train.epochs": 9,
+        "train.log_every_steps": 1000,
+        "train.early_stopping": {"patience": 2},
+        "schedule.base_learning_rate": 1e30,
+    }
+
+    record = run(tmp_path / "run", fields)
+
+    assert record.statuses[-1].step < 9 * STEPS_PER_EPOCH
+    assert record.training == ()
+    assert record.status == "diverged"
 
 
 def test_a_mesh_larger_than_the_machine_is_refused_before_anything_is_written(tmp_path):

@@ -11,6 +11,7 @@ Knows nothing of what is being refused: callers give the field, the value and wh
 """
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -78,20 +79,20 @@ def require_multiple(field: str, value: int, divisor: int, divisor_name: str) ->
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:
-    """Refuse `value` below `minimum`.
+    """Refuse `value` below `minimum`, and what is no finite number.
 
     Raises:
         ConfigError: naming the field and the minimum.
     """
-    if not value >= minimum:  # `not >=` also refuses NaN
-        raise ConfigError(refusal(field, value, f"it must be at least {minimum}"))
+    if not minimum <= value < math.inf:  # refuses NaN too
+        raise ConfigError(refusal(field, value, f"it must be at least {minimum}, and finite"))
 
 
 def require_above(field: str, value: float, bound: float) -> None:
-    """Refuse `value` at or below `bound`.
+    """Refuse `value` at or below `bound`, and what is no finite number.
 
     Raises:
         ConfigError: naming the field and the bound.
     """
-    if not value > bound:
-        raise ConfigError(refusal(field, value, f"it must be above {bound}"))
+    if not bound < value < math.inf:
+        raise ConfigError(refusal(field, value, f"it must be above {bound}, and finite"))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from scalejax.errors import DoesNotFit
+from scalejax.errors import ConfigError, DoesNotFit, refusal
 from scalejax.layout import AXES, BATCH_AXES, Layout
 
 
@@ -23,6 +23,7 @@ def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
     Raises:
         DoesNotFit: if there are fewer devices than the layout takes.
+        ConfigError: if several processes run and the layout leaves some of their devices out.
     """
     available = jax.devices() if devices is None else devices
     if layout.device_count > len(available):
@@ -31,6 +32,12 @@ def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
             f"{len(available)} ({available[0].platform}). Use a smaller layout, or on a CPU give "
             f"--cpu-devices {layout.device_count}."
         )
+    if devices is None and jax.process_count() > 1 and layout.device_count < len(available):
+        accepted = (
+            f"the layout {layout} leaves some of the {len(available)} devices of "
+            f"{jax.process_count()} processes without work; use all, or fewer processes"
+        )
+        raise ConfigError(refusal("layout", str(layout), accepted))
     sizes = tuple(layout.axis_sizes.values())
     grid = np.asarray(available[: math.prod(sizes)], dtype=object).reshape(sizes)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -73,8 +73,9 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
     """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
 
     The loss is the mean over all samples of all devices, however they are split over devices
-    and microbatches, so that splits change nothing but rounding (Goyal et al. 2017, remark 3);
-    BatchNorm statistics of "local" scope are the exception, by definition.
+    and microbatches, so that splits change nothing but rounding (Goyal et al. 2017, remark 3).
+    BatchNorm is the exception, by definition: its statistics are of one microbatch, over all
+    devices or those of its group, and its running statistics move once per microbatch.
 
     Raises:
         ConfigError: if the network cannot be built for the data set.
@@ -324,7 +325,9 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
         return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
-    if mode == "shard_map":
+    # With several processes `pmap` would take the rows of its own process alone; it is
+    # `jit(shard_map)` underneath, so there its newer spelling does the same for all.
+    if mode == "shard_map" or jax.process_count() > 1:
         specs = (whole, whole, split)
         return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=whole)
     mapped = jax.pmap(

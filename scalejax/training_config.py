@@ -3,6 +3,7 @@
 Each class checks its own fields when built; what involves two of them is checked in `config`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -49,7 +50,7 @@ class LayoutConfig:
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
     bn_scope: Literal["global", "local"] = "global"
-    """Whether BatchNorm sees the samples of all devices, or of its own."""
+    """Whether BatchNorm sees the samples of all devices, or of its own; of one microbatch."""
     bn_group_size: int | None = None
     """Samples that share local BatchNorm statistics; if absent, those of one device."""
 
@@ -215,8 +216,10 @@ class ScheduleConfig:
                 "at least one epoch" if self.decay == "step" else "it empty"
             )
             raise ConfigError(refusal("schedule.decay_epochs", self.decay_epochs, accepted))
-        if list(self.decay_epochs) != sorted(set(self.decay_epochs)):
-            accepted = "epochs must rise"
+        if list(self.decay_epochs) != sorted(set(self.decay_epochs)) or any(
+            not 0 < epoch < math.inf for epoch in self.decay_epochs
+        ):
+            accepted = "epochs must be above 0 and rise"
             raise ConfigError(refusal("schedule.decay_epochs", self.decay_epochs, accepted))
 
 
@@ -229,7 +232,7 @@ class EarlyStoppingConfig:
     min_delta: float = 0.0
     """Smallest change that counts as better."""
     patience: int = 0
-    """Epochs without improvement that are borne."""
+    """Evaluations without improvement that are borne (Keras: epochs, each evaluated)."""
     baseline: float | None = None
     """Value that must be beaten for patience to be renewed."""
     restores_best_weights: bool = True
@@ -238,6 +241,11 @@ class EarlyStoppingConfig:
     """Epochs that are not watched."""
 
     def __post_init__(self) -> None:
+        for name in ("min_delta", "baseline"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                accepted = "it must be a finite number"
+                raise ConfigError(refusal(f"train.early_stopping.{name}", value, accepted))
         require_at_least("train.early_stopping.patience", self.patience, 0)
         require_at_least("train.early_stopping.start_from_epoch", self.start_from_epoch, 0)
 

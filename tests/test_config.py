@@ -81,6 +81,8 @@ def test_flags_replace_fields(run_toml):
         ({"optimizer": {}}, r"optimizer\.name is missing"),
         ({"schedule.base_learning_rate": -1.0}, r"must be above 0"),
         ({"schedule.base_learning_rate": float("nan")}, r"must be above 0|must be a"),
+        ({"schedule.base_learning_rate": float("inf")}, r"must be"),
+        ({"schedule.decay": "step", "schedule.decay_epochs": [-1.0]}, r"above 0 and rise"),
         ({"schedule.decay": "stp"}, r"did you mean 'step'"),
         ({"schedule.decay": "step"}, r"schedule\.decay_epochs=\(\) .*at least one epoch"),
         ({"schedule.scaling": "none"}, r'schedule\.warmup_from=\'base\' .*warmup_from="zero"'),

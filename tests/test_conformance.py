@@ -78,9 +78,10 @@ def run_of(
         "batch": {"global_batch": GLOBAL_BATCH, "microbatches": microbatches},
         "optimizer": OPTIMIZERS[optimizer],
         "schedule": {
-            "base_learning_rate": LEARNING_RATES[optimizer],
+            "base_learning_rate": LEARNING_RATES[optimizer] / 2,
+            "scaling": "linear",
+            "reference_batch": GLOBAL_BATCH // 2,
             "warmup": "gradual",
-            "warmup_from": "zero",
             "warmup_epochs": 0.4,
             "decay": "cosine",
         },
@@ -234,6 +235,7 @@ MULTI_PROCESS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp across processes": ("mlp", {"data": 1, "fsdp": 8}),
     "tensor inside, data across": ("gpt", {"data": 2, "tensor": 4}),
     "shard_map across processes": ("cnn", {"data": 8, "mode": "shard_map"}),
+    "pmap across processes": ("mlp", {"data": 8, "mode": "pmap"}),
 }
 """Runs by name: the model, and a layout of which some axis crosses the two processes."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from scalejax.cli import main, parse
 from scalejax.commands import COMMANDS
+from scalejax.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -95,11 +96,40 @@ def run_python(arguments: list[str], folder: Path) -> str:
 
 def test_python_of_the_readme_works():
     """Three lines cost a function written without scalejax."""
-    (code,) = blocks("python")
+    code, _ = blocks("python")
 
     printed = run_python(["-c", code], ROOT / "experiments" / "cost_any_function")
 
     assert 0 < float(printed) < 1
+
+
+def test_network_of_the_readme_trains(tmp_path: Path):
+    """Both blocks as they stand, and the tables that the README leaves out."""
+    (_, network), (model,) = blocks("python"), blocks("toml")
+    (tmp_path / "my_networks.py").write_text(network)
+    (tmp_path / "run.toml").write_text(
+        model
+        + """
+[data]
+name = "fashion_mnist"
+edition = "embedded"
+[batch]
+global_batch = 500
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+"""
+    )
+
+    run_python(["-m", "scalejax", "train", "run.toml", "--folder", "run"], tmp_path)
+
+    evaluations = [
+        line
+        for line in RunRecord.load(tmp_path / "run").measurements
+        if isinstance(line, EvaluationMeasurement)
+    ]
+    assert evaluations[-1].test_accuracy > 0.5  # one epoch of a linear network
 
 
 def test_table_of_the_readme_is_what_its_command_prints():

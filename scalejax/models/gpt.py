@@ -148,6 +148,7 @@ class Gpt(Network):
         if self.remat == "full":
             block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
         x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
+        # In the compute type, and widened for the loss: so are the products of their gradients.
         logits_BSV = jnp.einsum("bsd,vd->bsv", self.norm(x_BSD), tokens_VD)
         return placed_by_row(logits_BSV).astype(jnp.float32)
 

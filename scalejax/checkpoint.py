@@ -37,15 +37,26 @@ class Checkpoints:
         Args:
             folder: where they are, by step.
             keep: latest checkpoints to keep; the best by test accuracy is kept besides.
+
+        Raises:
+            CheckpointMismatch: if what is there is damaged beyond being listed.
         """
         self.folder = folder.absolute()
         self.pinned_step: int | None = None
         """A step that is kept whatever comes after it."""
-        self._checkpointer = orbax.training.Checkpointer(
-            str(self.folder),
-            preservation_policy=_Kept(self, latest=keep),
-            cleanup_tmp_directories=True,
+        opened = _load(
+            lambda: orbax.training.Checkpointer(
+                str(self.folder),
+                preservation_policy=_Kept(self, latest=keep),
+                cleanup_tmp_directories=True,
+            )
         )
+        if isinstance(opened, _Failure):
+            raise CheckpointMismatch(
+                f"{self.folder} cannot be opened: {opened.text}. "
+                "Delete that folder to start over, or the damaged checkpoints in it."
+            )
+        self._checkpointer = opened
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -211,11 +222,16 @@ def _load(load: Callable[[], Tree]) -> Tree | _Failure:
         except Exception as error:  # noqa: BLE001  see above
             tree = _failure(error)
         if isinstance(tree, _Failure):
+            logging.getLogger("asyncio").addFilter(_is_no_abandoned_task)
             gc.collect()
         else:
             sys.unraisablehook = report  # after a failure it stays: some reads still run
     logger.disabled = was_disabled
     return tree
+
+
+def _is_no_abandoned_task(record: logging.LogRecord) -> bool:
+    return "Task exception was never retrieved" not in record.getMessage()
 
 
 def _report_others(report: Callable, unraisable: "sys.UnraisableHookArgs") -> None:

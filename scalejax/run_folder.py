@@ -27,6 +27,7 @@ weights/             parameters the run ended with
 
 Read it all as one page:  scalejax report {path}
 Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resume
+                          (and --cpu-devices, if it began with virtual devices)
 """
 
 _FREE = {

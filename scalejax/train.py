@@ -154,9 +154,11 @@ def _predict(
     )
     documents.save(program, files.program)
     documents.save(prediction, files.prediction)
+    is_shared = jax.default_backend() == "cpu" and run.layout.device_count > 1
     reporter.say(
         f"predicted: {format_seconds(prediction.step_seconds)} a step, "
         f"{format_seconds(prediction.run_seconds)} for the run"
+        + (" (at the least: virtual devices share cores)" if is_shared else "")
     )
 
 

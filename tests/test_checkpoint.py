@@ -115,6 +115,21 @@ def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
     assert not half.exists()
 
 
+def test_checkpoints_damaged_beyond_listing_are_refused(tmp_path, capfd):
+    """Every file cut to ten bytes, those that say what is there as well."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2), test_accuracy=0.5)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:10])
+
+    with pytest.raises(CheckpointMismatch, match=r"cannot be opened: \w+Error.*start over"):  # noqa: SIM117
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            checkpoints.restore(3, shapes_of(state_on(2)))
+
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

@@ -377,10 +377,14 @@ def test_a_worker_that_fails_is_one_line(name, error, message, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_an_interrupt_leaves_no_worker_behind(tmp_path):
-    """Ctrl-C ends the caller, and the compilers that it had started."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_a_caller_is_that_of_its_workers(tmp_path, how):
+    """Ctrl-C, a scheduler's limit, and a kill end the compilers that it had started too."""
     pid_file = tmp_path / "pid"
     script = (
+        # A shell starts background jobs with SIGINT ignored, and Python leaves it so.
+        "import signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from scalejax.hardware import load_cluster\n"
         "from scalejax.profile import profile_function\n"
         "profile_function('profiled_functions:never_ends', cluster=load_cluster('dgx-h100'),"
@@ -394,12 +398,16 @@ def test_an_interrupt_leaves_no_worker_behind(tmp_path):
     caller = subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stderr=subprocess.DEVNULL
     )
-    _wait_for(pid_file.exists)
-    worker = int(pid_file.read_text())
-    caller.send_signal(signal.SIGINT)
+    try:
+        _wait_for(lambda: pid_file.exists() and pid_file.read_text() != "")
+        worker = int(pid_file.read_text())
+        caller.send_signal(how)
 
-    assert caller.wait(timeout=30) != 0
-    _wait_for(lambda: not Path(f"/proc/{worker}").exists())
+        assert caller.wait(timeout=30) != 0
+        _wait_for(lambda: not Path(f"/proc/{worker}").exists())
+    finally:
+        caller.kill()
+        caller.wait()
 
 
 HERE = Path(__file__).parent

@@ -258,7 +258,7 @@ def _color(
 
 
 def _few_ticks() -> alt.Axis:
-    return alt.Axis(tickCount=8, format="~g")
+    return alt.Axis(tickCount=8, format="~r")
 
 
 def _bar_height(study: ScalingPrediction) -> int:

@@ -122,7 +122,8 @@ base_learning_rate = 0.001
 """
     )
 
-    run_python(["-m", "scalejax", "train", "run.toml", "--folder", "run"], tmp_path)
+    command = ["train", "run.toml", "--folder", "run", "--cpu-devices", "1"]
+    run_python(["-m", "scalejax", *command], tmp_path)
 
     evaluations = [
         line

@@ -11,8 +11,7 @@ from pathlib import Path
 from scalejax.errors import ConfigError, refusal, require_at_least
 
 GPU_FLAGS = (
-    # Off by default, and then gradients are reduced after the backward pass and not during it:
-    # ResNet-50 on 256 P100 would keep 79 % of the throughput of 8, with the two flags 91 %.
+    # Off by default, and then gradients are reduced after the backward pass and not during it.
     "--xla_gpu_enable_latency_hiding_scheduler=true",
     # How many collectives may be under way at once; the default is one, the next then waits.
     "--xla_gpu_experimental_parallel_collective_overlap_limit=8",

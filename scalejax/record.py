@@ -15,7 +15,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 from scalejax.documents import build, plain, save_text
@@ -215,17 +214,6 @@ class MeasurementLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> "MeasurementLog":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def finite(value: float) -> float | None:

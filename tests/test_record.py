@@ -1,6 +1,7 @@
 """The record of a run survives what happens to runs."""
 
 import math
+from contextlib import closing
 
 import pytest
 
@@ -44,7 +45,8 @@ STARTED = StatusChange(step=0, status="started", message="on 8 devices", elapsed
 
 def write(path, *measurements, after_step=None):
     """Append `measurements` to the record in the folder `path`."""
-    with MeasurementLog(RunFolder(path=path).measurements, after_step=after_step) as log:
+    log = MeasurementLog(RunFolder(path=path).measurements, after_step=after_step)
+    with closing(log):
         for measurement in measurements:
             log.append(measurement)
 
@@ -86,7 +88,7 @@ def test_resuming_removes_what_will_be_measured_again(tmp_path):
     """No step stands twice in the record of a resumed run."""
     write(tmp_path, STARTED, update(1), update(2), update(3), EVALUATION, update(4))
 
-    with MeasurementLog(RunFolder(path=tmp_path).measurements, after_step=2) as log:
+    with closing(MeasurementLog(RunFolder(path=tmp_path).measurements, after_step=2)) as log:
         elapsed = log.elapsed_seconds
 
     assert RunRecord.load(tmp_path).measurements == (STARTED, update(1), update(2))

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def write_run(folder: Path, accuracies: list[float], *, diverged: bool = False) 
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(EXAMPLE.read_text())
     documents.save(prediction(8, 0.004), folder / "prediction.json")
-    with MeasurementLog(folder / "measurements.jsonl") as log:
+    with closing(MeasurementLog(folder / "measurements.jsonl")) as log:
         for epoch, accuracy in enumerate(accuracies, start=1):
             step, seconds = 10 * epoch, 0.05 * epoch
             log.append(

@@ -170,7 +170,7 @@ def test_no_operation_beats_the_chip(operation: Operation, chip, factor: float):
     assert operation_time(operation, better).seconds <= seconds
 
 
-GEMM_LEDGER = Path("/work/shared/ledger/gemm_rates.csv")
+GEMM_LEDGER = Path(__file__).parents[2] / "shared" / "ledger" / "gemm_rates.csv"
 
 
 @pytest.mark.skipif(not GEMM_LEDGER.exists(), reason="the ledger of measurements is not here")

@@ -10,7 +10,7 @@ from scalejax.hardware.catalogue import (
     load_chip,
     load_cluster,
 )
-from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType
+from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType, Residuals
 from scalejax.hardware.cluster import (
     Cluster,
     CollectiveMethod,
@@ -29,6 +29,7 @@ __all__ = [
     "Link",
     "Network",
     "RateType",
+    "Residuals",
     "chip_names",
     "cluster_names",
     "load_chip",

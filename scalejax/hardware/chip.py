@@ -52,6 +52,11 @@ class Attainable:
     """Share of peak memory bandwidth that streaming reaches."""
     launch_seconds: float
     """Time from the end of one operation of a program to the start of the next."""
+    contention_fraction: float = 0.0
+    """Share of its speed that compute loses while a collective runs beside it: both use the
+    multiprocessors and the memory."""
+    step_overhead_seconds: float = 0.0
+    """Time of a step that is in none of its operations: the host's work that devices wait for."""
 
     def __post_init__(self) -> None:
         for name in ("matmul_fraction", "convolution_fraction", "memory_fraction"):
@@ -60,6 +65,27 @@ class Attainable:
                 raise ConfigError(refusal(name, fraction, "it must be above 0 and at most 1"))
         require_at_least("matmul_ramp_seconds", self.matmul_ramp_seconds, 0)
         require_at_least("launch_seconds", self.launch_seconds, 0)
+        require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
+        if not 0 <= self.contention_fraction < 1:
+            accepted = "it must be at least 0 and below 1"
+            raise ConfigError(refusal("contention_fraction", self.contention_fraction, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residuals:
+    """How far measured times lie from those of the fits: standard deviations of their logarithms,
+    so that 0.1 is about 10 %."""
+
+    compute: float
+    """Of operations that arithmetic limits."""
+    memory: float
+    """Of operations that memory bandwidth limits."""
+    launch: float
+    """Of the time between operations and around the step."""
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "memory", "launch"):
+            require_at_least(f"residuals.{name}", getattr(self, name), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +108,8 @@ class Chip:
     """Device memory that driver, communication library and allocator keep for themselves."""
     cuda: CudaArchitecture | None = None
     """What a compiler must know; None if it is no NVIDIA GPU."""
+    residuals: Residuals | None = None
+    """How far off the attainable rates are; None if they were fitted to nothing."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name."""
 

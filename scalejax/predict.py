@@ -1,16 +1,29 @@
 """Predictions: a program on a cluster, in seconds, samples per second, MFU and memory.
 
-Arithmetic on plain data; knows no JAX. What is not modelled yet is in the waterfall as None.
+Arithmetic on plain data; knows no JAX. What is unknown is in the waterfall as None.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from scalejax import metrics
-from scalejax.cost import Timeline, memory_verdict, timeline
+from scalejax.cost import (
+    NOMINAL,
+    Band,
+    RunTerms,
+    Scales,
+    StepTerms,
+    Timeline,
+    WhatIf,
+    band,
+    memory_verdict,
+    residuals,
+    run_terms,
+    step_terms,
+)
 from scalejax.errors import ConfigError, DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.layout import AXES, BATCH_AXES
@@ -19,8 +32,10 @@ from scalejax.units import TFLOP
 
 Scaling = Literal["weak", "strong"]
 
-NOT_MODELLED = ("input", "stragglers", "checkpoints", "failures")
-"""Terms of the waterfall that are unknown, and therefore not in any step time."""
+STEP_CONDITIONS = ("stragglers", "input")
+"""Terms of the waterfall that are part of a step where the conditions of the run are known."""
+RUN_CONDITIONS = ("checkpoints", "failures")
+"""Terms of the waterfall that a run takes beside its steps, as time for each step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +56,13 @@ class Prediction:
     """Samples per step on each device; those along axes that do not divide the batch share
     theirs. None if the program does not say how it divides a batch."""
     step_seconds: float
-    """Time of one step."""
+    """Time of one step: the median of what is expected."""
     steps_per_epoch: int | None
     """Steps in one pass over the data."""
     epoch_seconds: float | None
     """Time of one pass over the data, evaluation not counted."""
     run_seconds: float | None
-    """Time of all epochs."""
+    """Time of all epochs, with checkpoints and failures where `goodput` is known."""
     samples_per_second: float | None
     """Samples trained per second over all devices."""
     tokens_per_second: float | None
@@ -63,13 +78,22 @@ class Prediction:
     fits: bool
     """Whether the program fits into it."""
     waterfall: tuple[tuple[str, float | None], ...]
-    """(term, seconds), adding up to `step_seconds`; None for what is not modelled."""
+    """(term, seconds); None for what is unknown. All but `RUN_CONDITIONS` add up to
+    `step_seconds`; those come on top of each step."""
     communication_seconds: float
     """Time that collectives take per step, whether compute hides them or not."""
     backend: str
     """Whose schedule was costed: "cuda", "cpu", "tpu", "closed_form"."""
     notes: tuple[str, ...]
     """What a reader must know to trust the figures as far as they go."""
+    p10_step_seconds: float | None = None
+    """Time of one step that is undercut once in ten times; None if the fits behind it were
+    compared with nothing."""
+    p90_step_seconds: float | None = None
+    """Time of one step that is exceeded once in ten times; None likewise."""
+    goodput: float | None = None
+    """Share of the run's time that goes into steps that count, 0..1, as far as checkpoints and
+    failures are known; None if neither is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +132,20 @@ def predict(
         ConfigError: if an epoch is shorter than a batch.
     """
     _require_devices(program, cluster)
-    times = timeline(program, cluster)
+    what_if = WhatIf(program)
+
+    def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
+        times = what_if.timeline(cluster, scales)
+        terms = step_terms(program, cluster, times.step_seconds)
+        added = (terms.stragglers_seconds or 0.0, terms.input_seconds or 0.0)
+        return times, terms, math.fsum((times.step_seconds, *added))
+
+    times, conditions, step_seconds = step(NOMINAL)
     memory = memory_verdict(program.memory, cluster.chip)
-    step_seconds = times.step_seconds
     if not step_seconds > 0:
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
+    spread = _band(program, cluster, lambda scales: step(scales)[-1])
+    losses = run_terms(program, cluster, step_seconds)
     steps = epoch_seconds = None
     if train_examples is not None and program.global_batch is not None:
         steps = metrics.steps_per_epoch(train_examples, program.global_batch)
@@ -131,9 +164,12 @@ def predict(
         global_batch=program.global_batch,
         per_device_batch=_per_device_batch(program),
         step_seconds=step_seconds,
+        p10_step_seconds=spread and spread.p10_seconds,
+        p90_step_seconds=spread and spread.p90_seconds,
         steps_per_epoch=steps,
         epoch_seconds=epoch_seconds,
-        run_seconds=None if epoch_seconds is None or epochs is None else epochs * epoch_seconds,
+        run_seconds=_run_seconds(epoch_seconds, epochs, losses),
+        goodput=losses.goodput,
         samples_per_second=samples,
         tokens_per_second=tokens,
         mfu=_mfu(program, cluster.chip, matmul_type, step_seconds),
@@ -141,10 +177,10 @@ def predict(
         peak_memory_bytes=memory.peak_bytes,
         memory_bytes=memory.memory_bytes,
         fits=memory.fits,
-        waterfall=_waterfall(times),
+        waterfall=_waterfall(times, conditions, losses),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
-        notes=_notes(program, cluster.chip, matmul_type),
+        notes=_notes(program, cluster, matmul_type, has_band=spread is not None),
     )
 
 
@@ -193,16 +229,41 @@ def _require_devices(program: Program, cluster: Cluster) -> None:
         )
 
 
-def _waterfall(times: Timeline) -> tuple[tuple[str, float | None], ...]:
+def _band(
+    program: Program, cluster: Cluster, step_seconds: Callable[[Scales], float]
+) -> Band | None:
+    """The range of step times that the residuals of the fits leave; None if they are unknown."""
+    communicates = any(item.collective is not None for item, _ in program.walk())
+    deviations = residuals(cluster, communicates=communicates)
+    if deviations is None or cluster.chip.residuals is None:
+        return None
+    return band(step_seconds, deviations, cluster.chip.residuals.step)
+
+
+def _run_seconds(epoch_seconds: float | None, epochs: int | None, losses: RunTerms) -> float | None:
+    if epoch_seconds is None or epochs is None:
+        return None
+    return epochs * epoch_seconds / (1.0 if losses.goodput is None else losses.goodput)
+
+
+def _waterfall(
+    times: Timeline, conditions: StepTerms, losses: RunTerms
+) -> tuple[tuple[str, float | None], ...]:
+    """The terms in the order in which they were added; those that a chip lacks stay out."""
     exchanges = tuple(
         (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in times.exposed
     )
+    optional = (("contention", times.contention_seconds), ("overhead", times.overhead_seconds))
+    of_step = (conditions.stragglers_seconds, conditions.input_seconds)
+    of_run = (losses.checkpoints_seconds, losses.failures_seconds)
     return (
         ("compute", times.compute_seconds),
         ("memory", times.memory_seconds),
         ("launch", times.launch_seconds),
         *exchanges,
-        *((name, None) for name in NOT_MODELLED),
+        *((name, seconds) for name, seconds in optional if seconds),
+        *zip(STEP_CONDITIONS, of_step, strict=True),
+        *zip(RUN_CONDITIONS, of_run, strict=True),
     )
 
 
@@ -224,7 +285,10 @@ def _mfu(
     return metrics.mfu(program.model_flop, step_seconds, program.device_count, peak)
 
 
-def _notes(program: Program, chip: Chip, matmul_type: RateType | None) -> tuple[str, ...]:
+def _notes(
+    program: Program, cluster: Cluster, matmul_type: RateType | None, *, has_band: bool
+) -> tuple[str, ...]:
+    chip = cluster.chip
     notes = []
     if program.backend == "cpu":
         notes.append(
@@ -240,5 +304,8 @@ def _notes(program: Program, chip: Chip, matmul_type: RateType | None) -> tuple[
     if matmul_type is not None:
         peak = chip.peak_flop_per_second[matmul_type]
         notes.append(f"MFU against the {matmul_type} peak, {peak / TFLOP:g} TFLOP/s")
-    notes.append(f"{chip.name}: attainable rates are uncalibrated")
+    if chip.residuals is None:
+        notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
+    elif not has_band:
+        notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)

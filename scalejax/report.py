@@ -170,8 +170,9 @@ def _add_studies(page: _Page, studies: Sequence[ScalingPrediction]) -> None:
     page.add(
         "<p>Computed from the program that the compiler made of the training step for each "
         "number of devices, and from the figures of the hardware. Nothing here was measured. "
-        "Terms that are not modelled (waiting for input, stragglers, checkpoints, failures) are "
-        "left out of every time.</p>"
+        "Terms that are not known (waiting for input, stragglers, checkpoints, failures) are "
+        "left out of every time. One step in ten should be faster than p10, one slower than "
+        "p90.</p>"
     )
     if any(len(study.predictions) > 1 for study in studies):
         page.add_chart(
@@ -200,6 +201,8 @@ def _add_study(page: _Page, study: ScalingPrediction) -> None:
             "devices",
             "global batch",
             "step",
+            "p10",
+            "p90",
             "epoch",
             "run",
             "samples/s",
@@ -237,6 +240,8 @@ def _study_row(each: Prediction, kept: float) -> list[str]:
         f"{each.device_count:,}",
         UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
         format_seconds(each.step_seconds),
+        format_seconds(each.p10_step_seconds),
+        format_seconds(each.p90_step_seconds),
         format_seconds(each.epoch_seconds),
         format_seconds(each.run_seconds),
         format_count(each.samples_per_second),

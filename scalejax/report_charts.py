@@ -4,6 +4,7 @@ Knows runs and predictions, and how each chart shows them; nothing of the page a
 Colours of text and grid are left to the page, which knows whether it is light or dark.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -136,7 +137,7 @@ def time_split(study: ScalingPrediction) -> Spec:
             "part": name,
             "order": names.index(name),
             "milliseconds": seconds * _MS,
-            "share": seconds / each.step_seconds,
+            "share": seconds / math.fsum(term for _, term in each.waterfall if term is not None),
         }
         for each in study.predictions
         for name, seconds in each.waterfall
@@ -245,8 +246,8 @@ def _devices() -> alt.X:
 
 def _part_color(part: str) -> str:
     """The same part has the same colour in every chart; communication is red or purple."""
-    known = {"compute": 0, "memory": 1, "launch": 2, "communication data": 3}
-    return PALETTE[known.get(part, 4 + len(part) % 4)]
+    known = ("compute", "memory", "launch", "communication data", "", "contention", "overhead")
+    return PALETTE[known.index(part) if part in known else 4 + len(part) % 4]
 
 
 def _color(

@@ -4,6 +4,7 @@ Knows how to word and align figures, and computes none. Each function gives the 
 in order.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -90,6 +91,8 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
             {True: "yes", False: "NO", None: UNKNOWN}[each.fits],
         )
     yield table
+    if any(each.p10_step_seconds or each.goodput for each in prediction.predictions):
+        yield ranges(prediction.predictions)
     yield time_split(prediction.predictions)
     yield (
         "Efficiency is relative to the fewest devices. A device has "
@@ -98,14 +101,32 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     yield notes(prediction.predictions)
 
 
+def ranges(predictions: Sequence[Prediction]) -> Table:
+    """How far off each step time may be, and what a run loses to checkpoints and failures."""
+    table = figures("devices", "step p10", "p50", "p90", "goodput")
+    for each in predictions:
+        table.add_row(
+            str(each.device_count),
+            format_seconds(each.p10_step_seconds),
+            format_seconds(each.step_seconds),
+            format_seconds(each.p90_step_seconds),
+            format_fraction(each.goodput),
+        )
+    return table
+
+
 def time_split(predictions: Sequence[Prediction]) -> Table:
-    """The share of each term in the time of a step; terms that are unknown stay out."""
+    """The share of each term in the time of a step, with what the run takes beside it.
+
+    Terms that are unknown stay out.
+    """
     names = waterfall_terms(predictions)
     table = figures("devices", *names)
     for each in predictions:
         seconds = dict(each.waterfall)
         # A term that is not named took no time; one that is not known is named, and None.
-        shares = [_share(seconds.get(name, 0.0), each.step_seconds) for name in names]
+        whole = math.fsum(term for term in seconds.values() if term is not None)
+        shares = [_share(seconds.get(name, 0.0), whole) for name in names]
         table.add_row(str(each.device_count), *shares)
     return table
 

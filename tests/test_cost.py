@@ -1,6 +1,7 @@
 """Cost of operations, their overlap, and memory: by hand and by property."""
 
 import csv
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,18 @@ from hardware_cases import CHIP, cluster_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.cost import collective_seconds, memory_verdict, operation_time, timeline
+from scalejax.cost import (
+    WhatIf,
+    band,
+    collective_seconds,
+    memory_verdict,
+    operation_time,
+    residuals,
+    timeline,
+)
 from scalejax.cost.compute import channel_use
 from scalejax.errors import ConfigError
-from scalejax.hardware import load_chip, load_cluster
+from scalejax.hardware import Residuals, load_chip, load_cluster
 from scalejax.program import (
     Collective,
     DeviceGroup,
@@ -329,15 +338,18 @@ def _unrolled(items: tuple[Operation | Loop, ...]) -> list[Operation]:
     return flat
 
 
-@given(schedules())
-def test_a_loop_costs_what_its_unrolled_iterations_do(items: tuple[Operation | Loop, ...]):
-    """Stopping at the steady state loses nothing."""
+@given(schedules(), st.sampled_from([0.0, 0.1, 0.7]))
+def test_a_loop_costs_what_its_unrolled_iterations_do(
+    items: tuple[Operation | Loop, ...], contention: float
+):
+    """Stopping at the steady state loses nothing, with contention or without."""
+    cluster = contended(contention)
     flat = _unrolled(items)
     names = {item.name for item in flat if item.collective is not None}
     flat = [item for item in flat if item.waits_for is None or item.waits_for in names]
 
-    assert timeline(program_of(*items), PAPER).step_seconds == pytest.approx(
-        timeline(program_of(*flat), PAPER).step_seconds, rel=1e-9
+    assert timeline(program_of(*items), cluster).step_seconds == pytest.approx(
+        timeline(program_of(*flat), cluster).step_seconds, rel=1e-9
     )
 
 
@@ -358,6 +370,104 @@ def test_a_step_is_between_perfect_overlap_and_none(
     total = times.device_seconds + times.communication_seconds
     assert longest * (1 - 1e-9) <= times.step_seconds <= total * (1 + 1e-9)
     assert timeline(program, faster).step_seconds <= times.step_seconds * (1 + 1e-9)
+
+
+# --- contention and overhead ---------------------------------------------------------------
+
+
+def contended(fraction: float):
+    """Paper, where compute loses so much of its speed beside a collective."""
+    chip = replace(CHIP, attainable=replace(ATTAINABLE, contention_fraction=fraction))
+    return cluster_of(chip=chip)
+
+
+def test_compute_is_slower_while_a_collective_is_under_way():
+    """8 ms beside 5 ms of gathering at 4/5 speed: 4 ms of it by then, 4 ms after; 9 in all."""
+    program = program_of(gather("g", 5), matmul("m", 8), wait("g"))
+
+    times = timeline(program, contended(0.2))
+
+    assert times.step_seconds == pytest.approx(9e-3)
+    assert times.compute_seconds == pytest.approx(8e-3)
+    assert times.contention_seconds == pytest.approx(1e-3)
+
+
+def test_compute_that_is_hidden_within_a_collective_is_slow_throughout():
+    """4 ms at 4/5 speed are 5 ms; the gather of 7 ms leaves 2 ms to wait for."""
+    program = program_of(gather("g", 7), matmul("m", 4), wait("g"))
+
+    times = timeline(program, contended(0.2))
+
+    assert times.contention_seconds == pytest.approx(1e-3)
+    assert times.exposed_seconds == pytest.approx(2e-3)
+    assert times.step_seconds == pytest.approx(7e-3)
+
+
+def test_overhead_of_the_step_is_added_once():
+    """It is the host's, whatever the operations."""
+    chip = replace(CHIP, attainable=replace(ATTAINABLE, step_overhead_seconds=2e-3))
+    program = program_of(matmul("m", 1), matmul("n", 1))
+
+    times = timeline(program, cluster_of(chip=chip))
+
+    assert times.overhead_seconds == 2e-3
+    assert times.step_seconds == pytest.approx(4e-3)
+
+
+# --- uncertainty ---------------------------------------------------------------------------
+
+
+def test_a_step_of_one_class_is_as_uncertain_as_that_class():
+    """A tenth in the logarithm: 1.2816 tenths to either side; the other classes are not in it."""
+    what_if = WhatIf(program_of(matmul("m", 10)))
+
+    spread = band(
+        lambda scales: what_if.timeline(PAPER, scales).step_seconds,
+        {"compute": 0.1, "memory": 0.5, "launch": 0.5, "communication": 0.5},
+    )
+
+    assert spread.p90_seconds == pytest.approx(10e-3 * math.exp(0.12816), rel=1e-4)
+    assert spread.p10_seconds == pytest.approx(10e-3 * math.exp(-0.12816), rel=1e-4)
+
+
+def test_independent_classes_add_in_quadrature():
+    """Half compute and half memory, each off by z tenths: half of sqrt(2) of that, about."""
+    what_if = WhatIf(program_of(matmul("m", 5), fusion("f", 5)))
+
+    spread = band(
+        lambda scales: what_if.timeline(PAPER, scales).step_seconds,
+        {"compute": 0.01, "memory": 0.01},
+        step_deviation=0.01,
+    )
+
+    expected = 0.012816 * math.sqrt(0.5**2 + 0.5**2 + 1)
+    assert math.log(spread.p90_seconds / 10e-3) == pytest.approx(expected, rel=0.01)
+
+
+def test_what_is_hidden_today_may_be_exposed_tomorrow():
+    """9 ms of gathering behind 10 of work: slower links count above the median, not below."""
+    what_if = WhatIf(program_of(gather("g", 9), matmul("m", 10), wait("g")))
+
+    spread = band(
+        lambda scales: what_if.timeline(PAPER, scales).step_seconds, {"communication": 0.2}
+    )
+
+    assert spread.p10_seconds == pytest.approx(10e-3)
+    assert spread.p90_seconds == pytest.approx(9e-3 * math.exp(0.2 * 1.2816), rel=1e-3)
+
+
+def test_residuals_are_unknown_where_nothing_was_fitted():
+    """Of the library only where something is exchanged."""
+    fitted = replace(CHIP, residuals=Residuals(compute=0.1, memory=0.2, launch=0.3))
+
+    assert residuals(PAPER, communicates=False) is None
+    assert residuals(cluster_of(chip=fitted), communicates=True) is None
+    assert residuals(cluster_of(chip=fitted), communicates=False) == {
+        "compute": 0.1,
+        "memory": 0.2,
+        "launch": 0.3,
+        "communication": 0.0,
+    }
 
 
 # --- memory, and a whole step by hand ------------------------------------------------------

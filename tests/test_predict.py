@@ -9,9 +9,10 @@ from hardware_cases import CHIP, cluster_of
 
 from scalejax import documents
 from scalejax.errors import ConfigError, DoesNotFit
-from scalejax.hardware import load_cluster
+from scalejax.hardware import Residuals, load_cluster
 from scalejax.predict import (
-    NOT_MODELLED,
+    RUN_CONDITIONS,
+    STEP_CONDITIONS,
     Prediction,
     ScalingPrediction,
     predict,
@@ -76,9 +77,30 @@ def test_waterfall_adds_up_to_the_step():
     assert terms["compute"] == pytest.approx(1e-3)
     assert terms["memory"] == pytest.approx(1e-3)
     assert terms["communication data"] == pytest.approx(1.764e-3)
-    assert all(terms[name] is None for name in NOT_MODELLED)
+    assert all(terms[name] is None for name in (*STEP_CONDITIONS, *RUN_CONDITIONS))
     known = [seconds for seconds in terms.values() if seconds is not None]
     assert math.fsum(known) == predicted.step_seconds
+
+
+def test_bands_surround_the_median():
+    """A tenth on each class of the fits; without fits there is no band, and a note says so."""
+    fitted = replace(CHIP, residuals=Residuals(compute=0.1, memory=0.1, launch=0.1))
+    library = replace(PAPER.library, residual=0.1)
+
+    known = predict(data_parallel(8), cluster_of(chip=fitted, library=library))
+    unknown = predict(data_parallel(8), PAPER)
+    half_known = predict(data_parallel(8), cluster_of(chip=fitted))
+
+    assert known.p10_step_seconds is not None
+    assert known.p90_step_seconds is not None
+    # 1, 1 and 1.764 ms of 3.764, each off by 1.2816 tenths
+    share = math.hypot(1, 1, 1.764) / 3.764
+    expected = known.step_seconds * math.exp(0.12816 * share)
+    assert known.p90_step_seconds == pytest.approx(expected, rel=0.01)
+    assert known.p10_step_seconds < known.step_seconds
+    assert (unknown.p10_step_seconds, half_known.p90_step_seconds) == (None, None)
+    assert "paper: attainable rates are uncalibrated, so no p10 and p90" in unknown.notes
+    assert "Rings: uncalibrated, so no p10 and p90" in half_known.notes
 
 
 def test_unknown_is_none():

@@ -31,6 +31,18 @@ def test_hidden_communication_is_zero_and_unknown_is_not_shown():
     assert rows[2].split() == ["16", "90.0", "%", "10.0", "%"]
 
 
+def test_bands_are_shown_where_they_are_known():
+    """A fifth below and a quarter above 200 ms; no table where all is unknown."""
+    known = scaling_prediction([prediction(8, 0.2)], "weak", "title")
+    bare = replace(prediction(8, 0.2), p10_step_seconds=None, p90_step_seconds=None)
+    unknown = scaling_prediction([bare], "weak", "title")
+
+    assert ["8", "160", "ms", "200", "ms", "250", "ms", "n/a"] in [
+        line.split() for line in printed(*tables.scaling(known)).splitlines()
+    ]
+    assert "p10" not in printed(*tables.scaling(unknown))
+
+
 def test_what_does_not_fit_is_loud():
     """20 GiB on a device of 16."""
     study = scaling_prediction([prediction(8, 0.2, used_gib=20.0)], "weak", "title")

@@ -3,14 +3,26 @@
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
-from scalejax.cost.timeline import Timeline, timeline
+from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
+from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline
+from scalejax.cost.uncertainty import Band, band, residuals
 
 __all__ = [
+    "NOMINAL",
+    "Band",
     "MemoryVerdict",
     "OperationTime",
+    "RunTerms",
+    "Scales",
+    "StepTerms",
     "Timeline",
+    "WhatIf",
+    "band",
     "collective_seconds",
     "memory_verdict",
     "operation_time",
+    "residuals",
+    "run_terms",
+    "step_terms",
     "timeline",
 ]

@@ -1,33 +1,50 @@
-"""A step walked in schedule order on two streams: one computes, the other communicates.
+"""Where the time of one step goes: its operations costed, then walked on two streams.
 
-Compute operations follow one another. An asynchronous collective starts when compute reaches
-it and the collectives before it are done; compute goes on, and stands still at the `wait` only
-for what is left. A synchronous collective holds up compute from start to end.
-
-Left out: compute slows by a few per cent while both streams are busy, and collectives of
-different groups could overlap each other.
+`WhatIf` keeps a program ready to be costed on many clusters; `timeline` costs it once. Left
+out: collectives of different groups could overlap each other (see `streams`).
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import operation_time
-from scalejax.errors import ConfigError
-from scalejax.hardware import Cluster
-from scalejax.program import Collective, Loop, Operation, Program
+from scalejax.cost.schedule import Schedule
+from scalejax.cost.streams import Streams
+from scalejax.hardware import Chip, Cluster
+from scalejax.program import Program
 
 Axes = tuple[str, ...]
 """Mesh axes that a collective spans."""
 
-_SAME_SECONDS = 1e-12  # two iterations alike to a picosecond are alike
+_CHIPS_KEPT = 64  # operation times of so many chips are kept: 100 kB each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Factors on the times of each class of cost: what a step would take if they were off."""
+
+    compute: float = 1.0
+    """Operations that arithmetic limits."""
+    memory: float = 1.0
+    """Operations that memory bandwidth limits."""
+    launch: float = 1.0
+    """Gaps between operations, and the overhead of a step."""
+    communication: float = 1.0
+    """Collectives."""
+
+
+NOMINAL = Scales()
+"""All as the model has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where the time of one step goes; the first four terms add up to it."""
+    """Where the time of one step goes; its parts add up to `step_seconds`."""
 
     compute_seconds: float
     """Time of the operations that arithmetic limits."""
@@ -35,8 +52,14 @@ class Timeline:
     """Time of the operations that memory bandwidth limits."""
     launch_seconds: float
     """Time between operations."""
+    contention_seconds: float
+    """Time that compute lost because it ran beside collectives."""
+    exposed_by_name: tuple[tuple[str, float], ...]
+    """Time that compute stood still for each collective, by the compiler's name for it."""
     exposed: tuple[tuple[Axes, float], ...]
-    """Time that compute stood still for collectives, by the mesh axes they span."""
+    """The same by the mesh axes that the collectives span."""
+    overhead_seconds: float
+    """Time of the step that is in none of its operations."""
     communication_seconds: float
     """Time that collectives took, hidden or not."""
 
@@ -48,7 +71,14 @@ class Timeline:
     @property
     def device_seconds(self) -> float:
         """Time of a step in which all collectives were free."""
-        return math.fsum((self.compute_seconds, self.memory_seconds, self.launch_seconds))
+        return math.fsum(
+            (
+                self.compute_seconds,
+                self.memory_seconds,
+                self.launch_seconds,
+                self.overhead_seconds,
+            )
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -58,6 +88,8 @@ class Timeline:
                 self.compute_seconds,
                 self.memory_seconds,
                 self.launch_seconds,
+                self.contention_seconds,
+                self.overhead_seconds,
                 *(seconds for _, seconds in self.exposed),
             )
         )
@@ -70,107 +102,92 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
         ConfigError: if an operation waits for a collective that the program does not hold.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
-    _require_known_waits(program)
-    walk = _Walk(cluster)
-    walk.run(program.operations)
-    walk.drain()
-    return Timeline(
-        compute_seconds=walk.busy["compute"],
-        memory_seconds=walk.busy["memory"],
-        launch_seconds=walk.busy["launch"],
-        exposed=tuple(sorted(walk.exposed.items())),
-        communication_seconds=walk.busy["communication"],
-    )
+    return WhatIf(program).timeline(cluster)
 
 
-def _require_known_waits(program: Program) -> None:
-    started = {item.name for item, _ in program.walk() if item.collective is not None}
-    for item, _ in program.walk():
-        if item.waits_for is not None and item.waits_for not in started:
-            raise ConfigError(
-                f"program {program.name!r}: {item.name} waits for {item.waits_for!r}, "
-                "which is no collective of it."
-            )
+@dataclass(frozen=True, slots=True)
+class _ChipTimes:
+    """Times of the distinct operations of a program on one chip, shape (operations,)."""
+
+    chip: Chip
+    is_compute_bound: NDArray[np.bool_]
+    busy_seconds: NDArray[np.float64]
+    launch_seconds: NDArray[np.float64]
 
 
-class _Walk:
-    """The two streams at one moment: what was done, and what is under way."""
+class WhatIf:
+    """One program, costed on any number of clusters without reading it again.
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.busy: dict[str, float] = defaultdict(float)
-        self.exposed: dict[Axes, float] = defaultdict(float)
-        self.now = 0.0  # where compute stands, iterations that were not walked left out
-        self.idle_from = 0.0  # when the communication stream is free
-        self.finish: dict[str, float] = {}  # when each collective is done
-        self.axes: dict[str, Axes] = {}
+    Clusters made from each other by `dataclasses.replace` share what they did not replace: the
+    times of operations are computed once for each `Chip` object.
+    """
 
-    def run(self, operations: Iterable[Operation | Loop]) -> None:
-        for item in operations:
-            if isinstance(item, Loop):
-                self._loop(item)
-            elif item.collective is not None:
-                self._communicate(item.name, item.collective)
-            elif item.waits_for is not None:
-                # Not started yet: the first iteration of a loop whose collectives run ahead.
-                self._wait(item.waits_for, self.finish.get(item.waits_for, self.now))
-            elif item.kind != "wait":
-                self._compute(item)
+    def __init__(self, program: Program) -> None:
+        """Make `program` ready.
 
-    def drain(self) -> None:
-        """Wait for what is still under way at the end of the step, in the order it ends."""
-        for name, finish in sorted(self.finish.items(), key=lambda entry: entry[1]):
-            self._wait(name, finish)
-
-    def _compute(self, operation: Operation) -> None:
-        time = operation_time(operation, self.cluster.chip)
-        self.busy[time.bound] += time.busy_seconds
-        self.busy["launch"] += time.launch_seconds
-        self.now += time.seconds
-
-    def _communicate(self, name: str, collective: Collective) -> None:
-        seconds = collective_seconds(collective, self.cluster)
-        self.busy["communication"] += seconds
-        self.idle_from = max(self.now, self.idle_from) + seconds
-        self.finish[name] = self.idle_from
-        self.axes[name] = collective.group.axes
-        if not collective.is_async:
-            self._wait(name, self.idle_from)
-
-    def _wait(self, name: str, finish: float) -> None:
-        if finish > self.now:
-            self.exposed[self.axes[name]] += finish - self.now
-            self.now = finish
-
-    def _loop(self, loop: Loop) -> None:
-        """Walk iterations until one leaves the streams as it found them; the rest are alike."""
-        for done in range(1, loop.trip_count + 1):
-            lags = self._lags()
-            busy, exposed = dict(self.busy), dict(self.exposed)
-            self.run(loop.body)
-            if _alike(lags, self._lags()):
-                rest = loop.trip_count - done  # adds to the totals; the streams see lags alone
-                _add_difference(self.busy, busy, rest)
-                _add_difference(self.exposed, exposed, rest)
-                return
-
-    def _lags(self) -> dict[str, float]:
-        """How long after compute each collective under way will end: all that the future sees.
-
-        The stream itself is free when the last of them ends.
+        Raises:
+            ConfigError: if an operation waits for a collective that the program does not hold.
         """
-        return {
-            name: finish - self.now for name, finish in self.finish.items() if finish > self.now
-        }
+        self.schedule = Schedule(program)
+        """What is costed."""
+        self._chips: dict[int, _ChipTimes] = {}
 
+    def timeline(self, cluster: Cluster, scales: Scales = NOMINAL) -> Timeline:
+        """Where the time of a step goes on `cluster`.
 
-def _alike(before: dict[str, float], after: dict[str, float]) -> bool:
-    return all(
-        abs(before.get(name, 0.0) - after.get(name, 0.0)) < _SAME_SECONDS
-        for name in before.keys() | after.keys()
-    )
+        Args:
+            cluster: the hardware.
+            scales: by how much the times of each class of cost are off.
 
+        Raises:
+            DoesNotFit: if a collective spans nodes that no network joins.
+        """
+        schedule, attainable = self.schedule, cluster.chip.attainable
+        times = self._chip_times(cluster.chip)
+        factors = np.where(times.is_compute_bound, scales.compute, scales.memory)
+        busy = times.busy_seconds * factors
+        launch = times.launch_seconds * scales.launch
+        exchanges = [
+            scales.communication * collective_seconds(each, cluster)
+            for each in schedule.collectives
+        ]
+        streams = Streams(
+            schedule.segment_seconds(busy + launch).tolist(),
+            exchanges,
+            attainable.contention_fraction,
+        )
+        streams.run(schedule.events)
+        streams.drain()
+        total = busy * schedule.operation_runs
+        return Timeline(
+            compute_seconds=float(total[times.is_compute_bound].sum()),
+            memory_seconds=float(total[~times.is_compute_bound].sum()),
+            launch_seconds=float(launch @ schedule.operation_runs),
+            contention_seconds=streams.contention_seconds,
+            exposed_by_name=tuple(streams.exposed.items()),
+            exposed=self._by_axes(streams.exposed),
+            overhead_seconds=attainable.step_overhead_seconds * scales.launch,
+            communication_seconds=float(np.dot(exchanges, schedule.collective_runs)),
+        )
 
-def _add_difference(total: dict, before: dict, times: int) -> None:
-    for key, value in total.items():
-        total[key] = value + times * (value - before.get(key, 0.0))
+    def _chip_times(self, chip: Chip) -> _ChipTimes:
+        known = self._chips.get(id(chip))
+        if known is not None:
+            return known
+        if len(self._chips) >= _CHIPS_KEPT:
+            self._chips.pop(next(iter(self._chips)))
+        times = [operation_time(operation, chip) for operation in self.schedule.operations]
+        # The chip is kept with its times, so that no other object can get its id.
+        self._chips[id(chip)] = _ChipTimes(
+            chip,
+            np.array([time.bound == "compute" for time in times], bool),
+            np.array([time.busy_seconds for time in times], float),
+            np.array([time.launch_seconds for time in times], float),
+        )
+        return self._chips[id(chip)]
+
+    def _by_axes(self, exposed: dict[str, float]) -> tuple[tuple[Axes, float], ...]:
+        by_axes: dict[Axes, float] = defaultdict(float)
+        for name, seconds in exposed.items():
+            by_axes[self.schedule.axes[name]] += seconds
+        return tuple(sorted(by_axes.items()))

@@ -18,6 +18,7 @@ from scalejax.hardware.cluster import (
     Link,
     Network,
 )
+from scalejax.hardware.conditions import RunConditions
 
 __all__ = [
     "Attainable",
@@ -30,6 +31,7 @@ __all__ = [
     "Network",
     "RateType",
     "Residuals",
+    "RunConditions",
     "chip_names",
     "cluster_names",
     "load_chip",

@@ -82,9 +82,11 @@ class Residuals:
     """Of operations that memory bandwidth limits."""
     launch: float
     """Of the time between operations and around the step."""
+    step: float = 0.0
+    """Of whole steps, beyond what the other three explain."""
 
     def __post_init__(self) -> None:
-        for name in ("compute", "memory", "launch"):
+        for name in ("compute", "memory", "launch", "step"):
             require_at_least(f"residuals.{name}", getattr(self, name), 0)
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware.chip import Chip
+from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
 Algorithm = Literal["ring", "tree", "halving_doubling", "nvls"]
@@ -116,6 +117,8 @@ class Cluster:
     """What joins the nodes; None if there is but one node."""
     max_device_count: int | None = None
     """Devices in all; None if it may grow."""
+    conditions: RunConditions = NO_CONDITIONS
+    """What delays runs there beside their own arithmetic."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name (chip and library have their own)."""
 

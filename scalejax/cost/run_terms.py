@@ -1,0 +1,127 @@
+"""What a step and a run take under the conditions of a site: stragglers, input, failures."""
+
+import math
+from dataclasses import dataclass
+
+from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
+from scalejax.cost.input import input_wait_seconds
+from scalejax.cost.stragglers import straggler_seconds
+from scalejax.errors import ConfigError, refusal
+from scalejax.hardware import Cluster, RunConditions
+from scalejax.layout import AXES, DATA
+from scalejax.program import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTerms:
+    """What is added to the time of a step that meets nothing; None if unknown."""
+
+    stragglers_seconds: float | None
+    """Time that devices wait for the slowest of them."""
+    input_seconds: float | None
+    """Time that they wait for their batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTerms:
+    """What checkpoints and failures take of a run, for each step that counts; None if unknown."""
+
+    checkpoints_seconds: float | None
+    """Time for checkpoints, divided among the steps between them."""
+    failures_seconds: float | None
+    """Time for lost work and restarts, divided likewise."""
+    goodput: float | None
+    """Share of the time of the run that goes into steps that count, as far as the terms above
+    are known."""
+
+
+def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepTerms:
+    """What stragglers and input add to a step of `step_seconds`."""
+    conditions = cluster.conditions
+    stragglers = wait = None
+    if conditions.step_cv is not None:
+        stragglers = straggler_seconds(step_seconds, conditions.step_cv, program.device_count)
+    if conditions.input_samples_per_second is not None and program.global_batch is not None:
+        share = min(1.0, cluster.devices_per_node / program.device_count)
+        wait = input_wait_seconds(
+            step_seconds + (stragglers or 0.0),
+            program.global_batch * share,
+            conditions.input_samples_per_second,
+        )
+    return StepTerms(stragglers_seconds=stragglers, input_seconds=wait)
+
+
+def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTerms:
+    """What checkpoints and failures add to a run of steps of `step_seconds`.
+
+    Raises:
+        ConfigError: if checkpoints come faster than storage takes them, or failures faster
+            than the run makes progress.
+    """
+    conditions = cluster.conditions
+    nodes = math.ceil(program.device_count / cluster.devices_per_node)
+    mtbf = None
+    if conditions.node_mtbf_seconds is not None:
+        mtbf = conditions.node_mtbf_seconds / nodes
+    stall = stall_seconds(program, conditions)
+    interval = conditions.checkpoint_interval_seconds
+    if interval is None and stall is not None and mtbf is not None:
+        interval = max(best_interval_seconds(stall, mtbf), _write_seconds(program, conditions))
+    if stall is None or interval is None:
+        return RunTerms(checkpoints_seconds=None, failures_seconds=None, goodput=None)
+    if interval < _write_seconds(program, conditions):
+        accepted = f"writing one takes {_write_seconds(program, conditions):.4g} s"
+        raise ConfigError(refusal("conditions.checkpoint_interval_seconds", interval, accepted))
+    checkpoints = step_seconds * stall / interval
+    if mtbf is None or conditions.restart_seconds is None:
+        left = checkpoint_goodput(interval, stall)
+        return RunTerms(checkpoints_seconds=checkpoints, failures_seconds=None, goodput=left)
+    left = goodput(interval, stall, conditions.restart_seconds, mtbf)
+    return RunTerms(
+        checkpoints_seconds=checkpoints,
+        failures_seconds=step_seconds / left - step_seconds - checkpoints,
+        goodput=left,
+    )
+
+
+def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
+    """Time that training stands still for one checkpoint; None if unknown.
+
+    Each device of one replica copies its own part of the state to its host, all at once; or,
+    where checkpoints are not written in the background, the whole waits for the storage.
+    """
+    size = checkpoint_bytes(program, conditions)
+    if size is None:
+        return None
+    if conditions.device_to_host_bytes_per_second is not None:
+        return size / state_shards(program) / conditions.device_to_host_bytes_per_second
+    if conditions.storage_bytes_per_second is not None:
+        return size / conditions.storage_bytes_per_second
+    return None
+
+
+def checkpoint_bytes(program: Program, conditions: RunConditions) -> int | None:
+    """Bytes of one checkpoint: as given, or the state that the step updates in place.
+
+    A device's buffers that are both argument and result are its parameters and its optimizer's
+    state; every shard has as many (parameters that all shards hold are counted once for each).
+    """
+    if conditions.checkpoint_bytes is not None:
+        return conditions.checkpoint_bytes
+    return program.memory.alias_bytes * state_shards(program) or None
+
+
+def state_shards(program: Program) -> int:
+    """Devices over which one replica of the state is divided: all, but for the data axis."""
+    sizes = dict(program.mesh_axes)
+    if not sizes.keys() <= set(AXES):
+        return 1
+    return program.device_count // sizes.get(DATA, 1)
+
+
+def _write_seconds(program: Program, conditions: RunConditions) -> float:
+    """Time until a checkpoint is on storage, as far as it is known."""
+    size = checkpoint_bytes(program, conditions)
+    if size is None or conditions.storage_bytes_per_second is None:
+        return 0.0
+    return size / conditions.storage_bytes_per_second

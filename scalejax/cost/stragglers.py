@@ -1,0 +1,54 @@
+"""Waiting for the slowest device: a synchronous step ends when the last of n does."""
+
+import math
+from functools import cache
+
+from scalejax.errors import require_at_least
+
+_FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a hundredth of one
+
+
+def straggler_seconds(step_seconds: float, step_cv: float, device_count: int) -> float:
+    """Time by which the slowest of n devices is later than their mean, on average.
+
+    seconds = step cv E[max of n standard normals], for steps that vary normally, each device
+    by itself. Left out: devices that are slow at every step, and those that slow down together.
+
+    Args:
+        step_seconds: mean time of a step on one device.
+        step_cv: standard deviation of it over its mean.
+        device_count: devices that wait for each other.
+
+    Raises:
+        ConfigError: if there is no device.
+    Source: order statistics, as in Chen et al. 2016, "Revisiting distributed synchronous SGD",
+        arXiv 1604.00981, section 2.
+    """
+    return step_seconds * step_cv * expected_maximum(device_count)
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Mean of the largest of `count` standard normal variables.
+
+    The integral of 1 - F^n over the positive and of -F^n over the negative numbers, F being the
+    normal distribution, by the trapezoidal rule, which is exact to rounding for functions as
+    smooth as these: 0.5642 of two, 1.5388 of ten. sqrt(2 ln n) is its limit, 39 % above for
+    ten and 11 % for 10,000.
+
+    Raises:
+        ConfigError: if `count` is below 1.
+    """
+    require_at_least("device_count", count, 1)
+    step = _FARTHEST / _INTERVALS
+    # 1 - F(x)^n on both sides of 0, less 1 on the left: at 0 itself the mean of the two.
+    right = [_at_least_one_above(i * step, count) for i in range(_INTERVALS + 1)]
+    left = [_at_least_one_above(-i * step, count) - 1 for i in range(_INTERVALS + 1)]
+    inner = math.fsum(right[1:]) + math.fsum(left[1:])
+    return step * (inner + (right[0] + left[0]) / 2)
+
+
+def _at_least_one_above(x: float, count: int) -> float:
+    """Probability that the largest of `count` standard normals is above x."""
+    above = math.erfc(x / math.sqrt(2)) / 2
+    return 1.0 if above >= 1 else -math.expm1(count * math.log1p(-above))

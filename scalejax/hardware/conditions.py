@@ -1,0 +1,47 @@
+"""What a run meets beside its own arithmetic: slow devices, slow input, checkpoints, failures.
+
+Facts of a site rather than of its hardware, so that no catalogue entry has them: a user who
+knows them writes them into the cluster file, and what is None stays unknown in every figure.
+"""
+
+from dataclasses import dataclass, fields
+
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConditions:
+    """What delays a run; None where it is not known."""
+
+    step_cv: float | None = None
+    """Standard deviation of one device's step time over its mean, from step to step."""
+    input_samples_per_second: float | None = None
+    """Samples that one node can read, decode and hand to its devices."""
+    checkpoint_bytes: int | None = None
+    """Bytes of one checkpoint, all devices together; if None, the state of the program."""
+    checkpoint_interval_seconds: float | None = None
+    """Time of training between checkpoints; if None, the best for the failures there are."""
+    storage_bytes_per_second: float | None = None
+    """Rate at which the whole run writes to storage."""
+    device_to_host_bytes_per_second: float | None = None
+    """Rate of each device to its host, for checkpoints that are written while training goes on:
+    the devices wait for this copy alone. If None, they wait for the storage."""
+    node_mtbf_seconds: float | None = None
+    """Mean time between failures of one node that end the run."""
+    restart_seconds: float | None = None
+    """Time from a failure until training goes on from the last checkpoint."""
+
+    def __post_init__(self) -> None:
+        for name in ("step_cv", "restart_seconds"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(f"conditions.{name}", value, 0)
+        for name in (field.name for field in fields(self)):
+            if name not in ("step_cv", "restart_seconds") and getattr(self, name) is not None:
+                require_above(f"conditions.{name}", getattr(self, name), 0)
+        if self.step_cv is not None and self.step_cv >= 1:
+            accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"
+            raise ConfigError(refusal("conditions.step_cv", self.step_cv, accepted))
+
+
+NO_CONDITIONS = RunConditions()
+"""Nothing is known."""

@@ -294,3 +294,27 @@ def test_large_exchanges_in_a_node_agree_with_measurements(
 
     assert len(errors) >= 6
     assert sum(map(abs, errors)) / len(errors) < tolerance
+
+
+PARAMETER_SERVER = dataclasses.replace(RING, algorithm="parameter_server")
+HOSTED = cluster_of(
+    PARAMETER_SERVER,
+    link=Link(kind="pcie", bytes_per_second=12e9, host_bytes_per_second=40e9),
+)
+
+
+def test_parameter_servers_on_every_node_by_hand():
+    """2 nodes of 8, 1 GB: 2 x 8 GB at 40 GB/s to the hosts, 2 x 1/2 GB at 10 GB/s between."""
+    seconds = collective_seconds(_exchange("all_reduce", GIGABYTE, (16, 1)), HOSTED)
+
+    assert seconds == pytest.approx(0.4 + 0.1 + 2e-6 + 20e-6)
+
+
+def test_each_link_of_few_servers_carries_all_workers():
+    """4 nodes push 1 GB each to 2 servers: 2 GB in, 2 GB out of each at 10 GB/s."""
+    two_servers = dataclasses.replace(PARAMETER_SERVER, servers=2)
+    way = group_route(((4, 8),), cluster_of(devices_per_node=1))
+
+    seconds = collectives.parameter_server_all_reduce_seconds(GIGABYTE, way, two_servers)
+
+    assert seconds == pytest.approx(2 / 100 + 0.4 + 2e-6 + 20e-6)

@@ -9,6 +9,7 @@ from scalejax.hardware.catalogue import (
     cluster_names,
     load_chip,
     load_cluster,
+    load_library,
 )
 from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType, Residuals
 from scalejax.hardware.cluster import (
@@ -36,4 +37,5 @@ __all__ = [
     "cluster_names",
     "load_chip",
     "load_cluster",
+    "load_library",
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 from scalejax.documents import JsonValue, build, load_toml
 from scalejax.errors import ConfigError, UnknownHardware, refusal, unknown_name
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.cluster import Cluster
+from scalejax.hardware.cluster import Cluster, CommunicationLibrary
 
 CATALOGUE = Path(__file__).parent
 
@@ -32,6 +32,18 @@ def load_chip(name_or_path: str) -> Chip:
         ConfigError: if the file does not describe a chip.
     """
     return build(Chip, _tables("chip", name_or_path), where="chip")
+
+
+def load_library(name: str) -> CommunicationLibrary:
+    """The communication library of that name in the catalogue.
+
+    Raises:
+        UnknownHardware: if there is none; names the closest that is.
+    """
+    if name not in _names("libraries"):
+        raise UnknownHardware(unknown_name("library", name, _names("libraries")))
+    tables = load_toml(CATALOGUE / "libraries" / f"{name}.toml")
+    return build(CommunicationLibrary, tables, where="library")
 
 
 def load_cluster(name_or_path: str) -> Cluster:

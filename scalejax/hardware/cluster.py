@@ -12,7 +12,7 @@ from scalejax.hardware.chip import Chip
 from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
-Algorithm = Literal["ring", "tree", "halving_doubling", "nvls"]
+Algorithm = Literal["ring", "tree", "halving_doubling", "nvls", "parameter_server"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +29,15 @@ class Link:
     in_switch_fraction: float | None = None
     """Share of the attainable rate that remains when the switch itself adds up (NVLS); None if
     it cannot."""
+    host_bytes_per_second: float | None = None
+    """Attainable rate of all devices of a node together to the memory of their host, one way;
+    None: as fast as their links."""
 
     def __post_init__(self) -> None:
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         _require_fraction("link.attainable_fraction", self.attainable_fraction)
+        if self.host_bytes_per_second is not None:
+            require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
         if self.in_switch_fraction is not None:
             _require_fraction("link.in_switch_fraction", self.in_switch_fraction)
 
@@ -67,8 +72,12 @@ class CollectiveMethod:
     """Time of one message within a node, however small."""
     network_hop_seconds: float
     """Time of one message between nodes, however small."""
+    servers: int | None = None
+    """Parameter servers, each on a host of its own; None: one on every node of the workers."""
 
     def __post_init__(self) -> None:
+        if self.servers is not None:
+            require_at_least("method.servers", self.servers, 1)
         _require_fraction("method.bandwidth_fraction", self.bandwidth_fraction)
         for name in ("base_seconds", "link_hop_seconds", "network_hop_seconds"):
             require_at_least(f"method.{name}", getattr(self, name), 0)
@@ -92,8 +101,8 @@ class CommunicationLibrary:
 
     def __post_init__(self) -> None:
         algorithms = [method.algorithm for method in self.methods]
-        if "ring" not in algorithms:
-            accepted = "one must be a ring, which alone gathers and scatters"
+        if not {"ring", "parameter_server"} & set(algorithms):
+            accepted = "one must be a ring or a parameter server, which alone gather and scatter"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
 
 

@@ -40,7 +40,7 @@ def test_bands_are_shown_where_they_are_known():
     assert ["8", "160", "ms", "200", "ms", "250", "ms", "n/a"] in [
         line.split() for line in printed(*tables.scaling(known)).splitlines()
     ]
-    assert "p10" not in printed(*tables.scaling(unknown))
+    assert "step p10" not in printed(*tables.scaling(unknown))
 
 
 def test_what_does_not_fit_is_loud():

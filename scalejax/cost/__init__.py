@@ -1,5 +1,6 @@
 """What a program costs on a cluster: compute, communication, their overlap, memory."""
 
+from scalejax.cost.charges import Charge, charges, device_terms
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
@@ -10,6 +11,7 @@ from scalejax.cost.uncertainty import Band, band, residuals
 __all__ = [
     "NOMINAL",
     "Band",
+    "Charge",
     "MemoryVerdict",
     "OperationTime",
     "RunTerms",
@@ -18,7 +20,9 @@ __all__ = [
     "Timeline",
     "WhatIf",
     "band",
+    "charges",
     "collective_seconds",
+    "device_terms",
     "memory_verdict",
     "operation_time",
     "residuals",

@@ -1,0 +1,50 @@
+"""Charges of operations: what adds up to the step."""
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+from test_cost import PAPER, Loop, fusion, gather, matmul, program_of, wait
+
+from scalejax.cost import charges, device_terms, timeline
+from scalejax.documents import build
+from scalejax.hardware import load_cluster
+from scalejax.program import Program
+
+PROGRAMS = Path(__file__).parent / "golden" / "programs"
+
+
+def test_each_operation_is_charged_for_all_its_runs():
+    """Ten iterations of 2 ms of work that hide 2 of 3 ms of gathering."""
+    body = (gather("g", 3), matmul("m", 2), wait("g"))
+    program = program_of(Loop(name="layers", trip_count=10, body=body), fusion("f", 1))
+
+    by_name = {charge.operation.name: charge for charge in charges(program, PAPER)}
+
+    assert list(by_name) == ["g", "m", "f"]
+    assert by_name["m"].runs == 10
+    assert by_name["m"].seconds == pytest.approx(20e-3)
+    assert by_name["m"].peak_seconds == pytest.approx(20e-3)
+    assert by_name["g"].seconds == pytest.approx(30e-3)
+    assert by_name["g"].step_seconds == pytest.approx(10e-3)
+    assert [charge.bound for charge in by_name.values()] == ["communication", "compute", "memory"]
+
+
+def test_charges_and_terms_add_up_to_a_real_step():
+    """ResNet-50 on 256 H100: 1,504 operations, some of them hidden."""
+    text = gzip.decompress((PROGRAMS / "resnet50_bf16_256_data256_sm_90.json.gz").read_bytes())
+    program, cluster = build(Program, json.loads(text)), load_cluster("dgx-h100")
+    times = timeline(program, cluster)
+    rest = times.contention_seconds + times.overhead_seconds
+
+    charged = math.fsum(charge.step_seconds for charge in charges(program, cluster))
+    terms = dict(device_terms(program, cluster.chip))
+
+    assert charged + rest == pytest.approx(times.step_seconds)
+    assert math.fsum(terms.values()) + times.exposed_seconds + rest == pytest.approx(
+        times.step_seconds
+    )
+    assert terms["launch"] == pytest.approx(times.launch_seconds)
+    assert all(seconds >= 0 for seconds in terms.values())

@@ -13,7 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from scalejax import documents, tables
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue
-from scalejax.errors import ConfigError, refusal
+from scalejax.errors import ConfigError, refusal, unknown_name
 from scalejax.jax_platform import choose_platform
 
 Overrides = dict[str, JsonValue]
@@ -180,6 +180,46 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Validate:
+    """Hold predictions against a ledger of published steps."""
+
+    ledger: Annotated[Positional[Path], _flag("LEDGER.csv")]
+    """The published step times: a CSV file in the format of step_times.csv."""
+    family: Annotated[str | None, _flag("F,F,...")] = None
+    """These families alone, such as dlperf,llm_foundry."""
+    json: Annotated[Path | None, _flag("OUT.json")] = None
+    """Where the figures go: every row, and how far off each family is."""
+    plot: Annotated[Path | None, _flag("FILE")] = None
+    """Where predicted times are drawn against measured ones: png, svg or pdf."""
+
+    def execute(self) -> None:
+        """Predict every row, print the table, write the figures."""
+        from scalejax.plots import require_plot_format, save_scatter
+        from scalejax.validation import compile_cases, read_ledger, validation
+
+        if self.plot is not None:
+            require_plot_format("plot", self.plot)
+        rows = read_ledger(self.ledger)
+        if self.family is not None:
+            wanted = self.family.split(",")
+            known = {row.family for row in rows}
+            for name in wanted:
+                if name not in known:
+                    raise ConfigError(unknown_name("family", name, known))
+            rows = [row for row in rows if row.family in wanted]
+        with tables.compiling_programs() as on_progress:
+            cases = compile_cases(rows, on_progress=on_progress)
+        found = validation(self.ledger.name, cases)
+        tables.show(tables.validation(found))
+        if self.json is not None:
+            documents.save(found, self.json)
+            print(f"wrote {self.json}")
+        if self.plot is not None:
+            save_scatter(list(zip(rows, found.rows, strict=True)), path=self.plot)
+            print(f"wrote {self.plot}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quickstart:
     """See it all in three minutes: train, predict, report."""
 
@@ -196,7 +236,15 @@ class Quickstart:
 
 
 Command = (
-    Train | Predict | Report | ConfigShow | ConfigFields | SchedulePlot | Hardware | Quickstart
+    Train
+    | Predict
+    | Report
+    | ConfigShow
+    | ConfigFields
+    | SchedulePlot
+    | Hardware
+    | Validate
+    | Quickstart
 )
 
 COMMANDS: dict[str, type[Command]] = {
@@ -208,6 +256,7 @@ COMMANDS: dict[str, type[Command]] = {
     "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
     "hardware": Hardware,
+    "validate": Validate,
 }
 """What can be typed after `scalejax`."""
 

@@ -5,12 +5,20 @@ in order.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -28,6 +36,7 @@ from scalejax.units import (
     format_fraction,
     format_seconds,
 )
+from scalejax.validation import Summary, Validation
 
 SUDDEN = 0.9
 """A learning rate that falls below this part of itself from one update to the next has jumped."""
@@ -62,6 +71,29 @@ def compiling(case_count: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("compiling (10 to 30 s each)", total=case_count)
         yield lambda _: progress.advance(task)
+
+
+@contextmanager
+def compiling_programs() -> Iterator[Callable[[int, int], None]]:
+    """A display of how many programs have been compiled, on standard error; none if none is.
+
+    Yields:
+        What to call with the number of programs that are done, and of all there are so far.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda done, total: console.print(f"compiled {done} of {total} programs")
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling (10 to 30 s each)", total=None, visible=False)
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
 
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
@@ -113,6 +145,54 @@ def ranges(predictions: Sequence[Prediction]) -> Table:
             format_fraction(each.goodput),
         )
     return table
+
+
+def validation(found: Validation) -> Iterator[RenderableType]:
+    """How far off each family is, then why rows were skipped."""
+    yield Text.assemble(
+        (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
+    )
+    table = figures(
+        "family", "rows", "used", "median", "mean", "bias", "ratio", "p90", "fastest", "in band"
+    )
+    for each in found.families:
+        table.add_row(*_summary_cells(each))
+    yield table
+    yield (
+        "median, mean, bias: of the step time; the bias is signed. ratio, p90: median and "
+        "90th percentile for the step time over that on fewest devices of the series. "
+        "fastest: median against the fastest row of each setting (network, device, "
+        "precision, batch, devices). in band: share of rows measured between p10 and p90."
+    )
+    if skipped := skip_reasons(found):
+        reasons = _facts()
+        for reason, count in skipped:
+            reasons.add_row(f"{count:5d}", reason)
+        yield "Skipped rows:"
+        yield reasons
+
+
+def skip_reasons(found: Validation) -> list[tuple[str, int]]:
+    """(reason, rows) of the rows that were skipped, the commonest first."""
+    reasons = Counter(
+        row.status.removeprefix("skipped: ") for row in found.rows if not row.is_predicted
+    )
+    return reasons.most_common()
+
+
+def _summary_cells(summary: Summary) -> list[str]:
+    return [
+        summary.name,
+        str(summary.rows),
+        str(summary.predicted),
+        format_fraction(summary.median_error),
+        format_fraction(summary.mean_error),
+        UNKNOWN if summary.bias is None else f"{summary.bias:+.1%}".replace("%", " %"),
+        format_fraction(summary.median_ratio_error),
+        format_fraction(summary.p90_ratio_error),
+        format_fraction(summary.median_fastest_error),
+        format_fraction(summary.coverage),
+    ]
 
 
 def time_split(predictions: Sequence[Prediction]) -> Table:

@@ -38,6 +38,7 @@ ARITHMETIC = {
     "early_stopping": 7,
     "progress": 7,
     "scaling_study": 8,
+    "validation": 8,
     "plots": 9,
     "report": 9,
     "tables": 9,

@@ -61,6 +61,34 @@ def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
         return  # a disk that is full or not ours costs a later run its time, nothing else
 
 
+def case_key(job: RunJob) -> str:
+    """A name for the program of `job` that outlives versions: of what was asked for alone.
+
+    Fields that hold their default are left out, so that a program keeps its name when a config
+    gains a field; so is the chip's title.
+    """
+    config, split = job.run.config, job.run.split
+    parts = (config.model, config.optimizer, config.schedule, split.layout, job.run.dataset)
+    material = {
+        "parts": [_named(part) for part in parts],
+        "mode": config.layout.mode,
+        "bn_groups": job.run.bn_groups,
+        "batch": [split.global_batch, split.microbatches],
+        "target": [job.target.backend, job.target.name, job.target.device_count],
+        "topology": job.target.topology,
+        "chip": job.target.description.rpartition("device_description_str")[0],
+    }
+    text = json.dumps(material, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _named(part: object) -> list[JsonValue]:
+    """The class of a description, and its fields that are not the default, without lengths."""
+    fields = TypeAdapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
+    kept = {name: value for name, value in fields.items() if not name.endswith("_examples")}
+    return [getattr(part, "name", type(part).__name__), kept]
+
+
 def _path(folder: Path, job: RunJob) -> Path:
     material = {
         "run": _shaping(job),

@@ -38,16 +38,20 @@ _NOISE = re.compile(r"[IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|:$|For simplicity|-
 
 
 def run_jobs(
-    jobs: Sequence[RunJob | FunctionJob], on_done: Callable[[int, Compiled], None]
+    jobs: Sequence[RunJob | FunctionJob],
+    on_done: Callable[[int, Compiled], None],
+    on_error: Callable[[int, ScalejaxError], None] | None = None,
 ) -> None:
     """Do `jobs`, as many at a time as this machine has cores and memory for.
 
     Args:
         jobs: what to compile.
         on_done: called with the position of each job that is done, as soon as it is.
+        on_error: called with the position of each job that fails, while the others go on.
 
     Raises:
-        ScalejaxError: of the first job that fails; the others are stopped.
+        ScalejaxError: of the first job that fails, if there is no `on_error`; the others are
+            stopped.
     """
     workers = _Workers()
     with ThreadPoolExecutor(max_workers=_worker_count(len(jobs))) as pool:
@@ -59,7 +63,11 @@ def run_jobs(
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
-                    on_done(futures[future], future.result())
+                    error = future.exception()
+                    if on_error is not None and isinstance(error, ScalejaxError):
+                        on_error(futures[future], error)
+                    else:
+                        on_done(futures[future], future.result())
         except BaseException:  # also Ctrl-C: no worker outlives its caller
             workers.stop()
             pool.shutdown(wait=False, cancel_futures=True)

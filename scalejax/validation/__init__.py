@@ -1,0 +1,35 @@
+"""Predictions held against a ledger of published step times.
+
+In order: `read_ledger` reads the rows, `compile_cases` finds the program and the cluster of
+each, `evaluate` predicts, `validation` makes the document. Needs no JAX: programs come from an
+archive, from the user's cache, or from workers that compile.
+
+To try other constants: `with_chips` on what `compile_cases` gives, and evaluate again.
+"""
+
+from scalejax.validation.cases import Skipped
+from scalejax.validation.evaluation import (
+    CompiledCase,
+    Validation,
+    compile_cases,
+    evaluate,
+    validation,
+    with_chips,
+)
+from scalejax.validation.ledger import LedgerRow, read_ledger
+from scalejax.validation.summary import RowResult, Summary, summaries
+
+__all__ = [
+    "CompiledCase",
+    "LedgerRow",
+    "RowResult",
+    "Skipped",
+    "Summary",
+    "Validation",
+    "compile_cases",
+    "evaluate",
+    "read_ledger",
+    "summaries",
+    "validation",
+    "with_chips",
+]

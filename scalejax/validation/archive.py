@@ -1,0 +1,89 @@
+"""Compiled programs of many cases in one small file, by what was asked for.
+
+The programs of one network on neighbouring numbers of devices are nearly the same text, so that
+they compress together to a few kilobytes each. Unlike the user's cache the archive outlives
+versions of scalejax and of the compiler; `scalejax.validation.rebuild` makes it anew, and a test
+compares some of it with what the compiler says today.
+"""
+
+import json
+import lzma
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from scalejax.errors import ConfigError
+from scalejax.program import Program
+
+ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
+"""The programs of the project's open ledger."""
+
+
+class Archive:
+    """Programs by key, read from their text when they are asked for."""
+
+    def __init__(self, lines: Mapping[str, str]):
+        self._lines = lines
+        self._programs: dict[str, Program] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def program(self, key: str) -> Program | None:
+        """The program of that key; None if it is not here, or of an older format."""
+        if key not in self._programs:
+            if key not in self._lines:
+                return None
+            try:
+                program = TypeAdapter(Program).validate_json(self._lines[key])
+            except ValidationError:
+                return None
+            self._programs[key] = program
+        return self._programs[key]
+
+
+@cache
+def read_archive(path: Path = ARCHIVE) -> Archive:
+    """The archive in a file; an empty one where there is none.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    try:
+        text = lzma.decompress(path.read_bytes()).decode()
+    except FileNotFoundError:
+        return Archive({})
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+    lines = {}
+    for line in text.splitlines():
+        key, _, program = line.partition(" ")
+        lines[key] = program
+    return Archive(lines)
+
+
+def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
+    """Write programs, neighbours side by side, all or nothing; returns the bytes of the file."""
+    adapter = TypeAdapter(Program)
+    lines = []
+    for key, program in sorted(programs.items(), key=_place):
+        fields = adapter.dump_python(program, mode="json", exclude_defaults=True)
+        lines.append(f"{key} {json.dumps(fields, separators=(',', ':'))}\n")
+    # 64 MiB: larger than any one program, so that each is told by its neighbour.
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]
+    data = lzma.compress("".join(lines).encode(), check=lzma.CHECK_CRC32, filters=filters)
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(data)
+    draft.replace(path)
+    return len(data)
+
+
+def _place(item: tuple[str, Program]) -> tuple[str, int, str, str]:
+    """Order in which neighbours are most alike: by network, length, chip."""
+    key, program = item
+    return program.name, len(program.operations), program.target, key

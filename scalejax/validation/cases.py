@@ -1,0 +1,219 @@
+"""What a row of a ledger comes to as a run of scalejax: network, data, batch, layout, cluster.
+
+Knows how published runs were set up, in so far as their rows say so; where a row leaves a
+choice open, all the runs it may mean are given. Compiles and predicts nothing.
+"""
+
+from dataclasses import dataclass
+from typing import get_args
+
+from scalejax.config import ResolvedRun, RunConfig, resolve
+from scalejax.documents import JsonValue, build
+from scalejax.errors import ConfigError, ScalejaxError
+from scalejax.hardware import Cluster
+from scalejax.model_config import GptConfig, ModelConfig
+from scalejax.validation.clusters import cluster_of
+from scalejax.validation.ledger import LedgerRow
+
+IMAGE_SIZES = {"inception_v3": 299, "xception": 299}
+"""Height and width of the images of networks that do not read 224 x 224."""
+IMAGE_NETWORKS = (
+    "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
+    "inception_v3", "xception", "vgg16", "alexnet",
+)  # fmt: skip
+BERT_VOCABULARY, BERT_TOKENS = 30_522, 128
+"""Values of a token of the published BERT (Devlin et al. 2018, arXiv 1810.04805, code), and the
+length at which nine tenths of its training are done; where a row does not say."""
+_COMPUTE_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "bfloat16", "bf16": "bfloat16"}
+"""Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
+without it is costed at its rates for f16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row, as runs that can be compiled."""
+
+    row: LedgerRow
+    """What was published."""
+    cluster: Cluster
+    """What it ran on."""
+    runs: tuple[ResolvedRun, ...]
+    """The run; where the row leaves microbatch or recompute open, those it may mean, of which
+    the first that fits the device's memory is taken, or else the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A row that cannot be predicted."""
+
+    row: LedgerRow
+    """What was published."""
+    reason: str
+    """Why not, in one line."""
+
+
+def case_of(row: LedgerRow) -> Case | Skipped:
+    """What `row` comes to, or why it cannot be predicted."""
+    try:
+        _require_axes(row)
+        return Case(row=row, cluster=cluster_of(row), runs=tuple(_runs(row)))
+    except ScalejaxError as error:
+        return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
+
+
+def _require_axes(row: LedgerRow) -> None:
+    """Refuse what no layout of scalejax expresses.
+
+    Raises:
+        ConfigError: naming what it is.
+    """
+    spread = row.spread
+    for name, size in (("pipeline", spread.pipeline), ("context", spread.context)):
+        if (size or 1) > 1:
+            raise ConfigError(f"a {name} axis ({name}={size})")
+    if spread.zero_stage in (1, 2):
+        raise ConfigError(f"ZeRO stage {spread.zero_stage}, which shards only part of the state")
+    if spread.sequence_parallel and (spread.tensor or 1) > 1:
+        raise ConfigError("sequence parallelism over the tensor axis")
+    if row.work.recompute == "selective":
+        raise ConfigError("selective recompute")
+    axes = {"data": spread.data, "fsdp": spread.fsdp, "tensor": spread.tensor}
+    product = 1
+    for size in axes.values():
+        product *= size or 1
+    if spread.data is not None and product != row.device_count:
+        raise ConfigError(f"its axes multiply to {product}, not to {row.device_count} devices")
+
+
+def _runs(row: LedgerRow) -> list[ResolvedRun]:
+    """The runs that the row may mean, the likeliest first.
+
+    Raises:
+        ConfigError: if it means none that scalejax can build.
+    """
+    compute_type = _COMPUTE_TYPES.get(row.work.precision)
+    if compute_type is None:
+        raise ConfigError(f"precision {row.work.precision!r}")
+    per_device = _per_device_batch(row)
+    runs = []
+    for microbatches in _microbatch_counts(row, per_device):
+        for remat in _recomputes(row):
+            tables: dict[str, JsonValue] = {
+                "model": _model(row, compute_type, remat),
+                "data": _data(row),
+                "batch": {"per_device_batch": per_device, "microbatches": microbatches},
+                "optimizer": _optimizer(row),
+                "schedule": {"base_learning_rate": 0.1},
+                "layout": {
+                    "data": row.spread.data,
+                    "fsdp": row.spread.fsdp or 1,
+                    "tensor": row.spread.tensor or 1,
+                    "bn_scope": "local",  # as the frameworks of these rows do
+                },
+            }
+            runs.append(resolve(build(RunConfig, tables), row.device_count))
+    return runs
+
+
+def _per_device_batch(row: LedgerRow) -> int:
+    """Samples per device per update, stated or implied."""
+    work, spread = row.work, row.spread
+    if work.per_device_batch:
+        return work.per_device_batch
+    if not work.global_batch:
+        raise ConfigError("neither per_device_batch nor global_batch is stated")
+    shards = row.device_count // (spread.tensor or 1)
+    if shards == 0 or work.global_batch % shards:
+        raise ConfigError(f"a global batch of {work.global_batch} over {shards} devices")
+    return work.global_batch // shards
+
+
+def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
+    """Forward passes per update; where the row does not say, from one upwards."""
+    microbatch = row.work.microbatch
+    if microbatch is None:
+        return [count for count in range(1, per_device + 1) if per_device % count == 0]
+    if microbatch == 0 or per_device % microbatch:
+        raise ConfigError(f"microbatches of {microbatch} in {per_device} samples of a device")
+    return [per_device // microbatch]
+
+
+def _recomputes(row: LedgerRow) -> list[str]:
+    """What is computed again; where a row of a transformer does not say, as little as fits."""
+    stated = row.work.recompute
+    if stated is not None and stated not in ("none", "full"):
+        raise ConfigError(f"recompute {stated!r}")
+    if row.model.model != "gpt":
+        if stated == "full":
+            raise ConfigError(f"full recompute of {row.model.model!r}")
+        return ["none"]
+    return ["none", "full"] if stated is None else [stated]
+
+
+def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
+    """The table `model` of the run.
+
+    Raises:
+        ConfigError: if scalejax has no such network.
+    """
+    model = row.model
+    if model.model not in _network_names():
+        raise ConfigError(f"no network {model.model!r}")
+    if model.model != "gpt":
+        return {"name": model.model, "compute_dtype": compute_type}
+    if model.layers is None or model.hidden is None or model.heads is None:
+        raise ConfigError("layers, hidden and heads are not all stated")
+    if model.kv_heads not in (None, model.heads):
+        raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")
+    if model.ffn_hidden not in (None, 4 * model.hidden):
+        raise ConfigError(f"ffn_hidden={model.ffn_hidden}, where 4 x hidden is built")
+    table: dict[str, JsonValue] = {
+        "name": "gpt",
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "remat": remat,
+        "compute_dtype": compute_type,
+    }
+    return table | _attention(row)
+
+
+def _attention(row: LedgerRow) -> dict[str, JsonValue]:
+    """How scores are computed, where the network offers a choice."""
+    stated = row.work.attention
+    if stated not in (None, "flash", "unfused"):
+        raise ConfigError(f"attention {stated!r}")
+    if "attention" not in GptConfig.__dataclass_fields__:
+        if stated == "flash":
+            raise ConfigError("fused attention")
+        return {}
+    return {"attention": "fused" if stated == "flash" else "unfused"}
+
+
+def _data(row: LedgerRow) -> JsonValue:
+    """Random samples of the row's shape: time does not depend on what they show."""
+    model = row.model
+    if model.model in IMAGE_NETWORKS:
+        size = IMAGE_SIZES.get(model.model, 224)
+        return {"name": "synthetic_images", "image_size": size}
+    tokens, vocabulary = model.seq_len, model.vocab
+    if model.model.startswith("bert"):
+        tokens, vocabulary = tokens or BERT_TOKENS, vocabulary or BERT_VOCABULARY
+    if tokens is None or vocabulary is None:
+        raise ConfigError("seq_len and vocab are not both stated")
+    return {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": vocabulary}
+
+
+def _optimizer(row: LedgerRow) -> JsonValue:
+    """SGD with momentum for images, Adam for text."""
+    if row.model.model in IMAGE_NETWORKS:
+        return {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4}
+    return {"name": "adamw"}
+
+
+def _network_names() -> set[str]:
+    """Every name that `model.name` of a run.toml can hold."""
+    union, *_ = get_args(ModelConfig)
+    return {
+        name for config in get_args(union) for name in get_args(config.__annotations__["name"])
+    } - {"custom"}

@@ -1,0 +1,145 @@
+"""The cluster that a row of a ledger ran on, from the catalogue.
+
+Knows the ledger's names of devices, links and systems; every number is the catalogue's, but for
+the rate of a network that the row itself states.
+"""
+
+import math
+import re
+from dataclasses import replace
+from functools import cache
+
+from scalejax.errors import ConfigError
+from scalejax.hardware import Cluster, Network, chip_names, cluster_names, load_cluster
+from scalejax.hardware.catalogue import load_library
+from scalejax.hardware.cluster import LinkKind
+from scalejax.validation.ledger import LedgerMachine, LedgerRow
+
+CHIPS = {
+    "k80_die": "k80",
+    "p100_sxm2_16gb": "p100",
+    "v100_sxm2_16gb": "v100",
+    "v100_sxm2_32gb": "v100-32gb",
+    "v100_sxm3_32gb": "v100-sxm3-32gb",
+    "a100_sxm_40gb": "a100-40gb",
+    "a100_sxm_80gb": "a100-80gb",
+    "h100_sxm_80gb": "h100",
+    "h100_sxm_96gb_500w": "h100-96gb",
+    "h200_sxm": "h200",
+    "h200_sxm_141gb": "h200",
+}
+"""The catalogue's chip for each name of the ledger."""
+_LINKS: dict[str, LinkKind] = {
+    "nvswitch": "nvswitch",
+    "mesh": "nvlink_mesh",
+    "pcie": "pcie",
+    "ici": "ici",
+}
+"""Kind of link, by a part of the ledger's name for it."""
+
+
+def cluster_of(row: LedgerRow) -> Cluster:
+    """What the row ran on; the same object for equal rows.
+
+    Of the catalogue's clusters with the row's chip, link and size of node, that one is taken
+    which the row's source names, or else whose network is nearest to the row's; where the row
+    states no network, the fastest. It is given the row's own rate, and for fp32 a chip without
+    tf32.
+
+    Raises:
+        ConfigError: if the catalogue has no such device, or none in such a node.
+    """
+    exchange = row.spread.gradient_exchange
+    if exchange not in (None, "all_reduce", "parameter_server"):
+        raise ConfigError(f"gradient_exchange {exchange!r}")
+    named = _words(row.source_locator or "")
+    cluster = _cluster(row.machine, named, row.work.precision, exchange or "all_reduce")
+    if row.device_count > cluster.devices_per_node and cluster.network is None:
+        raise ConfigError("it spans nodes, and no network is stated")
+    return cluster
+
+
+@cache
+def _cluster(
+    machine: LedgerMachine, named: frozenset[str], precision: str, exchange: str
+) -> Cluster:
+    chip = CHIPS.get(machine.hardware, machine.hardware.replace("_", "-"))
+    if chip not in chip_names():
+        raise ConfigError(f"the catalogue has no chip for {machine.hardware!r}")
+    kind = _link_kind(machine.intra_node_link)
+    candidates = [
+        cluster
+        for cluster in _catalogue()
+        if cluster.chip.name == chip and (kind is None or cluster.link.kind == kind)
+    ]
+    if not candidates:
+        raise ConfigError(
+            f"the catalogue has no cluster of {chip!r} joined by {machine.intra_node_link!r}"
+        )
+    chosen = min(candidates, key=lambda cluster: _distance(cluster, machine, named))
+    per_node = machine.devices_per_node or chosen.devices_per_node
+    if per_node != chosen.devices_per_node:
+        chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
+    if exchange == "parameter_server":
+        chosen = replace(chosen, library=load_library("parameter-server"))
+    return _for_precision(_with_network(chosen, machine), precision)
+
+
+def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
+    """`cluster` with the row's network rate; where it states none, the cluster's own."""
+    gigabits = machine.node_network_gbit_per_second
+    if gigabits is None:
+        return cluster
+    rate = gigabits * 1e9 / 8
+    if cluster.network is None:
+        return replace(cluster, network=Network(bytes_per_second=rate))
+    return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
+
+
+def _for_precision(cluster: Cluster, precision: str) -> Cluster:
+    """`cluster` with the arithmetic that is asked for: fp32 is computed without tf32."""
+    peaks = cluster.chip.peak_flop_per_second
+    if precision == "tf32" and "tf32" not in peaks:
+        raise ConfigError(f"precision 'tf32', which {cluster.chip.name} does not have")
+    if precision != "fp32" or "tf32" not in peaks:
+        return cluster
+    kept = {name: peak for name, peak in peaks.items() if name != "tf32"}
+    return replace(cluster, chip=replace(cluster.chip, peak_flop_per_second=kept))
+
+
+def _distance(
+    cluster: Cluster, machine: LedgerMachine, named: frozenset[str]
+) -> tuple[bool, bool, float, float, str]:
+    """How far a cluster is from the row's: size of node, then name, then network."""
+    wanted = machine.node_network_gbit_per_second
+    rate = 0.0 if cluster.network is None else cluster.network.bytes_per_second
+    gap = 0.0
+    if wanted is not None:
+        gap = round(abs(math.log(rate * 8 / (wanted * 1e9))), 6) if rate else math.inf
+    is_elsewhere = cluster.devices_per_node != machine.devices_per_node
+    is_unnamed = not _words(f"{cluster.name} {cluster.title}") & named
+    return is_elsewhere, is_unnamed, gap, -rate, cluster.name
+
+
+def _words(text: str) -> frozenset[str]:
+    """Words that may name a system: "dgx", "gce", "ec2"."""
+    return frozenset(word for word in re.findall(r"[a-z0-9]+", text.lower()) if len(word) > 2)
+
+
+def _link_kind(name: str | None) -> LinkKind | None:
+    """Kind of a link in the ledger's words; None where none is stated.
+
+    Raises:
+        ConfigError: if the name says nothing known.
+    """
+    if name is None:
+        return None
+    for part, kind in _LINKS.items():
+        if part in name:
+            return kind
+    raise ConfigError(f"the link {name!r} is none of {', '.join(_LINKS)}")
+
+
+@cache
+def _catalogue() -> tuple[Cluster, ...]:
+    return tuple(load_cluster(name) for name in cluster_names())

@@ -1,0 +1,129 @@
+"""Every row of a ledger predicted, and the document that says how it went."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.errors import ScalejaxError
+from scalejax.hardware import Chip, Cluster
+from scalejax.predict import Prediction, predict
+from scalejax.program import Program
+from scalejax.validation.archive import Archive
+from scalejax.validation.cases import Case, Skipped, case_of
+from scalejax.validation.ledger import LedgerRow
+from scalejax.validation.programs import OnProgress, Programs, one_line
+from scalejax.validation.summary import RowResult, Summary, summaries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCase:
+    """A row with all that its prediction needs."""
+
+    row: LedgerRow
+    """What was published."""
+    program: Program
+    """What each device does."""
+    cluster: Cluster
+    """What it ran on; replace its chip or library to try other constants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """A ledger held against predictions."""
+
+    ledger: str
+    """File that it was read from."""
+    families: tuple[Summary, ...]
+    """How far off the rows of each family are, and all together."""
+    rows: tuple[RowResult, ...]
+    """What became of each row, in the ledger's order."""
+
+
+def compile_cases(
+    rows: Sequence[LedgerRow],
+    *,
+    archive: Archive | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[CompiledCase | Skipped]:
+    """Each row with program and cluster, or why it cannot be predicted; in order.
+
+    Args:
+        rows: of a ledger.
+        archive: where programs are looked for first; if None, the one that comes with scalejax.
+        on_progress: called with the number of programs compiled, and of all that must be.
+    """
+    cases = [case_of(row) for row in rows]
+    wanted = [case for case in cases if isinstance(case, Case)]
+    found = iter(Programs(archive, on_progress).find(wanted))
+    return [case if isinstance(case, Skipped) else _compiled(case, next(found)) for case in cases]
+
+
+def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
+    if isinstance(program, str):
+        return Skipped(row=case.row, reason=program)
+    return CompiledCase(row=case.row, program=program, cluster=case.cluster)
+
+
+def with_chips(
+    cases: Sequence[CompiledCase | Skipped], chips: Mapping[str, Chip]
+) -> list[CompiledCase | Skipped]:
+    """The cases on other chips: each chip is replaced by that of its name in `chips`.
+
+    A chip for rows in fp32 keeps what distinguishes it: it has no tf32.
+    """
+    clusters: dict[int, Cluster] = {}
+
+    def changed(cluster: Cluster) -> Cluster:
+        if id(cluster) not in clusters:
+            chip = chips.get(cluster.chip.name, cluster.chip)
+            kinds = cluster.chip.peak_flop_per_second
+            peaks = {name: v for name, v in chip.peak_flop_per_second.items() if name in kinds}
+            clusters[id(cluster)] = replace(cluster, chip=replace(chip, peak_flop_per_second=peaks))
+        return clusters[id(cluster)]
+
+    return [
+        case if isinstance(case, Skipped) else replace(case, cluster=changed(case.cluster))
+        for case in cases
+    ]
+
+
+def evaluate(cases: Sequence[CompiledCase | Skipped]) -> list[RowResult]:
+    """What becomes of each row; rows of equal program and cluster are predicted once."""
+    known: dict[tuple[int, int], Prediction | str] = {}
+    results = []
+    for case in cases:
+        if isinstance(case, Skipped):
+            results.append(_result(case.row, case.reason))
+            continue
+        key = (id(case.program), id(case.cluster))
+        if key not in known:
+            known[key] = _predicted(case)
+        results.append(_result(case.row, known[key]))
+    return results
+
+
+def _predicted(case: CompiledCase) -> Prediction | str:
+    try:
+        return predict(case.program, case.cluster)
+    except ScalejaxError as error:
+        return one_line(error)
+
+
+def _result(row: LedgerRow, answer: Prediction | str) -> RowResult:
+    is_skipped = isinstance(answer, str)
+    return RowResult(
+        case_id=row.case_id,
+        series=row.series,
+        device_count=row.device_count,
+        measured_seconds=row.step_seconds,
+        predicted_seconds=None if is_skipped else answer.step_seconds,
+        p10_seconds=None if is_skipped else getattr(answer, "p10_step_seconds", None),
+        p90_seconds=None if is_skipped else getattr(answer, "p90_step_seconds", None),
+        status=f"skipped: {answer}" if is_skipped else "ok",
+    )
+
+
+def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validation:
+    """The document on a ledger: every row, and how far off each family is."""
+    results = evaluate(cases)
+    scored = [(case.row, result) for case, result in zip(cases, results, strict=True)]
+    return Validation(ledger=ledger, families=tuple(summaries(scored)), rows=tuple(results))

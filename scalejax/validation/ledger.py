@@ -1,0 +1,278 @@
+"""A ledger: published step times, one row each, read from CSV.
+
+Knows the columns and what each may hold; nothing of networks, clusters or predictions.
+"""
+
+import csv
+import dataclasses
+import io
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from scalejax.errors import ConfigError, nearest_name, refusal
+
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerModel:
+    """What was trained; None where the row does not say."""
+
+    model: str
+    """Name of the network: "resnet50", "gpt"."""
+    layers: int | None = None
+    """Blocks of a transformer."""
+    hidden: int | None = None
+    """Width of its residual stream."""
+    heads: int | None = None
+    """Attention heads."""
+    kv_heads: int | None = None
+    """Heads of keys and values."""
+    ffn_hidden: int | None = None
+    """Inner width of its feed-forward layers."""
+    vocab: int | None = None
+    """Values of a token."""
+    seq_len: int | None = None
+    """Tokens in a sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerMachine:
+    """What it ran on."""
+
+    hardware: str
+    """Name of the device: "v100_sxm2_16gb"."""
+    devices_per_node: int | None = None
+    """Devices in a node."""
+    intra_node_link: str | None = None
+    """What joins them: "nvlink2_mesh"."""
+    node_network_gbit_per_second: float | None = None
+    """Rate of all network cards of a node, 1e9 bits per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerSpread:
+    """How it was spread over the devices; an axis that is not stated is 1."""
+
+    data: int | None = None
+    """Devices along the data axis."""
+    fsdp: int | None = None
+    """Devices along the axis that splits batch and parameters."""
+    tensor: int | None = None
+    """Devices along the axis that splits layers."""
+    context: int | None = None
+    """Devices along the axis that splits sequences."""
+    pipeline: int | None = None
+    """Stages of the pipeline."""
+    zero_stage: int | None = None
+    """What the data axis shards: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too."""
+    sequence_parallel: int | None = None
+    """1 where activations between the layers are split over the tensor axis."""
+    gradient_exchange: str | None = None
+    """"all_reduce" or "parameter_server"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerWork:
+    """What one update consists of."""
+
+    precision: str
+    """Arithmetic: "fp32", "tf32", "fp16", "bf16", "fp8"."""
+    per_device_batch: int | None = None
+    """Samples per device per update."""
+    microbatch: int | None = None
+    """Samples per device per forward pass."""
+    global_batch: int | None = None
+    """Samples per update over all devices."""
+    recompute: str | None = None
+    """Activations computed again: "none", "selective", "full"."""
+    attention: str | None = None
+    """"unfused" or "flash"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """One published measurement."""
+
+    case_id: str
+    """Name of the row; several rows may share one."""
+    series: str
+    """Rows of one series differ in the number of devices."""
+    source: str
+    """Where it was published."""
+    source_locator: str | None = None
+    """The place there."""
+    framework: str | None = None
+    """What trained it."""
+    device_count: int
+    """Devices in the run."""
+    step_seconds: float | None = None
+    """Measured time of one update; None where it is kept back."""
+    notes: str | None = None
+    """Remarks."""
+    model: LedgerModel
+    """What was trained."""
+    machine: LedgerMachine
+    """What it ran on."""
+    spread: LedgerSpread
+    """How it was spread over the devices."""
+    work: LedgerWork
+    """What one update consists of."""
+
+    @property
+    def family(self) -> str:
+        """Short name of where the row comes from, by which results are grouped."""
+        name = next((name for part, name in _FAMILIES if part in self.source), None)
+        if name is None:
+            repository = self.source.rpartition("/")[2].partition("@")[0] or self.source
+            name = re.sub(r"\W+", "_", repository.lower()).strip("_") or "unnamed"
+        if name != "vtrain":
+            return name
+        per_node = self.machine.devices_per_node
+        is_single = per_node is not None and self.device_count <= per_node
+        return "vtrain_single" if is_single else "vtrain_multi"
+
+
+_FAMILIES = (
+    ("tensorflow/tensorflow", "tensorflow_2017"),
+    ("DLPerf", "dlperf"),
+    ("DeepLearningExamples", "deep_learning_examples"),
+    ("llm-foundry", "llm_foundry"),
+    ("JAX-Toolbox", "paxml"),
+    ("torchtitan", "torchtitan"),
+    ("Megatron-LM", "megatron"),
+    ("bigscience", "bloom"),
+    ("vTrain", "vtrain"),
+)
+"""(part of `source`, family); the repository's own name where there is none."""
+
+
+def read_ledger(path: Path) -> list[LedgerRow]:
+    """The rows of a ledger in the format of the project's `step_times.csv`, in order.
+
+    Columns that are not known are ignored, and those that a row can do without may be missing
+    or blank.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line is malformed: with file, line, column.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{str(path)!r} is no file.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+    rows = []
+    for line, cells in _lines(path, text):
+        rows.append(_row(_Cells(path=path, line=line, values=cells)))
+    if not rows:
+        raise ConfigError(f"{path} holds no rows.")
+    return rows
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, cell by column) of each row below the heading.
+
+    Raises:
+        ConfigError: if a line cannot be read, or has another number of cells than the heading.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    heading: list[str] | None = None
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {line}: this is no CSV: {error}.") from error
+        if not any(cell.strip() for cell in cells):
+            continue
+        if heading is None:
+            heading = [cell.strip() for cell in cells]
+            _require_columns(path, line, heading)
+        elif len(cells) != len(heading):
+            missing = f", {heading[len(cells)]!r} is the first one missing"
+            raise ConfigError(
+                f"{path}, line {line}, column {min(len(cells), len(heading)) + 1}: "
+                f"there are {len(cells)} cells, but {len(heading)} columns"
+                f"{missing if len(cells) < len(heading) else ''}."
+            )
+        else:
+            yield line, dict(zip(heading, (cell.strip() for cell in cells), strict=True))
+
+
+def _require_columns(path: Path, line: int, heading: list[str]) -> None:
+    for name in _required(LedgerRow):
+        if name not in heading:
+            closest = nearest_name(name, heading)
+            hint = f" (is it {closest!r}?)" if closest else ""
+            raise ConfigError(f"{path}, line {line}: the column {name!r} is missing{hint}.")
+
+
+def _required(type_: type) -> Iterator[str]:
+    """Columns without which there is no row."""
+    hints = typing.get_type_hints(type_)
+    for field in dataclasses.fields(type_):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _required(hints[field.name])
+        elif field.default is dataclasses.MISSING:
+            yield field.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cells:
+    """One line of the file."""
+
+    path: Path
+    line: int
+    values: dict[str, str]
+
+    def refuse(self, column: str, accepted: str) -> ConfigError:
+        """The refusal of a cell, with its place."""
+        place = f"{self.path}, line {self.line}, column {list(self.values).index(column) + 1}"
+        return ConfigError(f"{place}: {refusal(column, self.values[column], accepted)}")
+
+    def value(self, column: str, kinds: set[type]) -> str | int | float | None:
+        """What a cell holds, of one of `kinds`; None if it is blank or the column is missing.
+
+        Raises:
+            ConfigError: if it holds something else.
+        """
+        text = self.values.get(column, "")
+        if not text:
+            if column in self.values and types.NoneType not in kinds:
+                raise self.refuse(column, "it may not be blank")
+            return None
+        if str in kinds:
+            return text
+        accepted = "a number above 0" if float in kinds else "a whole number, 0 or more"
+        try:
+            number = float(text) if float in kinds else int(text)
+        except ValueError as error:
+            raise self.refuse(column, f"it must be {accepted}") from error
+        is_good = 0 < number < math.inf if float in kinds else number >= 0
+        if not is_good or (column == "device_count" and number == 0):
+            raise self.refuse(column, f"it must be {accepted}")
+        return number
+
+
+def _row(cells: _Cells) -> LedgerRow:
+    return _part(LedgerRow, cells)
+
+
+def _part(type_: type[_Part], cells: _Cells) -> _Part:
+    """A dataclass whose fields are columns, or dataclasses of columns."""
+    values = {}
+    for name, hint in typing.get_type_hints(type_).items():
+        if dataclasses.is_dataclass(hint):
+            values[name] = _part(typing.cast(type, hint), cells)
+        else:
+            values[name] = cells.value(name, set(typing.get_args(hint) or (hint,)))
+    return type_(**values)

@@ -1,0 +1,118 @@
+"""The program of each case: from the archive, from the user's cache, or compiled.
+
+Compiles several at a time, each program once however many rows share it. A case that the
+compiler refuses is skipped and the others go on.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from scalejax.cost import memory_verdict
+from scalejax.errors import ScalejaxError
+from scalejax.jax_platform import compiler_settings
+from scalejax.profile.cache import cached_program, case_key, keep, user_folder
+from scalejax.profile.job import Compiled, RunJob
+from scalejax.profile.target import target_for
+from scalejax.profile.workers import run_jobs
+from scalejax.program import Program
+from scalejax.validation.archive import Archive, read_archive
+from scalejax.validation.cases import Case
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of programs that have been compiled, and of all that must be."""
+
+
+class Programs:
+    """Programs that are known so far, by key, and the way to more."""
+
+    def __init__(
+        self,
+        archive: Archive | None = None,
+        on_progress: OnProgress = lambda done, total: None,
+    ):
+        """No program is read or compiled yet.
+
+        Args:
+            archive: where to look first; if None, the one that comes with scalejax.
+            on_progress: see `OnProgress`.
+        """
+        if archive is None:
+            # The user's own flags for the compiler change the programs; the archive knows none.
+            archive = Archive({}) if compiler_settings() else read_archive()
+        self.known: dict[str, Program | str] = {}
+        """The program of each key that was asked for, or why there is none."""
+        self._archive = archive
+        self._folder = user_folder()
+        self._on_progress = on_progress
+        self._done = self._total = 0
+
+    def find(self, cases: Sequence[Case]) -> list[Program | str]:
+        """The program of each case, or why there is none.
+
+        Of the runs that a case may mean, the first whose program fits the device's memory is
+        taken, or else the last.
+        """
+        answers: list[Program | str] = [""] * len(cases)
+        open_cases, choice = list(range(len(cases))), 0
+        while open_cases:
+            jobs: dict[int, RunJob] = {}
+            for index in open_cases:
+                try:
+                    jobs[index] = _job(cases[index], choice)
+                except ScalejaxError as error:
+                    answers[index] = one_line(error)
+            self._require(jobs.values())
+            open_cases = []
+            for index, job in jobs.items():
+                answers[index] = self.known[case_key(job)]
+                has_more = choice + 1 < len(cases[index].runs)
+                if has_more and not _fits(answers[index], cases[index]):
+                    open_cases.append(index)
+            choice += 1
+        return answers
+
+    def _require(self, jobs: Iterable[RunJob]) -> None:
+        """Have an answer for each of `jobs`."""
+        missing: dict[str, RunJob] = {}
+        for job in jobs:
+            key = case_key(job)
+            if key in self.known or key in missing:
+                continue
+            program = self._archive.program(key) or cached_program(self._folder, job)
+            if program is None:
+                missing[key] = job
+            else:
+                self.known[key] = program
+        self._total += len(missing)
+        if missing:
+            self._compile(list(missing), list(missing.values()))
+
+    def _compile(self, keys: list[str], jobs: list[RunJob]) -> None:
+        self._on_progress(self._done, self._total)
+
+        def answer(index: int, program: Program | str) -> None:
+            self.known[keys[index]] = program
+            self._done += 1
+            self._on_progress(self._done, self._total)
+
+        def on_done(index: int, compiled: Compiled) -> None:
+            keep(self._folder, jobs[index], compiled)
+            answer(index, compiled.program)
+
+        run_jobs(jobs, on_done, lambda index, error: answer(index, one_line(error)))
+
+
+def one_line(error: ScalejaxError) -> str:
+    """The text of an error as a reason, without line breaks and without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def _job(case: Case, index: int) -> RunJob:
+    run = case.runs[index]
+    return RunJob(run=run, target=target_for(case.cluster, run.layout.device_count))
+
+
+def _fits(answer: Program | str, case: Case) -> bool:
+    """Whether the program is there and fits; what the compiler refuses has often no room."""
+    if isinstance(answer, str):
+        return False
+    return memory_verdict(answer.memory, case.cluster.chip).fits

@@ -1,0 +1,61 @@
+"""Make the archive of programs anew: python -m scalejax.validation.rebuild LEDGER.csv
+
+Compiles what is in neither the archive nor the user's cache, and writes the programs that the
+ledger's rows need into the archive beside this file. It can be interrupted: what has been
+compiled stays in the cache, and the next run goes on from there. With --anew nothing is taken
+from the archive.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from scalejax.errors import ScalejaxError
+from scalejax.program import Program
+from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
+from scalejax.validation.cases import Case, case_of
+from scalejax.validation.ledger import LedgerRow, read_ledger
+from scalejax.validation.programs import OnProgress, Programs
+
+
+def rebuild(
+    rows: list[LedgerRow], archive: Archive, path: Path, on_progress: OnProgress
+) -> tuple[int, int]:
+    """Write the programs of `rows` into the archive at `path`; (programs, bytes).
+
+    Args:
+        rows: of a ledger.
+        archive: programs that need no compiling.
+        path: the file to write.
+        on_progress: called with the number of programs compiled, and of all that must be.
+    """
+    programs = Programs(archive, on_progress)
+    programs.find([case for case in map(case_of, rows) if isinstance(case, Case)])
+    found = {key: each for key, each in programs.known.items() if isinstance(each, Program)}
+    return len(found), write_archive(found, path)
+
+
+def main() -> int:
+    """Read the flags, rebuild, and say what came of it; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scalejax.validation.rebuild")
+    parser.add_argument("ledger", type=Path, metavar="LEDGER.csv")
+    parser.add_argument("--anew", action="store_true", help="take nothing from the archive")
+    parser.add_argument("--output", type=Path, default=ARCHIVE, metavar="FILE")
+    flags = parser.parse_args()
+    try:
+        rows = read_ledger(flags.ledger)
+        archive = Archive({}) if flags.anew else read_archive(flags.output)
+        count, size = rebuild(rows, archive, flags.output, _print_progress)
+    except ScalejaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {count} programs, {size / 1e6:.2f} MB, to {flags.output}")
+    return 0
+
+
+def _print_progress(done: int, total: int) -> None:
+    print(f"compiled {done} of {total} programs", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

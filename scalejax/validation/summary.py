@@ -1,0 +1,203 @@
+"""How far predictions lie from measurements, family by family.
+
+Arithmetic on rows that have been predicted. Every error is a share of what was measured:
+(predicted - measured) / measured.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.validation.ledger import LedgerRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowResult:
+    """What became of one row of a ledger."""
+
+    case_id: str
+    """Name of the row."""
+    series: str
+    """Rows of one series differ in the number of devices."""
+    device_count: int
+    """Devices in the run."""
+    measured_seconds: float | None
+    """Published time of one step; None if the row keeps it back."""
+    predicted_seconds: float | None
+    """Predicted time of one step; None if the row is skipped."""
+    p10_seconds: float | None
+    """Time that one step in ten is predicted to undercut; None if that is not known."""
+    p90_seconds: float | None
+    """Time that one step in ten is predicted to exceed; None if that is not known."""
+    status: str
+    """"ok", or "skipped: " and why."""
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether there is a prediction."""
+        return self.status == "ok"
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; None where one of the two is missing."""
+        if self.predicted_seconds is None or self.measured_seconds is None:
+            return None
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How far off the predictions of some rows are; None where nothing can be compared."""
+
+    name: str
+    """Family of the rows."""
+    rows: int
+    """Rows in all."""
+    predicted: int
+    """Rows that were predicted."""
+    median_error: float | None
+    """Median absolute error of the step time."""
+    mean_error: float | None
+    """Mean absolute error of the step time."""
+    bias: float | None
+    """Mean signed error of the step time: above 0 where predictions are too slow."""
+    ratios: int
+    """Pairs of a row and the one on fewest devices of its series."""
+    median_ratio_error: float | None
+    """Median absolute error of how much slower a step is than on fewest devices."""
+    p90_ratio_error: float | None
+    """The error that nine tenths of these ratios stay below."""
+    settings: int
+    """Settings: network, device, precision, per-device batch and number of devices."""
+    median_fastest_error: float | None
+    """Median absolute error against the fastest row of each setting."""
+    coverage: float | None
+    """Share of measured times between p10 and p90, 0..1: 0.8 where the band is right."""
+
+
+Scored = tuple[LedgerRow, RowResult]
+"""A row with what became of it."""
+
+
+def summaries(scored: Sequence[Scored]) -> list[Summary]:
+    """One summary for each family, in order of appearance, and one of all where there are more."""
+    families: dict[str, list[Scored]] = defaultdict(list)
+    for row, result in scored:
+        families[row.family].append((row, result))
+    found = [summarize(name, members) for name, members in families.items()]
+    return [*found, summarize("all", scored)] if len(found) > 1 else found
+
+
+def summarize(name: str, scored: Sequence[Scored]) -> Summary:
+    """How far off the predictions of these rows are together."""
+    errors = [result.error for _, result in scored if result.error is not None]
+    ratios = [abs(error) for error in ratio_errors(scored)]
+    fastest = [abs(error) for error in fastest_errors(scored)]
+    return Summary(
+        name=name,
+        rows=len(scored),
+        predicted=sum(result.is_predicted for _, result in scored),
+        median_error=_median([abs(error) for error in errors]),
+        mean_error=statistics.fmean(map(abs, errors)) if errors else None,
+        bias=statistics.fmean(errors) if errors else None,
+        ratios=len(ratios),
+        median_ratio_error=_median(ratios),
+        p90_ratio_error=_p90(ratios),
+        settings=len(fastest),
+        median_fastest_error=_median(fastest),
+        coverage=_coverage(result for _, result in scored),
+    )
+
+
+def ratio_errors(scored: Iterable[Scored]) -> list[float]:
+    """Error of the scaling ratio of every row that has a counterpart on fewer devices.
+
+    The ratio is the step time over that on fewest devices of the same series; its error is free
+    of what a framework makes of one device. Series that also mix networks or batches are taken
+    apart first, so that rows which are compared differ in the number of devices alone.
+    """
+    errors = []
+    for members in _comparable(scored):
+        ordered = sorted(members, key=lambda item: item[0].device_count)
+        (first, base), *others = ordered
+        for row, result in others:
+            if row.device_count > first.device_count:
+                predicted = _quotient(result.predicted_seconds, base.predicted_seconds)
+                measured = _quotient(result.measured_seconds, base.measured_seconds)
+                errors.append(predicted / measured - 1)
+    return errors
+
+
+def fastest_errors(scored: Iterable[Scored]) -> list[float]:
+    """Error of the fastest row of each setting: what the devices can do, whatever framework."""
+    settings: dict[tuple[object, ...], RowResult] = {}
+    for row, result in scored:
+        if result.error is None or result.measured_seconds is None:
+            continue
+        best = settings.get(setting := _setting(row))
+        fastest = best.measured_seconds if best is not None else None
+        if fastest is None or result.measured_seconds < fastest:
+            settings[setting] = result
+    return [result.error for result in settings.values() if result.error is not None]
+
+
+def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
+    """Rows that differ in the number of devices alone."""
+    series: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
+    for row, result in scored:
+        if result.error is not None:
+            series[_alike(row)].append((row, result))
+    groups = []
+    for members in series.values():
+        counts = [row.device_count for row, _ in members]
+        if len(set(counts)) == len(counts):
+            groups.append(members)
+            continue
+        # Several measurements of one series: told apart by where they were published.
+        parts: dict[str | None, list[Scored]] = defaultdict(list)
+        for row, result in members:
+            parts[row.source_locator].append((row, result))
+        groups.extend(parts.values())
+    return groups
+
+
+def _alike(row: LedgerRow) -> tuple[object, ...]:
+    """What rows have in common that are a scaling series: the batch of each device, or of all."""
+    work = row.work if row.work.per_device_batch is None else replace(row.work, global_batch=None)
+    return row.series, row.model, row.machine.hardware, work
+
+
+def _setting(row: LedgerRow) -> tuple[object, ...]:
+    work = row.work
+    batch = work.per_device_batch or work.global_batch
+    return row.model, row.machine.hardware, work.precision, batch, row.device_count
+
+
+def _quotient(numerator: float | None, denominator: float | None) -> float:
+    if numerator is None or denominator is None:
+        raise TypeError("rows without both times are left out before")
+    return numerator / denominator
+
+
+def _coverage(results: Iterable[RowResult]) -> float | None:
+    """Share of measured times within their band, of those that have one."""
+    hits = [
+        result.p10_seconds <= result.measured_seconds <= result.p90_seconds
+        for result in results
+        if result.p10_seconds is not None
+        and result.p90_seconds is not None
+        and result.measured_seconds is not None
+    ]
+    return statistics.fmean(hits) if hits else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _p90(values: Sequence[float]) -> float | None:
+    """The 90th percentile, interpolated between the values on either side."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=10, method="inclusive")[8]

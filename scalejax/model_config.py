@@ -14,6 +14,9 @@ from scalejax.errors import ConfigError, refusal, require_at_least, require_mult
 ComputeType = Literal["bfloat16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
+AttentionKind = Literal["auto", "fused", "unfused"]
+"""How attention is computed; see `GptConfig.attention`."""
+
 OptionValue = bool | int | float | str
 """What an option of a user's own model may hold."""
 
@@ -76,6 +79,9 @@ class GptConfig:
     """Attention heads; must divide `hidden`."""
     remat: Literal["none", "full"] = "none"
     """Whether the backward pass computes each block again instead of keeping its activations."""
+    attention: AttentionKind = "auto"
+    """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, bfloat16).
+    unfused: products and softmax apart. auto: fused where the device has it."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 

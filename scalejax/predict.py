@@ -289,7 +289,7 @@ def _notes(
     program: Program, cluster: Cluster, matmul_type: RateType | None, *, has_band: bool
 ) -> tuple[str, ...]:
     chip = cluster.chip
-    notes = []
+    notes = [*program.notes]
     if program.backend == "cpu":
         notes.append(
             "CPU program: its fusions, schedule and bytes (bf16 widened to f32) stand in for the "

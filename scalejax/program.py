@@ -16,7 +16,9 @@ from typing import Literal
 CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
-OperationKind = Literal["matmul", "convolution", "fusion", "copy", "collective", "wait", "custom"]
+OperationKind = Literal[
+    "matmul", "convolution", "attention", "fusion", "copy", "collective", "wait", "custom"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +72,16 @@ class Operation:
     matrix product or convolution ("f32_highest" where they may not be rounded to tf32), of the
     result otherwise."""
     flop: int = 0
-    """Operations of the matrix products and convolutions in it, once; 0 for others (ignores
-    element-wise arithmetic: it is bound by bytes)."""
+    """Operations of the matrix products and convolutions in it, those of fused attention too,
+    once; 0 for others (ignores element-wise arithmetic: it is bound by bytes)."""
     read_bytes: int = 0
     """Bytes it reads: of a slice, only the slice."""
     write_bytes: int = 0
     """Bytes it writes: of an in-place update, only the update."""
     shape: tuple[int, ...] = ()
     """(batch, m, n, k) of a matmul; (samples, output positions, input channels, output
-    channels, window positions) of a convolution; () otherwise."""
+    channels, window positions) of a convolution; (samples x heads, query tokens, key tokens, head
+    size) of fused attention; () otherwise."""
     collective: Collective | None = None
     """The exchange, for kind "collective"."""
     waits_for: str | None = None
@@ -145,6 +148,8 @@ class Program:
     model_flop: int | None = None
     """FLOP that the model itself needs per step over all devices, recompute not counted:
     three times the forward pass. The numerator of MFU; None if unknown."""
+    notes: tuple[str, ...] = ()
+    """What a reader must know of how it was compiled."""
 
     @property
     def device_count(self) -> int:

@@ -5,7 +5,7 @@ source, no clock and no cluster: devices come in a mesh, real or only described.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA
 from scalejax.mesh import batch_sharding, replicated
-from scalejax.models import BatchNormScope, build_network, network_class, param_specs
+from scalejax.models import BatchNormScope, attention, build_network, network_class, param_specs
 from scalejax.optimizers import build_optimizer
 from scalejax.schedules import learning_rate_schedule
 
@@ -80,7 +80,7 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
     Raises:
         ConfigError: if the network cannot be built for the data set.
     """
-    recipe = _recipe(run)
+    recipe = _recipe(run, mesh)
     state = _state_shapes(recipe, mesh)
     batch = batch_shapes(run, mesh)
     state_shardings = _shardings_of(state)
@@ -95,7 +95,7 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
 
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     """The state before the first update, drawn from the run's seed; the same on any mesh."""
-    recipe = _recipe(run)
+    recipe = _recipe(run, mesh)
     shardings = _shardings_of(_state_shapes(recipe, mesh))
     drawn = (shardings.params, shardings.model_state)
     params, model_state = jax.jit(partial(_initial_network, recipe), out_shardings=drawn)()
@@ -106,7 +106,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
-    recipe = _recipe(run)
+    recipe = _recipe(run, mesh)
     state = _state_shapes(recipe, mesh)
     batch = batch_shapes(run, mesh)
     shape = jax.ShapeDtypeStruct(
@@ -139,7 +139,8 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
 def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """The loss of one global batch on one device, and the shapes to trace it with.
 
-    For counting what the model itself needs: no mesh, no gradient, no recompute.
+    For counting what the model itself needs: no mesh, no gradient, no recompute, and no call of
+    a library that a trace does not see into.
     """
     recipe = _recipe(run)
     state = _abstract_state(recipe)
@@ -164,7 +165,11 @@ class _Recipe:
     schedule: optax.Schedule
 
 
-def _recipe(run: ResolvedRun) -> _Recipe:
+def _recipe(run: ResolvedRun, mesh: Mesh | None = None) -> _Recipe:
+    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone."""
+    device = mesh.devices.flat[0] if mesh is not None else None
+    model = attention.settled(run.config.model, device)
+    run = replace(run, config=replace(run.config, model=model))
     schedule = learning_rate_schedule(
         run.config.schedule,
         global_batch=run.split.global_batch,

@@ -108,6 +108,14 @@ def test_small_products_are_slower_per_flop_than_large_ones():
     assert large.seconds == pytest.approx(10e-3, rel=1e-3)
 
 
+def test_fused_attention_has_a_rate_of_its_own():
+    """Softmax and masks between its two products keep the matrix units waiting."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, attention_fraction=0.5))
+    operation = Operation(name="a", kind="attention", dtype="bf16", flop=10**11)
+
+    assert operation_time(operation, chip).busy_seconds == pytest.approx(2e-3)
+
+
 def test_launch_is_counted_apart_from_the_work():
     """Each operation waits for its launch, also one that does nothing."""
     chip = replace(CHIP, attainable=replace(ATTAINABLE, launch_seconds=2e-6))
@@ -153,7 +161,7 @@ def test_convolutions_of_few_channels_are_slower():
 operations = st.builds(
     Operation,
     name=st.just("any"),
-    kind=st.sampled_from(["matmul", "convolution", "fusion", "copy", "custom"]),
+    kind=st.sampled_from(["matmul", "convolution", "attention", "fusion", "copy", "custom"]),
     dtype=st.sampled_from(["bf16", "f16", "f32", "f8e4m3fn", "s32", "pred"]),
     flop=st.integers(0, 10**13),
     read_bytes=st.integers(0, 10**10),

@@ -234,6 +234,33 @@ def test_tensor_parallel_text_compiles_for_few_nodes():
     assert () not in axes
 
 
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_attention_is_compiled_as_the_chip_would_train_it():
+    """Fused on H100, its heads divided over tensor; as products on V100, which has none such."""
+    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8, "compute_dtype": "bfloat16"}
+    run = resolved("gpt", 16, model=small, layout={"tensor": 2})
+    jobs = [ProfileJob(run=run, cluster=load_cluster(name)) for name in ("dgx-h100", "dgx1-v100")]
+
+    fused, unfused = profile_many(jobs, cache=None)
+
+    calls = [(item, times) for item, times in fused.walk() if item.kind == "attention"]
+    rows = SAMPLES * 8 // 2  # samples x heads of one device
+    assert {item.shape for item, _ in calls} == {(rows, GPT_TOKENS, GPT_TOKENS, 64)}
+    # Causal: one product's worth forward and two and a half backward, in each layer.
+    by_hand = 2 * (1 + 2.5) * 2 * rows * GPT_TOKENS**2 * 64
+    assert sum(item.flop * times for item, times in calls) == by_hand
+    assert "attention" not in {item.kind for item, _ in unfused.walk()}
+    assert fused.model_flop == unfused.model_flop
+
+
+def test_fused_attention_is_refused_for_chips_without():
+    """Though the compiler, which takes them for newer ones, would let it pass."""
+    model = {"name": "gpt", "attention": "fused", "compute_dtype": "bfloat16"}
+
+    with pytest.raises(ConfigError, match="v100 is older than fused attention"):
+        profile(resolved("gpt", 16, model=model), load_cluster("dgx1-v100"), cache=None)
+
+
 def test_a_cpu_stand_in_keeps_the_type_of_products():
     """A CPU widens bf16; the target would not, and its MFU is against the bf16 peak."""
     model = {"name": "mlp", "hidden": [32], "compute_dtype": "bfloat16"}

@@ -62,6 +62,8 @@ def attainable_flop_per_second(operation: Operation, chip: Chip) -> float:
     if operation.kind == "convolution":
         padding = channel_use(operation.shape, operation.dtype)
         return peak * chip.attainable.convolution_fraction * padding
+    if operation.kind == "attention":
+        return peak * chip.attainable.attention_fraction
     return peak * chip.attainable.matmul_fraction
 
 

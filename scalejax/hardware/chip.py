@@ -52,6 +52,9 @@ class Attainable:
     """Share of peak memory bandwidth that streaming reaches."""
     launch_seconds: float
     """Time from the end of one operation of a program to the start of the next."""
+    attention_fraction: float = 0.4
+    """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
+    backward, what a causal mask skips not counted."""
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
@@ -59,7 +62,12 @@ class Attainable:
     """Time of a step that is in none of its operations: the host's work that devices wait for."""
 
     def __post_init__(self) -> None:
-        for name in ("matmul_fraction", "convolution_fraction", "memory_fraction"):
+        for name in (
+            "matmul_fraction",
+            "convolution_fraction",
+            "attention_fraction",
+            "memory_fraction",
+        ):
             fraction = getattr(self, name)
             if not 0 < fraction <= 1:
                 raise ConfigError(refusal(name, fraction, "it must be above 0 and at most 1"))

@@ -3,6 +3,8 @@
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads, K size of a head.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import GptConfig
+from scalejax.model_config import AttentionKind, GptConfig
+from scalejax.models.attention import causal_attention
 from scalejax.models.network import Network, PartitionRules, placed, placed_by_row
 
 INIT_STD = 0.02
@@ -24,6 +27,7 @@ class Attention(nnx.Module):
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
         head_size = config.hidden // config.heads
+        self.kind: AttentionKind = config.attention
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
         self.qkv = nnx.LinearGeneral(
             config.hidden,
@@ -44,21 +48,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
-        mixed_BSHK = jax.nn.dot_product_attention(
-            q_BSHK, k_BSHK, v_BSHK, bias=_causal_bias(x_BSD.shape[1])
-        )
+        mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind)
         return self.projection(mixed_BSHK)
-
-
-def _causal_bias(tokens: int) -> jax.Array:
-    """[1, 1, S, S]: nothing for a token and those before it, the least number for those after.
-
-    Added and not selected by a mask: XLA hoists the broadcast mask out of the scan at the full
-    size [B, H, S, S], and every block would then read it.
-    """
-    place = jnp.arange(tokens)
-    is_seen = place[:, None] >= place[None, :]
-    return jnp.where(is_seen, 0.0, jnp.finfo(jnp.float32).min)[None, None]
 
 
 class FeedForward(nnx.Module):
@@ -83,7 +74,14 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        return self.down(jax.nn.gelu(self.up(x_BSD), approximate=True))
+        return self.down(_gelu(self.up(x_BSD)))
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
+def _gelu(x: jax.Array) -> jax.Array:
+    """GELU whose backward pass computes it again from `x`: seven intermediate results of the
+    width of `x` would be kept for it otherwise, a quarter of a block's time to write and read."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 class Block(nnx.Module):
@@ -97,9 +95,21 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        x_BSD = x_BSD + self.attention(_normalised(self.attention_norm, x_BSD))
         x_BSD = placed_by_row(x_BSD)
-        return placed_by_row(x_BSD + self.feed_forward(self.feed_forward_norm(x_BSD)))
+        normalised_BSD = _normalised(self.feed_forward_norm, x_BSD)
+        return placed_by_row(x_BSD + self.feed_forward(normalised_BSD))
+
+
+def _normalised(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
+    """`norm` of `x`, whose backward pass computes it again from `x`: it would keep six
+    intermediate results otherwise, half of them in float32."""
+    structure, params = nnx.split(norm)
+
+    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(structure, params)(x)
+
+    return jax.checkpoint(apply, prevent_cse=False)(params, x)
 
 
 class Gpt(Network):

@@ -6,17 +6,18 @@ been compiled. Importing this, and reading a cached program, needs no JAX.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal, require_at_least
-from scalejax.hardware import Cluster
+from scalejax.hardware import Chip, Cluster
+from scalejax.model_config import GptConfig
 from scalejax.profile.cache import cached_program, keep, user_folder
 from scalejax.profile.compiled import read_compiled, read_step
 from scalejax.profile.job import Compiled, FunctionJob, RunJob
-from scalejax.profile.target import Backend, has_cuda_compiler, target_for
+from scalejax.profile.target import OLDEST_CAPABILITY, Backend, has_cuda_compiler, target_for
 from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 
@@ -89,7 +90,10 @@ def profile_many(
     """
     folder = user_folder() if cache == "user" else cache
     asked = [
-        RunJob(run=job.run, target=target_for(job.cluster, job.run.layout.device_count, backend))
+        RunJob(
+            run=_for_chip(job.run, job.cluster.chip),
+            target=target_for(job.cluster, job.run.layout.device_count, backend),
+        )
         for job in jobs
     ]
     programs: dict[int, Program] = {}
@@ -113,6 +117,21 @@ def profile_many(
     if missing:
         run_jobs([asked[position] for position in missing], compiled)
     return [programs[position] for position in range(len(asked))]
+
+
+def _for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
+    """`run` as `chip` itself would train it, where it is compiled for as a newer one: without
+    the fused attention that only the newer one has."""
+    model = run.config.model
+    if chip.cuda is None or chip.cuda.compute_capability >= OLDEST_CAPABILITY:
+        return run
+    if not isinstance(model, GptConfig) or model.attention == "unfused":
+        return run
+    if model.attention == "fused":
+        accepted = f'{chip.name} is older than fused attention; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
+    model = replace(model, attention="unfused")
+    return replace(run, config=replace(run.config, model=model))
 
 
 def profile_function(

@@ -19,6 +19,9 @@ _OLDEST_SHARED_MEMORY = (167_936, 166_912)
 """Shared memory per multiprocessor, and per block at most, of compute capability 8.0 (XLA's
 GPU target descriptions, Apache-2.0)."""
 
+CUDNN_VERSION = (9, 10)
+"""The cuDNN that is compiled for: contemporary with CUDA 12.8."""
+
 MAX_CPU_DEVICES = 2048
 """Virtual CPU devices that compile; 4096 do not (tried with jax 0.10.2 and 0.12.0)."""
 
@@ -114,7 +117,7 @@ def describe(chip: Chip, architecture: CudaArchitecture) -> str:
   cuda_compute_capability {{ major: {major} minor: {minor} }}
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {CUDNN_VERSION[0]} minor: {CUDNN_VERSION[1]} }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{chip.title}"
 """

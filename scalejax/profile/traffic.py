@@ -9,6 +9,7 @@ operands it needs. What is kept in caches, or read twice, is not considered.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from scalejax.profile.arithmetic import FUSED_ATTENTION
 from scalejax.profile.hlo import (
     Array,
     Computation,
@@ -64,11 +65,22 @@ def _bytes(shape: Shape, need: int) -> int:
 def _result_shape(computation: Computation, instruction: Instruction) -> Shape:
     """What `instruction` results in, without the workspace that calls of cuBLAS and cuDNN append
     to their results."""
+    if _is_fused_attention(instruction):  # several results before the workspace
+        return tuple(array for array in arrays(instruction.shape) if array.dtype != "u8")
     if instruction.opcode == "get-tuple-element":
         whole = computation.instructions[instruction.operands[0]]
-        is_workspace = _is_library_call(whole) and instruction.integers("index") != (0,)
+        is_workspace = (
+            _is_library_call(whole)
+            and not _is_fused_attention(whole)
+            and instruction.integers("index") != (0,)
+        )
         return () if is_workspace else instruction.shape
     return next(arrays(instruction.shape)) if _is_library_call(instruction) else instruction.shape
+
+
+def _is_fused_attention(instruction: Instruction) -> bool:
+    target = instruction.attributes.get("custom_call_target", "")
+    return target.startswith(f'"{FUSED_ATTENTION}')
 
 
 def _is_library_call(instruction: Instruction) -> bool:

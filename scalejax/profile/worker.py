@@ -15,13 +15,16 @@ import signal
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from scalejax import documents
+from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, ScalejaxError, refusal
+from scalejax.model_config import GptConfig
 from scalejax.profile.job import Compiled, FunctionJob, Job, Refused, RunJob
-from scalejax.profile.target import Target
+from scalejax.profile.target import CUDNN_VERSION, Target
 from scalejax.program import Program
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -50,18 +53,58 @@ def _compile(job: RunJob | FunctionJob) -> Program:
     from scalejax.profile.compiled import read_compiled, read_step
 
     devices = _devices(job.target)
+    has_fused_attention = job.target.backend == "cpu" or _describe_cudnn(job.target)
     if isinstance(job, RunJob):
         from scalejax.mesh import build_mesh
         from scalejax.step import build_step
 
-        mesh = build_mesh(job.run.layout, devices)
-        step = build_step(job.run, mesh)
-        return read_step(step.function.lower(step.state, step.batch).compile(), mesh, job.run)
+        run, notes = job.run, ()
+        if not has_fused_attention:
+            run, notes = _with_unfused_attention(job.run)
+        mesh = build_mesh(run.layout, devices)
+        step = build_step(run, mesh)
+        program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+        return replace(program, notes=notes)
 
     mesh = _mesh(job.mesh_axes, devices)
     function, arguments = _built(job.builder, mesh)
     compiled = function.lower(*arguments).compile()
     return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
+
+
+def _describe_cudnn(target: Target) -> bool:
+    """Have JAX ask `target`, and not this machine, for what its fused attention needs.
+
+    JAX looks at the first GPU and at the cuDNN that are here, when it traces the call. Returns
+    whether this JAX has the functions that are replaced: they are its own business (tried with
+    jax 0.10.2 and 0.12.0).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    if not all(hasattr(fused, name) for name in names):
+        return False
+    digits = target.name.removeprefix("sm_")
+    own = (int(digits[:-1]), int(digits[-1]))
+
+    def asked(capability: str) -> tuple[int, ...]:
+        return tuple(map(int, capability.split(".")))
+
+    major, minor = CUDNN_VERSION
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor
+    fused.check_compute_capability = lambda capability: own >= asked(capability)
+    fused.is_cuda_compute_capability_equal = lambda capability: own == asked(capability)
+    return True
+
+
+def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
+    """`run` as this JAX can compile it without a GPU, and what a reader must know of that."""
+    model = run.config.model
+    if not isinstance(model, GptConfig) or model.attention == "unfused":
+        return run, ()
+    config = replace(run.config, model=replace(model, attention="unfused"))
+    note = "this JAX cannot compile fused attention without a GPU: costed unfused, too slow"
+    return replace(run, config=config), (note,)
 
 
 def _devices(target: Target) -> list[Any]:

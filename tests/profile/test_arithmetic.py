@@ -164,3 +164,32 @@ def test_full_precision_is_told_from_tf32(line, dtype):
     )
 
     assert found.dtype == dtype
+
+
+def attention(target: str, mask: str, *operands: str) -> Arithmetic:
+    """What is counted for a call of cuDNN's fused attention: 2 samples, 8 heads, 1024 tokens."""
+    return counted(
+        "  %fmha = (bf16[2,8,1024,128]{3,1,2,0}, f32[2,8,1024]{2,1,0}, u8[0]{0}) "
+        f'custom-call(%q, %k, %v), custom_call_target="__cudnn$fmha{target}", '
+        'backend_config={"cudnn_fmha_backend_config": {"intermediate_tensor_shape": '
+        '{"element_type": "BF16", "dimensions": ["2", "8", "1024", "1024"]}, '
+        f'"mask_type": "{mask}"}}}}',
+        *(f"{name}: bf16[2,1024,8,128]{{3,2,1,0}}" for name in "qkv"),
+    )
+
+
+def test_fused_attention_is_two_products_forward():
+    """Scores and mixture: 2 x 2 x 16 x 1024 x 1024 x 128, of which a causal mask leaves half."""
+    whole, causal = (attention("Softmax", mask) for mask in ("NO_MASK", "CAUSAL"))
+
+    assert (whole.kind, whole.dtype) == ("attention", "bf16")
+    assert whole.shape == (16, 1024, 1024, 128)
+    assert whole.flop == 4 * 16 * 1024 * 1024 * 128
+    assert causal.flop == whole.flop // 2
+
+
+def test_fused_attention_is_five_products_backward():
+    """It makes the scores again, and has four gradients."""
+    forward = attention("Softmax", "CAUSAL")
+
+    assert attention("SoftmaxBackward", "CAUSAL").flop == 5 * forward.flop // 2

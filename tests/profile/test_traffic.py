@@ -132,3 +132,22 @@ custom_call_target="__cublas$gemm"
         "bf16[64,1024]{1,0}",
         "bf16[1024,512]{1,0}",
     ) == (2 * 64 * 1024 + 2 * LAYER, 2 * 64 * 512)
+
+
+def test_fused_attention_moves_no_scores():
+    """It reads queries, keys and values, and writes their mixture and one number per row."""
+    shape, rows = "bf16[2,1024,8,128]{3,2,1,0}", 2 * 8 * 1024
+    text = f"""HloModule m
+ENTRY %main (p: f32[]) -> f32[] {{
+  %q = {shape} parameter(0)
+  %k = {shape} parameter(1)
+  %v = {shape} parameter(2)
+  ROOT %fmha = (bf16[2,8,1024,128]{{3,1,2,0}}, f32[2,8,1024]{{2,1,0}}, u8[4096]{{0}}) \
+custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
+}}"""
+    module = parse_module(text)
+    entry = module.computations["main"]
+
+    found = traffic(module, entry, entry.root)
+    assert found.read_bytes == 3 * rows * 128 * 2
+    assert found.write_bytes == rows * 128 * 2 + rows * 4  # the workspace does not count

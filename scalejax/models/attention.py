@@ -1,0 +1,98 @@
+"""Causal attention, fused into one kernel where the device has it, and which one a run takes.
+
+Fused is cuDNN's: the scores [B, H, S, S] are never written to memory, neither forward nor
+backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused is the reference: XLA's
+products and softmax, on any device and in any type.
+
+Shapes: B batch, S tokens, H heads, K size of a head.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.errors import ConfigError, refusal
+from scalejax.model_config import AttentionKind, GptConfig, ModelConfig
+
+FUSED_CAPABILITY = (8, 0)
+"""Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""
+_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
+"""Largest head by oldest compute capability; all are multiples of 8 (the same)."""
+
+
+def settled(model: ModelConfig, device: Any | None) -> ModelConfig:
+    """`model` with its kind of attention decided for `device`.
+
+    Fused needs an NVIDIA GPU of compute capability 8.0 or later, 16-bit activations and heads of
+    a multiple of 8, at most 128 wide (256 from 9.0 on).
+
+    Args:
+        model: any network; only one with attention changes.
+        device: of JAX, here or only described; if None, attention is unfused.
+
+    Raises:
+        ConfigError: if fused attention is asked for by name and the device does not have it.
+    """
+    if not isinstance(model, GptConfig) or model.attention == "unfused":
+        return model
+    lacks = _missing(model, device) if device is not None else None
+    if device is not None and lacks is None:
+        return replace(model, attention="fused")
+    if lacks is not None and model.attention == "fused":
+        accepted = f'fused attention needs {lacks}; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
+    return replace(model, attention="unfused")
+
+
+def _missing(model: GptConfig, device: Any) -> str | None:
+    """What keeps `model` from fused attention on `device`; None if nothing."""
+    capability = _capability(device)
+    if capability is None or capability < FUSED_CAPABILITY:
+        return "an NVIDIA GPU of compute capability 8.0 or later"
+    if model.compute_dtype != "bfloat16":
+        return 'model.compute_dtype="bfloat16"'
+    head_size = model.hidden // model.heads
+    largest = max(size for oldest, size in _HEAD_SIZES.items() if oldest <= capability)
+    if head_size % 8 or head_size > largest:
+        return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
+    return None
+
+
+def _capability(device: Any) -> tuple[int, int] | None:
+    """(major, minor) of an NVIDIA GPU; None of anything else."""
+    text = getattr(device, "compute_capability", None)
+    if device.platform not in ("gpu", "cuda") or not text:
+        return None
+    major, _, minor = str(text).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def causal_attention(
+    q_BSHK: jax.Array,
+    k_BSHK: jax.Array,
+    v_BSHK: jax.Array,
+    kind: AttentionKind,
+) -> jax.Array:
+    """What every token takes from itself and those before it, [B, S, H, K].
+
+    The softmax is in float32 either way; "auto" that nobody has settled is unfused.
+    """
+    if kind == "fused":
+        return jax.nn.dot_product_attention(
+            q_BSHK, k_BSHK, v_BSHK, is_causal=True, implementation="cudnn"
+        )
+    bias = _causal_bias(q_BSHK.shape[1])
+    return jax.nn.dot_product_attention(q_BSHK, k_BSHK, v_BSHK, bias=bias)
+
+
+def _causal_bias(tokens: int) -> jax.Array:
+    """[1, 1, S, S]: nothing for a token and those before it, the least number for those after.
+
+    Added and not selected by a mask: XLA hoists the broadcast mask out of the scan at the full
+    size [B, H, S, S], and every block would then read it.
+    """
+    place = jnp.arange(tokens)
+    is_seen = place[:, None] >= place[None, :]
+    return jnp.where(is_seen, 0.0, jnp.finfo(jnp.float32).min)[None, None]

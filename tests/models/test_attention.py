@@ -1,0 +1,61 @@
+"""Which attention a run takes, by device, type and size of a head."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from scalejax.errors import ConfigError
+from scalejax.model_config import AttentionKind, ComputeType, GptConfig, MlpConfig
+from scalejax.models.attention import settled
+
+H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
+A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
+V100 = SimpleNamespace(platform="gpu", compute_capability="7.0")
+MI300X = SimpleNamespace(platform="gpu", compute_capability="gfx942")
+
+
+def gpt(
+    attention: AttentionKind = "auto", hidden: int = 512, dtype: ComputeType = "bfloat16"
+) -> GptConfig:
+    """Four heads."""
+    return GptConfig(hidden=hidden, heads=4, attention=attention, compute_dtype=dtype)
+
+
+def test_auto_is_fused_where_cudnn_has_it():
+    """From compute capability 8.0 on, in 16 bits."""
+    assert settled(gpt(), H100) == gpt("fused")
+    assert settled(gpt(), A100) == gpt("fused")
+    assert settled(gpt(), V100) == gpt("unfused")
+    assert settled(gpt(), MI300X) == gpt("unfused")
+    assert settled(gpt(dtype="float32"), H100) == gpt("unfused", dtype="float32")
+
+
+def test_auto_is_unfused_on_a_cpu_and_without_a_device():
+    """What trains here, and what counts FLOP, stays in JAX's own operations."""
+    assert settled(gpt(), jax.devices("cpu")[0]) == gpt("unfused")
+    assert settled(gpt(), None) == gpt("unfused")
+    assert settled(gpt("fused"), None) == gpt("unfused")
+
+
+def test_wide_heads_are_fused_on_newer_chips_only():
+    """At most 128 wide on Ampere and 256 from Hopper on, a multiple of 8 on both."""
+    assert settled(gpt(hidden=4 * 192), H100) == gpt("fused", hidden=4 * 192)
+    assert settled(gpt(hidden=4 * 192), A100) == gpt("unfused", hidden=4 * 192)
+    assert settled(gpt(hidden=4 * 100), H100) == gpt("unfused", hidden=4 * 100)
+
+
+def test_unfused_stays_unfused():
+    """Asked for by name, on any device; and other networks have no attention."""
+    assert settled(gpt("unfused"), H100) == gpt("unfused")
+    assert settled(MlpConfig(), H100) == MlpConfig()
+
+
+def test_fused_by_name_is_refused_where_there_is_none():
+    """With what is missing."""
+    with pytest.raises(ConfigError, match=r"model.attention='fused'.*capability 8.0 or later"):
+        settled(gpt("fused"), jax.devices("cpu")[0])
+    with pytest.raises(ConfigError, match=r"model\.compute_dtype=.bfloat16"):
+        settled(gpt("fused", dtype="float32"), H100)
+    with pytest.raises(ConfigError, match="multiple of 8 and at most 128, not 192"):
+        settled(gpt("fused", hidden=4 * 192), A100)

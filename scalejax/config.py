@@ -14,7 +14,13 @@ from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
 from scalejax.errors import ConfigError, refusal, require_multiple
 from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis
-from scalejax.model_config import CustomConfig, GptConfig, ModelConfig
+from scalejax.model_config import (
+    BertConfig,
+    CustomConfig,
+    GptConfig,
+    ImageNetworkConfig,
+    ModelConfig,
+)
 from scalejax.training_config import (
     BatchConfig,
     LayoutConfig,
@@ -48,21 +54,44 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
-        is_text = facts(self.data).is_text
         if isinstance(self.model, GptConfig):
             require_multiple("model.heads", self.model.heads, self.layout.tensor, "layout.tensor")
-        if (
-            not isinstance(self.model, CustomConfig)
-            and isinstance(self.model, GptConfig) != is_text
-        ):
-            wants, has = ("images", "text") if is_text else ("text", "images")
-            raise ConfigError(
-                refusal(
-                    "model.name",
-                    self.model.name,
-                    f"it reads {wants}, but data.name={self.data.name!r} holds {has}",
-                )
-            )
+        if isinstance(self.model, BertConfig):
+            _, _, heads = self.model.size
+            require_multiple("model.heads", heads, self.layout.tensor, "layout.tensor")
+        _require_fitting_data(self.model, self.data)
+
+
+def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a network that cannot read the examples of `data`."""
+    dataset = facts(data)
+    has = (
+        "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
+    )
+    if dataset.is_masked:
+        has = "text with hidden words"
+    match model:
+        case CustomConfig():
+            return
+        case GptConfig():
+            wants = "text"
+        case BertConfig():
+            wants = "text with hidden words"
+            if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
+                accepted = f"it must be at most model.max_tokens={model.max_tokens}"
+                raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
+        case ImageNetworkConfig():
+            side = model.smallest_image
+            wants = f"images of at least {side} x {side}"
+            if not dataset.is_text and min(dataset.input_shape[:2]) >= side:
+                return
+        case _:
+            wants = "images"
+            if not dataset.is_text:
+                return
+    if wants != has:
+        accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
+        raise ConfigError(refusal("model.name", model.name, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,9 +27,12 @@ class DatasetFacts:
     input_shape: tuple[int, ...]
     """Of one example: (height, width, channels) of an image, (tokens,) of a text."""
     target_shape: tuple[int, ...]
-    """Of one example's targets: () for a class, (tokens,) for the next token at each place."""
+    """Of one example's targets: () for a class, (tokens,) for the next token at each place,
+    (masked places,) for the words that are hidden there."""
     classes: int
     """Values that a target can take: classes, or the size of the vocabulary."""
+    is_masked: bool = False
+    """Whether targets are hidden words; a batch then holds "places" besides, the place of each."""
     pixel_mean: float = 0.5
     """Mean of the inputs scaled to 0..1; images only."""
     pixel_std: float = 0.25
@@ -43,7 +46,7 @@ class DatasetFacts:
     @property
     def tokens_per_sample(self) -> int | None:
         """Tokens in an example; None for images."""
-        return self.target_shape[0] if self.is_text else None
+        return self.input_shape[0] if self.is_text else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,39 @@ class SyntheticTokensConfig:
             require_at_least(f"data.{name}", getattr(self, name), 1)
 
 
+FIRST_TOKEN, SEPARATOR_TOKEN, MASK_TOKEN = 1, 2, 3
+"""Begins an example; ends a segment of it; stands for a hidden word. Words are 4 and above."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedTokensConfig:
+    """Random tokens in two segments, some of them hidden, as BERT is trained on
+    (Devlin et al. 2018, arXiv 1810.04805, section 3.1); the defaults are its first phase."""
+
+    name: Literal["masked_tokens"] = "masked_tokens"
+    """Selects this data set."""
+    tokens: int = 128
+    """Tokens in an example, its first one and two separators included."""
+    masked: int = 20
+    """Hidden words in an example, which are its targets (BERT: 15 %, and at most 20 of 128)."""
+    vocabulary: int = 30_522
+    """Values of a token (default: the uncased vocabulary of the published BERT)."""
+    train_examples: int = 1_000_000
+    """Examples to train on."""
+    test_examples: int = 1_000
+    """Examples to evaluate on."""
+
+    def __post_init__(self) -> None:
+        for name in ("masked", "train_examples", "test_examples"):
+            require_at_least(f"data.{name}", getattr(self, name), 1)
+        require_at_least("data.vocabulary", self.vocabulary, MASK_TOKEN + 2)
+        require_at_least("data.tokens", self.tokens, 4)
+        words = self.tokens - 3
+        if self.masked > words:
+            accepted = f"an example of {self.tokens} tokens has {words} words"
+            raise ConfigError(refusal("data.masked", self.masked, accepted))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonDocsConfig:
     """The text of the standard library's `pydoc_data.topics`, by bytes."""
@@ -126,7 +162,11 @@ class PythonDocsConfig:
 
 
 DataConfig = Annotated[
-    FashionMnistConfig | SyntheticImagesConfig | SyntheticTokensConfig | PythonDocsConfig,
+    FashionMnistConfig
+    | SyntheticImagesConfig
+    | SyntheticTokensConfig
+    | MaskedTokensConfig
+    | PythonDocsConfig,
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
@@ -171,6 +211,15 @@ def facts(config: DataConfig) -> DatasetFacts:
                 input_shape=(config.tokens,),
                 target_shape=(config.tokens,),
                 classes=config.vocabulary,
+            )
+        case MaskedTokensConfig():
+            return DatasetFacts(
+                train_examples=config.train_examples,
+                test_examples=config.test_examples,
+                input_shape=(config.tokens,),
+                target_shape=(config.masked,),
+                classes=config.vocabulary,
+                is_masked=True,
             )
         case PythonDocsConfig():
             return _text_facts(config)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least, require_multiple
 
 ComputeType = Literal["bfloat16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
@@ -66,6 +66,32 @@ class ResNetConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImageNetworkConfig:
+    """A network published for ImageNet: VGG-16 (Simonyan & Zisserman 2014, arXiv 1409.1556),
+    AlexNet with one tower (Krizhevsky 2014, arXiv 1404.5997), Inception v3 without the auxiliary
+    head (Szegedy et al. 2015, arXiv 1512.00567), Xception (Chollet 2016, arXiv 1610.02357)."""
+
+    name: Literal["vgg16", "alexnet", "inception_v3", "xception"]
+    """Selects the network."""
+    width: float = 1.0
+    """Channels of every layer over the published ones: less than 1 for small data sets."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        require_above("model.width", self.width, 0)
+
+    @property
+    def smallest_image(self) -> int:
+        """Pixels along a side below which some layer of the network would see nothing."""
+        return {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}[self.name]
+
+    def scaled(self, channels: int) -> int:
+        """`channels` as published, times `width`, at least 1."""
+        return max(1, round(channels * self.width))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig:
     """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2)."""
 
@@ -92,6 +118,43 @@ class GptConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig:
+    """A bidirectional transformer for masked words (Devlin et al. 2018, arXiv 1810.04805)."""
+
+    name: Literal["bert_base", "bert_large"]
+    """Selects the published size: 12 blocks, 768 wide, 12 heads; or 24, 1024, 16."""
+    layers: int | None = None
+    """Transformer blocks, scanned; left out: as published."""
+    hidden: int | None = None
+    """Width of the residual stream; left out: as published."""
+    heads: int | None = None
+    """Attention heads, a divisor of the width; left out: as published."""
+    max_tokens: int = 512
+    """Places that have an embedding: the longest example."""
+    remat: Literal["none", "full"] = "none"
+    """Whether the backward pass computes each block again instead of keeping its activations."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name, value in zip(("layers", "hidden", "heads"), self.size, strict=True):
+            require_at_least(f"model.{name}", value, 1)
+        _, hidden, heads = self.size
+        require_multiple("model.hidden", hidden, heads, "heads")
+        require_at_least("model.max_tokens", self.max_tokens, 1)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Blocks, width of the residual stream, attention heads."""
+        published = {"bert_base": (12, 768, 12), "bert_large": (24, 1024, 16)}[self.name]
+        given = (self.layers, self.hidden, self.heads)
+        layers, hidden, heads = (
+            usual if own is None else own for own, usual in zip(given, published, strict=True)
+        )
+        return layers, hidden, heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
     """A network of the user's own, by import path."""
 
@@ -111,7 +174,13 @@ class CustomConfig:
 
 
 ModelConfig = Annotated[
-    MlpConfig | CnnConfig | ResNetConfig | GptConfig | CustomConfig,
+    MlpConfig
+    | CnnConfig
+    | ResNetConfig
+    | ImageNetworkConfig
+    | GptConfig
+    | BertConfig
+    | CustomConfig,
     Field(discriminator="name"),
 ]
 """One of the networks, told apart by `name`."""

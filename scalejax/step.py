@@ -28,8 +28,8 @@ from scalejax.schedules import learning_rate_schedule
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
 Batch = dict[str, Any]
-"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; in
-evaluation "mask" besides, 1 for a sample and 0 for padding."""
+"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
+words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,16 +123,18 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     """Shapes of one global batch of `run`: uint8 images and int32 classes, or int32 tokens."""
-    rows, dataset = run.split.global_batch, run.dataset
+    return _batch_shapes(run, batch_sharding(mesh))
+
+
+def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
+    dataset = run.dataset
     input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
-    sharding = batch_sharding(mesh)
+    parts = {"inputs": (dataset.input_shape, input_dtype)}
+    for name in ("targets", "places") if dataset.is_masked else ("targets",):
+        parts[name] = (dataset.target_shape, jnp.int32)
     return {
-        "inputs": jax.ShapeDtypeStruct(
-            (rows, *dataset.input_shape), input_dtype, sharding=sharding
-        ),
-        "targets": jax.ShapeDtypeStruct(
-            (rows, *dataset.target_shape), jnp.int32, sharding=sharding
-        ),
+        name: jax.ShapeDtypeStruct((run.split.global_batch, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in parts.items()
     }
 
 
@@ -144,12 +146,7 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     """
     recipe = _recipe(run)
     state = _abstract_state(recipe)
-    rows, dataset = run.split.global_batch, run.dataset
-    input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
-    batch = {
-        "inputs": jax.ShapeDtypeStruct((rows, *dataset.input_shape), input_dtype),
-        "targets": jax.ShapeDtypeStruct((rows, *dataset.target_shape), jnp.int32),
-    }
+    batch = _batch_shapes(run, sharding=None)
     return partial(_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
 
 
@@ -261,7 +258,8 @@ def _sample_metrics(
 ) -> tuple[jax.Array, jax.Array]:
     """Loss and accuracy of each sample, float32 of shape (samples,)."""
     inputs = _normalised(batch["inputs"], recipe.run.dataset)
-    logits = network(inputs, is_training=is_training)  # type: ignore[operator]  a Network
+    where = {"places": batch["places"]} if "places" in batch else {}
+    logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
     positions = tuple(range(1, losses.ndim))

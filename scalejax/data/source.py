@@ -10,6 +10,7 @@ import numpy as np
 from scalejax.data_config import (
     DataConfig,
     FashionMnistConfig,
+    MaskedTokensConfig,
     PythonDocsConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
@@ -27,7 +28,8 @@ class Source(Protocol):
         ...
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows "inputs" (uint8 images or int32 tokens) and "targets" (int32) of the examples."""
+        """Rows "inputs" (uint8 images or int32 tokens) and "targets" (int32) of the examples; of
+        hidden words also "places" (int32)."""
         ...
 
 
@@ -44,7 +46,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.fashion_mnist import FashionMnist
-    from scalejax.data.synthetic import SyntheticImages, SyntheticTokens
+    from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
 
     match config:
@@ -54,5 +56,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return SyntheticImages(config, split, seed=seed)
         case SyntheticTokensConfig():
             return SyntheticTokens(config, split, seed=seed)
+        case MaskedTokensConfig():
+            return MaskedTokens(config, split, seed=seed)
         case PythonDocsConfig():
             return PythonDocs(config, split)

@@ -4,15 +4,20 @@ from flax import nnx
 
 from scalejax.data_config import DatasetFacts
 from scalejax.model_config import (
+    BertConfig,
     CnnConfig,
     CustomConfig,
     GptConfig,
+    ImageNetworkConfig,
     MlpConfig,
     ModelConfig,
     ResNetConfig,
 )
+from scalejax.models.alexnet import AlexNet
+from scalejax.models.bert import Bert
 from scalejax.models.cnn import Cnn
 from scalejax.models.gpt import Gpt
+from scalejax.models.inception import Inception
 from scalejax.models.mlp import Mlp
 from scalejax.models.network import (
     Network,
@@ -24,6 +29,8 @@ from scalejax.models.network import (
 )
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.resnet import ResNet
+from scalejax.models.vgg import Vgg
+from scalejax.models.xception import Xception
 
 __all__ = [
     "BatchNorm",
@@ -35,6 +42,14 @@ __all__ = [
     "param_specs",
     "parameter_path",
 ]
+
+IMAGE_NETWORKS = {
+    "alexnet": AlexNet,
+    "inception_v3": Inception,
+    "vgg16": Vgg,
+    "xception": Xception,
+}
+"""Class of each network that an `ImageNetworkConfig` names."""
 
 
 def network_class(model: ModelConfig) -> type[Network]:
@@ -50,8 +65,12 @@ def network_class(model: ModelConfig) -> type[Network]:
             return Cnn
         case ResNetConfig():
             return ResNet
+        case ImageNetworkConfig():
+            return IMAGE_NETWORKS[model.name]
         case GptConfig():
             return Gpt
+        case BertConfig():
+            return Bert
         case CustomConfig():
             return import_network(model.path)
 
@@ -71,7 +90,11 @@ def build_network(
             return Cnn(model, dataset, bn=bn, rngs=rngs)
         case ResNetConfig():
             return ResNet(model, dataset, bn=bn, rngs=rngs)
+        case ImageNetworkConfig():
+            return IMAGE_NETWORKS[model.name](model, dataset, bn=bn, rngs=rngs)
         case GptConfig():
             return Gpt(model, dataset, rngs=rngs)
+        case BertConfig():
+            return Bert(model, dataset, rngs=rngs)
         case CustomConfig():
             return build_custom(model, dataset, bn=bn, rngs=rngs)

@@ -1,10 +1,13 @@
-"""The layers that image networks share: a convolution before BatchNorm, and the classifier."""
+"""The layers that image networks share: convolutions, BatchNorm after them, pools, classifier."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
+from scalejax.layout import FSDP, TENSOR
 from scalejax.models.network import placed_by_row
+from scalejax.models.normalization import BatchNorm, BatchNormScope
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 """He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017
@@ -12,23 +15,74 @@ HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 def convolution(
-    width_in: int, width_out: int, *, size: int, stride: int, dtype: jnp.dtype, rngs: nnx.Rngs
+    width_in: int,
+    width_out: int,
+    *,
+    size: int | tuple[int, int],
+    stride: int = 1,
+    is_padded: bool = True,
+    has_bias: bool = False,
+    dtype: jnp.dtype,
+    rngs: nnx.Rngs,
 ) -> nnx.Conv:
-    """A square convolution without bias, padded by (size - 1) / 2 on every side.
+    """A convolution, by default without bias and padded by (size - 1) / 2 on every side.
 
     Symmetric padding, as in torchvision: XLA's "SAME" would pad an even image of a stride-2
     layer on one side only.
     """
+    sides = (size, size) if isinstance(size, int) else size
     return nnx.Conv(
         width_in,
         width_out,
-        (size, size),
+        sides,
         strides=stride,
-        padding=(size - 1) // 2,
-        use_bias=False,
+        padding=tuple((side - 1) // 2 for side in sides) if is_padded else "VALID",
+        use_bias=has_bias,
         dtype=dtype,
         kernel_init=HE_NORMAL,
         rngs=rngs,
+    )
+
+
+class Unit(nnx.Module):
+    """A convolution and its BatchNorm."""
+
+    def __init__(
+        self,
+        width_in: int,
+        width_out: int,
+        *,
+        size: int | tuple[int, int],
+        stride: int = 1,
+        is_padded: bool = True,
+        is_last: bool = False,
+        dtype: jnp.dtype,
+        bn: BatchNormScope,
+        rngs: nnx.Rngs,
+    ):
+        self.convolution = convolution(
+            width_in,
+            width_out,
+            size=size,
+            stride=stride,
+            is_padded=is_padded,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        # A block whose last scale is zero starts as the identity (Goyal et al. 2017, section 5.1).
+        scale_init = nnx.initializers.zeros if is_last else nnx.initializers.ones
+        self.norm = BatchNorm(width_out, scope=bn, dtype=dtype, scale_init=scale_init, rngs=rngs)
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """The normalised convolution of `inputs`."""
+        return self.norm(placed_by_row(self.convolution(inputs)), is_training=is_training)
+
+
+def max_pool(images: jax.Array, *, size: int, stride: int, padding: int = 0) -> jax.Array:
+    """The largest of each square neighbourhood of [batch, height, width, channels]."""
+    around = ((0, 0), (padding, padding), (padding, padding), (0, 0))
+    return jax.lax.reduce_window(
+        images, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), around
     )
 
 
@@ -48,3 +102,42 @@ def classifier(width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) ->
 def classified(head: nnx.Linear, hidden: jax.Array) -> jax.Array:
     """Logits, float32 [batch, classes], of the mean of `hidden` over its places."""
     return placed_by_row(head(placed_by_row(hidden.mean((1, 2)))))
+
+
+class Perceptron(nnx.Module):
+    """The three linear layers with which networks of before 2015 end, ReLU between them.
+
+    The first takes every place of every channel; weights of the two hidden layers are drawn as
+    He et al. 2015 (arXiv 1502.01852) do, so that depth keeps the variance. No dropout: it is
+    element-wise work on two rows per image, under 0.1 % of a step.
+    """
+
+    def __init__(
+        self, width_in: int, width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
+    ):
+        self.first, self.second = (
+            nnx.Linear(
+                inputs, width, dtype=dtype, kernel_init=nnx.initializers.he_normal(), rngs=rngs
+            )
+            for inputs in (width_in, width)
+        )
+        self.head = classifier(width, classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits, float32 [batch, classes], of activations [batch, height, width, channels]."""
+        hidden = placed_by_row(images.reshape(images.shape[0], -1))
+        for layer in (self.first, self.second):
+            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
+        return placed_by_row(self.head(hidden))
+
+
+CONVOLUTION_RULES = (
+    (r"convolutions?(/\d+)?/kernel$", P(None, None, FSDP, TENSOR)),
+    (r"convolutions?(/\d+)?/bias$", P(TENSOR)),
+    (r"norm/(scale|bias)$", P(TENSOR)),
+    (r"(head|first)/kernel$", P(FSDP, TENSOR)),
+    (r"(head|first)/bias$", P(TENSOR)),
+    (r"second/kernel$", P(TENSOR, FSDP)),
+)
+"""Output channels over the tensor axis, input channels over fsdp; the linear layers in pairs, by
+column and by row (Megatron, arXiv 1909.08053)."""

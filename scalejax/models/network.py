@@ -34,7 +34,8 @@ class Network(nnx.Module):
     A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
     with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
     its `BatchNorm` layers, and `options` those of the `run.toml`. It is called as
-    `network(inputs, is_training=...)` and returns logits (see `__call__`).
+    `network(inputs, is_training=...)` and returns logits (see `__call__`); for data that hides
+    words, `places=` is given besides, int32 [batch, hidden words], and logits are of those places.
 
     Paths of parameters join attribute names with "/" ("layers/0/kernel"). Weight decay, and the
     trust ratios of LARS and LAMB, hold for those that end in "kernel" or "embedding".

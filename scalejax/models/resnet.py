@@ -8,39 +8,12 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import ResNetConfig
-from scalejax.models.convolution import classified, classifier, convolution
-from scalejax.models.network import Network, PartitionRules, placed_by_row
-from scalejax.models.normalization import BatchNorm, BatchNormScope
+from scalejax.models.convolution import Unit, classified, classifier, max_pool
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.normalization import BatchNormScope
 
 STEM_WIDTH = 64
 """Channels after the first convolution, and inside the blocks of the first stage."""
-
-
-class Unit(nnx.Module):
-    """A convolution and its BatchNorm."""
-
-    def __init__(
-        self,
-        width_in: int,
-        width_out: int,
-        *,
-        size: int,
-        stride: int = 1,
-        is_last: bool = False,
-        dtype: jnp.dtype,
-        bn: BatchNormScope,
-        rngs: nnx.Rngs,
-    ):
-        self.convolution = convolution(
-            width_in, width_out, size=size, stride=stride, dtype=dtype, rngs=rngs
-        )
-        # A block whose last scale is zero starts as the identity (Goyal et al. 2017, section 5.1).
-        scale_init = nnx.initializers.zeros if is_last else nnx.initializers.ones
-        self.norm = BatchNorm(width_out, scope=bn, dtype=dtype, scale_init=scale_init, rngs=rngs)
-
-    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """The normalised convolution of `inputs`."""
-        return self.norm(placed_by_row(self.convolution(inputs)), is_training=is_training)
 
 
 class Block(nnx.Module):
@@ -131,7 +104,7 @@ class ResNet(Network):
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = jax.nn.relu(self.stem(inputs, is_training=is_training))
-        hidden = _max_pool(hidden)
+        hidden = max_pool(hidden, size=3, stride=2, padding=1)
         for block in self.blocks:
             hidden = block(hidden, is_training=is_training)
         return classified(self.head, hidden)
@@ -145,9 +118,3 @@ class ResNet(Network):
             (r"head/kernel$", P(FSDP, TENSOR)),
             (r"head/bias$", P(TENSOR)),
         )
-
-
-def _max_pool(images: jax.Array) -> jax.Array:
-    """The largest of each 3x3 neighbourhood, at every second place."""
-    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return jax.lax.reduce_window(images, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), padding)

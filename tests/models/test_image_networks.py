@@ -9,10 +9,17 @@ import pytest
 from flax import nnx
 
 from scalejax.data_config import DatasetFacts, FashionMnistConfig, SyntheticImagesConfig, facts
-from scalejax.model_config import CnnConfig, MlpConfig, ModelConfig, ResNetConfig
+from scalejax.model_config import (
+    CnnConfig,
+    ImageNetworkConfig,
+    MlpConfig,
+    ModelConfig,
+    ResNetConfig,
+)
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.cnn import Cnn
 from scalejax.models.resnet import Block, ResNet
+from scalejax.profile.model_flop import forward_flop
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
 IMAGENET = facts(SyntheticImagesConfig())
@@ -39,6 +46,51 @@ def parameter_count(model: ModelConfig, dataset: DatasetFacts) -> int:
 def test_resnets_have_as_many_parameters_as_published(name, count):
     """The `num_params` of torchvision's ImageNet weights, exactly."""
     assert parameter_count(ResNetConfig(name=name), IMAGENET) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "count", "giga_multiply_adds"),
+    [
+        # `num_params` and GFLOPS of torchvision's weights
+        ("vgg16", 224, 138_357_544, 15.47),
+        # by hand from TensorFlow's benchmarks' alexnet_model.py: 3,207,104 in convolutions,
+        # 37,752,832 + 16,781,312 + 4,097,000 in linear layers; nothing of it is published
+        ("alexnet", 227, 61_838_248, 0.839),
+        # torchvision's 27,161,264 less the auxiliary head's 3,326,696; its GFLOPS, without it
+        ("inception_v3", 299, 23_834_568, 5.713),
+        # the trainable ones of Keras' 22,910,480; 8.4 in timm's tables, which round it
+        ("xception", 299, 22_855_952, 8.357),
+    ],
+)
+def test_published_networks_are_as_large_as_published(name, image_size, count, giga_multiply_adds):
+    """Parameters exactly; multiply-adds of one image, forward, to the digits published."""
+    dataset = facts(SyntheticImagesConfig(image_size=image_size))
+    model = ImageNetworkConfig(name=name)
+
+    assert parameter_count(model, dataset) == count
+    found = multiply_adds(model, image_size) / 1e9
+    assert found == pytest.approx(giga_multiply_adds, abs=0.0006)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet", "inception_v3", "xception"])
+def test_the_smallest_image_is_the_smallest_that_leaves_something(name):
+    """At `smallest_image` pixels there are logits, and one pixel less leaves nothing."""
+    model = ImageNetworkConfig(name=name, width=1 / 32)
+    side = model.smallest_image
+
+    assert multiply_adds(model, side) > 0
+    with pytest.raises((ZeroDivisionError, ValueError, TypeError)):
+        multiply_adds(model, side - 1)
+
+
+def multiply_adds(model: ModelConfig, image_size: int) -> int:
+    """Of the matrix products and convolutions of one image's forward pass."""
+    dataset = facts(SyntheticImagesConfig(image_size=image_size))
+    graph, state = nnx.split(
+        nnx.eval_shape(lambda: build_network(model, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0)))
+    )
+    image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
+    return forward_flop(lambda s, x: nnx.merge(graph, s)(x, is_training=False), state, image) // 2
 
 
 def test_mlp_and_cnn_have_as_many_parameters_as_by_hand():

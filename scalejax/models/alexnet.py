@@ -1,0 +1,89 @@
+"""AlexNet with one tower, and how it is split over a mesh."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax.data_config import DatasetFacts
+from scalejax.model_config import ImageNetworkConfig
+from scalejax.models.convolution import CONVOLUTION_RULES, Perceptron, convolution, max_pool
+from scalejax.models.network import Network, PartitionRules, placed_by_row
+from scalejax.models.normalization import BatchNormScope
+
+CHANNELS = (64, 192, 384, 384, 256)
+"""Channels of each convolution."""
+SIZES = (11, 5, 3, 3, 3)
+"""Height and width of each convolution's window."""
+POOLED = (0, 1, 4)
+"""Convolutions that a pool follows."""
+HIDDEN = 4096
+"""Width of the two hidden linear layers."""
+
+
+class AlexNet(Network):
+    """Five convolutions with ReLU, three pools, three linear layers.
+
+    The one-tower network of Krizhevsky 2014 (arXiv 1404.5997) as TensorFlow's benchmarks have it
+    (tensorflow/benchmarks, tf_cnn_benchmarks/models/alexnet_model.py): images of 227 x 227, of
+    which the first convolution takes every fourth place without padding, and 384 channels in the
+    fourth (torchvision's has 256). No local response normalisation, and no dropout (see
+    `Perceptron`).
+    """
+
+    def __init__(
+        self,
+        config: ImageNetworkConfig,
+        dataset: DatasetFacts,
+        *,
+        bn: BatchNormScope,
+        rngs: nnx.Rngs,
+    ):
+        del bn  # it has no BatchNorm
+        dtype = jnp.dtype(config.compute_dtype)
+        *sides, channels = dataset.input_shape
+        convolutions = []
+        for index, (published, size) in enumerate(zip(CHANNELS, SIZES, strict=True)):
+            is_first = index == 0
+            layer = convolution(
+                channels,
+                config.scaled(published),
+                size=size,
+                stride=4 if is_first else 1,
+                is_padded=not is_first,
+                has_bias=True,
+                dtype=dtype,
+                rngs=rngs,
+            )
+            convolutions.append(layer)
+            channels = config.scaled(published)
+        self.convolutions = nnx.List(convolutions)
+        height, width = map(_places_left, sides)
+        self.linear = Perceptron(
+            height * width * channels,
+            config.scaled(HIDDEN),
+            dataset.classes,
+            dtype=dtype,
+            rngs=rngs,
+        )
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits [batch, classes] of images [batch, height, width, channels]."""
+        hidden = inputs
+        for index, layer in enumerate(self.convolutions):
+            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
+            if index in POOLED:
+                hidden = max_pool(hidden, size=3, stride=2)
+        return self.linear(hidden)
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """Channels over fsdp and tensor; see `CONVOLUTION_RULES`."""
+        return CONVOLUTION_RULES
+
+
+def _places_left(side: int) -> int:
+    """Places along a side of `side` pixels that the linear layers see: 6 of 227."""
+    side = (side - SIZES[0]) // 4 + 1
+    for _ in POOLED:
+        side = (side - 3) // 2 + 1
+    return side

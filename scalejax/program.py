@@ -16,6 +16,7 @@ from typing import Literal
 CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
+ConvolutionPass = Literal["forward", "input_gradient", "filter_gradient"]
 OperationKind = Literal[
     "matmul", "convolution", "attention", "fusion", "copy", "collective", "wait", "custom"
 ]
@@ -79,9 +80,14 @@ class Operation:
     write_bytes: int = 0
     """Bytes it writes: of an in-place update, only the update."""
     shape: tuple[int, ...] = ()
-    """(batch, m, n, k) of a matmul; (samples, output positions, input channels, output
-    channels, window positions) of a convolution; (samples x heads, query tokens, key tokens, head
-    size) of fused attention; () otherwise."""
+    """(batch, m, n, k) of a matmul; (samples, output positions, input channels of a group,
+    output channels, window positions) of a convolution, for gradients those of the forward
+    convolution; (samples x heads, query tokens, key tokens, head size) of fused attention; ()
+    otherwise."""
+    convolution_pass: ConvolutionPass | None = None
+    """Which pass a convolution belongs to; None of others, and if unknown."""
+    convolution_groups: int = 1
+    """Groups into which a convolution divides its channels: all of them if depthwise."""
     collective: Collective | None = None
     """The exchange, for kind "collective"."""
     waits_for: str | None = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.profile.hlo import Array, Instruction, Shape, arrays
+from scalejax.program import ConvolutionPass
 
 FUSED_ATTENTION = "__cudnn$fmha"
 """How the names of cuDNN's fused attention begin, forward and backward."""
@@ -32,6 +33,10 @@ class Arithmetic:
     """Operations."""
     shape: tuple[int, ...]
     """See `program.Operation.shape`."""
+    convolution_pass: ConvolutionPass | None = None
+    """Which pass a convolution belongs to; None of a matrix product."""
+    convolution_groups: int = 1
+    """Groups into which a convolution divides its channels."""
 
 
 def arithmetic(instruction: Instruction, operands: Sequence[Shape]) -> Arithmetic | None:
@@ -136,12 +141,39 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
     )
     samples, channels = labels.size(output, 2, "b"), labels.size(output, 2, "f")
     inputs = labels.size(rhs, 1, "i")
+    groups = max(_groups(instruction, "feature"), _groups(instruction, "batch"))
+    kind = _pass_of(math.prod(outputs), math.prod(windows), math.prod(holes))
+    shape = (samples, math.prod(outputs), inputs, channels, math.prod(windows))
+    if kind == "input_gradient":
+        positions = math.prod(labels.spatial(lhs, 0))
+        shape = (samples, positions, channels // groups, inputs * groups, math.prod(windows))
+    elif kind == "filter_gradient":
+        shape = (inputs, math.prod(windows), samples, channels, math.prod(outputs))
     return Arithmetic(
         kind="convolution",
         dtype=lhs.dtype,
         flop=2 * samples * channels * inputs * pairs,
-        shape=(samples, math.prod(outputs), inputs, channels, math.prod(windows)),
+        shape=shape,
+        convolution_pass=kind,
+        convolution_groups=groups,
     )
+
+
+def _pass_of(outputs: int, windows: int, holes: int) -> ConvolutionPass:
+    """Which gradient XLA has written as a convolution, by positions in each part.
+
+    The kernel that makes a filter gradient is the gradient of the output, with more positions
+    than the filter that comes out. A dilated input is spread out by a stride. An input gradient
+    of stride 1 looks like a forward convolution and costs as much; a forward convolution over
+    the whole of its input looks like a filter gradient.
+    """
+    if windows > outputs:
+        return "filter_gradient"
+    return "input_gradient" if holes > 1 else "forward"
+
+
+def _groups(instruction: Instruction, name: str) -> int:
+    return int(instruction.attributes.get(f"{name}_group_count", "1"))
 
 
 def _pairs(outputs: int, windows: int, stride: int, spread: int, holes: int, padding: int) -> int:
@@ -164,12 +196,12 @@ def _library_convolution(
     of a group.
     """
     result, (first, second) = next(arrays(instruction.shape)), list(map(_only_array, operands[:2]))
+    kind: ConvolutionPass = "forward"
+    kernel, output = second, result
     if "BackwardInput" in target:
-        kernel, output = second, first
+        kind, kernel, output = "input_gradient", second, first
     elif "BackwardFilter" in target:
-        kernel, output = result, second
-    else:
-        kernel, output = second, result
+        kind, kernel, output = "filter_gradient", result, second
     labels = _Labels(instruction.attributes["dim_labels"])
     windows, inputs = math.prod(labels.spatial(kernel, 1)), labels.size(kernel, 1, "i")
     return Arithmetic(
@@ -183,6 +215,8 @@ def _library_convolution(
             labels.size(output, 2, "f"),
             windows,
         ),
+        convolution_pass=kind,
+        convolution_groups=_groups(instruction, "feature"),
     )
 
 

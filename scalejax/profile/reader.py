@@ -187,8 +187,8 @@ class _Reader:
         products = list(self._products(computation, instruction))
         kind: OperationKind = "fusion"
         dtype, shape = next(arrays(instruction.shape)).dtype, ()
-        if products:
-            largest = max(products, key=lambda product: product.flop)
+        largest = max(products, key=lambda product: product.flop, default=None)
+        if largest is not None:
             kind, dtype, shape = largest.kind, largest.dtype, largest.shape
         elif instruction.opcode in _COPIES:
             kind = "copy"
@@ -202,6 +202,8 @@ class _Reader:
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
             shape=shape,
+            convolution_pass=None if largest is None else largest.convolution_pass,
+            convolution_groups=1 if largest is None else largest.convolution_groups,
             source=self._source(instruction),
         )
 

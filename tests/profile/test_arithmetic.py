@@ -59,14 +59,14 @@ WINDOW = "window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_o01i->b01f"
 
 
 @pytest.mark.parametrize(
-    ("target", "result", "first", "second"),
+    ("target", "result", "first", "second", "of"),
     [
-        ("convForward", "32,28,28,128", "32,56,56,64", "128,3,3,64"),
-        ("convBackwardInput", "32,56,56,64", "32,28,28,128", "128,3,3,64"),
-        ("convBackwardFilter", "128,3,3,64", "32,56,56,64", "32,28,28,128"),
+        ("convForward", "32,28,28,128", "32,56,56,64", "128,3,3,64", "forward"),
+        ("convBackwardInput", "32,56,56,64", "32,28,28,128", "128,3,3,64", "input_gradient"),
+        ("convBackwardFilter", "128,3,3,64", "32,56,56,64", "32,28,28,128", "filter_gradient"),
     ],
 )
-def test_a_cudnn_convolution_costs_the_same_in_both_directions(target, result, first, second):
+def test_a_cudnn_convolution_counts_the_same_in_every_pass(target, result, first, second, of):
     """Forward, gradient of the input, gradient of the filter: the same products, rearranged."""
     found = counted(
         f"  %conv = (bf16[{result}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), {WINDOW}, "
@@ -77,6 +77,7 @@ def test_a_cudnn_convolution_costs_the_same_in_both_directions(target, result, f
 
     assert (found.kind, found.dtype, found.flop) == ("convolution", "bf16", FORWARD_FLOP)
     assert found.shape == (32, 28 * 28, 64, 128, 9)
+    assert (found.convolution_pass, found.convolution_groups) == (of, 1)
 
 
 def test_groups_divide_the_input_channels_of_a_cudnn_convolution():
@@ -90,35 +91,38 @@ def test_groups_divide_the_input_channels_of_a_cudnn_convolution():
     )
 
     assert found.flop == 2 * 256 * 14 * 14 * 9 * 32 * 128
+    assert found.convolution_groups == 4
 
 
 @pytest.mark.parametrize(
-    ("result", "first", "second", "window", "labels"),
+    ("result", "first", "second", "window", "of"),
     [
         pytest.param(
             "32,28,28,128", "32,56,56,64", "3,3,64,128",
-            "size=3x3 stride=2x2 pad=1_1x1_1", "b01f_01io->b01f", id="forward",
+            "size=3x3 stride=2x2 pad=1_1x1_1", "forward", id="forward",
         ),
         pytest.param(
             "32,56,56,64", "32,28,28,128", "3,3,128,64",
-            "size=3x3 pad=1_2x1_2 lhs_dilate=2x2", "b01f_01io->b01f", id="gradient of the input",
+            "size=3x3 pad=1_2x1_2 lhs_dilate=2x2", "input_gradient", id="input",
         ),
         pytest.param(
             "64,3,3,128", "64,56,56,32", "28,28,32,128",
-            "size=28x28 pad=1_0x1_0 rhs_dilate=2x2", "b01f_01io->b01f", id="gradient of the filter",
+            "size=28x28 pad=1_0x1_0 rhs_dilate=2x2", "filter_gradient", id="filter",
         ),
     ],
 )  # fmt: skip
-def test_a_cpu_convolution_counts_no_holes_of_dilation(result, first, second, window, labels):
+def test_a_cpu_convolution_counts_no_holes_of_dilation(result, first, second, window, of):
     """XLA's own notation writes gradients as dilated convolutions: the products stay the same."""
     found = counted(
         f"  %conv = f32[{result}]{{3,2,1,0}} convolution(%a, %b), window={{{window}}}, "
-        f"dim_labels={labels}",
+        "dim_labels=b01f_01io->b01f",
         f"a: f32[{first}]{{3,2,1,0}}",
         f"b: f32[{second}]{{3,2,1,0}}",
     )
 
     assert found.flop == FORWARD_FLOP
+    assert found.shape == (32, 28 * 28, 64, 128, 9)
+    assert found.convolution_pass == of
 
 
 def test_the_filter_gradient_of_a_grouped_cpu_convolution_counts_its_groups_once():

@@ -14,7 +14,9 @@ from scalejax import documents, tables
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.hardware import Cluster
 from scalejax.jax_platform import choose_platform
+from scalejax.program import Program
 
 Overrides = dict[str, JsonValue]
 """Values for fields of a run.toml by dotted name."""
@@ -69,7 +71,9 @@ class Train(RunFileCommand):
 class Predict(RunFileCommand):
     """Predict time, efficiency and memory on GPUs not here.
 
-    A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512. Where
+    stragglers, input, checkpoints or failures are known, the cluster file or flags such as
+    --conditions.node_mtbf_seconds 1e7 say so.
     """
 
     cluster: Annotated[str, _flag("CLUSTER")]
@@ -80,18 +84,32 @@ class Predict(RunFileCommand):
     """What stays as devices are added: the batch of each device, or that of all."""
     json: Annotated[Path | None, _flag("OUT.json")] = None
     """Where the figures go, for scalejax report."""
+    trace: Annotated[Path | None, _flag("TRACE.json")] = None
+    """Where a trace of the step on the most devices goes, for ui.perfetto.dev."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the figures."""
         from scalejax.hardware import load_cluster
         from scalejax.scaling_study import study
+        from scalejax.trace_export import write_trace
 
+        cluster, overrides = take_conditions(load_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
-        cluster = load_cluster(self.cluster)
         counts = _parse_counts(self.devices)
+        programs: list[Program] = []
         with tables.compiling(len(set(counts))) as on_done:
-            prediction = study(config, cluster, counts, self.scaling, on_done=on_done)
+            prediction = study(
+                config,
+                cluster,
+                counts,
+                self.scaling,
+                on_done=on_done,
+                on_program=programs.append,
+            )
         tables.show(tables.scaling(prediction))
+        if self.trace is not None:
+            write_trace(programs[-1], cluster, self.trace)
+            print(f"wrote {self.trace}; ui.perfetto.dev opens it")
         if self.json is not None:
             documents.save(prediction, self.json)
             print(f"wrote {self.json}; scalejax report {self.json} draws it")
@@ -259,6 +277,24 @@ COMMANDS: dict[str, type[Command]] = {
     "validate": Validate,
 }
 """What can be typed after `scalejax`."""
+
+
+def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:
+    """The cluster under the conditions among the overrides, and the other overrides.
+
+    Raises:
+        ConfigError: if there is no such condition, or it cannot have that value.
+    """
+    from scalejax.hardware import with_conditions
+
+    prefix = "conditions."
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in overrides.items()
+        if name.startswith(prefix)
+    }
+    rest = {name: value for name, value in overrides.items() if not name.startswith(prefix)}
+    return with_conditions(cluster, values), rest
 
 
 def _parse_counts(text: str) -> list[int]:

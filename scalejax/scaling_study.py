@@ -11,6 +11,7 @@ from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
 from scalejax.predict import Scaling, ScalingPrediction, predict, scaling_prediction
 from scalejax.profile import ProfileJob, profile_many
+from scalejax.program import Program
 
 
 def study(
@@ -21,6 +22,7 @@ def study(
     *,
     title: str | None = None,
     on_done: Callable[[int], None] = lambda device_count: None,
+    on_program: Callable[[Program], None] = lambda program: None,
 ) -> ScalingPrediction:
     """Predictions for `config` on each number of devices of `cluster`, in rising order.
 
@@ -33,6 +35,7 @@ def study(
         scaling: what stays fixed.
         title: names the study for people; if None, the model and the cluster.
         on_done: called with the number of devices of each case that has been compiled.
+        on_program: called with each compiled step, in rising order of devices.
 
     Raises:
         ConfigError: if batch or layout do not divide for one of the numbers.
@@ -44,6 +47,8 @@ def study(
         [ProfileJob(run=run, cluster=cluster) for run in runs],
         lambda _, program: on_done(program.device_count),
     )
+    for program in programs:
+        on_program(program)
     predictions = [
         predict(
             program,

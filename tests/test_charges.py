@@ -16,6 +16,12 @@ from scalejax.program import Program
 PROGRAMS = Path(__file__).parent / "golden" / "programs"
 
 
+def resnet50_on_256() -> Program:
+    """The step of ResNet-50, 256 images per device, as compiled for 256 H100."""
+    text = gzip.decompress((PROGRAMS / "resnet50_bf16_256_data256_sm_90.json.gz").read_bytes())
+    return build(Program, json.loads(text))
+
+
 def test_each_operation_is_charged_for_all_its_runs():
     """Ten iterations of 2 ms of work that hide 2 of 3 ms of gathering."""
     body = (gather("g", 3), matmul("m", 2), wait("g"))
@@ -34,8 +40,7 @@ def test_each_operation_is_charged_for_all_its_runs():
 
 def test_charges_and_terms_add_up_to_a_real_step():
     """ResNet-50 on 256 H100: 1,504 operations, some of them hidden."""
-    text = gzip.decompress((PROGRAMS / "resnet50_bf16_256_data256_sm_90.json.gz").read_bytes())
-    program, cluster = build(Program, json.loads(text)), load_cluster("dgx-h100")
+    program, cluster = resnet50_on_256(), load_cluster("dgx-h100")
     times = timeline(program, cluster)
     rest = times.contention_seconds + times.overhead_seconds
 

@@ -130,6 +130,10 @@ def test_refusal_is_the_same_with_and_without_utf8():
         (f"predict {WARMUP} --cluster dgx-h10 --devices 8", "did you mean 'dgx-h100'?"),
         (f"predict {WARMUP} --cluster dgx-h100 --devices 8,x", "devices='8,x' is refused"),
         (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices=0 is refused"),
+        (
+            f"predict {WARMUP} --cluster dgx-h100 --devices 8 --conditions.step_vc 0.1",
+            "conditions.step_vc is no field (did you mean 'step_cv'?)",
+        ),
         (f"predict {WARMUP} --cluster tpu-v5e --devices 512", "devices=512 is refused"),
         (f"train {WARMUP} --cpu-devices 0", "cpu_devices=0 is refused"),
         (f"schedule plot {WARMUP} --output a.gif --devices 8", "output='a.gif' is refused"),
@@ -250,7 +254,11 @@ def test_predict_prints_and_writes_the_same(
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
     output = tmp_path / "out.json"
-    command = f"predict {WARMUP} --cluster dgx-h100 --devices 8,16 --scaling strong --json {output}"
+    trace = tmp_path / "trace.json"
+    command = (
+        f"predict {WARMUP} --cluster dgx-h100 --devices 8,16 --scaling strong --json {output} "
+        f"--trace {trace} --conditions.step_cv 0.02"
+    )
 
     assert main(command.split()) == 0
     first = capsys.readouterr()
@@ -262,8 +270,11 @@ def test_predict_prints_and_writes_the_same(
     assert study.scaling == "strong"
     assert sorted(first.err.splitlines()) == ["compiled for 16 devices", "compiled for 8 devices"]
     assert first.out == second.out
-    assert max(map(len, first.out.replace(str(output), "").splitlines())) <= 80
-    assert "efficiency" in first.out
+    shown = first.out.replace(str(output), "").replace(str(trace), "")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "efficiency" in shown
+    assert "stragglers" in shown
+    assert json.loads(trace.read_text())["otherData"]["devices"] == 16
     assert json.loads(output.read_text())["baseline_devices"] == 8
 
 

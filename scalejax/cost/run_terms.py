@@ -100,7 +100,7 @@ def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
     return None
 
 
-def checkpoint_bytes(program: Program, conditions: RunConditions) -> int | None:
+def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | None:
     """Bytes of one checkpoint: as given, or the state that the step updates in place.
 
     A device's buffers that are both argument and result are its parameters and its optimizer's

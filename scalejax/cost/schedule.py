@@ -45,6 +45,8 @@ class Wait:
 class Repeat:
     """A loop that holds communication events."""
 
+    name: str
+    """The compiler's name for it."""
     trip_count: int
     """How often the body runs."""
     body: tuple["Work | Start | Wait | Repeat", ...]
@@ -86,7 +88,7 @@ class Schedule:
         """
         _require_known_waits(program)
         reader = _Reader(merge=merge)
-        self.events = tuple(reader.read(program.operations, 1))
+        self.events = reader.read(program.operations, 1)
         self.operations = tuple(reader.operations)
         self.collectives = tuple(reader.collectives)
         self.members = tuple(tuple(members) for members in reader.members)
@@ -127,7 +129,7 @@ class _Reader:
         self.axes: dict[str, tuple[str, ...]] = {}
         self.entries: list[tuple[int, int, int]] = []  # segment, operation, runs per segment
 
-    def read(self, items: tuple[Operation | Loop, ...], runs: int) -> list[Event]:
+    def read(self, items: tuple[Operation | Loop, ...], runs: int) -> tuple[Event, ...]:
         """The events of `items`, which run so many times in a step."""
         events: list[Event] = []
         for item in items:
@@ -142,7 +144,7 @@ class _Reader:
                 events.append(Wait(item.waits_for))
             elif item.kind != "wait":
                 self._compute(item, runs, 1, events)
-        return events
+        return tuple(events)
 
     def _loop(self, loop: Loop, runs: int, events: list[Event]) -> None:
         if not loop.trip_count:
@@ -150,8 +152,8 @@ class _Reader:
         if self.merge and _is_compute_alone(loop):
             self._compute_loop(loop, runs, 1, events)
             return
-        body = tuple(self.read(loop.body, runs * loop.trip_count))
-        events.append(Repeat(loop.trip_count, body))
+        body = self.read(loop.body, runs * loop.trip_count)
+        events.append(Repeat(loop.name, loop.trip_count, body))
 
     def _compute_loop(self, loop: Loop, runs: int, times: int, events: list[Event]) -> None:
         for item in loop.body:

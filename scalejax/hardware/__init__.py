@@ -10,6 +10,7 @@ from scalejax.hardware.catalogue import (
     load_chip,
     load_cluster,
     load_library,
+    with_conditions,
 )
 from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType, Residuals
 from scalejax.hardware.cluster import (
@@ -38,4 +39,5 @@ __all__ = [
     "load_chip",
     "load_cluster",
     "load_library",
+    "with_conditions",
 ]

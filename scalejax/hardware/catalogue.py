@@ -4,12 +4,15 @@ A cluster file names its chip and library, or describes them in place; see
 `clusters/dgx-h100.toml` for one to copy.
 """
 
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from scalejax.documents import JsonValue, build, load_toml
 from scalejax.errors import ConfigError, UnknownHardware, refusal, unknown_name
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.cluster import Cluster, CommunicationLibrary
+from scalejax.hardware.conditions import RunConditions
 
 CATALOGUE = Path(__file__).parent
 
@@ -65,6 +68,20 @@ def load_cluster(name_or_path: str) -> Cluster:
     except ConfigError as error:
         lines = [f"{name_or_path}: {line}" for line in str(error).splitlines()]
         raise ConfigError("\n".join(lines)) from error
+
+
+def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
+    """A copy of `cluster` with some of its conditions replaced.
+
+    Args:
+        cluster: the hardware.
+        values: by field of `RunConditions`, such as {"step_cv": 0.02}.
+
+    Raises:
+        ConfigError: if there is no such field, or it cannot have that value.
+    """
+    conditions = build(RunConditions, asdict(cluster.conditions) | dict(values), where="conditions")
+    return replace(cluster, conditions=conditions)
 
 
 def _names(folder: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ class RunConditions:
     """Standard deviation of one device's step time over its mean, from step to step."""
     input_samples_per_second: float | None = None
     """Samples that one node can read, decode and hand to its devices."""
-    checkpoint_bytes: int | None = None
+    checkpoint_bytes: float | None = None
     """Bytes of one checkpoint, all devices together; if None, the state of the program."""
     checkpoint_interval_seconds: float | None = None
     """Time of training between checkpoints; if None, the best for the failures there are."""

@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import DatasetFacts
-from scalejax.layout import BATCH_AXES
 from scalejax.model_config import ImageNetworkConfig
 from scalejax.models.convolution import (
     CONVOLUTION_RULES,
@@ -15,7 +13,7 @@ from scalejax.models.convolution import (
     classifier,
     max_pool,
 )
-from scalejax.models.network import Network, PartitionRules, placed
+from scalejax.models.network import Network, PartitionRules, per_device, placed_by_row
 from scalejax.models.normalization import BatchNormScope
 
 STEM = (32, 64)
@@ -52,10 +50,7 @@ class SeparableUnit(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """The normalised convolution of `inputs`."""
-        # All channels on every device: where data and tensor axes both split a depthwise
-        # convolution, XLA's partitioner sums the gradient of its kernel wrongly (jax 0.10).
-        hidden = self.depthwise(placed(inputs, P(BATCH_AXES, None, None, None)))
-        hidden = placed(hidden, P(BATCH_AXES, None, None, None))
+        hidden = placed_by_row(per_device(self.depthwise, inputs))
         return self.pointwise(hidden, is_training=is_training)
 
 

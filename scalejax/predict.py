@@ -17,12 +17,12 @@ from scalejax.cost import (
     Scales,
     StepTerms,
     Timeline,
-    WhatIf,
     band,
     memory_verdict,
     residuals,
     run_terms,
     step_terms,
+    what_if,
 )
 from scalejax.errors import ConfigError, DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
@@ -132,10 +132,10 @@ def predict(
         ConfigError: if an epoch is shorter than a batch.
     """
     _require_devices(program, cluster)
-    what_if = WhatIf(program)
+    costs = what_if(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
-        times = what_if.timeline(cluster, scales)
+        times = costs.timeline(cluster, scales)
         terms = step_terms(program, cluster, times.step_seconds)
         added = (terms.stragglers_seconds or 0.0, terms.input_seconds or 0.0)
         return times, terms, math.fsum((times.step_seconds, *added))
@@ -233,7 +233,7 @@ def _band(
     program: Program, cluster: Cluster, step_seconds: Callable[[Scales], float]
 ) -> Band | None:
     """The range of step times that the residuals of the fits leave; None if they are unknown."""
-    communicates = any(item.collective is not None for item, _ in program.walk())
+    communicates = bool(what_if(program).schedule.collectives)
     deviations = residuals(cluster, communicates=communicates)
     if deviations is None or cluster.chip.residuals is None:
         return None
@@ -270,9 +270,8 @@ def _waterfall(
 def _matmul_type(program: Program, chip: Chip) -> RateType | None:
     """The arithmetic of most of the program's FLOP on `chip`."""
     flop: Counter[RateType] = Counter()
-    for operation, times in program.walk():
-        if operation.flop:
-            flop[chip.rate_type(operation.dtype)] += operation.flop * times
+    for dtype, count in what_if(program).schedule.flop_by_dtype.items():
+        flop[chip.rate_type(dtype)] += count
     return flop.most_common(1)[0][0] if flop else None
 
 
@@ -299,7 +298,7 @@ def _notes(
         own = "sm_{}{}".format(*chip.cuda.compute_capability)
         if program.target != own:
             notes.append(f"compiled for {program.target} in place of {own}")
-    if opaque := sum(times for item, times in program.walk() if item.kind == "custom"):
+    if opaque := what_if(program).schedule.custom_calls:
         notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")
     if matmul_type is not None:
         peak = chip.peak_flop_per_second[matmul_type]

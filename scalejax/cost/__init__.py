@@ -5,7 +5,7 @@ from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
-from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline
+from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
 from scalejax.cost.uncertainty import Band, band, residuals
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "run_terms",
     "step_terms",
     "timeline",
+    "what_if",
 ]

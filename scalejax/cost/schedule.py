@@ -4,6 +4,7 @@ Compute between two communication events is one segment, however many operations
 operations that are alike in all but name are costed once. Knows no hardware and no seconds.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -99,8 +100,18 @@ class Schedule:
         self.collective_runs = np.array(
             [reader.collective_runs[index] for index in range(len(self.collectives))], float
         )
+        self.flop_by_dtype = Counter[str]()
+        """FLOP of one device in one step by the type of their operands."""
+        self.custom_calls = 0
+        """Operations run in one step that could not be looked into."""
+        for operation, runs in zip(self.operations, self.operation_runs.tolist(), strict=True):
+            if operation.flop:
+                self.flop_by_dtype[operation.dtype] += operation.flop * int(runs)
+            if operation.kind == "custom":
+                self.custom_calls += int(runs)
         columns = np.array(reader.entries, float).reshape(-1, 3)
-        self._segments = columns[:, 0].astype(int)
+        # Entries are in the order of their segments, and no segment is without one.
+        self._first_entries = np.unique(columns[:, 0], return_index=True)[1]
         self._entry_operations = columns[:, 1].astype(int)
         self._entry_runs = columns[:, 2]
 
@@ -111,9 +122,7 @@ class Schedule:
             operation_seconds: of each distinct operation, shape (operations,).
         """
         seconds = operation_seconds[self._entry_operations] * self._entry_runs
-        totals = np.zeros(len(self.members))
-        np.add.at(totals, self._segments, seconds)
-        return totals
+        return np.add.reduceat(seconds, self._first_entries) if len(seconds) else seconds
 
 
 class _Reader:

@@ -60,7 +60,8 @@ class Streams:
 
     def drain(self) -> None:
         """Wait for what is still under way at the end of the step, in the order it ends."""
-        for name, finish in sorted(self._finish.items(), key=lambda entry: entry[1]):
+        under_way = [(finish, name) for name, finish in self._finish.items() if finish > self.now]
+        for finish, name in sorted(under_way):
             self._wait(name, finish)
 
     def work(self, segment: int) -> None:
@@ -68,7 +69,7 @@ class Streams:
         seconds = self._segment_seconds[segment]
         # The queue never runs dry in between: what is in it was started before now.
         beside = self._idle_from - self.now
-        if beside > 0 and self._slow_speed < 1:
+        if self._slow_speed < 1 and beside > 0:
             done_beside = self._slow_speed * beside
             if seconds < done_beside:
                 elapsed = seconds / self._slow_speed
@@ -80,7 +81,7 @@ class Streams:
 
     def start(self, event: Start) -> tuple[float, float]:
         """Queue a collective; returns when it starts and ends."""
-        begin = max(self.now, self._idle_from)
+        begin = self.now if self.now > self._idle_from else self._idle_from
         self._idle_from = begin + self._collective_seconds[event.collective]
         self._finish[event.name] = self._idle_from
         if not event.is_async:

@@ -1,7 +1,7 @@
 """Where the time of one step goes: its operations costed, then walked on two streams.
 
-`WhatIf` keeps a program ready to be costed on many clusters; `timeline` costs it once. Left
-out: collectives of different groups could overlap each other (see `streams`).
+`WhatIf` keeps a program ready to be costed on many clusters. Left out: collectives of different
+groups could overlap each other (see `streams`).
 """
 
 import math
@@ -21,7 +21,8 @@ from scalejax.program import Program
 Axes = tuple[str, ...]
 """Mesh axes that a collective spans."""
 
-_CHIPS_KEPT = 64  # operation times of so many chips are kept: 100 kB each
+_CHIPS_KEPT = 64  # times of operations on so many chips are kept: 100 kB each
+_PROGRAMS_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
         ConfigError: if an operation waits for a collective that the program does not hold.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
-    return WhatIf(program).timeline(cluster)
+    return what_if(program).timeline(cluster)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +119,9 @@ class _ChipTimes:
 class WhatIf:
     """One program, costed on any number of clusters without reading it again.
 
-    Clusters made from each other by `dataclasses.replace` share what they did not replace: the
-    times of operations are computed once for each `Chip` object.
+    The times of operations are computed once for each `Chip` object, so that clusters made from
+    each other by `dataclasses.replace` share them unless it is the chip that was replaced. What
+    only makes classes of cost slower or faster is cheaper still as `Scales`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -131,6 +133,7 @@ class WhatIf:
         self.schedule = Schedule(program)
         """What is costed."""
         self._chips: dict[int, _ChipTimes] = {}
+        self._exchanges: tuple[Cluster, NDArray[np.float64]] | None = None
 
     def timeline(self, cluster: Cluster, scales: Scales = NOMINAL) -> Timeline:
         """Where the time of a step goes on `cluster`.
@@ -144,40 +147,38 @@ class WhatIf:
         """
         schedule, attainable = self.schedule, cluster.chip.attainable
         times = self._chip_times(cluster.chip)
-        factors = np.where(times.is_compute_bound, scales.compute, scales.memory)
-        busy = times.busy_seconds * factors
+        busy = times.busy_seconds
+        if scales is not NOMINAL:
+            busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
         launch = times.launch_seconds * scales.launch
-        exchanges = [
-            scales.communication * collective_seconds(each, cluster)
-            for each in schedule.collectives
-        ]
+        exchanges = self._exchange_seconds(cluster) * scales.communication
         streams = Streams(
             schedule.segment_seconds(busy + launch).tolist(),
-            exchanges,
+            exchanges.tolist(),
             attainable.contention_fraction,
         )
         streams.run(schedule.events)
         streams.drain()
         total = busy * schedule.operation_runs
         return Timeline(
-            compute_seconds=float(total[times.is_compute_bound].sum()),
-            memory_seconds=float(total[~times.is_compute_bound].sum()),
+            compute_seconds=float(total @ times.is_compute_bound),
+            memory_seconds=float(total @ ~times.is_compute_bound),
             launch_seconds=float(launch @ schedule.operation_runs),
             contention_seconds=streams.contention_seconds,
             exposed_by_name=tuple(streams.exposed.items()),
             exposed=self._by_axes(streams.exposed),
             overhead_seconds=attainable.step_overhead_seconds * scales.launch,
-            communication_seconds=float(np.dot(exchanges, schedule.collective_runs)),
+            communication_seconds=float(exchanges @ schedule.collective_runs),
         )
 
     def _chip_times(self, chip: Chip) -> _ChipTimes:
+        """Times of the distinct operations on `chip`, kept with it: no other can get its id."""
         known = self._chips.get(id(chip))
         if known is not None:
             return known
         if len(self._chips) >= _CHIPS_KEPT:
             self._chips.pop(next(iter(self._chips)))
         times = [operation_time(operation, chip) for operation in self.schedule.operations]
-        # The chip is kept with its times, so that no other object can get its id.
         self._chips[id(chip)] = _ChipTimes(
             chip,
             np.array([time.bound == "compute" for time in times], bool),
@@ -186,8 +187,35 @@ class WhatIf:
         )
         return self._chips[id(chip)]
 
+    def _exchange_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
+        """Times of the distinct exchanges, shape (collectives,); those of the last cluster kept."""
+        if self._exchanges is None or self._exchanges[0] is not cluster:
+            seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
+            self._exchanges = cluster, np.array(seconds, float)
+        return self._exchanges[1]
+
     def _by_axes(self, exposed: dict[str, float]) -> tuple[tuple[Axes, float], ...]:
         by_axes: dict[Axes, float] = defaultdict(float)
         for name, seconds in exposed.items():
             by_axes[self.schedule.axes[name]] += seconds
         return tuple(sorted(by_axes.items()))
+
+
+_prepared: dict[int, tuple[Program, WhatIf]] = {}
+
+
+def what_if(program: Program) -> WhatIf:
+    """`program` made ready to be costed; the same again for the same object.
+
+    The last few programs are kept.
+
+    Raises:
+        ConfigError: if an operation waits for a collective that the program does not hold.
+    """
+    known = _prepared.get(id(program))
+    if known is not None:
+        return known[1]
+    if len(_prepared) >= _PROGRAMS_KEPT:
+        _prepared.pop(next(iter(_prepared)), None)
+    _prepared[id(program)] = program, WhatIf(program)
+    return _prepared[id(program)][1]

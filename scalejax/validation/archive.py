@@ -2,20 +2,22 @@
 
 The programs of one network on neighbouring numbers of devices are nearly the same text, so that
 they compress together to a few kilobytes each. Unlike the user's cache the archive outlives
-versions of scalejax and of the compiler; `scalejax.validation.rebuild` makes it anew, and a test
+versions of scalejax and of the compiler, and it does not say where in a source file an operation
+stands; `scalejax.validation.rebuild` makes it anew, and a test
 compares some of it with what the compiler says today.
 """
 
 import json
 import lzma
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from scalejax.errors import ConfigError
-from scalejax.program import Program
+from scalejax.program import Loop, Operation, Program
 
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """The programs of the project's open ledger."""
@@ -72,7 +74,8 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
     adapter = TypeAdapter(Program)
     lines = []
     for key, program in sorted(programs.items(), key=_place):
-        fields = adapter.dump_python(program, mode="json", exclude_defaults=True)
+        bare = replace(program, operations=tuple(map(_without_source, program.operations)))
+        fields = adapter.dump_python(bare, mode="json", exclude_defaults=True)
         lines.append(f"{key} {json.dumps(fields, separators=(',', ':'))}\n")
     # 64 MiB: larger than any one program, so that each is told by its neighbour.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]
@@ -81,6 +84,13 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
     draft.write_bytes(data)
     draft.replace(path)
     return len(data)
+
+
+def _without_source(item: Operation | Loop) -> Operation | Loop:
+    """`item` without its place in a source file, which moves with every edit."""
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(map(_without_source, item.body)))
+    return replace(item, source=None)
 
 
 def _place(item: tuple[str, Program]) -> tuple[str, int, str, str]:

@@ -1,10 +1,12 @@
 """The program of each case: from the archive, from the user's cache, or compiled.
 
-Compiles several at a time, each program once however many rows share it. A case that the
+Compiles several at a time, each program once however many rows share it, those that differ in
+the size of the data axis included. A case that the
 compiler refuses is skipped and the others go on.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from scalejax.cost import memory_verdict
 from scalejax.errors import ScalejaxError
@@ -16,6 +18,7 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
+from scalejax.validation.widen import narrowed, widened
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""
@@ -40,6 +43,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
+        self._widened: dict[tuple[str, int], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -54,21 +58,50 @@ class Programs:
         answers: list[Program | str] = [""] * len(cases)
         open_cases, choice = list(range(len(cases))), 0
         while open_cases:
-            jobs: dict[int, RunJob] = {}
+            tried = self._try(cases, open_cases, choice)
             for index in open_cases:
-                try:
-                    jobs[index] = _job(cases[index], choice)
-                except ScalejaxError as error:
-                    answers[index] = one_line(error)
-            self._require(jobs.values())
-            open_cases = []
-            for index, job in jobs.items():
-                answers[index] = self.known[case_key(job)]
-                has_more = choice + 1 < len(cases[index].runs)
-                if has_more and not _fits(answers[index], cases[index]):
-                    open_cases.append(index)
+                answers[index] = tried[index]
+            open_cases = [
+                index
+                for index in open_cases
+                if choice + 1 < len(cases[index].runs) and not _fits(tried[index], cases[index])
+            ]
             choice += 1
         return answers
+
+    def _try(
+        self, cases: Sequence[Case], indices: Sequence[int], choice: int
+    ) -> dict[int, Program | str]:
+        """The program of one of the runs of each of these cases, or why there is none.
+
+        What cannot be widened is compiled for all its devices.
+        """
+        answers: dict[int, Program | str] = {}
+        open_ = list(indices)
+        for is_narrow in (True, False):
+            asked: dict[int, _Asked] = {}
+            for index in open_:
+                try:
+                    asked[index] = _asked(cases[index], choice, is_narrow=is_narrow)
+                except ScalejaxError as error:
+                    answers[index] = one_line(error)
+            self._require(each.job for each in asked.values())
+            for index, each in asked.items():
+                answer = self._answer(each)
+                if answer is not None:
+                    answers[index] = answer
+            open_ = [index for index in open_ if index not in answers]
+        return answers
+
+    def _answer(self, asked: "_Asked") -> Program | str | None:
+        """The program for as many devices as were asked for, the same object for equal ones;
+        None if it cannot be widened to them."""
+        key = (case_key(asked.job), asked.data)
+        if key not in self._widened:
+            program = self.known[key[0]]
+            is_there = isinstance(program, Program)
+            self._widened[key] = widened(program, asked.data) if is_there else program
+        return self._widened[key]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
         """Have an answer for each of `jobs`."""
@@ -106,9 +139,22 @@ def one_line(error: ScalejaxError) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _job(case: Case, index: int) -> RunJob:
-    run = case.runs[index]
-    return RunJob(run=run, target=target_for(case.cluster, run.layout.device_count))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is compiled for a case."""
+
+    job: RunJob
+    """The run on the fewest devices that will do."""
+    data: int
+    """Devices along the data axis to which its program is widened."""
+
+
+def _asked(case: Case, choice: int, *, is_narrow: bool) -> _Asked:
+    run = case.runs[choice]
+    target_for(case.cluster, run.layout.device_count)  # refuses what the cluster cannot hold
+    narrow = narrowed(run) if is_narrow else run
+    target = target_for(case.cluster, narrow.layout.device_count)
+    return _Asked(job=RunJob(run=narrow, target=target), data=run.layout.data)
 
 
 def _fits(answer: Program | str, case: Case) -> bool:

@@ -23,6 +23,7 @@ from scalejax.program import Program
 
 __all__ = [
     "ProfileJob",
+    "for_chip",
     "has_cuda_compiler",
     "profile",
     "profile_function",
@@ -91,7 +92,7 @@ def profile_many(
     folder = user_folder() if cache == "user" else cache
     asked = [
         RunJob(
-            run=_for_chip(job.run, job.cluster.chip),
+            run=for_chip(job.run, job.cluster.chip),
             target=target_for(job.cluster, job.run.layout.device_count, backend),
         )
         for job in jobs
@@ -119,7 +120,7 @@ def profile_many(
     return [programs[position] for position in range(len(asked))]
 
 
-def _for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
+def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     """`run` as `chip` itself would train it, where it is compiled for as a newer one: without
     the fused attention that only the newer one has."""
     model = run.config.model

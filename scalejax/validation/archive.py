@@ -27,22 +27,23 @@ class Archive:
     """Programs by key, read from their text when they are asked for."""
 
     def __init__(self, lines: Mapping[str, str]):
-        self._lines = lines
+        self.lines = lines
+        """The text of each program, by key."""
         self._programs: dict[str, Program] = {}
 
     def __contains__(self, key: str) -> bool:
-        return key in self._lines
+        return key in self.lines
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.lines)
 
     def program(self, key: str) -> Program | None:
         """The program of that key; None if it is not here, or of an older format."""
         if key not in self._programs:
-            if key not in self._lines:
+            if key not in self.lines:
                 return None
             try:
-                program = TypeAdapter(Program).validate_json(self._lines[key])
+                program = TypeAdapter(Program).validate_json(self.lines[key])
             except ValidationError:
                 return None
             self._programs[key] = program

@@ -11,7 +11,7 @@ from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import JsonValue, build
 from scalejax.errors import ConfigError, ScalejaxError
 from scalejax.hardware import Cluster
-from scalejax.model_config import GptConfig, ModelConfig
+from scalejax.model_config import ModelConfig
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.ledger import LedgerRow
 
@@ -167,27 +167,23 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")
     if model.ffn_hidden not in (None, 4 * model.hidden):
         raise ConfigError(f"ffn_hidden={model.ffn_hidden}, where 4 x hidden is built")
-    table: dict[str, JsonValue] = {
+    return {
         "name": "gpt",
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "remat": remat,
+        "attention": _attention(row),
         "compute_dtype": compute_type,
     }
-    return table | _attention(row)
 
 
-def _attention(row: LedgerRow) -> dict[str, JsonValue]:
-    """How scores are computed, where the network offers a choice."""
-    stated = row.work.attention
-    if stated not in (None, "flash", "unfused"):
-        raise ConfigError(f"attention {stated!r}")
-    if "attention" not in GptConfig.__dataclass_fields__:
-        if stated == "flash":
-            raise ConfigError("fused attention")
-        return {}
-    return {"attention": "fused" if stated == "flash" else "unfused"}
+def _attention(row: LedgerRow) -> str:
+    """How scores are computed; where the row does not say, as the device does best."""
+    kinds = {None: "auto", "flash": "fused", "unfused": "unfused"}
+    if row.work.attention not in kinds:
+        raise ConfigError(f"attention {row.work.attention!r}")
+    return kinds[row.work.attention]
 
 
 def _data(row: LedgerRow) -> JsonValue:

@@ -43,6 +43,7 @@ def compile_cases(
     *,
     archive: Archive | None = None,
     on_progress: OnProgress = lambda done, total: None,
+    compiles: bool = True,
 ) -> list[CompiledCase | Skipped]:
     """Each row with program and cluster, or why it cannot be predicted; in order.
 
@@ -50,10 +51,11 @@ def compile_cases(
         rows: of a ledger.
         archive: where programs are looked for first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
+        compiles: whether to compile what is in neither archive nor the user's cache.
     """
     cases = [case_of(row) for row in rows]
     wanted = [case for case in cases if isinstance(case, Case)]
-    found = iter(Programs(archive, on_progress).find(wanted))
+    found = iter(Programs(archive, on_progress, compiles=compiles).find(wanted))
     return [case if isinstance(case, Skipped) else _compiled(case, next(found)) for case in cases]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from scalejax.cost import memory_verdict
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
+from scalejax.profile import for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
 from scalejax.profile.target import target_for
@@ -31,12 +32,15 @@ class Programs:
         self,
         archive: Archive | None = None,
         on_progress: OnProgress = lambda done, total: None,
+        *,
+        compiles: bool = True,
     ):
         """No program is read or compiled yet.
 
         Args:
             archive: where to look first; if None, the one that comes with scalejax.
             on_progress: see `OnProgress`.
+            compiles: whether to compile what is in neither archive nor cache.
         """
         if archive is None:
             # The user's own flags for the compiler change the programs; the archive knows none.
@@ -47,6 +51,7 @@ class Programs:
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
+        self._compiles = compiles
         self._done = self._total = 0
 
     def find(self, cases: Sequence[Case]) -> list[Program | str]:
@@ -79,10 +84,10 @@ class Programs:
         answers: dict[int, Program | str] = {}
         open_ = list(indices)
         for is_narrow in (True, False):
-            asked: dict[int, _Asked] = {}
+            asked: dict[int, Asked] = {}
             for index in open_:
                 try:
-                    asked[index] = _asked(cases[index], choice, is_narrow=is_narrow)
+                    asked[index] = asked_for(cases[index], choice, is_narrow=is_narrow)
                 except ScalejaxError as error:
                     answers[index] = one_line(error)
             self._require(each.job for each in asked.values())
@@ -93,7 +98,7 @@ class Programs:
             open_ = [index for index in open_ if index not in answers]
         return answers
 
-    def _answer(self, asked: "_Asked") -> Program | str | None:
+    def _answer(self, asked: "Asked") -> Program | str | None:
         """The program for as many devices as were asked for, the same object for equal ones;
         None if it cannot be widened to them."""
         key = (case_key(asked.job), asked.data)
@@ -115,6 +120,9 @@ class Programs:
                 missing[key] = job
             else:
                 self.known[key] = program
+        if not self._compiles:
+            self.known |= dict.fromkeys(missing, "it has not been compiled")
+            return
         self._total += len(missing)
         if missing:
             self._compile(list(missing), list(missing.values()))
@@ -140,7 +148,7 @@ def one_line(error: ScalejaxError) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class Asked:
     """What is compiled for a case."""
 
     job: RunJob
@@ -149,12 +157,18 @@ class _Asked:
     """Devices along the data axis to which its program is widened."""
 
 
-def _asked(case: Case, choice: int, *, is_narrow: bool) -> _Asked:
-    run = case.runs[choice]
+def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
+    """What must be compiled to know the program of one of the runs of a case.
+
+    Raises:
+        ConfigError: if the chip cannot run it.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    run = for_chip(case.runs[choice], case.cluster.chip)
     target_for(case.cluster, run.layout.device_count)  # refuses what the cluster cannot hold
     narrow = narrowed(run) if is_narrow else run
     target = target_for(case.cluster, narrow.layout.device_count)
-    return _Asked(job=RunJob(run=narrow, target=target), data=run.layout.data)
+    return Asked(job=RunJob(run=narrow, target=target), data=run.layout.data)
 
 
 def _fits(answer: Program | str, case: Case) -> bool:

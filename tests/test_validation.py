@@ -224,9 +224,7 @@ def test_fp32_is_computed_without_tf32(row):
     """On chips that would round f32 operands, unless the row says tf32."""
     ampere = {"hardware": "a100_sxm_80gb", "intra_node_link": "nvlink3_nvswitch"}
     by_precision = {
-        precision: case(row(RESNET | ampere | {"precision": precision})).cluster.chip.rate_type(
-            "f32"
-        )
+        precision: case(row(RESNET | ampere | {"precision": precision})).cluster.chip
         for precision in ("fp32", "tf32")
     }
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import sys
+from functools import cache
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -84,9 +85,14 @@ def case_key(job: RunJob) -> str:
 
 def _named(part: object) -> list[JsonValue]:
     """The class of a description, and its fields that are not the default, without lengths."""
-    fields = TypeAdapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
+    fields = _adapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
     kept = {name: value for name, value in fields.items() if not name.endswith("_examples")}
     return [getattr(part, "name", type(part).__name__), kept]
+
+
+@cache
+def _adapter(type_: type) -> TypeAdapter[object]:
+    return TypeAdapter(type_)
 
 
 def _path(folder: Path, job: RunJob) -> Path:
@@ -136,6 +142,7 @@ def _own_network(job: RunJob) -> dict[str, str] | None:
     return {origin: _digest(Path(origin))} if origin else None
 
 
+@cache
 def _versions() -> dict[str, str]:
     found = {}
     for name in _LIBRARIES:

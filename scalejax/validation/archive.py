@@ -22,6 +22,8 @@ from scalejax.program import Loop, Operation, Program
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """The programs of the project's open ledger."""
 
+_ADAPTER = TypeAdapter(Program)
+
 
 class Archive:
     """Programs by key, read from their text when they are asked for."""
@@ -43,7 +45,7 @@ class Archive:
             if key not in self.lines:
                 return None
             try:
-                program = TypeAdapter(Program).validate_json(self.lines[key])
+                program = _ADAPTER.validate_json(self.lines[key])
             except ValidationError:
                 return None
             self._programs[key] = program
@@ -72,11 +74,10 @@ def read_archive(path: Path = ARCHIVE) -> Archive:
 
 def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
     """Write programs, neighbours side by side, all or nothing; returns the bytes of the file."""
-    adapter = TypeAdapter(Program)
     lines = []
     for key, program in sorted(programs.items(), key=_place):
         bare = replace(program, operations=tuple(map(_without_source, program.operations)))
-        fields = adapter.dump_python(bare, mode="json", exclude_defaults=True)
+        fields = _ADAPTER.dump_python(bare, mode="json", exclude_defaults=True)
         lines.append(f"{key} {json.dumps(fields, separators=(',', ':'))}\n")
     # 64 MiB: larger than any one program, so that each is told by its neighbour.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]

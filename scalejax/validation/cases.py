@@ -4,6 +4,7 @@ Knows how published runs were set up, in so far as their rows say so; where a ro
 choice open, all the runs it may mean are given. Compiles and predicts nothing.
 """
 
+import math
 from dataclasses import dataclass
 from typing import get_args
 
@@ -21,9 +22,10 @@ IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
 )  # fmt: skip
-BERT_VOCABULARY, BERT_TOKENS = 30_522, 128
-"""Values of a token of the published BERT (Devlin et al. 2018, arXiv 1810.04805, code), and the
-length at which nine tenths of its training are done; where a row does not say."""
+BERT_VOCABULARY, BERT_TOKENS, BERT_MASKED = 30_522, 128, 0.15
+"""Values of a token of the published BERT (Devlin et al. 2018, arXiv 1810.04805, and its code),
+the length at which nine tenths of its training are done, and the share of words that are hidden;
+where a row does not say."""
 _COMPUTE_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "bfloat16", "bf16": "bfloat16"}
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16."""
@@ -192,12 +194,17 @@ def _data(row: LedgerRow) -> JsonValue:
     if model.model in IMAGE_NETWORKS:
         size = IMAGE_SIZES.get(model.model, 224)
         return {"name": "synthetic_images", "image_size": size}
-    tokens, vocabulary = model.seq_len, model.vocab
     if model.model.startswith("bert"):
-        tokens, vocabulary = tokens or BERT_TOKENS, vocabulary or BERT_VOCABULARY
-    if tokens is None or vocabulary is None:
+        tokens = model.seq_len or BERT_TOKENS
+        return {
+            "name": "masked_tokens",
+            "tokens": tokens,
+            "masked": math.ceil(BERT_MASKED * tokens),
+            "vocabulary": model.vocab or BERT_VOCABULARY,
+        }
+    if model.seq_len is None or model.vocab is None:
         raise ConfigError("seq_len and vocab are not both stated")
-    return {"name": "synthetic_tokens", "tokens": tokens, "vocabulary": vocabulary}
+    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": model.vocab}
 
 
 def _optimizer(row: LedgerRow) -> JsonValue:

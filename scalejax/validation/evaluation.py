@@ -51,7 +51,7 @@ def compile_cases(
         rows: of a ledger.
         archive: where programs are looked for first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
-        compiles: whether to compile what is in neither archive nor the user's cache.
+        compiles: whether to compile what is not in the archive (see `Programs`).
     """
     cases = [case_of(row) for row in rows]
     wanted = [case for case in cases if isinstance(case, Case)]

@@ -40,7 +40,8 @@ class Programs:
         Args:
             archive: where to look first; if None, the one that comes with scalejax.
             on_progress: see `OnProgress`.
-            compiles: whether to compile what is in neither archive nor cache.
+            compiles: whether what is not in the archive is looked for in the user's cache, and
+                compiled; else the archive is all there is.
         """
         if archive is None:
             # The user's own flags for the compiler change the programs; the archive knows none.
@@ -115,14 +116,15 @@ class Programs:
             key = case_key(job)
             if key in self.known or key in missing:
                 continue
-            program = self._archive.program(key) or cached_program(self._folder, job)
-            if program is None:
+            program = self._archive.program(key)
+            if program is None and self._compiles:
+                program = cached_program(self._folder, job)
+            if program is not None:
+                self.known[key] = program
+            elif self._compiles:
                 missing[key] = job
             else:
-                self.known[key] = program
-        if not self._compiles:
-            self.known |= dict.fromkeys(missing, "it has not been compiled")
-            return
+                self.known[key] = "its program is not in the archive"
         self._total += len(missing)
         if missing:
             self._compile(list(missing), list(missing.values()))

@@ -10,6 +10,7 @@ import pytest
 from scalejax.cli import main
 from scalejax.documents import load, plain
 from scalejax.errors import ConfigError
+from scalejax.hardware import load_chip
 from scalejax.profile.cache import case_key
 from scalejax.program import (
     Collective,
@@ -123,6 +124,7 @@ def test_blank_cells_are_unknown_and_others_typed(row):
         ({"device_count": "0"}, r"column 6: device_count='0' is refused: it must be a whole"),
         ({"step_seconds": "-1"}, r"step_seconds='-1' is refused: it must be a number above 0"),
         ({"step_seconds": "nan"}, r"step_seconds='nan' is refused"),
+        ({"step_seconds": "inf"}, r"step_seconds='inf' is refused"),
         ({"model": ""}, r"line 2, column 4: model='' is refused: it may not be blank"),
     ],
 )
@@ -454,6 +456,17 @@ def test_other_chips_change_predictions_and_nothing_is_compiled(row):
     assert after.predicted_seconds is not None
     assert before.predicted_seconds is not None
     assert after.predicted_seconds > 1.5 * before.predicted_seconds
+
+
+def test_other_chips_keep_fp32_free_of_tf32(row):
+    """A chip from a fit has tf32 again; the row still asks for fp32."""
+    known = row(RESNET | {"hardware": "a100_sxm_80gb", "intra_node_link": "nvlink3_nvswitch"})
+    cases = [CompiledCase(row=known, program=program(16), cluster=case(known).cluster)]
+
+    (changed,) = with_chips(cases, {"a100-80gb": load_chip("a100-80gb")})
+
+    assert isinstance(changed, CompiledCase)
+    assert changed.cluster.chip.rate_type("f32") == "f32"
 
 
 # --- the open ledger ---

@@ -24,6 +24,7 @@ from scalejax.profile import (
     profile_function,
     profile_many,
 )
+from scalejax.profile.target import target_for
 from scalejax.program import Loop, Program
 
 DEVICES = 256
@@ -259,6 +260,13 @@ def test_fused_attention_is_refused_for_chips_without():
 
     with pytest.raises(ConfigError, match="v100 is older than fused attention"):
         profile(resolved("gpt", 16, model=model), load_cluster("dgx1-v100"), cache=None)
+
+
+def test_chips_too_old_to_compile_for_share_one_program():
+    """What was compiled for a P100 need not be compiled again for a V100."""
+    targets = [target_for(load_cluster(name), 8, "cuda") for name in ("dgx1-p100", "dgx1-v100")]
+
+    assert targets[0] == targets[1] != target_for(load_cluster("dgx-a100"), 8, "cuda")
 
 
 def test_a_cpu_stand_in_keeps_the_type_of_products():

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.errors import DoesNotFit, ProfileError
-from scalejax.hardware import Chip, Cluster, CudaArchitecture
+from scalejax.hardware import Chip, Cluster, CudaArchitecture, load_chip
 
 Backend = Literal["cuda", "cpu"]
 
 OLDEST_CAPABILITY = (8, 0)
 """Older chips cannot be compiled for any more: they are compiled for as this one, and costed
 at their own rates (tried with the plug-ins of jax 0.10.2 and 0.12.0)."""
+OLDEST_STAND_IN = "v100"
+"""Chip whose sizes all of them are compiled with. The program stands in for theirs anyhow, and
+differs little by these sizes; one for all means that what was compiled for one serves the rest."""
 _OLDEST_SHARED_MEMORY = (167_936, 166_912)
 """Shared memory per multiprocessor, and per block at most, of compute capability 8.0 (XLA's
 GPU target descriptions, Apache-2.0)."""
@@ -79,7 +82,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
         name=f"sm_{major}{minor}",
         device_count=device_count,
         topology=f"1x{nodes}x{per_node}",
-        description=describe(cluster.chip, architecture),
+        description=describe(*_described(cluster.chip, architecture)),
     )
 
 
@@ -121,6 +124,14 @@ dnn_version_info {{ major: {CUDNN_VERSION[0]} minor: {CUDNN_VERSION[1]} }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "{chip.title}"
 """
+
+
+def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaArchitecture]:
+    """The chip to describe to the compiler: itself, or the one that stands in for old ones."""
+    if architecture.compute_capability >= OLDEST_CAPABILITY:
+        return chip, architecture
+    stand_in = load_chip(OLDEST_STAND_IN)
+    return stand_in, stand_in.cuda or architecture
 
 
 def _capability(architecture: CudaArchitecture) -> tuple[int, int]:

@@ -65,6 +65,8 @@ def _named(stream: StreamName, pid: int) -> list[JsonValue]:
 
 
 def _event(moment: Moment) -> JsonValue:
+    # Whole nanoseconds, which is what Perfetto keeps: so no event reaches into the next.
+    start, end = (round(t * 1e9) for t in (moment.start_seconds, moment.end_seconds))
     arguments: dict[str, JsonValue] = {}
     if moment.iteration:
         arguments["iteration"] = ", ".join(map(str, moment.iteration))
@@ -76,8 +78,8 @@ def _event(moment: Moment) -> JsonValue:
         "cat": moment.bound,
         "pid": _PROCESSES[moment.stream],
         "tid": 0,
-        "ts": moment.start_seconds * 1e6,
-        "dur": (moment.end_seconds - moment.start_seconds) * 1e6,
+        "ts": start / 1000,
+        "dur": (end - start) / 1000,
         "args": {"bound": moment.bound, **arguments},
     }
 

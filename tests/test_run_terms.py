@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_predict import data_parallel
 
+from scalejax import hardware
 from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
 from scalejax.cost.input import input_wait_seconds
 from scalejax.cost.run_terms import checkpoint_bytes, stall_seconds, state_shards
 from scalejax.cost.stragglers import expected_maximum, straggler_seconds
 from scalejax.errors import ConfigError
-from scalejax.hardware import RunConditions
+from scalejax.hardware import RunConditions, load_cluster, with_conditions
 from scalejax.predict import Prediction, predict
 
 HOUR = 3600.0
@@ -216,6 +218,22 @@ def test_state_is_counted_once_for_each_of_its_parts():
     assert state_shards(program) == 8
     assert checkpoint_bytes(program, RunConditions()) == 16 * 10**9
     assert checkpoint_bytes(program, RunConditions(checkpoint_bytes=5)) == 5
+
+
+def test_a_cluster_file_holds_the_conditions_of_its_site(tmp_path: Path):
+    """A table of its own; flags replace single fields of it."""
+    catalogue = Path(hardware.__file__).parent / "clusters" / "dgx-h100.toml"
+    own = tmp_path / "ours.toml"
+    table = "[conditions]\nstep_cv = 0.02\nnode_mtbf_seconds = 1e7\n"
+    own.write_text(catalogue.read_text(encoding="utf-8") + table)
+
+    ours = load_cluster(str(own))
+    changed = with_conditions(ours, {"step_cv": 0.01})
+
+    assert ours.conditions == RunConditions(step_cv=0.02, node_mtbf_seconds=1e7)
+    assert changed.conditions == RunConditions(step_cv=0.01, node_mtbf_seconds=1e7)
+    with pytest.raises(ConfigError, match=r"conditions.step_vc is no field"):
+        with_conditions(ours, {"step_vc": 0.01})
 
 
 @pytest.mark.parametrize(

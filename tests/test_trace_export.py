@@ -25,7 +25,7 @@ from test_cost import (
 from scalejax.cost import timeline
 from scalejax.cost.recording import record
 from scalejax.hardware import load_cluster
-from scalejax.trace_export import write_trace
+from scalejax.trace_export import trace_of, write_trace
 
 LAYERS = Loop(name="layers", trip_count=3, body=(gather("g", 3), matmul("m", 2), wait("g")))
 
@@ -92,6 +92,20 @@ def test_long_loops_are_cut_and_the_step_keeps_its_length(tmp_path: Path):
     assert names[-1] == "f"
     assert trace["otherData"]["loops"] == "the first 31 iterations of each"
     assert trace["otherData"]["step_seconds"] == pytest.approx(3.001)
+
+
+def test_events_of_a_stream_do_not_overlap_by_a_nanosecond():
+    """Viewers would nest one into the other: ResNet-50 with gaps of all lengths."""
+    cluster = load_cluster("dgx-h100")
+
+    trace = trace_of(record(resnet50_on_256(), cluster), resnet50_on_256(), cluster)
+
+    ends: dict[int, int] = {}
+    for event in json.loads(json.dumps(trace))["traceEvents"]:
+        if event["ph"] == "X":
+            start, length = round(event["ts"] * 1000), round(event["dur"] * 1000)
+            assert start >= ends.get(event["pid"], 0)
+            ends[event["pid"]] = start + length
 
 
 def test_a_trace_holds_what_its_viewers_read(tmp_path: Path):

@@ -5,8 +5,11 @@ before it are done; compute goes on, and stands still at the wait only for what 
 synchronous collective holds up compute from start to end. While a collective is under way,
 compute loses a share of its speed; the communication stream loses none.
 
-Collectives run one after the other, whatever their groups and wires: XLA gives all of a device's
-collectives one stream unless told otherwise. Knows no hardware: seconds in, seconds out.
+Collectives run one after the other, whatever their groups and wires: XLA has one stream for all
+asynchronous collectives of a GPU (openxla/xla, backends/gpu/collectives/gpu_clique_key.h,
+AsyncStreamKind; sends and receives, which no program here holds, have others). A synchronous
+one runs on the stream of compute, but on the same wires: it is charged after those under way.
+Knows no hardware: seconds in, seconds out.
 """
 
 from collections import defaultdict

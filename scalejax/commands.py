@@ -198,6 +198,33 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    """Measure the devices that are here, as a cluster to predict with."""
+
+    output: Annotated[Path, _flag("DIR")] = Path("this-machine")
+    """Where its files go. By default this-machine."""
+    cpu_devices: Annotated[int | None, _flag("N")] = None
+    """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
+
+    def execute(self) -> None:
+        """Time operations, memory, exchanges and storage, and write the files."""
+        import os
+
+        choose_platform()
+        if os.environ.get("JAX_PLATFORMS") == "cpu":
+            choose_platform(self.cpu_devices or max(2, os.cpu_count() or 1))
+        from scalejax.calibrate import calibrate, stage_count
+        from scalejax.calibrate.probes import GRID
+
+        with tables.measuring(stage_count(GRID)) as on_stage:
+            found = calibrate(self.output, GRID, on_stage)
+        paths = found.save(self.output)
+        tables.show(tables.calibration(found.cluster, found.processes))
+        print("wrote " + ", ".join(str(path) for path in paths))
+        print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Validate:
     """Hold predictions against a ledger of published steps."""
 
@@ -261,6 +288,7 @@ Command = (
     | ConfigFields
     | SchedulePlot
     | Hardware
+    | Calibrate
     | Validate
     | Quickstart
 )
@@ -274,6 +302,7 @@ COMMANDS: dict[str, type[Command]] = {
     "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
     "hardware": Hardware,
+    "calibrate": Calibrate,
     "validate": Validate,
 }
 """What can be typed after `scalejax`."""

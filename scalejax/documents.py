@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tomllib
 import typing
 from functools import cache
@@ -113,6 +114,55 @@ def save_text(text: str, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):  # what went wrong is told already
             draft.unlink(missing_ok=True)
+
+
+def save_toml(value: object, path: Path) -> None:
+    """Write a dataclass of tables, scalars and lists as TOML, all or nothing.
+
+    Raises:
+        ConfigError: if the folder cannot be written.
+    """
+    save_text(_toml(plain(value)), path)
+
+
+def _toml(tables: JsonValue, prefix: str = "") -> str:
+    """Nested tables of scalars and lists as TOML; absent values left out.
+
+    JSON's notation of numbers, texts, lists and booleans is TOML's too.
+    """
+    if not isinstance(tables, dict):
+        return ""
+    lines = [
+        f"{_key(name)} = {_list(value)}\n"
+        for name, value in tables.items()
+        if value is not None and not _is_table(value)
+    ]
+    for name, value in tables.items():
+        path = f"{prefix}.{_key(name)}" if prefix else _key(name)
+        if isinstance(value, dict):
+            lines.append(f"\n[{path}]\n{_toml(value, path)}")
+        elif isinstance(value, list) and _is_table(value):
+            lines.extend(f"\n[[{path}]]\n{_toml(item, path)}" for item in value)
+    return "".join(lines)
+
+
+def _is_table(value: JsonValue) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    )
+
+
+def _list(value: JsonValue) -> str:
+    """A value on one line, or a list of lists with a line for each."""
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        rows = "".join(f"    {json.dumps(item)},\n" for item in value)
+        return f"[\n{rows}]"
+    return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    """A key, in quotes if TOML needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
 
 
 @cache

@@ -17,6 +17,7 @@ from scalejax.cost import (
     Scales,
     StepTerms,
     Timeline,
+    as_used,
     band,
     memory_verdict,
     residuals,
@@ -132,6 +133,7 @@ def predict(
         ConfigError: if an epoch is shorter than a batch.
     """
     _require_devices(program, cluster)
+    cluster = as_used(cluster, program)
     costs = what_if(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:

@@ -3,13 +3,12 @@
 Knows what makes two configs the same run. Knows no devices and no loop.
 """
 
-import json
 import platform
 from importlib.metadata import version
 from typing import NoReturn
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
-from scalejax.documents import JsonValue, load, plain, save_text
+from scalejax.documents import JsonValue, load, plain, save_text, save_toml
 from scalejax.errors import ConfigError, refusal
 from scalejax.predict import Prediction
 from scalejax.record import RunFolder
@@ -146,7 +145,7 @@ def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
     if not (_holds_same_program(folder, run) and _is_predicted(folder, run)):
         folder.prediction.unlink(missing_ok=True)
         folder.program.unlink(missing_ok=True)
-    save_text(_toml(plain(resolved_config(run))), folder.config)
+    save_toml(resolved_config(run), folder.config)
     save_text(_README.format(path=folder.path), folder.readme)
 
 
@@ -187,22 +186,3 @@ def _flat(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
             flat |= _flat(inner, f"{prefix}.{name}" if prefix else name)
         return flat
     return {} if value is None else {prefix: value}
-
-
-def _toml(tables: JsonValue, prefix: str = "") -> str:
-    """Nested tables of scalars and lists as TOML; absent values left out.
-
-    JSON's notation of numbers, texts, lists and booleans is TOML's too.
-    """
-    if not isinstance(tables, dict):
-        return ""
-    lines = [
-        f"{name} = {json.dumps(value)}\n"
-        for name, value in tables.items()
-        if value is not None and not isinstance(value, dict)
-    ]
-    for name, value in tables.items():
-        if isinstance(value, dict):
-            path = f"{prefix}.{name}" if prefix else name
-            lines.append(f"\n[{path}]\n{_toml(value, path)}")
-    return "".join(lines)

@@ -96,6 +96,59 @@ def compiling_programs() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
 
 
+@contextmanager
+def measuring(stages: int) -> Iterator[Callable[[str], None]]:
+    """A display of what is being measured, on standard error.
+
+    Yields:
+        What to call with the name of each of so many stages as it begins.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        names: set[str] = set()
+
+        def say(name: str) -> None:
+            if name not in names:
+                names.add(name)
+                console.print(f"measuring {name}")
+
+        yield say
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=stages)
+        yield lambda name: progress.update(task, advance=1, description=name)
+
+
+def calibration(cluster: Cluster, processes: Cluster | None) -> Iterator[RenderableType]:
+    """What was measured: the rates of a device by how many are busy, and the exchanges."""
+    yield Text.assemble((cluster.title, "bold"))
+    table = figures("busy", "products", "convolutions", "memory", "launch", "step overhead")
+    for count, chip in ((1, cluster.chip), *((s.device_count, s.chip) for s in cluster.shared)):
+        peak = chip.peak_flop_per_second["f32"]
+        table.add_row(
+            str(count),
+            f"{peak * chip.attainable.matmul_fraction / 1e9:.3g} GFLOP/s",
+            f"{peak * chip.attainable.convolution_fraction / 1e9:.3g} GFLOP/s",
+            f"{chip.memory_bytes_per_second * chip.attainable.memory_fraction / GB:.3g} GB/s",
+            format_seconds(chip.attainable.launch_seconds),
+            format_seconds(chip.attainable.step_overhead_seconds),
+        )
+    yield table
+    table = figures("all-reduce between", "start", "each message", "rate")
+    for name, each in (("devices of one process", cluster), ("processes", processes)):
+        if each is not None:
+            method = each.library.methods[0]
+            wire = each.network or each.link
+            table.add_row(
+                name,
+                format_seconds(method.base_seconds),
+                format_seconds(method.network_hop_seconds),
+                f"{wire.bytes_per_second / GB:.3g} GB/s",
+            )
+    yield table
+
+
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     """The figures for every number of devices, then where the time of a step goes."""
     first = prediction.predictions[0]

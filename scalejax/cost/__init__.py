@@ -4,6 +4,7 @@ from scalejax.cost.charges import Charge, charges, device_terms
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
+from scalejax.cost.occupancy import as_used
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
 from scalejax.cost.uncertainty import Band, band, residuals
@@ -19,6 +20,7 @@ __all__ = [
     "StepTerms",
     "Timeline",
     "WhatIf",
+    "as_used",
     "band",
     "charges",
     "collective_seconds",

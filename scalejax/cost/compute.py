@@ -7,6 +7,7 @@ surface over shapes would replace it there.
 from dataclasses import dataclass
 from typing import Literal
 
+from scalejax.cost.measured import measured_seconds
 from scalejax.hardware import Chip
 from scalejax.program import Operation
 
@@ -40,10 +41,18 @@ def operation_time(operation: Operation, chip: Chip) -> OperationTime:
     with it their rate saturates with size, u(flop) = u flop / (flop + peak u ramp).
 
     Left out: caches (an operand just written and still in the second-level cache is read from
-    memory), and element-wise arithmetic (bound by bytes).
+    memory), and element-wise arithmetic (bound by bytes). A chip with measured rates has both in
+    them, and they stand in place of the formula.
     """
     attainable = chip.attainable
     moved_bytes = operation.read_bytes + operation.write_bytes
+    if chip.measured is not None:
+        compute, memory = measured_seconds(operation, chip.measured, chip)
+        return OperationTime(
+            bound="compute" if compute > memory else "memory",
+            busy_seconds=max(compute, memory),
+            launch_seconds=attainable.launch_seconds,
+        )
     memory = moved_bytes / (chip.memory_bytes_per_second * attainable.memory_fraction)
     compute = ramp = 0.0
     if operation.flop:

@@ -4,6 +4,7 @@ The catalogue is the TOML files in `chips/`, `clusters/` and `libraries/` beside
 user's own file is read the same way. Knows what hardware is, not how long anything takes on it.
 """
 
+from scalejax.hardware.calibrated import CalibratedRange
 from scalejax.hardware.catalogue import (
     chip_names,
     cluster_names,
@@ -19,21 +20,26 @@ from scalejax.hardware.cluster import (
     CommunicationLibrary,
     Link,
     Network,
+    SharedChip,
 )
 from scalejax.hardware.conditions import RunConditions
+from scalejax.hardware.measured import MeasuredRates
 
 __all__ = [
     "Attainable",
+    "CalibratedRange",
     "Chip",
     "Cluster",
     "CollectiveMethod",
     "CommunicationLibrary",
     "CudaArchitecture",
     "Link",
+    "MeasuredRates",
     "Network",
     "RateType",
     "Residuals",
     "RunConditions",
+    "SharedChip",
     "chip_names",
     "cluster_names",
     "load_chip",

@@ -1,6 +1,7 @@
 """Read chips, clusters and communication libraries from TOML: the catalogue's or a user's own.
 
-A cluster file names its chip and library, or describes them in place; see
+A cluster file names its chip and library, by name or by the path of a file from where it lies,
+or describes them in place; see
 `clusters/dgx-h100.toml` for one to copy.
 """
 
@@ -57,12 +58,12 @@ def load_cluster(name_or_path: str) -> Cluster:
         ConfigError: if the file does not describe a cluster.
     """
     tables = _tables("cluster", name_or_path)
-    for part, folder in (("chip", "chips"), ("library", "libraries")):
-        named = tables.get(part)
-        if isinstance(named, str):
-            if named not in _names(folder):
-                raise UnknownHardware(unknown_name(part, named, _names(folder)))
-            tables[part] = load_toml(CATALOGUE / folder / f"{named}.toml")
+    beside = Path(name_or_path).parent
+    shared = tables.get("shared")
+    for each in (tables, *(shared if isinstance(shared, list) else ())):
+        if isinstance(each, dict):
+            _fill_in(each, "chip", "chips", beside)
+    _fill_in(tables, "library", "libraries", beside)
     try:
         return build(Cluster, tables)
     except ConfigError as error:
@@ -82,6 +83,19 @@ def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluste
     """
     conditions = build(RunConditions, asdict(cluster.conditions) | dict(values), where="conditions")
     return replace(cluster, conditions=conditions)
+
+
+def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path) -> None:
+    """Replace the name of a chip or library, or the path of its file, by what it describes."""
+    named = tables.get(part)
+    if not isinstance(named, str):
+        return
+    if named.endswith(".toml"):
+        tables[part] = _own_file(part, beside / named)
+        return
+    if named not in _names(folder):
+        raise UnknownHardware(unknown_name(part, named, _names(folder)))
+    tables[part] = load_toml(CATALOGUE / folder / f"{named}.toml")
 
 
 def _names(folder: str) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.hardware.measured import MeasuredRates
 
 RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]
 """Arithmetic of the matrix units, by the name of its operands."""
@@ -120,6 +121,9 @@ class Chip:
     """What a compiler must know; None if it is no NVIDIA GPU."""
     residuals: Residuals | None = None
     """How far off the attainable rates are; None if they were fitted to nothing."""
+    measured: MeasuredRates | None = None
+    """Rates measured operation by operation, in place of those of `attainable`; None if there
+    are none."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name."""
 

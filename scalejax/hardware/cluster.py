@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.hardware.calibrated import CalibratedRange
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
 
@@ -107,6 +108,19 @@ class CommunicationLibrary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedChip:
+    """A device of a machine whose devices share their cores and memory, all of them busy."""
+
+    device_count: int
+    """Devices that are busy on the machine."""
+    chip: Chip
+    """What each of them is then."""
+
+    def __post_init__(self) -> None:
+        require_at_least("shared.device_count", self.device_count, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Nodes of equal devices; devices are numbered node by node."""
 
@@ -128,6 +142,11 @@ class Cluster:
     """Devices in all; None if it may grow."""
     conditions: RunConditions = NO_CONDITIONS
     """What delays runs there beside their own arithmetic."""
+    shared: tuple[SharedChip, ...] = ()
+    """The chip when more than one device of a node is busy, by rising number of them; () where
+    devices do not slow each other down."""
+    calibrated: CalibratedRange | None = None
+    """Runs that its constants were fitted to; None if they come from elsewhere."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name (chip and library have their own)."""
 

@@ -1,0 +1,234 @@
+"""What is timed on devices to learn their rates: products, convolutions, memory, launches.
+
+Every probe is a small program of the kind that training steps are made of. Rates are those of
+one device of a mesh while all of them do the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalejax.calibrate.timing import fastest_seconds, filled, seconds_of_call
+
+MatmulRow = tuple[int, int, int, int, float]
+ConvolutionRow = tuple[int, int, int, int, int, float]
+
+_STREAM_PASSES = 8  # within one program, so that no memory is asked for while it runs
+_CHAIN = 33  # products too small to take time but for being launched
+_STATE = 24  # arrays of a step that does nothing: parameters and moments of a small network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A convolution to be timed: square images and windows, padded so that strides divide."""
+
+    samples: int
+    """Images."""
+    size: int
+    """Height and width of each."""
+    channels_in: int
+    """Channels of the input."""
+    channels_out: int
+    """Channels of the output."""
+    window: int
+    """Height and width of the window."""
+    stride: int
+    """Pixels from one window to the next."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """As of `program.Operation.shape`."""
+        outputs = -(-self.size // self.stride)
+        return self.samples, outputs**2, self.channels_in, self.channels_out, self.window**2
+
+    @property
+    def flop(self) -> int:
+        """Of each of its three passes, padding counted."""
+        samples, outputs, channels_in, channels_out, window = self.shape
+        return 2 * samples * outputs * channels_in * channels_out * window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Which shapes are timed."""
+
+    matmul: tuple[tuple[int, int, int, int], ...]
+    """(batch, m, n, k) of products."""
+    convolutions: tuple[Convolution, ...]
+    """Convolutions, each in all three passes."""
+    stream_bytes: tuple[int, ...]
+    """Bytes read and written by element-wise operations."""
+    touched_bytes: tuple[int, ...]
+    """Bytes of temporary memory of a program."""
+    calls: int
+    """How often each program is timed."""
+
+
+def _convolutions() -> Iterator[Convolution]:
+    sizes = (
+        (32, 1, 16, 3, 2),
+        (32, 3, 64, 3, 1),
+        (32, 16, 32, 3, 1),
+        (16, 32, 64, 3, 2),
+        (16, 64, 64, 3, 1),
+        (8, 64, 128, 3, 2),
+        (8, 128, 128, 3, 1),
+        (16, 64, 128, 1, 1),
+    )
+    for samples, (size, channels_in, channels_out, window, stride) in product((8, 64), sizes):
+        yield Convolution(
+            samples=samples,
+            size=size,
+            channels_in=channels_in,
+            channels_out=channels_out,
+            window=window,
+            stride=stride,
+        )
+
+
+GRID = Grid(
+    matmul=(
+        *((1, m, n, k) for m, n, k in product((16, 128, 1024), repeat=3)),
+        *((64, m, n, k) for m, n, k in product((16, 64), repeat=3)),
+        (8, 256, 256, 64),
+        (8, 256, 64, 256),
+    ),
+    convolutions=tuple(_convolutions()),
+    stream_bytes=tuple(2**power for power in (14, 16, 18, 20, 22, 24, 26)),
+    touched_bytes=tuple(2**power for power in (22, 24, 25, 26, 27)),
+    calls=12,
+)
+"""What a training step on a CPU is made of, in powers of two."""
+TINY_GRID = Grid(
+    matmul=((1, 64, 64, 64), (1, 256, 256, 256)),
+    convolutions=(
+        Convolution(samples=4, size=8, channels_in=8, channels_out=8, window=3, stride=1),
+    ),
+    stream_bytes=(2**16, 2**22),
+    touched_bytes=(2**22,),
+    calls=3,
+)
+"""Enough to see that all of it works."""
+
+
+def call_seconds(mesh: Mesh, calls: int) -> float:
+    """Time of calling a program that does next to nothing."""
+    return fastest_seconds(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
+
+
+def matmul_row(
+    mesh: Mesh, shape: tuple[int, int, int, int], dtype: Any, empty_seconds: float, calls: int
+) -> MatmulRow:
+    """The rate of matrix products of (batch, m, n, k).
+
+    Where k is the largest, the left operand lies the other way round, as it does in gradients of
+    weights, which contract over all samples.
+    """
+    batch, m, n, k = shape
+    is_gradient = k > max(m, n)
+    left = (batch, k, m) if is_gradient else (batch, m, k)
+    formula = "bkm,bkn->bmn" if is_gradient else "bmk,bkn->bmn"
+    seconds = fastest_seconds(
+        lambda x, y: jnp.einsum(formula, x, y),
+        mesh,
+        [left, (batch, k, n)],
+        calls=calls,
+        dtype=dtype,
+    )
+    return (*shape, 2 * batch * m * n * k / _beyond(seconds, empty_seconds))
+
+
+def convolution_row(
+    mesh: Mesh, convolution: Convolution, kind: str, empty_seconds: float, calls: int
+) -> ConvolutionRow:
+    """The rate of one pass: forward, input_gradient or filter_gradient."""
+    c = convolution
+    outputs = -(-c.size // c.stride)
+    image = (c.samples, c.size, c.size, c.channels_in)
+    kernel = (c.window, c.window, c.channels_in, c.channels_out)
+    cotangent = (c.samples, outputs, outputs, c.channels_out)
+
+    def forward(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, y, (c.stride, c.stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def input_gradient(y: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: forward(x, y), jnp.ones(image))[1](out)[0]
+
+    def filter_gradient(x: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.vjp(lambda y: forward(x, y), jnp.ones(kernel))[1](out)[0]
+
+    function, shapes = {
+        "forward": (forward, [image, kernel]),
+        "input_gradient": (input_gradient, [kernel, cotangent]),
+        "filter_gradient": (filter_gradient, [image, cotangent]),
+    }[kind]
+    seconds = fastest_seconds(function, mesh, shapes, calls=calls)
+    return (*c.shape, c.flop / _beyond(seconds, empty_seconds))
+
+
+def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) -> float:
+    """Bytes/s of an operation that reads and writes so many bytes, half of them each."""
+
+    def passes(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: y + 1, x)
+
+    seconds = fastest_seconds(passes, mesh, [(moved_bytes // 8,)], calls=calls)
+    return _STREAM_PASSES * moved_bytes / _beyond(seconds, empty_seconds)
+
+
+def first_touch_seconds(mesh: Mesh, size_bytes: int, stream_bytes_per_second: float) -> float:
+    """Time to be given so many bytes of temporary memory, beyond that of writing and reading."""
+
+    def touch(x: jax.Array) -> jax.Array:
+        row = x[0] + jnp.arange(size_bytes // 4, dtype=jnp.float32)
+        return jax.lax.optimization_barrier(row).sum()
+
+    seconds = fastest_seconds(touch, mesh, [(4,)], calls=5)
+    return max(seconds - 2 * size_bytes / stream_bytes_per_second, 0.0)
+
+
+def launch_seconds(mesh: Mesh, calls: int) -> float:
+    """Time of one operation that has nothing to do, among others."""
+
+    def chain(x: jax.Array, length: int) -> jax.Array:
+        y = x
+        for _ in range(length):
+            y = y @ x
+        return y
+
+    one, many = (
+        fastest_seconds(lambda x, n=n: chain(x, n), mesh, [(4, 4)], calls=5 * calls)
+        for n in (1, _CHAIN)
+    )
+    return max(many - one, 0.0) / (_CHAIN - 1)
+
+
+def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
+    """Time of a step that does next to nothing, its few operations left out.
+
+    What the host does for a step: it checks the arguments, hands them over and takes results.
+    """
+    state = [filled(mesh, (4,), jnp.float32) for _ in range(_STATE)]
+    step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
+    seconds = seconds_of_call(step, state, calls=5 * calls)
+    return max(seconds - _STATE * launch, 0.0)
+
+
+def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
+    """Time in which every device comes to hold the sum of `size_bytes` of each."""
+    values = filled(mesh, (max(1, size_bytes // 4),), jnp.float32)
+    whole = NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(lambda x: x.sum(axis=0), out_shardings=whole).lower(values).compile()
+    return seconds_of_call(compiled, [values], calls=calls)
+
+
+def _beyond(seconds: float, empty_seconds: float) -> float:
+    """Time of an operation, that of calling a program left out; at least a tenth is its own."""
+    return max(seconds - empty_seconds, seconds / 10)

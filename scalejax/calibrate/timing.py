@@ -1,0 +1,70 @@
+"""How long a function takes on every device of a mesh at once, started and waited for.
+
+Virtual devices of one CPU share its cores, so a device is timed while all the others do the
+same. Knows nothing of what is timed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+ALL = "all"
+"""The one axis of a mesh that is measured."""
+
+_WARM_UPS = 2
+_ENOUGH_SECONDS, _FEWEST_CALLS = 0.4, 3  # one process may stop early; several must call alike
+
+
+def fastest_seconds(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    calls: int,
+    dtype: Any = jnp.float32,
+) -> float:
+    """Shortest time of one call of `function` on arrays of ones, the same on every device.
+
+    The shortest, because other programs of the machine can only make a call longer.
+
+    Args:
+        function: of arrays of `shapes` on one device; what it returns stays there.
+        mesh: the devices, along `ALL`.
+        shapes: of the arguments on each device.
+        calls: timed at most.
+        dtype: of the arguments.
+    """
+    spec = PartitionSpec(ALL)
+    each = jax.shard_map(
+        lambda *parts: jax.tree.map(lambda out: out[None], function(*(p[0] for p in parts))),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+    )
+    arguments = [filled(mesh, shape, dtype) for shape in shapes]
+    return seconds_of_call(jax.jit(each).lower(*arguments).compile(), arguments, calls=calls)
+
+
+def seconds_of_call(compiled: Any, arguments: Sequence[Any], *, calls: int) -> float:
+    """Shortest time of one call of a compiled function, started and waited for."""
+    for _ in range(_WARM_UPS):
+        jax.block_until_ready(compiled(*arguments))
+    times: list[float] = []
+    while len(times) < calls:
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        times.append(time.perf_counter() - start)
+        is_enough = len(times) >= _FEWEST_CALLS and sum(times) > _ENOUGH_SECONDS
+        if is_enough and jax.process_count() == 1:
+            break
+    return min(times)
+
+
+def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """An array of ones with a row of `shape` on each device."""
+    sharding = NamedSharding(mesh, PartitionSpec(ALL))
+    return jax.jit(lambda: jnp.ones((mesh.size, *shape), dtype), out_shardings=sharding)()

@@ -1,0 +1,114 @@
+"""Rates of one chip as measured on it, operation by operation, and how its devices share it.
+
+Where a chip has them they stand in place of the fractions of `Attainable`. Written by `scalejax
+calibrate`; the figures are those of a device that is as busy as all the others.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+
+_NEIGHBOURS = 4  # measured points that an unmeasured shape is interpolated from
+_SAME = 1e-9  # distance, in powers of two, below which a shape is a measured one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRates:
+    """What was measured on a chip; rows are (sizes..., rate) or (bytes, figure)."""
+
+    matmul: dict[str, tuple[tuple[int, int, int, int, float], ...]]
+    """(batch, m, n, k, FLOP/s) of matrix products by type of operands."""
+    convolution: dict[str, tuple[tuple[int, int, int, int, int, float], ...]]
+    """(samples, output positions, input channels, output channels, window positions, FLOP/s) of
+    convolutions by pass: forward, input_gradient, filter_gradient."""
+    stream: tuple[tuple[int, float], ...]
+    """(bytes, bytes/s) of operations that read and write so much: small ones stay in caches."""
+    first_touch: tuple[tuple[int, float], ...] = ()
+    """(bytes, seconds) that a program needs to be given so many bytes of temporary memory, which
+    some systems hand out anew at each step; () if it costs nothing."""
+
+    compute_scale: float = 1.0
+    """Factor on the times that the rates of products give, as fitted to whole steps."""
+    memory_scale: float = 1.0
+    """Factor on the times that the rates of memory give, likewise."""
+
+    def __post_init__(self) -> None:
+        require_above("measured.compute_scale", self.compute_scale, 0)
+        require_above("measured.memory_scale", self.memory_scale, 0)
+        if not self.matmul.get("f32"):
+            accepted = "it must hold rows for f32, the rate of types that were not measured"
+            raise ConfigError(refusal("measured.matmul", list(self.matmul), accepted))
+        if not self.stream:
+            raise ConfigError(refusal("measured.stream", self.stream, "it must hold a row"))
+        for rows in (*self.matmul.values(), *self.convolution.values(), self.stream):
+            for row in rows:
+                for number in row:
+                    require_above("measured", number, 0)
+        for size, seconds in self.first_touch:
+            require_above("measured.first_touch", size, 0)
+            require_at_least("measured.first_touch", seconds, 0)
+
+    def matmul_rate(self, shape: Sequence[int], rate_type: str) -> float:
+        """FLOP/s of a matrix product of shape (batch, m, n, k); 0s and () count as 1."""
+        rows = self.matmul.get(rate_type) or self.matmul["f32"]
+        return _nearby(rows, shape)
+
+    def convolution_rate(self, shape: Sequence[int], convolution_pass: str) -> float | None:
+        """FLOP/s of a convolution; None if none was measured."""
+        rows = self.convolution.get(convolution_pass) or self.convolution.get("forward")
+        return _nearby(rows, shape) if rows else None
+
+    def stream_rate(self, moved_bytes: float) -> float:
+        """Bytes/s of an operation that moves so many bytes."""
+        return _between(self.stream, moved_bytes)
+
+    def first_touch_seconds(self, size_bytes: float) -> float:
+        """Time to be given so many bytes: beyond the largest measured, in proportion."""
+        if not self.first_touch or not size_bytes:
+            return 0.0
+        largest, seconds = self.first_touch[-1]
+        if size_bytes > largest:
+            return seconds * size_bytes / largest
+        points = ((0, 0.0), *self.first_touch)
+        for (low, before), (high, after) in pairwise(points):
+            if size_bytes <= high:
+                return before + (after - before) * (size_bytes - low) / (high - low)
+        return seconds
+
+
+def _nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
+    """The rate at `shape`: mean of the logarithms of those nearby, by inverse square distance.
+
+    Shapes are compared by the logarithms of their sizes; exact at measured shapes, within the
+    range of its neighbours elsewhere (Shepard 1968).
+    """
+    sizes = tuple(shape) or (1,) * (len(rows[0]) - 1)
+    place = [math.log2(max(1, size)) for size in sizes]
+    distances = sorted(
+        (
+            sum((math.log2(size) - at) ** 2 for size, at in zip(row[:-1], place, strict=True)),
+            row[-1],
+        )
+        for row in rows
+    )[:_NEIGHBOURS]
+    if distances[0][0] < _SAME:
+        return distances[0][1]
+    weights = [1 / distance for distance, _ in distances]
+    logs = [math.log(rate) for _, rate in distances]
+    return math.exp(
+        sum(weight * log for weight, log in zip(weights, logs, strict=True)) / sum(weights)
+    )
+
+
+def _between(points: Sequence[tuple[int, float]], place: float) -> float:
+    """The figure at `place`, log-linear between points and constant beyond them."""
+    if place <= points[0][0]:
+        return points[0][1]
+    for (low, before), (high, after) in pairwise(points):
+        if place <= high:
+            share = math.log(place / low) / math.log(high / low)
+            return math.exp(math.log(before) * (1 - share) + math.log(after) * share)
+    return points[-1][1]

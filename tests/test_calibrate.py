@@ -1,0 +1,157 @@
+"""This machine measured and written down: what the files hold, and what they are good for."""
+
+from dataclasses import replace
+
+import pytest
+from hardware_cases import CHIP, cluster_of
+
+from scalejax.calibrate import TINY_GRID, calibrate
+from scalejax.calibrate.exchange import Exchange, between_processes, fit_ring
+from scalejax.cost import as_used, operation_time
+from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
+from scalejax.predict import predict
+from scalejax.program import MemoryUse, Operation, Program
+
+MEASURED = MeasuredRates(
+    matmul={"f32": ((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 4e9))},
+    convolution={"forward": ((1, 16, 8, 8, 9, 2e9),), "filter_gradient": ((1, 16, 8, 8, 9, 1e9),)},
+    stream=((1000, 10e9), (1_000_000, 1e9)),
+    first_touch=((1000, 1e-6), (2000, 3e-6)),
+)
+
+
+def product_of(size: int, flop: int) -> Operation:
+    """A square matrix product."""
+    return Operation(name="dot", kind="matmul", dtype="f32", flop=flop, shape=(1, size, size, size))
+
+
+def program_of(*operations: Operation, devices: int = 1, temporary: int = 0) -> Program:
+    """A step of `operations`."""
+    memory = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=temporary)
+    return Program(
+        name="a step",
+        backend="cpu",
+        target="cpu",
+        compiler="none",
+        mesh_axes=(("data", devices),),
+        operations=operations,
+        memory=memory,
+    )
+
+
+@pytest.mark.parametrize(("size", "rate"), [(64, 1e9), (1024, 4e9), (256, 2e9), (4096, 2e9)])
+def test_products_take_the_measured_rate_of_their_shape(size, rate):
+    """Exact where it was measured; half way between in logarithms, the geometric mean."""
+    chip = replace(CHIP, measured=MEASURED)
+
+    time = operation_time(product_of(size, flop=10**9), chip)
+
+    # far outside, weights 1/4 and 1/36 of the two neighbours: between them, whatever the weight
+    if size == 4096:
+        assert 1e9 / 4e9 < time.seconds < 1
+    else:
+        assert time.seconds == pytest.approx(1e9 / rate)
+
+
+def test_each_pass_of_a_convolution_has_its_own_rate():
+    """The gradient of the filter is measured at half the rate of the forward pass."""
+    chip = replace(CHIP, measured=MEASURED)
+    forward = Operation(
+        name="conv",
+        kind="convolution",
+        dtype="f32",
+        flop=10**9,
+        shape=(1, 16, 8, 8, 9),
+        convolution_pass="forward",
+    )
+    gradient = replace(forward, convolution_pass="filter_gradient")
+
+    assert operation_time(forward, chip).seconds == pytest.approx(0.5)
+    assert operation_time(gradient, chip).seconds == pytest.approx(1.0)
+
+
+def test_small_operations_stay_in_the_caches():
+    """1000 bytes at 10 GB/s, a million at 1 GB/s, 31,623 half way in logarithms."""
+    chip = replace(CHIP, measured=MEASURED)
+    times = [
+        operation_time(Operation(name="f", kind="fusion", dtype="f32", read_bytes=size), chip)
+        for size in (1000, 1_000_000, 31_623)
+    ]
+
+    expected = [1e-7, 1e-3, 31_623 / 10**9.5]
+    # 31,623 is the root of 1000 times a million to 1e-5
+    assert [time.seconds for time in times] == pytest.approx(expected, rel=1e-5)
+
+
+def test_devices_of_one_machine_slow_each_other_down():
+    """Measured with two busy, and beyond that in proportion: the cores are all in use."""
+    half = replace(
+        MEASURED, matmul={"f32": tuple((*row[:-1], row[-1] / 2) for row in MEASURED.matmul["f32"])}
+    )
+    cluster = cluster_of(
+        chip=replace(CHIP, measured=MEASURED),
+        shared=(SharedChip(device_count=2, chip=replace(CHIP, measured=half)),),
+    )
+    seconds = [
+        predict(program_of(product_of(64, flop=10**9), devices=n), cluster).step_seconds
+        for n in (1, 2, 4)
+    ]
+
+    assert seconds == pytest.approx([1, 2, 4])
+
+
+def test_temporary_memory_is_paid_for_at_every_step():
+    """1500 bytes lie half way between 1 and 3 microseconds; 4000 are twice 2000."""
+    cluster = cluster_of(chip=replace(CHIP, measured=MEASURED))
+    overheads = [
+        as_used(cluster, program_of(temporary=size)).chip.attainable.step_overhead_seconds
+        for size in (0, 1500, 4000)
+    ]
+
+    assert overheads == pytest.approx([0, 2e-6, 6e-6])
+
+
+def test_ring_is_found_again_in_its_own_times():
+    """base 100 us, message 10 us, 2 GB/s: times made of them give them back."""
+    exchanges = [
+        Exchange(
+            device_count=n,
+            size_bytes=size,
+            seconds=100e-6 + 2 * (n - 1) * 10e-6 + 2 * (n - 1) / n * size / 2e9,
+        )
+        for n in (2, 4)
+        for size in (64, 2**20, 2**24)
+    ]
+
+    ring = fit_ring(exchanges)
+
+    assert ring.base_seconds == pytest.approx(100e-6)
+    assert ring.hop_seconds == pytest.approx(10e-6)
+    assert ring.bytes_per_second == pytest.approx(2e9)
+    assert ring.residual == pytest.approx(0, abs=1e-9)
+
+
+def test_processes_exchange_over_loopback():
+    """Two real processes; a megabyte takes longer than nothing and less than a second."""
+    small, large = between_processes(2, calls=3, sizes=(64, 2**20))
+
+    assert (small.device_count, small.size_bytes) == (2, 64)
+    assert 0 < small.seconds < 1
+    assert 0 < large.seconds < 1
+
+
+def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
+    """A tiny grid: the files describe what was measured, and a step can be predicted with them."""
+    monkeypatch.setattr("scalejax.calibrate._process_counts", list)
+    monkeypatch.setattr("scalejax.calibrate.exchange.SIZES", (64, 2**20))
+
+    found = calibrate(tmp_path, TINY_GRID)
+    paths = found.save(tmp_path)
+
+    cluster = load_cluster(str(tmp_path / "cluster.toml"))
+    assert cluster == found.cluster
+    assert paths[0] == tmp_path / "cluster.toml"
+    assert {path.name for path in paths} >= {"cluster.toml", "chip.toml"}
+    program = program_of(product_of(64, flop=2 * 64**3))
+    assert predict(program, cluster).step_seconds > 0
+    assert "scalejax calibrate" in cluster.sources["*"]

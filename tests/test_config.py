@@ -93,6 +93,28 @@ def test_flags_replace_fields(run_toml):
         ({"train.early_stopping.patience": -1}, r"train\.early_stopping\.patience=-1"),
         ({"train.early_stopping.monitor": "loss"}, r"did you mean 'test_loss'"),
         ({"data": {"name": "python_docs"}}, r"model\.name='mlp' .*holds text"),
+        (
+            {"model": {"name": "inception_v3"}},
+            r"model\.name='inception_v3' .*at least 75 x 75, but .*holds images of 28 x 28",
+        ),
+        ({"model": {"name": "vgg16", "width": 0}}, r"model\.width=0\.0 .*must be above 0"),
+        ({"model": {"name": "bert_base"}}, r"model\.name='bert_base' .*text with hidden words"),
+        (
+            {"model": {"name": "gpt"}, "data": {"name": "masked_tokens"}},
+            r"model\.name='gpt' .*reads text, but .*holds text with hidden words",
+        ),
+        (
+            {"model": {"name": "bert_base"}, "data": {"name": "masked_tokens", "tokens": 513}},
+            r"data\.tokens=513 is refused: it must be at most model\.max_tokens=512",
+        ),
+        (
+            {"model": {"name": "bert_base", "heads": 5}, "data": {"name": "masked_tokens"}},
+            r"model\.hidden=768 .*multiple of heads=5 \(nearest: 765 or 770\)",
+        ),
+        (
+            {"model": {"name": "bert_base"}, "data": {"name": "masked_tokens", "masked": 126}},
+            r"data\.masked=126 is refused: an example of 128 tokens has 125 words",
+        ),
         ({"model": {"name": "custom", "path": "nonsense"}}, r"model\.path=\'nonsense\'.*module:"),
         ({"seed": -1}, r"seed=-1 is refused"),
         ({"seed": 2**32}, r"seed=4294967296 is refused"),

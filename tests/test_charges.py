@@ -1,25 +1,13 @@
 """Charges of operations: what adds up to the step."""
 
-import gzip
-import json
 import math
-from pathlib import Path
 
 import pytest
-from test_cost import PAPER, Loop, fusion, gather, matmul, program_of, wait
+from program_cases import PAPER, fusion, gather, matmul, program_of, resnet50_on_256, wait
 
 from scalejax.cost import charges, device_terms, timeline
-from scalejax.documents import build
 from scalejax.hardware import load_cluster
-from scalejax.program import Program
-
-PROGRAMS = Path(__file__).parent / "golden" / "programs"
-
-
-def resnet50_on_256() -> Program:
-    """The step of ResNet-50, 256 images per device, as compiled for 256 H100."""
-    text = gzip.decompress((PROGRAMS / "resnet50_bf16_256_data256_sm_90.json.gz").read_bytes())
-    return build(Program, json.loads(text))
+from scalejax.program import Loop
 
 
 def test_each_operation_is_charged_for_all_its_runs():

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_charges import resnet50_on_256
-from test_cost import (
+from program_cases import (
     PAPER,
-    Loop,
-    Operation,
     contended,
     fusion,
     gather,
     matmul,
     program_of,
+    resnet50_on_256,
     schedules,
     wait,
 )
@@ -25,6 +23,7 @@ from test_cost import (
 from scalejax.cost import timeline
 from scalejax.cost.recording import record
 from scalejax.hardware import load_cluster
+from scalejax.program import Loop, Operation
 from scalejax.trace_export import trace_of, write_trace
 
 LAYERS = Loop(name="layers", trip_count=3, body=(gather("g", 3), matmul("m", 2), wait("g")))

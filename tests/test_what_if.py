@@ -8,8 +8,7 @@ import pytest
 from hardware_cases import CHIP
 from hypothesis import given
 from hypothesis import strategies as st
-from test_charges import resnet50_on_256
-from test_cost import PAPER, fusion, gather, matmul, program_of, wait
+from program_cases import PAPER, fusion, gather, matmul, program_of, resnet50_on_256, wait
 from test_properties import (
     faster_arithmetic,
     faster_links,

@@ -38,6 +38,7 @@ from scalejax.units import (
 )
 from scalejax.validation import Summary, Validation
 
+_SCREEN_WIDTH, _SHARE_WIDTH = 80, len("100.0 %")
 SUDDEN = 0.9
 """A learning rate that falls below this part of itself from one update to the next has jumped."""
 
@@ -251,17 +252,27 @@ def _summary_cells(summary: Summary) -> list[str]:
 def time_split(predictions: Sequence[Prediction]) -> Table:
     """The share of each term in the time of a step, with what the run takes beside it.
 
-    Terms that are unknown stay out.
+    Terms that are unknown stay out. They go down where they are too many to go across.
     """
     names = waterfall_terms(predictions)
-    table = figures("devices", *names)
-    for each in predictions:
-        seconds = dict(each.waterfall)
-        # A term that is not named took no time; one that is not known is named, and None.
-        whole = math.fsum(term for term in seconds.values() if term is not None)
-        shares = [_share(seconds.get(name, 0.0), whole) for name in names]
-        table.add_row(str(each.device_count), *shares)
+    counts = [str(each.device_count) for each in predictions]
+    shares = [_shares(each, names) for each in predictions]
+    if sum(max(len(name), _SHARE_WIDTH) + 1 for name in ("devices", *names)) <= _SCREEN_WIDTH:
+        table = figures("devices", *names)
+        for count, row in zip(counts, shares, strict=True):
+            table.add_row(count, *row)
+        return table
+    table = figures("devices", *counts)
+    for name, row in zip(names, zip(*shares, strict=True), strict=True):
+        table.add_row(name, *row)
     return table
+
+
+def _shares(prediction: Prediction, names: Sequence[str]) -> list[str]:
+    seconds = dict(prediction.waterfall)
+    whole = math.fsum(term for term in seconds.values() if term is not None)
+    # A term that is not named took no time; one that is not known is named, and None.
+    return [_share(seconds.get(name, 0.0), whole) for name in names]
 
 
 def _share(seconds: float | None, of: float) -> str:

@@ -1,5 +1,6 @@
 """Predictions: what a program and a cluster come to, and what is said to be unknown."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -254,4 +255,10 @@ def test_predictions_survive_a_file(tmp_path: Path):
     documents.save(scaling, tmp_path / "many.json")
 
     assert documents.load(Prediction, tmp_path / "one.json") == scaling.predictions[0]
+    # Files of 0.1.0 know no bands and no goodput.
+    older = json.loads((tmp_path / "one.json").read_text())
+    for name in ("p10_step_seconds", "p90_step_seconds", "goodput"):
+        del older[name]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    assert documents.load(Prediction, tmp_path / "older.json") == scaling.predictions[0]
     assert documents.load(ScalingPrediction, tmp_path / "many.json") == scaling

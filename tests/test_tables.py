@@ -43,6 +43,20 @@ def test_bands_are_shown_where_they_are_known():
     assert "step p10" not in printed(*tables.scaling(unknown))
 
 
+def test_terms_go_down_where_they_are_too_many():
+    """Ten of them and two numbers of devices in 80 columns, no name broken."""
+    names = ("compute", "memory", "launch", "communication data", "communication fsdp")
+    names += ("overhead", "stragglers", "input", "checkpoints", "failures")
+    many = replace(prediction(8, 0.2), waterfall=tuple((name, 0.02) for name in names))
+
+    rows = printed(tables.time_split([many, replace(many, device_count=4096)])).splitlines()
+
+    assert rows[0].split() == ["devices", "8", "4096"]
+    assert [row.partition("10.0")[0].strip() for row in rows[1:]] == list(names)
+    assert rows[4].split() == ["communication", "data", "10.0", "%", "10.0", "%"]
+    assert max(map(len, rows)) <= 80
+
+
 def test_what_does_not_fit_is_loud():
     """20 GiB on a device of 16."""
     study = scaling_prediction([prediction(8, 0.2, used_gib=20.0)], "weak", "title")

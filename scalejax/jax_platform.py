@@ -29,7 +29,7 @@ _ACCELERATOR_FILES = (_NVIDIA_DRIVER, "/dev/dxg", "/dev/kfd", "/dev/accel0", "/d
 
 def compiler_settings() -> dict[str, str]:
     """What the user has set that changes the program XLA makes of a step, by variable."""
-    names = ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 

@@ -13,7 +13,14 @@ from scalejax.hardware.catalogue import (
     load_library,
     with_conditions,
 )
-from scalejax.hardware.chip import Attainable, Chip, CudaArchitecture, RateType, Residuals
+from scalejax.hardware.chip import (
+    Attainable,
+    Chip,
+    CudaArchitecture,
+    RateType,
+    Residuals,
+    TpuArchitecture,
+)
 from scalejax.hardware.cluster import (
     Cluster,
     CollectiveMethod,
@@ -40,6 +47,7 @@ __all__ = [
     "Residuals",
     "RunConditions",
     "SharedChip",
+    "TpuArchitecture",
     "chip_names",
     "cluster_names",
     "load_chip",

@@ -40,6 +40,20 @@ class CudaArchitecture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TpuArchitecture:
+    """What a compiler for TPUs must know of a chip, beyond its rates."""
+
+    generation: str
+    """Name of the chip for the compiler: "v5e"."""
+    torus_dimensions: Literal[2, 3]
+    """Dimensions in which chips are joined to their neighbours."""
+    devices_per_chip: Literal[1, 2] = 1
+    """Devices that one chip is: two where programs see its cores one by one."""
+    cores: Literal["default", "megacore"] = "default"
+    """How its cores are used; megacore: two as one device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attainable:
     """How much of a chip's peaks programs reach; uncalibrated until fitted to measurements."""
 
@@ -119,6 +133,8 @@ class Chip:
     """Device memory that driver, communication library and allocator keep for themselves."""
     cuda: CudaArchitecture | None = None
     """What a compiler must know; None if it is no NVIDIA GPU."""
+    tpu: TpuArchitecture | None = None
+    """What a compiler must know; None if it is no TPU."""
     residuals: Residuals | None = None
     """How far off the attainable rates are; None if they were fitted to nothing."""
     measured: MeasuredRates | None = None

@@ -1,7 +1,7 @@
 """FLOP of matrix products and convolutions, however the compiler has written them down.
 
 Knows `dot`, `convolution` and the library calls that replace them on NVIDIA GPUs (cuBLAS,
-cuDNN). A multiplication and the addition of its result are two operations. Products with the
+cuDNN), and the convolutions as which a TPU's compiler writes matrix products. A multiplication and the addition of its result are two operations. Products with the
 padding of a convolution are counted, as is usual (ResNet-50 at 224 x 224: 4.1 G
 multiply-adds); products with the zeros that a dilation inserts are not, since no library
 computes them.
@@ -10,6 +10,7 @@ computes them.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -131,28 +132,40 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
     output, (lhs, rhs) = next(arrays(instruction.shape)), list(map(_only_array, operands[:2]))
     labels = _Labels(instruction.attributes["dim_labels"])
     window = instruction.attributes.get("window", "{}")
-    outputs, windows = labels.spatial(output, 2), labels.spatial(rhs, 1)
-    rank = len(outputs)
-    strides, holes = _window(window, "stride", rank), _window(window, "lhs_dilate", rank)
-    spread, padding = _window(window, "rhs_dilate", rank), _padding(window, rank)
-    pairs = math.prod(
-        _pairs(outputs[d], windows[d], strides[d], spread[d], holes[d], padding[d])
-        for d in range(rank)
-    )
+    rank = len(labels.spatial(output, 2))
+    sides = [
+        _Side(*numbers)
+        for numbers in zip(
+            labels.spatial(lhs, 0),
+            labels.spatial(rhs, 1),
+            labels.spatial(output, 2),
+            _window(window, "stride", rank),
+            _window(window, "rhs_dilate", rank),
+            _window(window, "lhs_dilate", rank),
+            _padding(window, rank),
+            strict=True,
+        )
+    ]
     samples, channels = labels.size(output, 2, "b"), labels.size(output, 2, "f")
     inputs = labels.size(rhs, 1, "i")
+    if "/dot_general" in instruction.attributes.get("metadata", ""):
+        product = _disguised_product(sides, samples, channels, inputs, lhs.dtype)
+        if product is not None:
+            return product
+    outputs = math.prod(side.outputs for side in sides)
+    windows = math.prod(side.windows for side in sides)
     groups = max(_groups(instruction, "feature"), _groups(instruction, "batch"))
-    kind = _pass_of(math.prod(outputs), math.prod(windows), math.prod(holes))
-    shape = (samples, math.prod(outputs), inputs, channels, math.prod(windows))
+    kind = _pass_of(outputs, windows, math.prod(side.holes for side in sides))
+    shape = (samples, outputs, inputs, channels, windows)
     if kind == "input_gradient":
-        positions = math.prod(labels.spatial(lhs, 0))
-        shape = (samples, positions, channels // groups, inputs * groups, math.prod(windows))
+        positions = math.prod(side.inputs for side in sides)
+        shape = (samples, positions, channels // groups, inputs * groups, windows)
     elif kind == "filter_gradient":
-        shape = (inputs, math.prod(windows), samples, channels, math.prod(outputs))
+        shape = (inputs, windows, samples, channels, outputs)
     return Arithmetic(
         kind="convolution",
         dtype=lhs.dtype,
-        flop=2 * samples * channels * inputs * pairs,
+        flop=2 * samples * channels * inputs * math.prod(side.pairs for side in sides),
         shape=shape,
         convolution_pass=kind,
         convolution_groups=groups,
@@ -176,14 +189,54 @@ def _groups(instruction: Instruction, name: str) -> int:
     return int(instruction.attributes.get(f"{name}_group_count", "1"))
 
 
-def _pairs(outputs: int, windows: int, stride: int, spread: int, holes: int, padding: int) -> int:
-    """Pairs of output and window position along one dimension that meet an input element."""
-    if holes == 1:
-        return outputs * windows
-    return sum(
-        (output * stride + position * spread - padding) % holes == 0
-        for output in range(outputs)
-        for position in range(windows)
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One spatial dimension of a convolution: lengths of its parts, and how they meet."""
+
+    inputs: int
+    windows: int
+    outputs: int
+    stride: int
+    spread: int
+    holes: int
+    padding: int
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of output and window position that meet an input element or its padding."""
+        if self.holes == 1:
+            return self.outputs * self.windows
+        # Places repeat modulo the holes: count the window positions of each remainder.
+        remainders = Counter(p * self.spread % self.holes for p in range(self.windows))
+        return sum(
+            remainders[(self.padding - output * self.stride) % self.holes]
+            for output in range(self.outputs)
+        )
+
+
+def _disguised_product(
+    sides: Sequence[_Side], samples: int, channels: int, inputs: int, dtype: str
+) -> Arithmetic | None:
+    """The matrix product that a TPU's compiler has written as a convolution.
+
+    Its further dimensions are those of the convolution: one that only the left operand has
+    counts to m, only the right to n, both but not the result to k, all three to the batch.
+    None if one of them is a window that slides.
+    """
+    batch, m, n, k = 1, samples, channels, inputs
+    for side in sides:
+        if side.windows == 1:
+            m *= side.outputs
+        elif side.inputs == 1 and side.outputs == side.windows:
+            n *= side.windows
+        elif side.outputs == 1:
+            k *= side.windows
+        elif side.pairs == side.outputs == side.windows:
+            batch *= side.outputs
+        else:
+            return None
+    return Arithmetic(
+        kind="matmul", dtype=dtype, flop=2 * batch * m * n * k, shape=(batch, m, n, k)
     )
 
 

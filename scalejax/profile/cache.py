@@ -27,6 +27,7 @@ from scalejax.program import Program
 _LIBRARIES = (
     "jax", "jaxlib", "flax", "optax",
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
+    "libtpu",
 )  # fmt: skip
 
 

@@ -51,7 +51,8 @@ def read_step(
 
 
 def _in_bf16(item: Operation | Loop) -> Operation | Loop:
-    """`item` with its products in the type that was asked for: a CPU widens them to f32."""
+    """`item` with its f32 products in bf16: so was asked of a CPU, which widens them, and so a
+    TPU rounds them, where not asked for more precision."""
     if isinstance(item, Loop):
         return replace(item, body=tuple(map(_in_bf16, item.body)))
     return replace(item, dtype="bf16") if item.flop and item.dtype == "f32" else item
@@ -81,13 +82,18 @@ def read_compiled(
     """
     device = mesh.devices.flat[0]
     mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
+    operations = read_program(compiled.as_text() or "", mesh_axes)
+    compilers = ["jax", "jaxlib"]
+    if device.platform == "tpu":
+        compilers.append("libtpu")
+        operations = tuple(map(_in_bf16, operations))
     return Program(
         name=name,
         backend=_BACKENDS[device.platform],
         target=_target_name(device),
-        compiler=", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "jaxlib")),
+        compiler=", ".join(f"{name} {metadata.version(name)}" for name in compilers),
         mesh_axes=mesh_axes,
-        operations=read_program(compiled.as_text() or "", mesh_axes),
+        operations=operations,
         memory=_memory(compiled),
         global_batch=global_batch,
         tokens_per_sample=tokens_per_sample,
@@ -96,6 +102,8 @@ def read_compiled(
 
 
 def _target_name(device: Any) -> str:
+    if device.platform == "tpu":
+        return device.device_kind
     capability = getattr(device, "compute_capability", None)
     return "sm_" + str(capability).replace(".", "") if capability else device.platform
 

@@ -89,6 +89,8 @@ class Instruction:
     """The attributes as written."""
     is_root: bool
     """Whether its result is that of the computation."""
+    is_on_chip: bool = False
+    """Whether any of its result lies in the memory on a TPU's chip (memory space 1)."""
 
     @cached_property
     def attributes(self) -> dict[str, str]:
@@ -234,6 +236,7 @@ def _parse_instruction(line: str) -> Instruction:
         literal=literal,
         rest=line[operands_end:].removeprefix(", "),
         is_root=head[1] is not None,
+        is_on_chip="S(1)" in line[start:shape_end],
     )
 
 

@@ -5,7 +5,8 @@ Knows what XLA's instructions do to compute, memory and network; knows no time.
 Left out, and why: the arithmetic of element-wise operations, which is bound by bytes; the
 conditions of loops (one scalar); whether a fusion that the compiler started asynchronously
 (`fusion-start`: slices of stacked parameters, on a stream of their own) overlaps, since it is
-charged where it starts.
+charged where it starts; and the copies by which a TPU brings operands onto the chip ahead of
+their use, since their bytes are counted where they are used.
 """
 
 from collections import Counter
@@ -22,6 +23,7 @@ from scalejax.profile.hlo import (
     parse_module,
     shape_bytes,
 )
+from scalejax.profile.loops import trip_count
 from scalejax.profile.traffic import traffic
 from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, OperationKind
 
@@ -40,6 +42,10 @@ _FREE = {
     "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency",
 }  # fmt: skip
 """Instructions that the device does not run."""
+_FREE_CALLS = {
+    "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound",
+}  # fmt: skip
+"""Calls by which a TPU's compiler talks to itself."""
 _COPIES = {
     "copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice",
     "concatenate", "pad", "reverse", "reshape", "gather",
@@ -74,10 +80,10 @@ class _Reader:
         started: dict[str, str] = {}
         for instruction in computation.instructions.values():
             opcode = instruction.opcode
-            if opcode in _FREE:
+            if opcode in _FREE or _is_bookkeeping(instruction):
                 continue
             if opcode == "while":
-                yield self._loop(instruction)
+                yield self._loop(computation, instruction)
             elif opcode == "conditional":
                 yield from self._costliest_branch(instruction)
             elif opcode == "call":
@@ -96,9 +102,9 @@ class _Reader:
         self._uses[name] += 1
         return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
 
-    def _loop(self, instruction: Instruction) -> Loop:
-        count = instruction.backend_config.get("known_trip_count")
-        if not isinstance(count, dict):
+    def _loop(self, computation: Computation, instruction: Instruction) -> Loop:
+        count = trip_count(self._module, computation, instruction)
+        if count is None:
             source = self._module.source(instruction)
             raise ProfileError(
                 f"the loop {instruction.name!r} ({source or 'of unknown source'}) runs an unknown "
@@ -106,7 +112,7 @@ class _Reader:
                 "fixed bounds."
             )
         body = tuple(self.schedule(instruction.called("body")[0]))
-        return Loop(name=self._unique(instruction.name), trip_count=int(count["n"]), body=body)
+        return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
 
     def _costliest_branch(self, instruction: Instruction) -> list[Operation | Loop]:
         names = (
@@ -223,6 +229,13 @@ class _Reader:
             called = self._module.computations[name]
             for inner in called.instructions.values():
                 yield from self._products(called, inner)
+
+
+def _is_bookkeeping(instruction: Instruction) -> bool:
+    """Whether it costs nothing that is not counted elsewhere."""
+    if instruction.opcode in ("copy-start", "slice-start"):
+        return instruction.is_on_chip
+    return instruction.attributes.get("custom_call_target", "").strip('"') in _FREE_CALLS
 
 
 def _weight(items: list[Operation | Loop]) -> tuple[int, int]:

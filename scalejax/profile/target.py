@@ -4,13 +4,16 @@ Knows chips and clusters, and XLA's text for them (GpuTargetConfigProto); compil
 """
 
 import importlib.util
+import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.errors import DoesNotFit, ProfileError
-from scalejax.hardware import Chip, Cluster, CudaArchitecture, load_chip
+from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, load_chip
 
-Backend = Literal["cuda", "cpu"]
+Backend = Literal["cuda", "tpu", "cpu"]
 
 OLDEST_CAPABILITY = (8, 0)
 """Older chips cannot be compiled for any more: they are compiled for as this one, and costed
@@ -36,13 +39,15 @@ class Target:
     backend: Backend
     """Whose compiler is used."""
     name: str
-    """Instruction set: "sm_90", "cpu"."""
+    """Instruction set: "sm_90", "v5e", "cpu"."""
     device_count: int
     """Devices in the mesh."""
     topology: str = ""
-    """Nodes and devices per node, in XLA's notation: "1x32x8"; "" for a CPU."""
+    """In XLA's notation, nodes and devices per node: "1x32x8"; of TPUs, the chips along each
+    side of the torus: "v5e:4x4"; "" for a CPU."""
     description: str = ""
-    """Text of XLA's GpuTargetConfigProto; "" for a CPU."""
+    """Text of XLA's GpuTargetConfigProto; of a TPU, the name of the way in which the cores of
+    a chip are used; "" for a CPU."""
 
 
 def target_for(cluster: Cluster, device_count: int, backend: Backend | None = None) -> Target:
@@ -63,10 +68,18 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
             f"devices={device_count} is refused: the cluster {cluster.name!r} has at most "
             f"{cluster.max_device_count}."
         )
-    architecture = cluster.chip.cuda
+    architecture, tpu = cluster.chip.cuda, cluster.chip.tpu
     if backend is None:
-        backend = "cuda" if architecture is not None and has_cuda_compiler() else "cpu"
-    if backend == "cpu" or architecture is None:
+        backend = _own_backend(cluster.chip)
+    if backend == "tpu" and tpu is not None:
+        return Target(
+            backend="tpu",
+            name=tpu.generation,
+            device_count=device_count,
+            topology=f"{tpu.generation}:{'x'.join(map(str, _torus(tpu, device_count)))}",
+            description=tpu.cores,
+        )
+    if backend != "cuda" or architecture is None:
         if device_count > MAX_CPU_DEVICES:
             raise ProfileError(
                 f"devices={device_count} is refused: the stand-in on a CPU compiles for at most "
@@ -84,6 +97,52 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
         topology=f"1x{nodes}x{per_node}",
         description=describe(*_described(cluster.chip, architecture)),
     )
+
+
+def _own_backend(chip: Chip) -> Backend:
+    """Of the compiler for `chip`, if it is installed; else of the CPU's."""
+    if chip.cuda is not None and has_cuda_compiler():
+        return "cuda"
+    return "tpu" if chip.tpu is not None and has_tpu_compiler() else "cpu"
+
+
+def _torus(tpu: TpuArchitecture, device_count: int) -> tuple[int, ...]:
+    """Chips along each side of the slice that `device_count` devices make up, shortest first.
+
+    As even as it can be. From four chips on, two sides are even: hosts hold squares of 2 x 2.
+    """
+    chips, odd_core = divmod(device_count, tpu.devices_per_chip)
+    tori = [] if odd_core else list(_tori(chips, tpu.torus_dimensions))
+    if not tori:
+        per_chip = tpu.devices_per_chip
+        fours = 4 * per_chip
+        below = max(2 * per_chip, device_count // fours * fours)
+        raise ProfileError(
+            f"devices={device_count} is refused: slices of TPU {tpu.generation} have {per_chip}, "
+            f"{2 * per_chip} or multiples of {fours} devices "
+            f"(nearest: {below} or {(device_count // fours + 1) * fours})."
+        )
+    return min(tori, key=lambda sides: (max(sides), sum(sides)))
+
+
+def _tori(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
+    """Yield the sides of every slice of so many chips that hosts of 2 x 2 fill."""
+    if chips in (1, 2):
+        yield (1,) * (dimensions - 1) + (chips,)
+        return
+    for sides in itertools.product(_divisors(chips), repeat=dimensions):
+        is_filled = sides[0] % 2 == 0 and sides[1] % 2 == 0
+        if math.prod(sides) == chips and is_filled:
+            yield sides
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def has_tpu_compiler() -> bool:
+    """Whether libtpu, the compiler for TPUs, is installed (no TPU is needed)."""
+    return importlib.util.find_spec("libtpu") is not None
 
 
 def has_cuda_compiler() -> bool:

@@ -89,7 +89,7 @@ def _is_library_call(instruction: Instruction) -> bool:
 
 
 def _fusion_traffic(computation: Computation, module: Module) -> Traffic:
-    written, in_place, needed = 0, set(), dict.fromkeys(computation.instructions, 0)
+    written, in_place, needed = 0, set[str](), dict.fromkeys(computation.instructions, 0)
     for name in _results(computation):
         update = _in_place_update(computation, name)
         if update is None:
@@ -100,19 +100,32 @@ def _fusion_traffic(computation: Computation, module: Module) -> Traffic:
             shapes = computation.operand_shapes(update)
             written += shape_bytes(_update_shape(update, shapes))
             in_place.add(update.name)
-    read = 0
+    _propagate(computation, module, needed, in_place)
+    read = sum(
+        _bytes(instruction.shape, needed[name])
+        for name, instruction in computation.instructions.items()
+        if instruction.opcode == "parameter"
+    )
+    return Traffic(read_bytes=read, write_bytes=written)
+
+
+def _propagate(
+    computation: Computation, module: Module, needed: dict[str, int], in_place: set[str]
+) -> None:
+    """Add to `needed`, elements of each instruction, what those in it take in their turn."""
     slices: set[tuple[tuple[str, ...], str]] = set()
     for instruction in reversed(computation.instructions.values()):
         if instruction.opcode == "parameter":
-            read += _bytes(instruction.shape, needed[instruction.name])
             continue
         shapes = computation.operand_shapes(instruction)
         if instruction.name in in_place:
             needs = _in_place_needs(instruction, shapes)
-        elif needed[instruction.name]:
-            needs = _needs(instruction, shapes, needed[instruction.name])
-        else:
+        elif not needed[instruction.name]:
             continue
+        elif instruction.opcode == "fusion":
+            needs = _nested_needs(instruction, module, needed[instruction.name])
+        else:
+            needs = _needs(instruction, shapes, needed[instruction.name])
         is_slice = instruction.opcode in _SLICES
         key = (instruction.operands, instruction.attributes.get("slice", ""))
         for position, (name, shape, need) in enumerate(
@@ -123,7 +136,18 @@ def _fusion_traffic(computation: Computation, module: Module) -> Traffic:
                 needed[name] = min(elements(shape), needed[name] + need)
             else:
                 needed[name] = max(needed[name], need)
-    return Traffic(read_bytes=read, write_bytes=written)
+
+
+def _nested_needs(instruction: Instruction, module: Module, need: int) -> list[int]:
+    """Elements of each operand that `need` elements of a fusion within a fusion take (TPU)."""
+    computation = module.computations[instruction.called("calls")[0]]
+    needed = dict.fromkeys(computation.instructions, 0)
+    for name in _results(computation):
+        needed[name] = min(need, elements(computation.instructions[name].shape))
+    _propagate(computation, module, needed, set())
+    parameters = [each for each in computation.instructions.values() if each.opcode == "parameter"]
+    parameters.sort(key=lambda parameter: int(parameter.literal))
+    return [needed[parameter.name] for parameter in parameters]
 
 
 def _results(computation: Computation) -> tuple[str, ...]:
@@ -191,7 +215,6 @@ _RULES: dict[str, Callable[[list[int], int], list[int]]] = {
     "convolution": _whole,
     "scatter": _whole,
     "sort": _whole,
-    "fusion": _whole,
     "call": _whole,
     "custom-call": _whole,
 }

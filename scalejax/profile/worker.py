@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import importlib
 import json
+import math
 import os
 import runpy
 import signal
@@ -116,9 +117,20 @@ def _devices(target: Target) -> list[Any]:
         return jax.devices()
     from jax.experimental import topologies
 
-    description = topologies.get_topology_desc(
-        target.name, "cuda", target_config=target.description, topology=target.topology
-    )
+    if target.backend == "tpu":
+        # A host holds 2 x 2 chips, or all of a smaller slice.
+        sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
+        host = [*(min(side, 2) for side in sides[:2]), 1] if math.prod(sides) < 4 else (2, 2, 1)
+        description = topologies.get_topology_desc(
+            target.topology,
+            "tpu",
+            chips_per_host_bounds=tuple(host),
+            chip_config_name=target.description,
+        )
+    else:
+        description = topologies.get_topology_desc(
+            target.name, "cuda", target_config=target.description, topology=target.topology
+        )
     return sorted(description.devices, key=lambda device: device.id)[: target.device_count]
 
 

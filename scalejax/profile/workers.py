@@ -150,6 +150,9 @@ def _environment() -> dict[str, str]:
     return kept | {
         "JAX_PLATFORMS": "cpu",  # of the worker itself; what it compiles for is another matter
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the CUDA libraries are not needed to compile
+        # libtpu: as many workers as there are, none of which looks for a TPU on the network.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
         **settings,
         # The user's flags come last and have the last word, as when the step trains.
         "XLA_FLAGS": " ".join((*_FLAGS, settings.get("XLA_FLAGS", ""))).strip(),

@@ -1,14 +1,18 @@
-"""Compiles for a TPU that is not here, and prints what XLA itself estimates: a JSON line a case.
+"""Compiles for a TPU that is not here, and says what XLA itself estimates, as JSON.
 
-A process of its own, since libtpu keeps what it is given at its start. Usage:
-`python tpu_worker.py CASE...`, each a name in CASES.
+    python tests/tpu_worker.py CASE [FILE.json.gz]
+
+CASE is a name in CASES. With a file, it is written there, as those in `golden/tpu` were; else
+to standard output. A process of its own: libtpu keeps the settings that it starts with.
 """
 
+import gzip
 import json
 import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ |= {
@@ -24,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from scalejax import documents
 from scalejax.config import RunConfig, resolve
 from scalejax.hardware import load_cluster
+from scalejax.layout import Layout
 from scalejax.mesh import build_mesh
 from scalejax.profile.compiled import read_compiled
 from scalejax.profile.target import target_for
@@ -31,7 +36,6 @@ from scalejax.profile.worker import _devices
 from scalejax.step import build_step
 
 DEVICES = 4
-CLOCK_HZ = 1.5e9  # of TPU v5e: 197 TFLOP/s over 4 arrays of 128 x 128 multiply-adds
 BASE = {"optimizer": {"name": "sgd"}, "schedule": {"base_learning_rate": 0.1}}
 RUNS = {
     "resnet50": {
@@ -85,26 +89,35 @@ def compile_run(name: str) -> Callable[[Any], Any]:
 CASES = {"chain": compile_chain, **{name: compile_run(name) for name in RUNS}}
 
 
-def main() -> None:
-    """Compile the cases that are named."""
-    from scalejax.layout import Layout
+def estimates(name: str) -> dict[str, Any]:
+    """The program of a case, and XLA's two estimates of its time on TPU v5e."""
+    mesh = build_mesh(
+        Layout(data=DEVICES), _devices(target_for(load_cluster("tpu-v5e"), DEVICES, "tpu"))
+    )
+    compiled = CASES[name](mesh)
+    program = read_compiled(compiled, mesh, name=name)
+    scheduled = {operation.name for operation, _ in program.walk()}
+    return {
+        "program": documents.plain(program),
+        # XLA counts -1 s for some calls of unknown cost: whole seconds are no estimate here.
+        "optimal_seconds": compiled.cost_analysis()["optimal_seconds"] % 1.0,
+        "cycles": {
+            operation: int(cycles)
+            for operation, cycles in re.findall(
+                r'%([\w.\-]+) = .*"estimated_cycles":"(\d+)"', compiled.as_text()
+            )
+            if operation in scheduled
+        },
+    }
 
-    devices = _devices(target_for(load_cluster("tpu-v5e"), DEVICES, "tpu"))
-    for name in sys.argv[1:]:
-        mesh = build_mesh(Layout(data=DEVICES), devices)
-        compiled = CASES[name](mesh)
-        text = compiled.as_text()
-        if folder := os.environ.get("KEEP_HLO"):
-            open(f"{folder}/{name}.hlo", "w").write(text)
-        answer = {
-            "program": documents.plain(read_compiled(compiled, mesh, name=name)),
-            "cost": compiled.cost_analysis(),
-            "cycles": {
-                match[1]: int(match[2])
-                for match in re.finditer(r'%([\w.\-]+) = .*"estimated_cycles":"(\d+)"', text)
-            },
-        }
-        print(json.dumps(answer), flush=True)
+
+def main() -> None:
+    """Compile a case."""
+    text = json.dumps(estimates(sys.argv[1]))
+    if len(sys.argv) > 2:
+        Path(sys.argv[2]).write_bytes(gzip.compress(text.encode(), mtime=0))
+    else:
+        print(text)
 
 
 if __name__ == "__main__":

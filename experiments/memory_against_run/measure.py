@@ -8,11 +8,9 @@ compiler; measured is what `run_step.py` prints, in a fresh process for each cas
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 from pathlib import Path
 
 from run_step import CASES, run_of

@@ -1,10 +1,10 @@
 """FLOP of matrix products and convolutions, however the compiler has written them down.
 
 Knows `dot`, `convolution` and the library calls that replace them on NVIDIA GPUs (cuBLAS,
-cuDNN), and the convolutions as which a TPU's compiler writes matrix products. A multiplication and the addition of its result are two operations. Products with the
-padding of a convolution are counted, as is usual (ResNet-50 at 224 x 224: 4.1 G
-multiply-adds); products with the zeros that a dilation inserts are not, since no library
-computes them.
+cuDNN), and the convolutions as which a TPU's compiler writes matrix products. A multiplication
+and the addition of its result are two operations. Products with the padding of a convolution
+are counted, as is usual (ResNet-50 at 224 x 224: 4.1 G multiply-adds); products with the zeros
+that a dilation inserts are not, since no library computes them.
 """
 
 import json
@@ -131,21 +131,8 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
     """
     output, (lhs, rhs) = next(arrays(instruction.shape)), list(map(_only_array, operands[:2]))
     labels = _Labels(instruction.attributes["dim_labels"])
-    window = instruction.attributes.get("window", "{}")
-    rank = len(labels.spatial(output, 2))
-    sides = [
-        _Side(*numbers)
-        for numbers in zip(
-            labels.spatial(lhs, 0),
-            labels.spatial(rhs, 1),
-            labels.spatial(output, 2),
-            _window(window, "stride", rank),
-            _window(window, "rhs_dilate", rank),
-            _window(window, "lhs_dilate", rank),
-            _padding(window, rank),
-            strict=True,
-        )
-    ]
+    lengths = (labels.spatial(lhs, 0), labels.spatial(rhs, 1), labels.spatial(output, 2))
+    sides = _sides(instruction.attributes.get("window", "{}"), *lengths)
     samples, channels = labels.size(output, 2, "b"), labels.size(output, 2, "f")
     inputs = labels.size(rhs, 1, "i")
     if "/dot_general" in instruction.attributes.get("metadata", ""):
@@ -194,12 +181,19 @@ class _Side:
     """One spatial dimension of a convolution: lengths of its parts, and how they meet."""
 
     inputs: int
+    """Length of the input."""
     windows: int
+    """Length of the window."""
     outputs: int
+    """Length of the output."""
     stride: int
+    """Steps of the window from one output to the next."""
     spread: int
+    """Steps from one position of the window to the next."""
     holes: int
+    """Steps from one element of the input to the next; between them are zeros."""
     padding: int
+    """Steps before the first element of the input."""
 
     @property
     def pairs(self) -> int:
@@ -212,6 +206,17 @@ class _Side:
             remainders[(self.padding - output * self.stride) % self.holes]
             for output in range(self.outputs)
         )
+
+
+def _sides(window: str, inputs: list[int], windows: list[int], outputs: list[int]) -> list[_Side]:
+    """The spatial dimensions of `{size=3x3 stride=2x2}`, given the lengths of the three parts."""
+    rank = len(outputs)
+    strides, spreads, holes = (
+        _window(window, name, rank) for name in ("stride", "rhs_dilate", "lhs_dilate")
+    )
+    paddings = _padding(window, rank)
+    numbers = zip(inputs, windows, outputs, strides, spreads, holes, paddings, strict=True)
+    return [_Side(*each) for each in numbers]
 
 
 def _disguised_product(

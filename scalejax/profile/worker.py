@@ -54,7 +54,7 @@ def _compile(job: RunJob | FunctionJob) -> Program:
     from scalejax.profile.compiled import read_compiled, read_step
 
     devices = _devices(job.target)
-    has_fused_attention = job.target.backend == "cpu" or _describe_cudnn(job.target)
+    has_fused_attention = job.target.backend != "cuda" or _describe_cudnn(job.target)
     if isinstance(job, RunJob):
         from scalejax.mesh import build_mesh
         from scalejax.step import build_step

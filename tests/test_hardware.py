@@ -97,7 +97,8 @@ def test_a_type_without_units_runs_as_f32():
     """V100 has no bf16 units: the compiler converts to f32; unknown types are no faster."""
     v100 = load_chip("v100")
 
-    assert v100.rate_type("bf16") == "f32"
+    assert v100.rate_type("bf16") == "f16"
+    assert load_chip("k80").rate_type("bf16") == "f32"
     assert v100.peak("f16") == 125e12
     assert v100.peak("s32") == v100.peak("f32")
     assert load_chip("a100-80gb").rate_type("f8e4m3fn") == "bf16"

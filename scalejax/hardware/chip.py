@@ -13,7 +13,7 @@ RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]
 """Arithmetic of the matrix units, by the name of its operands."""
 
 _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
-    "bf16": ("bf16", "f32"),
+    "bf16": ("bf16", "f16", "f32"),
     "f16": ("f16", "f32"),
     "f32": ("tf32", "f32"),
 }
@@ -158,9 +158,10 @@ class Chip:
     def rate_type(self, dtype: str) -> RateType:
         """The arithmetic in which this chip multiplies matrices of `dtype`.
 
-        f32 products run as tf32 where the chip has it, XLA's default. A type without units of
-        its own is converted to f32, as compilers do (bf16 on V100); so are integers and f64,
-        which training steps do not multiply (too fast by 2x or more for f64).
+        f32 products run as tf32 where the chip has it, XLA's default. bf16 on a chip without it
+        stands for f16, of the same width: whoever trains there in half precision uses that. Any
+        other type without units of its own is converted to f32, as compilers do; so are
+        integers and f64, which training steps do not multiply (too fast by 2x or more for f64).
         """
         if dtype.startswith("f8"):
             wanted: tuple[RateType, ...] = ("fp8", "bf16", "f32")

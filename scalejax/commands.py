@@ -55,15 +55,24 @@ class Train(RunFileCommand):
     """Go on from the latest checkpoint in the folder."""
     cpu_devices: Annotated[int | None, _flag("N")] = None
     """Divide the CPU into N virtual devices, and train on those."""
+    profile: FlagCreatePairsOff[bool] = False
+    """Record a trace of some steps, for scalejax explain --trace."""
+    profile_schedule: Annotated[str, _flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
+    """Which steps: recorded are ACTIVE after WAIT and WARMUP, REPEAT times. By default
+    10,2,5,1."""
 
     def execute(self, overrides: Overrides) -> None:
         """Train, and say where the record is."""
         config = load_config(self.run_file, overrides)
         choose_platform(self.cpu_devices)
+        from scalejax.step_traces import parse_schedule
         from scalejax.train import train
 
+        traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem
-        train(config, folder, resume=self.resume)
+        train(config, folder, resume=self.resume, traces=traces)
+        if traces is not None:
+            print(f"traces are in {folder / 'traces'}, by their first step")
         print(f"scalejax report {folder} draws its curves.")
 
 
@@ -201,8 +210,9 @@ class Hardware:
 class Calibrate:
     """Measure the devices that are here, as a cluster to predict with."""
 
-    output: Annotated[Path, _flag("DIR")] = Path("this-machine")
-    """Where its files go. By default this-machine."""
+    output: Annotated[Path | None, _flag("DIR")] = None
+    """Where its files go. By default this-machine in the user's cache folder, where train looks
+    for them."""
     cpu_devices: Annotated[int | None, _flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
 
@@ -215,12 +225,14 @@ class Calibrate:
             choose_platform(self.cpu_devices or max(2, os.cpu_count() or 1))
         from scalejax.calibrate import calibrate, stage_count
         from scalejax.calibrate.probes import GRID
+        from scalejax.profile.cache import user_folder
 
+        output = self.output or user_folder() / "this-machine"
         with tables.measuring(stage_count(GRID)) as on_stage:
-            found = calibrate(self.output, GRID, on_stage)
-        paths = found.save(self.output)
+            found = calibrate(output, GRID, on_stage)
+        paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes))
-        print("wrote " + ", ".join(str(path) for path in paths))
+        print(f"wrote {', '.join(path.name for path in paths)} in {output}")
         print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
 
 

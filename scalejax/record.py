@@ -135,6 +135,11 @@ class RunFolder:
         return self.path / "weights"
 
     @property
+    def traces(self) -> Path:
+        """Traces of the profiler, by their first step."""
+        return self.path / "traces"
+
+    @property
     def readme(self) -> Path:
         """What the files are, for whoever finds the folder."""
         return self.path / "README.txt"

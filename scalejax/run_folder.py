@@ -23,6 +23,7 @@ measurements.jsonl   what was measured, a line each: kinds "train", "evaluation"
                      the last "status" line says where the run stands
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
 weights/             parameters the run ended with
+traces/              what the profiler recorded, if it was asked to (--profile)
 
 Read it all as one page:  scalejax report {path}
 Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resume

@@ -10,25 +10,18 @@ Every process runs this loop over its own devices; the first alone writes and ta
 import math
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental.multihost_utils import sync_global_devices
-from jax.sharding import Mesh
 
-from scalejax import documents
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
 from scalejax.early_stopping import EarlyStopping
-from scalejax.errors import ProfileError
-from scalejax.local_cluster import local_cluster
 from scalejax.mesh import build_mesh
-from scalejax.predict import predict
 from scalejax.processes import StopSignals, first_says, is_first
-from scalejax.profile import read_step
 from scalejax.progress import Reporter, Silent, reporter_for
 from scalejax.record import (
     EvaluationMeasurement,
@@ -48,7 +41,9 @@ from scalejax.run_folder import (
     refuse_second_run,
     versions,
 )
-from scalejax.step import Evaluation, Step, TrainState, build_evaluation, build_step, init_state
+from scalejax.run_programs import RunPrograms, compile_run, predict_run
+from scalejax.step import TrainState, init_state
+from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.units import format_seconds
 
 
@@ -63,6 +58,7 @@ def train(
     device_count: int | None = None,
     resume: bool = False,
     reporter: Reporter | None = None,
+    traces: TraceSchedule | None = None,
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
@@ -72,6 +68,7 @@ def train(
         device_count: devices to use; if None, those that the config's layout asks for, or all.
         resume: go on at the latest checkpoint of the run in `folder`.
         reporter: whom to tell how it goes; if None, standard error.
+        traces: which steps to record with the profiler; None for none.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run.
@@ -89,77 +86,28 @@ def train(
         refuse_second_run(files)
     if resume:
         refuse_other_run(files, run)
-    programs = _compile(run, mesh)  # refuses what cannot work before anything is written
+    programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
     with (
         Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
         StopSignals() as signals,
     ):
         begin = checkpoints.latest_step or 0
         refuse_fewer_epochs(begin, run)
+        if traces is not None:
+            require_room(traces, run.total_steps - begin)
         state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
         if is_first():  # after the last that may be refused
             describe_run(files, run)
-        _predict(files, run, mesh, programs, reporter)
+        predict_run(files, run, mesh, programs, reporter)
         journal = _Journal(files, reporter, after_step=begin)
+        recorder = StepTraces(files.traces, traces)
         try:
-            _Loop(run, programs, checkpoints, journal, signals).train(state, begin)
+            _Loop(run, programs, checkpoints, journal, signals, recorder).train(state, begin)
         finally:
+            recorder.close()
             journal.close()
     sync_global_devices("the record is whole")
     return RunRecord.load(folder)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Programs:
-    """The programs of a run, compiled."""
-
-    step: Step
-    update: Any
-    evaluation: Evaluation
-    evaluate: Any
-
-
-def _compile(run: ResolvedRun, mesh: Mesh) -> _Programs:
-    step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
-    state = step.state
-    return _Programs(
-        step=step,
-        update=step.function.lower(state, step.batch).compile(),
-        evaluation=evaluation,
-        evaluate=evaluation.function.lower(
-            state.params, state.model_state, evaluation.batch
-        ).compile(),
-    )
-
-
-def _predict(
-    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: _Programs, reporter: Reporter
-) -> None:
-    """Write what the compiled step does and what it will take, unless it is written already."""
-    if first_says(files.prediction.exists()):
-        return
-    cluster = local_cluster(mesh)  # by every process, since it is of all devices at once
-    if not is_first():
-        return
-    try:
-        program = read_step(programs.update, mesh, run)
-    except ProfileError as error:
-        reporter.say(f"no prediction: {error}")
-        return
-    prediction = predict(
-        program,
-        cluster,
-        train_examples=run.dataset.train_examples,
-        epochs=run.config.train.epochs,
-    )
-    documents.save(program, files.program)
-    documents.save(prediction, files.prediction)
-    is_shared = jax.default_backend() == "cpu" and run.layout.device_count > 1
-    reporter.say(
-        f"predicted: {format_seconds(prediction.step_seconds)} a step, "
-        f"{format_seconds(prediction.run_seconds)} for the run"
-        + (" (at the least: virtual devices share cores)" if is_shared else "")
-    )
 
 
 class _Journal:
@@ -201,10 +149,11 @@ class _Loop:
     def __init__(
         self,
         run: ResolvedRun,
-        programs: _Programs,
+        programs: RunPrograms,
         checkpoints: Checkpoints,
         journal: _Journal,
         signals: StopSignals,
+        recorder: StepTraces,
     ) -> None:
         self._run = run
         self._config = run.config.train
@@ -212,6 +161,7 @@ class _Loop:
         self._checkpoints = checkpoints
         self._journal = journal
         self._signals = signals
+        self._recorder = recorder
         wanted = self._config.early_stopping
         self._stopping = EarlyStopping(wanted) if wanted else None
         self._test_source = open_source(run.config.data, "test", seed=run.config.seed)
@@ -247,7 +197,12 @@ class _Loop:
         update = self._programs.update
         self._restart_clock()
         while self._step < total_steps and not self._has_stopped_early:
-            state, metrics = update(state, next(batches))
+            if self._recorder.is_boundary:
+                self._settle()
+                self._recorder.cross(self._step)
+                self._restart_clock()
+            with self._recorder.step(self._step + 1):
+                state, metrics = update(state, next(batches))
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
             self._queued = metrics

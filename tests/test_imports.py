@@ -39,6 +39,7 @@ ARITHMETIC = {
     "early_stopping": 7,
     "progress": 7,
     "scaling_study": 8,
+    "trace_import": 1,
     "validation": 8,
     "plots": 9,
     "report": 9,
@@ -60,7 +61,9 @@ PROGRAMS = {
     "checkpoint": 7,
     "calibrate": 6,
     "local_cluster": 7,
-    "train": 8,
+    "step_traces": 7,
+    "run_programs": 8,
+    "train": 9,
 }
 """Row of each module that does."""
 ROWS = {**ARITHMETIC, **PROGRAMS}

@@ -1,0 +1,101 @@
+"""The programs of a run, compiled here, and what they will take here before they have run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from scalejax import documents
+from scalejax.config import ResolvedRun
+from scalejax.errors import ProfileError, ScalejaxError
+from scalejax.hardware import Cluster, load_cluster
+from scalejax.local_cluster import local_cluster
+from scalejax.predict import predict
+from scalejax.processes import first_says, is_first
+from scalejax.profile import read_step
+from scalejax.profile.cache import user_folder
+from scalejax.progress import Reporter
+from scalejax.record import RunFolder
+from scalejax.step import Evaluation, Step, build_evaluation, build_step
+from scalejax.units import format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPrograms:
+    """The programs of a run, compiled."""
+
+    step: Step
+    """The training step, with the shapes of what it takes."""
+    update: Any
+    """It, compiled."""
+    evaluation: Evaluation
+    """The evaluation of a batch, with the shapes of what it takes."""
+    evaluate: Any
+    """It, compiled."""
+
+
+def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
+    """The programs of `run`, compiled for the devices of `mesh`."""
+    step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
+    state = step.state
+    return RunPrograms(
+        step=step,
+        update=step.function.lower(state, step.batch).compile(),
+        evaluation=evaluation,
+        evaluate=evaluation.function.lower(
+            state.params, state.model_state, evaluation.batch
+        ).compile(),
+    )
+
+
+def predict_run(
+    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
+) -> None:
+    """Write what the compiled step does and what it will take, unless it is written already."""
+    if first_says(files.prediction.exists()):
+        return
+    calibrated = calibrated_cluster(mesh)
+    # Measured by every process if by one, since it is of all devices at once.
+    if first_says(calibrated is not None) and calibrated is not None:
+        cluster, how = calibrated, "by scalejax calibrate"
+    else:
+        cluster, how = local_cluster(mesh), "measured in a second; scalejax calibrate does better"
+    if not is_first():
+        return
+    try:
+        program = read_step(programs.update, mesh, run)
+    except ProfileError as error:
+        reporter.say(f"no prediction: {error}")
+        return
+    prediction = predict(
+        program,
+        cluster,
+        train_examples=run.dataset.train_examples,
+        epochs=run.config.train.epochs,
+    )
+    documents.save(program, files.program)
+    documents.save(prediction, files.prediction)
+    reporter.say(
+        f"predicted: {format_seconds(prediction.step_seconds)} a step, "
+        f"{format_seconds(prediction.run_seconds)} for the run ({how})"
+    )
+
+
+def calibrated_cluster(mesh: Mesh) -> Cluster | None:
+    """What `scalejax calibrate` has left of this machine, if it measured devices like these."""
+    device = mesh.devices.flat[0]
+    name = "cluster" if jax.process_count() == 1 else "processes"
+    path = user_folder() / "this-machine" / f"{name}.toml"
+    if not path.is_file():
+        return None
+    try:
+        cluster = load_cluster(str(path))
+    except ScalejaxError:  # of an older version, say: as good as none
+        return None
+    most, is_alike = cluster.max_device_count, cluster.chip.title == device.device_kind
+    if not is_alike or (most is not None and mesh.size > most):
+        return None
+    if jax.process_count() > 1 and len(jax.local_devices()) != cluster.devices_per_node:
+        return None
+    return cluster

@@ -1,0 +1,131 @@
+"""What a recorded trace says each operation of a step took, by the compiler's name for it.
+
+Reads the traces of `jax.profiler`, such as `scalejax train --profile` writes. Knows no
+prediction; imports JAX, whose reader it uses, only when it reads.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scalejax.errors import ConfigError, refusal
+
+STEP_MARK = "scalejax step"
+"""Name of the annotation around each step that `train --profile` records."""
+
+_END = "end: "  # what the event at which an operation has ended is called on CPUs
+_NANOSECOND = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTrace:
+    """The operations of one program, as a trace has them."""
+
+    module: str
+    """The compiler's name of the program: "jit__update"."""
+    step_count: int
+    """Executions of it that were recorded, on each device."""
+    device_count: int
+    """Devices that were recorded: those of one process."""
+    seconds_by_name: dict[str, float]
+    """Time of each operation in one step on one device, all its runs in loops together. On CPUs
+    operations run beside each other, so that they add up to more than the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    module: str
+    name: str
+    device: str
+    run: str | None
+    seconds: float
+
+
+def read_trace(path: Path) -> MeasuredTrace:
+    """The trace at `path`; of several programs in it, the one that took the most time.
+
+    Args:
+        path: an .xplane.pb file, or a folder with one somewhere in it; the latest is taken.
+
+    Raises:
+        ConfigError: if there is no trace, or it holds no operation of a device.
+    """
+    from jax.profiler import ProfileData
+
+    data = ProfileData.from_file(str(trace_file(path)))
+    by_module: dict[str, list[_Event]] = defaultdict(list)
+    for event in _events(data):
+        by_module[event.module].append(event)
+    if not by_module:
+        accepted = "it must hold the operations of a device, as train --profile records them"
+        raise ConfigError(refusal("trace", str(path), accepted))
+    module, events = max(by_module.items(), key=lambda item: sum(e.seconds for e in item[1]))
+    devices = {event.device for event in events}
+    runs = {event.run for event in events if event.run is not None}
+    steps = len(runs) or _marked_steps(data) or 1
+    totals: dict[str, float] = defaultdict(float)
+    for event in events:
+        totals[event.name] += event.seconds / (steps * len(devices))
+    return MeasuredTrace(
+        module=module,
+        step_count=steps,
+        device_count=len(devices),
+        seconds_by_name=dict(totals),
+    )
+
+
+def trace_file(path: Path) -> Path:
+    """The file of a trace, given itself or a folder that it is in.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if path.is_file():
+        return path
+    found = sorted(path.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        accepted = "there is no .xplane.pb in it; scalejax train RUN.toml --profile records one"
+        raise ConfigError(refusal("trace", str(path), accepted))
+    return found[-1]
+
+
+def _events(data: Any) -> Iterator[_Event]:
+    """Yield every run of an operation on a device."""
+    for plane in data.planes:
+        # On CPUs an operation may end on another thread, at an event with the number of its begin.
+        ends: dict[object, float] = {}
+        begun = []
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                if event.name.startswith(_END):
+                    ends[stats.get("_c")] = event.start_ns
+                elif "hlo_op" in stats and "hlo_module" in stats:
+                    begun.append((event.start_ns, event.duration_ns, stats))
+        yield from _finished(plane.name, begun, ends)
+
+
+def _finished(
+    plane: str, begun: list[tuple[float, float, dict]], ends: dict[object, float]
+) -> Iterator[_Event]:
+    for start, duration, stats in begun:
+        end = max(ends.get(stats.get("_p"), 0.0), start + duration)
+        run, device = stats.get("run_id"), stats.get("device_ordinal", plane)
+        yield _Event(
+            module=str(stats["hlo_module"]),
+            name=str(stats["hlo_op"]),
+            device=f"{device}",
+            run=None if run is None else f"{run}",
+            seconds=(end - start) * _NANOSECOND,
+        )
+
+
+def _marked_steps(data: Any) -> int:
+    return sum(
+        event.name == STEP_MARK
+        for plane in data.planes
+        for line in plane.lines
+        for event in line.events
+    )

@@ -12,6 +12,7 @@ from scalejax.documents import load, plain
 from scalejax.errors import ConfigError
 from scalejax.hardware import load_chip
 from scalejax.profile.cache import case_key
+from scalejax.profile.workers import run_jobs
 from scalejax.program import (
     Collective,
     DeviceGroup,
@@ -35,7 +36,7 @@ from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow
 from scalejax.validation.programs import Programs, asked_for
 from scalejax.validation.summary import RowResult, Scored, summarize
-from scalejax.validation.widen import widened
+from scalejax.validation.widen import narrowed, widened
 
 RESNET = {
     "case_id": "one",
@@ -284,13 +285,35 @@ def program(data: int = 2, *, payload_bytes: int = 8_000_000) -> Program:
     )
 
 
-def test_wider_data_axis_changes_groups_and_totals_alone():
+def test_wider_data_axis_changes_groups_and_totals_alone(row):
     """From two devices to sixteen: what each does stays the same."""
-    assert widened(program(2), 16) == program(16)
+    (run,) = case(row(RESNET)).runs
+
+    assert narrowed(run).layout.data == 2
+    assert widened(program(2), run) == program(16)
 
 
-def test_program_that_gathers_over_the_data_axis_is_not_widened():
+def test_more_microbatches_are_more_trips_through_their_loop(row):
+    """From two to six: the loop of two runs six times; the tokens of 16 more samples are held
+    twice, each 32 inputs and 32 targets of 4 bytes."""
+    (run,) = case(row(GPT | {"per_device_batch": "24", "microbatch": "4"})).runs
+    narrow = replace(program(1), mesh_axes=(("data", 1), ("fsdp", 8), ("tensor", 1)))
+    product, loop = narrow.operations
+    assert isinstance(loop, Loop)
+    narrow = replace(narrow, operations=(product, replace(loop, trip_count=2)))
+
+    wide = widened(narrow, run)
+
+    assert narrowed(run).split.microbatches == 2
+    assert wide is not None
+    assert wide.operations == (product, replace(loop, trip_count=6))
+    assert wide.model_flop == 3 * 10**12
+    assert wide.memory.peak_bytes - narrow.memory.peak_bytes == 2 * 16 * 64 * 4
+
+
+def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
     """The payload of a gather grows with the group; only the compiler knows how."""
+    (run,) = case(row(RESNET)).runs
     narrow = program(2)
     loop = narrow.operations[1]
     assert isinstance(loop, Loop)
@@ -300,7 +323,40 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened():
     gather = replace(operation, collective=replace(operation.collective, name="all_gather"))
     narrow = replace(narrow, operations=(narrow.operations[0], replace(loop, body=(gather,))))
 
-    assert widened(narrow, 16) is None
+    assert widened(narrow, run) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device_count": "4", "data": "2", "per_device_batch": "8"},  # four microbatches
+        {"device_count": "16", "data": "8", "per_device_batch": "2"},  # one, and two nodes
+    ],
+)
+def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
+    """Compiled in full for comparison: the same operations, the same figures, the same memory."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    whole = case(row(GPT | {"fsdp": "1", "tensor": "2", "microbatch": "2"} | change))
+    job = asked_for(whole, 0, is_narrow=False).job
+
+    (wide,) = Programs(Archive({})).find([whole])
+    compiled: list[Program] = []
+    run_jobs([job], lambda _, result: compiled.append(result.program))
+
+    assert isinstance(wide, Program)
+    assert [_figures(each) for each in wide.walk()] == [
+        _figures(each) for each in compiled[0].walk()
+    ]
+    assert wide.memory == compiled[0].memory
+    assert wide.mesh_axes == compiled[0].mesh_axes
+    assert wide.model_flop == compiled[0].model_flop
+
+
+def _figures(item: tuple[Operation, int]) -> tuple[object, ...]:
+    operation, times = item
+    shape = (operation.kind, operation.dtype, operation.shape, operation.collective)
+    return *shape, operation.flop, operation.read_bytes, operation.write_bytes, times
 
 
 def test_archive_returns_what_was_put_in(tmp_path: Path):

@@ -1,13 +1,14 @@
 """The program of each case: from the archive, from the user's cache, or compiled.
 
 Compiles several at a time, each program once however many rows share it, those that differ in
-the size of the data axis included. A case that the
+the size of the data axis or in the number of microbatches included. A case that the
 compiler refuses is skipped and the others go on.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from scalejax.config import ResolvedRun
 from scalejax.cost import memory_verdict
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
@@ -48,7 +49,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
-        self._widened: dict[tuple[str, int], Program | str | None] = {}
+        self._widened: dict[tuple[str, int, int], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -102,11 +103,11 @@ class Programs:
     def _answer(self, asked: "Asked") -> Program | str | None:
         """The program for as many devices as were asked for, the same object for equal ones;
         None if it cannot be widened to them."""
-        key = (case_key(asked.job), asked.data)
+        key = (case_key(asked.job), asked.run.layout.data, asked.run.split.microbatches)
         if key not in self._widened:
             program = self.known[key[0]]
-            is_there = isinstance(program, Program)
-            self._widened[key] = widened(program, asked.data) if is_there else program
+            is_whole = isinstance(program, str) or asked.job.run == asked.run
+            self._widened[key] = program if is_whole else widened(program, asked.run)
         return self._widened[key]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
@@ -154,9 +155,9 @@ class Asked:
     """What is compiled for a case."""
 
     job: RunJob
-    """The run on the fewest devices that will do."""
-    data: int
-    """Devices along the data axis to which its program is widened."""
+    """The run on the fewest devices, and with the fewest microbatches, that will do."""
+    run: ResolvedRun
+    """The run to which its program is widened."""
 
 
 def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
@@ -170,7 +171,7 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     target_for(case.cluster, run.layout.device_count)  # refuses what the cluster cannot hold
     narrow = narrowed(run) if is_narrow else run
     target = target_for(case.cluster, narrow.layout.device_count)
-    return Asked(job=RunJob(run=narrow, target=target), data=run.layout.data)
+    return Asked(job=RunJob(run=narrow, target=target), run=run)
 
 
 def _fits(answer: Program | str, case: Case) -> bool:

@@ -1,10 +1,13 @@
-"""The program of a step on many devices, from that on two: what data parallelism does not change.
+"""The program of a long step on many devices, from that of a short one on few.
 
 Each device of a data axis does the same to its own samples, and then sums gradients with the
-others. The compiler therefore makes the same program for any size of the axis from two upwards,
-but for the size of the groups; `tests/test_validation.py` holds the two against each other.
+others; each microbatch passes through the same loop. The compiler therefore makes the same
+program for any size of the axis from two upwards but for the size of the groups, and for any
+number of microbatches from two upwards but for the trips of the loop;
+`tests/test_validation.py` holds both against programs that were compiled in full.
 """
 
+import math
 from dataclasses import replace
 
 from scalejax.config import ResolvedRun, resolve
@@ -12,50 +15,92 @@ from scalejax.layout import DATA
 from scalejax.program import Loop, Operation, Program
 
 NARROW = 2
-"""Devices along the data axis of the program that stands for all wider ones."""
+"""Devices along the data axis, and microbatches, of the program that stands for all more."""
+_TOKEN_BYTES = 4
 
 
 def narrowed(run: ResolvedRun) -> ResolvedRun:
-    """`run` on the fewest devices whose program widens to its own, each with the same samples."""
-    config = run.config
-    if run.layout.data <= NARROW:
+    """`run` on the fewest devices and microbatches whose program widens to its own.
+
+    Each device sees as many samples at a time. Microbatches of images are left alone, as their
+    bytes outside the loop are no longer small.
+    """
+    config, split = run.config, run.split
+    microbatches = min(split.microbatches, NARROW) if run.dataset.is_text else split.microbatches
+    data = min(run.layout.data, NARROW)
+    if (data, microbatches) == (run.layout.data, split.microbatches):
         return run
-    samples = run.split.per_device_batch
-    return resolve(
-        replace(
-            config,
-            batch=replace(config.batch, global_batch=None, per_device_batch=samples),
-            layout=replace(config.layout, data=NARROW),
-        )
+    samples = split.microbatch * microbatches
+    batch = replace(
+        config.batch,
+        global_batch=None,
+        per_device_batch=samples,
+        microbatches=microbatches,
+    )
+    layout = replace(config.layout, data=data)
+    return resolve(replace(config, batch=batch, layout=layout))
+
+
+def widened(program: Program, run: ResolvedRun) -> Program | None:
+    """`program` of `narrowed(run)` as that of `run`; None if it cannot be told from it.
+
+    That is, if more than sums crosses the data axis, or the loop over microbatches is not found.
+    """
+    narrow = narrowed(run)
+    if narrow == run:
+        return program
+    operations = _on_more_devices(program, narrow.layout.data, run.layout.data)
+    if operations is not None:
+        trips = (narrow.split.microbatches, run.split.microbatches)
+        operations = _with_more_trips(operations, *trips)
+    if operations is None:
+        return None
+    factor = run.split.global_batch // narrow.split.global_batch
+    added = run.split.per_device_batch - narrow.split.per_device_batch
+    facts = run.dataset
+    # Kept once as an argument, and once again divided into microbatches.
+    places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
+    added_bytes = added * places * _TOKEN_BYTES
+    memory = replace(
+        program.memory,
+        argument_bytes=program.memory.argument_bytes + added_bytes,
+        temporary_bytes=program.memory.temporary_bytes + added_bytes,
+    )
+    return replace(
+        program,
+        mesh_axes=((DATA, run.layout.data), *program.mesh_axes[1:]),
+        operations=operations,
+        memory=memory,
+        global_batch=run.split.global_batch,
+        model_flop=None if program.model_flop is None else program.model_flop * factor,
     )
 
 
-def widened(program: Program, data: int) -> Program | None:
-    """`program` with another size of its data axis; None if more than sums crosses that axis.
+_Operations = tuple[Operation | Loop, ...]
 
-    Args:
-        program: of a step on two or more devices along the data axis.
-        data: devices along that axis.
-    """
-    sizes = dict(program.mesh_axes)
-    if sizes.get(DATA) == data:
-        return program
-    if sizes.get(DATA, 1) < NARROW or program.mesh_axes[0][0] != DATA:
+
+def _with_more_trips(operations: _Operations, old: int, new: int) -> _Operations | None:
+    """The operations with the loop over microbatches run `new` times; None if there is no one."""
+    if old == new:
+        return operations
+    loops = [item for item in operations if isinstance(item, Loop) and item.trip_count == old]
+    if len(loops) != 1:
+        return None
+    return tuple(
+        replace(item, trip_count=new) if isinstance(item, Loop) and item is loops[0] else item
+        for item in operations
+    )
+
+
+def _on_more_devices(program: Program, old: int, new: int) -> _Operations | None:
+    """The operations with groups of the data axis grown; None if one does more than sum there."""
+    if old == new:
+        return program.operations
+    if dict(program.mesh_axes).get(DATA) != old or program.mesh_axes[0][0] != DATA:
         return None
     if not all(_is_sum(operation) for operation, _ in program.walk() if _crosses(operation)):
         return None
-    old = sizes[DATA]
-
-    def scaled(number: int | None) -> int | None:
-        return None if number is None else number // old * data
-
-    return replace(
-        program,
-        mesh_axes=((DATA, data), *program.mesh_axes[1:]),
-        operations=tuple(_widened(item, old, data) for item in program.operations),
-        global_batch=scaled(program.global_batch),
-        model_flop=scaled(program.model_flop),
-    )
+    return tuple(_grown(item, old, new) for item in program.operations)
 
 
 def _crosses(operation: Operation) -> bool:
@@ -73,9 +118,9 @@ def _is_sum(operation: Operation) -> bool:
     )
 
 
-def _widened(item: Operation | Loop, old: int, new: int) -> Operation | Loop:
+def _grown(item: Operation | Loop, old: int, new: int) -> Operation | Loop:
     if isinstance(item, Loop):
-        return replace(item, body=tuple(_widened(each, old, new) for each in item.body))
+        return replace(item, body=tuple(_grown(each, old, new) for each in item.body))
     collective = item.collective
     if collective is None or not _crosses(item):
         return item

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from scalejax.errors import DoesNotFit, ProfileError
@@ -189,8 +190,13 @@ def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaAr
     """The chip to describe to the compiler: itself, or the one that stands in for old ones."""
     if architecture.compute_capability >= OLDEST_CAPABILITY:
         return chip, architecture
-    stand_in = load_chip(OLDEST_STAND_IN)
+    stand_in = _stand_in()
     return stand_in, stand_in.cuda or architecture
+
+
+@cache
+def _stand_in() -> Chip:
+    return load_chip(OLDEST_STAND_IN)
 
 
 def _capability(architecture: CudaArchitecture) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from scalejax.hardware.cluster import (
 )
 from scalejax.hardware.conditions import RunConditions
 from scalejax.hardware.measured import MeasuredRates
+from scalejax.hardware.measured_times import MeasuredTimes, load_measured_times
 
 __all__ = [
     "Attainable",
@@ -42,6 +43,7 @@ __all__ = [
     "CudaArchitecture",
     "Link",
     "MeasuredRates",
+    "MeasuredTimes",
     "Network",
     "RateType",
     "Residuals",
@@ -53,5 +55,6 @@ __all__ = [
     "load_chip",
     "load_cluster",
     "load_library",
+    "load_measured_times",
     "with_conditions",
 ]

@@ -13,7 +13,9 @@ from scalejax.hardware.chip import Chip
 from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
-Algorithm = Literal["ring", "tree", "halving_doubling", "nvls", "parameter_server"]
+Algorithm = Literal[
+    "ring", "tree", "hierarchical", "halving_doubling", "nvls", "parameter_server", "pairwise"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,28 @@ class Link:
     host_bytes_per_second: float | None = None
     """Attainable rate of all devices of a node together to the memory of their host, one way;
     None: as fast as their links."""
+    wires: tuple[tuple[int, ...], ...] | None = None
+    """Wires between each two devices of an nvlink_mesh, a symmetric matrix; None if unknown."""
+    own_share: float = 0.0
+    """Time in which a device moves bytes in its own memory over time to send them on the link:
+    what the n-th part costs that a ring leaves at home, so that few members are slower."""
+    ramp_seconds: float = 0.0
+    """Time constant of the pipeline through the link: medium payloads lose 2 sqrt(ramp wire)."""
+    in_switch_ramp_seconds: float = 0.0
+    """The same, when the switch itself adds up."""
+    measured: str | None = None
+    """Table of measured times of collectives over this link, in `collective_times/`; None if
+    there is none."""
 
     def __post_init__(self) -> None:
         require_above("link.bytes_per_second", self.bytes_per_second, 0)
         _require_fraction("link.attainable_fraction", self.attainable_fraction)
         if self.host_bytes_per_second is not None:
             require_above("link.host_bytes_per_second", self.host_bytes_per_second, 0)
+        for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
+            require_at_least(f"link.{name}", getattr(self, name), 0)
+        if self.wires is not None:
+            _require_wires(self.wires)
         if self.in_switch_fraction is not None:
             _require_fraction("link.in_switch_fraction", self.in_switch_fraction)
 
@@ -51,10 +69,23 @@ class Network:
     """Nominal rate per node, one way, over all its network cards."""
     attainable_fraction: float = 1.0
     """Share of the nominal rate that large messages reach."""
+    message_seconds: float = 0.0
+    """Time that it adds to each message, beyond what the library counts for InfiniBand."""
+    ramp_seconds: float = 0.0
+    """Time constant of the pipeline through it: medium payloads lose 2 sqrt(ramp wire)."""
+    nodes_per_switch: int | None = None
+    """Nodes that talk at full rate; None if all do."""
+    oversubscription: float = 1.0
+    """Factor by which a group over more nodes than that is slower."""
 
     def __post_init__(self) -> None:
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
         _require_fraction("network.attainable_fraction", self.attainable_fraction)
+        require_at_least("network.message_seconds", self.message_seconds, 0)
+        require_at_least("network.ramp_seconds", self.ramp_seconds, 0)
+        require_at_least("network.oversubscription", self.oversubscription, 1)
+        if self.nodes_per_switch is not None:
+            require_at_least("network.nodes_per_switch", self.nodes_per_switch, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +183,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         require_at_least("devices_per_node", self.devices_per_node, 1)
+        if self.link.wires is not None and len(self.link.wires) != self.devices_per_node:
+            accepted = f"it must have a row for each of devices_per_node={self.devices_per_node}"
+            raise ConfigError(refusal("link.wires", f"{len(self.link.wires)} rows", accepted))
         if self.max_device_count is not None:
             require_at_least("max_device_count", self.max_device_count, 1)
 
@@ -159,3 +193,18 @@ class Cluster:
 def _require_fraction(field_name: str, fraction: float) -> None:
     if not 0 < fraction <= 1:
         raise ConfigError(refusal(field_name, fraction, "it must be above 0 and at most 1"))
+
+
+def _require_wires(wires: tuple[tuple[int, ...], ...]) -> None:
+    is_square = all(len(row) == len(wires) for row in wires)
+    if (
+        not is_square
+        or any(
+            wires[a][b] != wires[b][a] or wires[a][b] < 0 or wires[a][a] != 0
+            for a in range(len(wires))
+            for b in range(len(wires))
+        )
+        or not all(map(sum, wires))
+    ):
+        accepted = "it must be a symmetric matrix of counts, zero on its diagonal, no row all zero"
+        raise ConfigError(refusal("link.wires", wires, accepted))

@@ -1,5 +1,7 @@
 """Seconds of the exchanges that add nothing up, or scatter the sum: gather, all-to-all, permute."""
 
+from collections.abc import Sequence
+
 from scalejax.collectives.latency import pipelined_seconds, ring_seconds
 from scalejax.collectives.route import Route
 from scalejax.hardware import CollectiveMethod
@@ -73,10 +75,10 @@ def permute_seconds(payload_bytes: int, way: Route, methods: tuple[CollectiveMet
     return min(seconds(method) for method in _of(methods, "pairwise"))
 
 
-def _of(methods: tuple[CollectiveMethod, ...], algorithm: str) -> list[CollectiveMethod]:
-    """The methods of that algorithm; else the rings; else messages cost what a server's do."""
-    for name in (algorithm, "ring", "parameter_server"):
+def _of(methods: tuple[CollectiveMethod, ...], algorithm: str) -> Sequence[CollectiveMethod]:
+    """The methods of that algorithm; else the rings; else messages cost what any method's do."""
+    for name in (algorithm, "ring"):
         found = [method for method in methods if method.algorithm == name]
         if found:
             return found
-    return []
+    return methods

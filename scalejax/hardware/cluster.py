@@ -133,8 +133,8 @@ class CommunicationLibrary:
 
     def __post_init__(self) -> None:
         algorithms = [method.algorithm for method in self.methods]
-        if not {"ring", "parameter_server"} & set(algorithms):
-            accepted = "one must be a ring or a parameter server, which alone gather and scatter"
+        if not set(algorithms) - {"pairwise"}:
+            accepted = "one must be able to add up, such as a ring"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
 
 

@@ -116,6 +116,18 @@ def test_tables_speak_of_what_was_measured_alone():
     assert _seconds("all_reduce", MIB, 8, both[0]) == _seconds("all_reduce", MIB, 8, both[1])
 
 
+def test_a_group_over_nodes_takes_no_less_than_its_members_of_one():
+    """16 MiB to the next of 72 GB200 take long; to the next rack's, by the network, no less."""
+    cluster = load_cluster("gb200-nvl72")
+    inside, across = (_seconds("collective_permute", 16 * MIB, n, cluster) for n in (72, 144))
+
+    assert (
+        across
+        == inside
+        > _seconds("collective_permute", 16 * MIB, 144, _linked(cluster, measured=None))
+    )
+
+
 def test_an_operation_that_was_not_measured_is_modelled():
     """vTrain measured all-reduces alone."""
     cluster = load_cluster("dgx-a100-80gb")

@@ -32,7 +32,7 @@ from fit import (
 from ledger import Point, all_reduce_points, nvlink_points
 
 from scalejax.collectives import MODELS
-from scalejax.collectives.measured import curve_of, model_on
+from scalejax.collectives.measured import Curve, curve_of, model_on
 from scalejax.cost.communication import group_route
 from scalejax.hardware import MeasuredTimes
 from scalejax.units import MIB
@@ -106,17 +106,18 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
         cluster = adapted(with_constants(catalogued(name), constants), family)
         model = model_on(with_constants(catalogued(name), constants))
         times = table_of(kept, "gb200" if family == "cw_gb200" else family)
-        curves = {}
+        curves: dict[tuple[str, int], Curve | None] = {}
         for point in fold.held_out:
             if family_of(point.hardware) != family:
                 continue
-            key = (point.operation, point.devices)
             way = group_route(exchange_of(point).group.extents, cluster)
             modelled = MODELS[point.operation](point.payload_bytes, way, cluster.library.methods)
+            key = (point.operation, way.members_per_node)
             if key not in curves:
-                curves[key] = curve_of(times, model, *key) if way.nodes == 1 else None
+                curves[key] = curve_of(times, model, *key) if way.members_per_node > 1 else None
             curve = curves[key]
-            predicted = modelled if curve is None else curve.at(point.payload_bytes)
+            inside = 0.0 if curve is None else curve.at(point.payload_bytes)
+            predicted = inside if way.nodes == 1 and inside else max(inside, modelled)
             found.append(
                 Outcome(
                     point=point,

@@ -61,18 +61,18 @@ class Curve:
 def measured_seconds(
     operation: str, payload_bytes: int, way: Route, cluster: Cluster
 ) -> float | None:
-    """Seconds from the table of the cluster's link; None where it has nothing to say.
+    """Seconds of the group's members in one node, from the table of the cluster's link.
 
-    It has nothing to say of groups that span nodes, of operations that were not measured, and
-    of another library than the one that was.
+    None where it has nothing to say: of operations that were not measured, and of another
+    library than the one that was.
 
     Raises:
         UnknownHardware: if the cluster names a table that does not exist.
     """
     name = cluster.link.measured
-    if name is None or way.nodes > 1:
+    if name is None or way.members_per_node == 1:
         return None
-    found = _measured_curve(name, operation, way.members)
+    found = _measured_curve(name, operation, way.members_per_node)
     if found is None or found[2] != cluster.library.name:
         return None
     curve, measured_rate, _ = found
@@ -80,7 +80,8 @@ def measured_seconds(
     if way.link_bytes_per_second == measured_rate:
         return seconds
     latency = curve.least_seconds
-    wire = (way.members - 1) / way.members * payload_bytes / way.link_bytes_per_second
+    g = way.members_per_node
+    wire = (g - 1) / g * payload_bytes / way.link_bytes_per_second
     slower = measured_rate / way.link_bytes_per_second
     return max(wire, latency + (seconds - latency) * slower)
 

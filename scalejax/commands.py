@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from scalejax import documents, tables
+from scalejax import documents, tables, waiting
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, refusal, unknown_name
@@ -106,7 +106,7 @@ class Predict(RunFileCommand):
         config = load_config(self.run_file, overrides)
         counts = _parse_counts(self.devices)
         programs: list[Program] = []
-        with tables.compiling(len(set(counts))) as on_done:
+        with waiting.compiling(len(set(counts))) as on_done:
             prediction = study(
                 config,
                 cluster,
@@ -228,7 +228,7 @@ class Calibrate:
         from scalejax.profile.cache import user_folder
 
         output = self.output or user_folder() / "this-machine"
-        with tables.measuring(stage_count(GRID)) as on_stage:
+        with waiting.measuring(stage_count(GRID)) as on_stage:
             found = calibrate(output, GRID, on_stage)
         paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes))
@@ -264,7 +264,7 @@ class Validate:
                 if name not in known:
                     raise ConfigError(unknown_name("family", name, known))
             rows = [row for row in rows if row.family in wanted]
-        with tables.compiling_programs() as on_progress:
+        with waiting.compiling_programs() as on_progress:
             cases = compile_cases(rows, on_progress=on_progress)
         found = validation(self.ledger.name, cases)
         tables.show(tables.validation(found))

@@ -12,7 +12,7 @@ from statistics import mean
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from scalejax import documents, tables
+from scalejax import documents, tables, waiting
 from scalejax.config import load_config, with_fields
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import load_cluster
@@ -170,7 +170,7 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
     """Compile, cost and print; returns the file of the figures."""
     config = load_config(_copy_example(forecast.file, folder))
     cluster = load_cluster(forecast.cluster)
-    with tables.compiling(len(forecast.device_counts)) as on_done:
+    with waiting.compiling(len(forecast.device_counts)) as on_done:
         found = study(
             config,
             cluster,

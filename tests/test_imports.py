@@ -44,6 +44,7 @@ ARITHMETIC = {
     "plots": 9,
     "report": 9,
     "tables": 9,
+    "waiting": 9,
     "quickstart": 10,
     "commands": 11,
     "cli": 12,

@@ -78,8 +78,8 @@ def _cluster(
         )
     chosen = min(candidates, key=lambda cluster: _distance(cluster, machine, named))
     per_node = machine.devices_per_node or chosen.devices_per_node
-    if per_node != chosen.devices_per_node:
-        chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
+    # However many devices there are now: the row was measured on so many.
+    chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
     if exchange == "parameter_server":
         chosen = replace(chosen, library=load_library("parameter-server"))
     return _for_precision(_with_network(chosen, machine), precision)

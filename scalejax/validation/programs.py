@@ -165,10 +165,8 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
 
     Raises:
         ConfigError: if the chip cannot run it.
-        DoesNotFit: if the cluster has fewer devices.
     """
     run = for_chip(case.runs[choice], case.cluster.chip)
-    target_for(case.cluster, run.layout.device_count)  # refuses what the cluster cannot hold
     narrow = narrowed(run) if is_narrow else run
     target = target_for(case.cluster, narrow.layout.device_count)
     return Asked(job=RunJob(run=narrow, target=target), run=run)

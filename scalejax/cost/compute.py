@@ -7,6 +7,7 @@ surface over shapes would replace it there.
 from dataclasses import dataclass
 from typing import Literal
 
+from scalejax.cost.matmul import Product, product_time
 from scalejax.cost.measured import measured_seconds
 from scalejax.hardware import Chip
 from scalejax.program import Operation
@@ -53,6 +54,19 @@ def operation_time(operation: Operation, chip: Chip) -> OperationTime:
             busy_seconds=max(compute, memory),
             launch_seconds=attainable.launch_seconds,
         )
+    if operation.kind == "matmul":
+        product = Product(
+            shape=_product_shape(operation.shape),
+            flop=operation.flop,
+            moved_bytes=moved_bytes,
+            dtype=operation.dtype,
+        )
+        time = product_time(product, chip)
+        return OperationTime(
+            bound="compute" if time.compute_seconds > time.memory_seconds else "memory",
+            busy_seconds=time.busy_seconds,
+            launch_seconds=attainable.launch_seconds,
+        )
     memory = moved_bytes / (chip.memory_bytes_per_second * attainable.memory_fraction)
     compute = ramp = 0.0
     if operation.flop:
@@ -63,6 +77,14 @@ def operation_time(operation: Operation, chip: Chip) -> OperationTime:
         busy_seconds=ramp + max(compute, memory),
         launch_seconds=attainable.launch_seconds,
     )
+
+
+def _product_shape(shape: tuple[int, ...]) -> tuple[int, int, int, int] | None:
+    """(batch, m, n, k) if the product says it, and multiplies anything."""
+    if len(shape) != 4 or 0 in shape:
+        return None
+    batch, m, n, k = shape
+    return batch, m, n, k
 
 
 def attainable_flop_per_second(operation: Operation, chip: Chip) -> float:

@@ -1,7 +1,8 @@
 """Chips and clusters as plain data, each number with its source: what predictions stand on.
 
-The catalogue is the TOML files in `chips/`, `clusters/` and `libraries/` beside this file; a
-user's own file is read the same way. Knows what hardware is, not how long anything takes on it.
+The catalogue is the files in `chips/`, `clusters/`, `libraries/` and `matmul_rates/` beside this
+one; a user's own chip or cluster is read the same way. Knows what hardware is, not how long
+anything takes on it.
 """
 
 from scalejax.hardware.calibrated import CalibratedRange
@@ -30,6 +31,12 @@ from scalejax.hardware.cluster import (
     SharedChip,
 )
 from scalejax.hardware.conditions import RunConditions
+from scalejax.hardware.matmul_table import (
+    MatmulForm,
+    MatmulTable,
+    load_matmul_table,
+    matmul_table_names,
+)
 from scalejax.hardware.measured import MeasuredRates
 from scalejax.hardware.measured_times import MeasuredTimes, load_measured_times
 
@@ -42,6 +49,8 @@ __all__ = [
     "CommunicationLibrary",
     "CudaArchitecture",
     "Link",
+    "MatmulForm",
+    "MatmulTable",
     "MeasuredRates",
     "MeasuredTimes",
     "Network",
@@ -55,6 +64,8 @@ __all__ = [
     "load_chip",
     "load_cluster",
     "load_library",
+    "load_matmul_table",
     "load_measured_times",
+    "matmul_table_names",
     "with_conditions",
 ]

@@ -67,6 +67,9 @@ class Attainable:
     """Share of peak memory bandwidth that streaming reaches."""
     launch_seconds: float
     """Time from the end of one operation of a program to the start of the next."""
+    matmul_table: str | None = None
+    """Table of the catalogue that says how products depart from these numbers by their shape:
+    the chip's own, or that of a sibling with the same multiprocessors; None for none."""
     attention_fraction: float = 0.4
     """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
     backward, what a causal mask skips not counted."""

@@ -1,0 +1,235 @@
+"""Seconds of a matrix product: a physical form, bent to the chip's table of measured products.
+
+The form charges a ramp, then arithmetic or traffic, whichever is longer. A chip with a table
+multiplies it by exp(residual), where the residual is a smooth function of (batch, m, n, k) and
+type that was fitted to log(measured / form). Between the shapes of the table it interpolates;
+above them it stays what it is at their edge, where rates have saturated; below them it fades,
+and the form remains. The residual belongs to shapes alone, so what-if chips and siblings of the
+measured one scale by their own peaks, bandwidth and ramp, and better hardware is never slower.
+
+The fit is a Gaussian process (a sum of kernels, weights by least squares) with Student's t noise,
+since the table jumps by up to a factor of 2 where the library changes kernels or the profiler
+saw two: see `hardware/matmul_rates/README.md`. Its widths were set by hand on round numbers; in
+5-fold cross-validation over shapes the error moves by 0.1 points when any is halved or doubled
+(`experiments/gemm_rates/`).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scalejax.hardware import Chip, MatmulForm, MatmulTable, RateType, load_matmul_table
+
+Floats = NDArray[np.float64]
+Shape = tuple[int, int, int, int]
+"""(batch, m, n, k) of a product."""
+
+_OPERAND_BYTES: dict[RateType, tuple[int, int]] = {
+    "fp8": (1, 2),
+    "bf16": (2, 2),
+    "f16": (2, 2),
+    "tf32": (4, 4),
+    "f32": (4, 4),
+}
+"""Bytes of an element of the operands and of the result."""
+
+# Variances of the logarithm of time, and distances in doublings over which they decay.
+_TYPE_VARIANCE = 0.1
+_SMOOTH_VARIANCE = 0.05
+_SMOOTH_DOUBLINGS = (7.0, 5.0, 5.0, 6.0)  # of batch, m, n, k
+_ROUGH_VARIANCE = 0.02
+_ROUGH_DOUBLINGS = (2.5, 2.5, 32.0, 6.0)  # of batch m n, k, max(m / n, n / m), batch
+_NOISE_VARIANCE = 0.001
+_STUDENT_FREEDOM = 4
+_REWEIGHTINGS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """The work of one matrix product, or of several that one operation fuses."""
+
+    shape: Shape | None
+    """Of the largest; None if unknown."""
+    flop: int
+    """Operations of all."""
+    moved_bytes: int
+    """What it reads and writes."""
+    dtype: str
+    """Type of the operands, as of `Operation.dtype`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductTime:
+    """How long a product takes, and what of it is which."""
+
+    compute_seconds: float
+    """Arithmetic at the attainable rate."""
+    memory_seconds: float
+    """Traffic at the attainable bandwidth."""
+    busy_seconds: float
+    """From the first instruction to the last."""
+
+
+def product_time(product: Product, chip: Chip, *, fraction: float | None = None) -> ProductTime:
+    """The time of `product` on `chip`, without its launch.
+
+    busy = (aside + ramp + max(FLOP / (peak fraction), bytes / attainable bandwidth))
+    exp(residual) - aside, and never below FLOP / peak nor bytes / bandwidth. The residual is 0
+    where the chip has no table, or the shape is unknown.
+
+    Args:
+        product: the work.
+        chip: where it runs.
+        fraction: share of the peak that large products reach; the chip's own unless given.
+    """
+    attainable = chip.attainable
+    if attainable.matmul_table is None or product.shape is None:
+        return _time(product, chip, fraction, residual=0.0, aside_seconds=0.0)
+    return _time(
+        product,
+        chip,
+        fraction,
+        residual=log_residual(
+            attainable.matmul_table, chip.rate_type(product.dtype), product.shape
+        ),
+        aside_seconds=load_matmul_table(attainable.matmul_table).form.aside_seconds,
+    )
+
+
+def _time(
+    product: Product,
+    chip: Chip,
+    fraction: float | None,
+    *,
+    residual: float,
+    aside_seconds: float,
+) -> ProductTime:
+    attainable, peak = chip.attainable, chip.peak(product.dtype)
+    bandwidth = chip.memory_bytes_per_second
+    own_bytes = 0
+    if product.shape is not None:
+        own_bytes = compulsory_bytes(product.shape, chip.rate_type(product.dtype))
+    moved_bytes = max(product.moved_bytes, own_bytes)
+    compute = product.flop / (peak * (fraction or attainable.matmul_fraction))
+    memory = moved_bytes / (bandwidth * attainable.memory_fraction)
+    form = attainable.matmul_ramp_seconds + max(compute, memory)
+    return ProductTime(
+        compute_seconds=compute,
+        memory_seconds=memory,
+        busy_seconds=max(
+            (aside_seconds + form) * math.exp(residual) - aside_seconds,
+            product.flop / peak,
+            product.moved_bytes / bandwidth,
+        ),
+    )
+
+
+def compulsory_bytes(shape: Shape, kind: RateType) -> int:
+    """Bytes of both operands and the result of a product, each moved once."""
+    batch, m, n, k = shape
+    operand, result = _OPERAND_BYTES[kind]
+    return batch * ((m + n) * k * operand + m * n * result)
+
+
+@lru_cache(maxsize=65536)
+def log_residual(table: str, kind: RateType, shape: Shape) -> float:
+    """Logarithm of the time of a product over that of the form; 0 for a type without a table."""
+    measured: RateType = "bf16" if kind == "f16" else kind
+    surface = _surface(table, measured)
+    return 0.0 if surface is None else surface.at(shape)
+
+
+@cache
+def _surface(table: str, kind: RateType) -> "Surface | None":
+    measured = load_matmul_table(table)
+    if kind not in measured.flop_per_second:
+        return None
+    return fit_surface(measured.shapes, log_ratios(measured, kind))
+
+
+def log_ratios(table: MatmulTable, kind: RateType) -> Floats:
+    """log(measured / form) of each product of a table, for operands of one type."""
+    rates = table.flop_per_second[kind]
+    return np.array(
+        [
+            math.log(product_flop(shape) / rate / form_seconds(table.form, kind, shape))
+            for shape, rate in zip(table.shapes, rates, strict=True)
+        ]
+    )
+
+
+def product_flop(shape: Shape) -> int:
+    """Operations of a product: two for each multiplication and its addition."""
+    return 2 * math.prod(shape)
+
+
+def form_seconds(form: MatmulForm, kind: RateType, shape: Shape) -> float:
+    """What a table's form gives for one of its products, as it was measured."""
+    rate = form.peak_flop_per_second[kind] * form.matmul_fraction
+    bandwidth = form.memory_bytes_per_second * form.memory_fraction
+    return form.fixed_seconds + max(
+        product_flop(shape) / rate, compulsory_bytes(shape, kind) / bandwidth
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Surface:
+    """A smooth function of the shape of a product."""
+
+    places: Floats
+    """log2 (batch, m, n, k) of what it was fitted to, [shapes, 4]."""
+    weights: Floats
+    """Of each, [shapes]."""
+
+    def at(self, shape: Shape) -> float:
+        """Its value."""
+        largest = self.places.max(axis=0)  # a rate that has saturated stays what it is
+        place = np.minimum(_places((shape,)), largest)
+        return float((_covariance(place, self.places) @ self.weights)[0])
+
+
+def fit_surface(shapes: tuple[Shape, ...], values: Floats) -> Surface:
+    """The surface through `values` at `shapes`, outliers counting less the further off they are.
+
+    Source: Rasmussen & Williams 2006, "Gaussian Processes for Machine Learning", eq. 2.25;
+    Student's t noise by iterated reweighting (Lange, Little & Taylor 1989, JASA 84(408)).
+    """
+    places = _places(shapes)
+    covariance = _covariance(places, places)
+    trust: Floats = np.ones(len(values))
+    weights: Floats = np.zeros(len(values))
+    for _ in range(_REWEIGHTINGS):
+        noise = _NOISE_VARIANCE / trust
+        weights = np.asarray(np.linalg.solve(covariance + np.diag(noise), values), np.float64)
+        squares = (noise * weights) ** 2 / _NOISE_VARIANCE  # of what the surface leaves over
+        trust = (_STUDENT_FREEDOM + 1) / (_STUDENT_FREEDOM + squares)
+    return Surface(places, weights)
+
+
+def _places(shapes: tuple[Shape, ...]) -> Floats:
+    return np.array([[math.log2(size) for size in shape] for shape in shapes])
+
+
+def _covariance(first: Floats, second: Floats) -> Floats:
+    """Between the residuals at two sets of places: constant, smooth in each axis, and rough in
+    the size of the result, which decides the kernel and how its tiles fill the chip."""
+    smooth = math.sqrt(3) * _distance(first, second, _SMOOTH_DOUBLINGS)
+    rough = _distance(_sizes(first), _sizes(second), _ROUGH_DOUBLINGS)
+    return (
+        _TYPE_VARIANCE
+        + _SMOOTH_VARIANCE * (1 + smooth) * np.exp(-smooth)
+        + _ROUGH_VARIANCE * np.exp(-rough)
+    )
+
+
+def _sizes(places: Floats) -> Floats:
+    batch, m, n, k = places.T
+    return np.stack([batch + m + n, k, np.abs(m - n), batch], axis=1)
+
+
+def _distance(first: Floats, second: Floats, scales: tuple[float, ...]) -> Floats:
+    gaps = (first[:, None, :] - second[None, :, :]) / np.array(scales)
+    return np.sqrt((gaps**2).sum(axis=2))

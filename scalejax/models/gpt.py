@@ -15,10 +15,25 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig
 from scalejax.models.attention import causal_attention
-from scalejax.models.network import Network, PartitionRules, placed, placed_by_row
+from scalejax.models.network import (
+    Network,
+    PartitionRules,
+    parameter_path,
+    placed_by_row,
+)
+from scalejax.models.sharded import gathered, looked_up, product
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
+
+
+QKV, UP = P(FSDP, None, TENSOR, None), P(FSDP, TENSOR)
+PROJECTION = DOWN = P((TENSOR, FSDP), None)
+TOKENS, PLACES = P(TENSOR, FSDP), P(None, FSDP)
+"""How matrices are split. Over tensor as in Megatron (arXiv 1909.08053): heads, inner width and
+vocabulary, so that each half of a block needs one sum over it. Over fsdp the first dimension,
+whose parts are gathered without being transposed; of embeddings the width, which is more often
+divisible."""
 
 
 class Attention(nnx.Module):
@@ -28,6 +43,7 @@ class Attention(nnx.Module):
         dtype = jnp.dtype(config.compute_dtype)
         head_size = config.hidden // config.heads
         self.kind: AttentionKind = config.attention
+        self.is_recomputed = config.remat == "full"
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
         self.qkv = nnx.LinearGeneral(
             config.hidden,
@@ -36,10 +52,9 @@ class Attention(nnx.Module):
             kernel_init=nnx.initializers.normal(INIT_STD),
             rngs=rngs,
         )
-        self.projection = nnx.LinearGeneral(
-            (config.heads, head_size),
+        self.projection = nnx.Linear(
             config.hidden,
-            axis=(-2, -1),
+            config.hidden,
             dtype=dtype,
             kernel_init=_residual_init(config),
             rngs=rngs,
@@ -47,9 +62,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
-        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
+        qkv_BSNHK = _linear(self.is_recomputed, self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD)
+        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(qkv_BSNHK, axis=2)
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind)
-        return self.projection(mixed_BSHK)
+        mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
+        return _linear(self.is_recomputed, self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD)
 
 
 class FeedForward(nnx.Module):
@@ -57,6 +74,7 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
+        self.is_recomputed = config.remat == "full"
         self.up = nnx.Linear(
             config.hidden,
             4 * config.hidden,
@@ -74,7 +92,29 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        return self.down(_gelu(self.up(x_BSD)))
+        inner_BSF = _gelu(_linear(self.is_recomputed, self.up, "bsd,df->bsf", UP, x_BSD))
+        return _linear(self.is_recomputed, self.down, "bsf,fd->bsd", DOWN, inner_BSF)
+
+
+def _linear(
+    is_recomputed: bool,
+    layer: nnx.Linear | nnx.LinearGeneral,
+    equation: str,
+    kept: P,
+    x: jax.Array,
+) -> jax.Array:
+    """`layer` applied to `x` in its type, the kernel being kept in parts.
+
+    Where the block is computed again in its backward pass, the kernel that is gathered for that
+    serves both; else it is gathered for each, and not kept in between.
+    """
+    kernel = layer.kernel[...].astype(x.dtype)
+    bias = layer.bias[...].astype(x.dtype)  # type: ignore[index]  every layer here has one
+    if is_recomputed:
+        result = jnp.einsum(equation, x, gathered(kernel, kept))
+    else:
+        result = product(equation, kept, x, kernel)
+    return result + jnp.expand_dims(bias, (0, 1))
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
@@ -146,11 +186,14 @@ class Gpt(Network):
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
         # Gathered over fsdp here, once: both ends of the network use the token embedding.
-        tokens_VD = placed(self.tokens.embedding.astype(self.dtype), P(TENSOR, None))
-        places_SD = placed(self.places.embedding.astype(self.dtype), P(None, None))
-        x_BSD = jnp.take(tokens_VD, inputs, axis=0, mode="clip")
+        tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
+        places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
+        x_BSD = looked_up(tokens_VD, inputs, P(TENSOR, None))
         x_BSD = placed_by_row(x_BSD + places_SD[None, : inputs.shape[1]])
         structure, stacked = nnx.split(self.blocks)
+        # Before the scan: once, and not for every pass over a block; gradients of all blocks
+        # are then stacked in the compute type too, half the memory of float32.
+        stacked = jax.tree_util.tree_map_with_path(partial(_cast_kernel, self.dtype), stacked)
 
         def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(structure, layer)(x_BSD), None
@@ -164,18 +207,23 @@ class Gpt(Network):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Megatron (arXiv 1909.08053): heads, inner width and vocabulary over the tensor axis, so
-        that each half of a block needs one sum over it; the hidden width over fsdp."""
+        """Those of the constants above, a dimension for the layers before them."""
         return (
-            (r"qkv/kernel$", P(None, FSDP, None, TENSOR, None)),
+            (r"qkv/kernel$", P(None, *QKV)),
             (r"qkv/bias$", P(None, None, TENSOR, None)),
-            (r"projection/kernel$", P(None, TENSOR, None, FSDP)),
-            (r"up/kernel$", P(None, FSDP, TENSOR)),
+            (r"projection/kernel$", P(None, *PROJECTION)),
+            (r"up/kernel$", P(None, *UP)),
             (r"up/bias$", P(None, TENSOR)),
-            (r"down/kernel$", P(None, TENSOR, FSDP)),
-            (r"tokens/embedding$", P(TENSOR, FSDP)),
-            (r"places/embedding$", P(None, FSDP)),
+            (r"down/kernel$", P(None, *DOWN)),
+            (r"tokens/embedding$", TOKENS),
+            (r"places/embedding$", PLACES),
         )
+
+
+def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
+    """A matrix in the type that it is multiplied in; biases and norms as they are."""
+    is_kernel = "kernel" in parameter_path(path).split("/")
+    return leaf.astype(dtype) if is_kernel else leaf
 
 
 def _layer_norm(config: GptConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

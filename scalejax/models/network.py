@@ -6,6 +6,7 @@ parameters are split over a mesh; it knows no mesh, no batch size and no optimiz
 
 import importlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -142,18 +143,22 @@ def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[s
 def _divisible(
     name: str, rule: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """`rule`, without the axes of dimensions that they do not divide."""
+    """`rule`, without the axes that do not divide their dimension: of several, the minor first."""
     if len(rule) > len(shape):
         accepted = f"the parameter has {len(shape)} dimensions, its partition rule {len(rule)}"
         raise ConfigError(refusal(name, shape, accepted))
     kept = []
     for size, axes in zip(shape, rule, strict=False):
-        parts = 1
-        for axis in _axis_names(axes):
+        names = _axis_names(axes)
+        for axis in names:
             if axis not in axis_sizes:
                 raise ConfigError(unknown_name(f"partition rule of {name}", axis, axis_sizes))
-            parts *= axis_sizes[axis]
-        kept.append(None if size % parts else axes)
+        while size % math.prod(axis_sizes[axis] for axis in names):
+            names = names[:-1]
+        if names == _axis_names(axes):
+            kept.append(axes)  # also None, and "as the compiler sees fit"
+        else:
+            kept.append(names or None)
     return PartitionSpec(*kept)
 
 

@@ -182,6 +182,24 @@ def test_tensor_parallel_blocks_need_four_sums_of_activations():
     )
 
 
+def test_fsdp_gathers_only_what_tensor_leaves():
+    """Of a matrix that both axes divide, a device gathers its own part of the heads and the inner
+    width; twice, for nothing is kept whole until the backward pass."""
+    found = collectives(data=2, fsdp=2, tensor=2)
+
+    heads, inner = 4 // 2, 4 * HIDDEN // 2
+    gathered = {shape: count for (kind, shape), count in found.items() if kind == "all-gather"}
+    assert gathered == {
+        f"f32[{HIDDEN},3,{heads},16]": 2,
+        f"f32[{heads * 16},{HIDDEN}]": 2,
+        f"f32[{HIDDEN},{inner}]": 2,
+        f"f32[{inner},{HIDDEN}]": 2,
+        f"f32[{VOCABULARY // 2},{HIDDEN}]": 1,
+        f"f32[{TOKENS},{HIDDEN}]": 1,
+    }
+    assert found["all-reduce", f"f32[{BATCH // 4},{TOKENS},{HIDDEN}]"] == 4 + 2
+
+
 def test_fsdp_gathers_parameters_and_never_activations():
     """Every all-gather has the shape of a parameter; rows stay on their device."""
     found = collectives(data=1, fsdp=8, tensor=1)
@@ -191,7 +209,7 @@ def test_fsdp_gathers_parameters_and_never_activations():
     gathered = {shape for kind, shape in found if kind == "all-gather"}
     assert gathered == {
         f"f32[{HIDDEN},3,4,16]",  # qkv
-        f"f32[4,16,{HIDDEN}]",  # projection
+        f"f32[{HIDDEN},{HIDDEN}]",  # projection
         f"f32[{HIDDEN},{4 * HIDDEN}]",  # up
         f"f32[{4 * HIDDEN},{HIDDEN}]",  # down
         f"f32[{VOCABULARY},{HIDDEN}]",  # tokens

@@ -1,0 +1,128 @@
+"""Parameters that are kept in parts over fsdp: gathered where they are used, and never kept whole.
+
+The compiler may move either the parameters to the rows of the batch or the rows to the
+parameters. A network settles here for the first, and for when: a matrix is gathered for the
+forward pass, gathered again for the backward pass, and its gradient is summed to where the
+parameter is kept (ZeRO 3; Rajbhandari et al. 2020, arXiv 1910.02054). All of it travels in the
+compute type.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from scalejax.layout import FSDP
+from scalejax.models.network import placed
+
+
+def _brought(parameter: jax.Array, kept: PartitionSpec) -> jax.Array:
+    """`parameter` where it is used; held in its parts first, so that it travels as it is here and
+    not as what it was converted from."""
+    return placed(placed(parameter, kept), _whole(kept))
+
+
+def _whole(kept: PartitionSpec) -> PartitionSpec:
+    """`kept` without fsdp: how the parameter lies where it is used."""
+    used = []
+    for entry in kept:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        rest = tuple(name for name in names if name is not None and name != FSDP)
+        used.append(rest or None)
+    return PartitionSpec(*used)
+
+
+def gathered(table: jax.Array, kept: PartitionSpec) -> jax.Array:
+    """`table`, gathered over fsdp, for a use that keeps it until the backward pass.
+
+    Args:
+        table: a parameter in the compute type.
+        kept: how the parameter is split.
+    """
+    return _gathered(table, kept)  # type: ignore[return-value]  custom_vjp forgets the type
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(table: jax.Array, kept: PartitionSpec) -> jax.Array:
+    return _brought(table, kept)
+
+
+def _gathered_forward(table: jax.Array, kept: PartitionSpec) -> tuple[jax.Array, None]:
+    return _brought(table, kept), None
+
+
+def _gathered_backward(kept: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (placed(gradient, kept),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.Array:
+    """Rows of `table`, one per index; the gradient is a sum over rows of the batch.
+
+    Left to itself, the compiler would move the gradients of the rows instead, all to all.
+
+    Args:
+        table: an embedding [rows, width], gathered.
+        indices: of any shape; those beyond the table mean its last row.
+        used: how the gathered table is split.
+    """
+    return jnp.take(_summed(table, used), indices, axis=0, mode="clip")
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(table: jax.Array, used: PartitionSpec) -> jax.Array:
+    """`table`, whose gradient is held as the table is before it is added to others."""
+    return table
+
+
+_summed.defvjp(
+    lambda table, used: (table, None), lambda used, _, gradient: (placed(gradient, used),)
+)
+
+
+def product(
+    equation: str, kept: PartitionSpec, activations: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """The `einsum` of activations and a matrix that is gathered for it, forward and backward.
+
+    Args:
+        equation: of the einsum.
+        kept: how the matrix is split.
+        activations: rows of the batch.
+        kernel: the matrix, in the type of the activations.
+    """
+    return _product(equation, kept, activations, kernel)  # type: ignore[return-value]  likewise
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(
+    equation: str, kept: PartitionSpec, activations: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    return jnp.einsum(equation, activations, _brought(kernel, kept))
+
+
+def _product_forward(
+    equation: str, kept: PartitionSpec, activations: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _product(equation, kept, activations, kernel), (activations, kernel)  # type: ignore[return-value]
+
+
+def _product_backward(
+    equation: str,
+    kept: PartitionSpec,
+    saved: tuple[jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    activations, kernel = saved
+    whole = _brought(kernel, kept)
+    # A product is linear in either operand; `jax.vjp` would trace it once more for its value.
+    to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), activations)
+    to_kernel = jax.linear_transpose(lambda w: jnp.einsum(equation, activations, w), whole)
+    (of_activations,), (of_kernel,) = to_activations(gradient), to_kernel(gradient)
+    return of_activations, placed(of_kernel, kept)
+
+
+_product.defvjp(_product_forward, _product_backward)

@@ -1,12 +1,15 @@
 """Charges of operations: what adds up to the step."""
 
 import math
+from dataclasses import replace
 
 import pytest
+from hardware_cases import CHIP
 from program_cases import PAPER, fusion, gather, matmul, program_of, resnet50_on_256, wait
 
 from scalejax.cost import charges, device_terms, timeline
-from scalejax.hardware import load_cluster
+from scalejax.cost.recording import record
+from scalejax.hardware import SharedChip, load_cluster
 from scalejax.program import Loop
 
 
@@ -33,7 +36,7 @@ def test_charges_and_terms_add_up_to_a_real_step():
     rest = times.contention_seconds + times.overhead_seconds
 
     charged = math.fsum(charge.step_seconds for charge in charges(program, cluster))
-    terms = dict(device_terms(program, cluster.chip))
+    terms = dict(device_terms(program, cluster))
 
     assert charged + rest == pytest.approx(times.step_seconds)
     assert math.fsum(terms.values()) + times.exposed_seconds + rest == pytest.approx(
@@ -41,3 +44,19 @@ def test_charges_and_terms_add_up_to_a_real_step():
     )
     assert terms["launch"] == pytest.approx(times.launch_seconds)
     assert all(seconds >= 0 for seconds in terms.values())
+
+
+def test_charges_are_those_of_the_devices_as_they_are_when_all_are_busy():
+    """Eight devices of a machine that has cores for four: twice the time, and in all views.
+
+    On a chip of half the rates, what the FLOP take at the peak is twice as long too.
+    """
+    rates = {name: rate / 2 for name, rate in CHIP.peak_flop_per_second.items()}
+    half = replace(CHIP, peak_flop_per_second=rates, memory_bytes_per_second=5e11)
+    cluster = replace(PAPER, shared=(SharedChip(device_count=8, chip=half),))
+    program = program_of(matmul("m", 3), fusion("f", 1))
+
+    assert timeline(program, cluster).step_seconds == pytest.approx(8e-3)
+    assert sum(each.step_seconds for each in charges(program, cluster)) == pytest.approx(8e-3)
+    assert sum(dict(device_terms(program, cluster)).values()) == pytest.approx(8e-3)
+    assert record(program, cluster).step_seconds == pytest.approx(8e-3)

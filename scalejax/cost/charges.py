@@ -9,6 +9,7 @@ from typing import Literal
 
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import operation_time
+from scalejax.cost.occupancy import as_used
 from scalejax.cost.timeline import timeline
 from scalejax.hardware import Chip, Cluster
 from scalejax.program import Operation, Program
@@ -40,6 +41,7 @@ def charges(program: Program, cluster: Cluster) -> tuple[Charge, ...]:
     Raises:
         DoesNotFit: if a collective spans nodes that no network joins.
     """
+    cluster = as_used(cluster, program)
     exposed = dict(timeline(program, cluster).exposed_by_name)
     runs: Counter[str] = Counter()
     by_name: dict[str, Operation] = {}
@@ -74,7 +76,7 @@ def _charge(operation: Operation, runs: int, cluster: Cluster, exposed: float) -
     )
 
 
-def device_terms(program: Program, chip: Chip) -> tuple[tuple[str, float], ...]:
+def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """(term, seconds) of a step that exchanges nothing, from ideal to predicted.
 
     compute at peak: all FLOP at the peak of their types. attainable rates: what operations that
@@ -82,6 +84,7 @@ def device_terms(program: Program, chip: Chip) -> tuple[tuple[str, float], ...]:
     are at least their bytes over the bandwidth. launch: the gaps between operations. Together
     they are `Timeline.compute_seconds`, `memory_seconds` and `launch_seconds`.
     """
+    chip = as_used(cluster, program).chip
     terms = dict.fromkeys(("compute at peak", "attainable rates", "memory", "launch"), 0.0)
     for operation, runs in program.walk():
         if operation.collective is not None or operation.kind == "wait":

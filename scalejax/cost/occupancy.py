@@ -10,13 +10,22 @@ from scalejax.program import Program
 
 
 def as_used(cluster: Cluster, program: Program) -> Cluster:
-    """`cluster` with its chip as it is while `program` runs; itself where nothing is shared."""
+    """`cluster` with its chip as it is while `program` runs; itself where nothing is shared.
+
+    What is taken into account is taken out, so that doing it again changes nothing.
+    """
     chip = _shared_chip(cluster, program.device_count)
     if chip.measured is not None and chip.measured.first_touch:
         seconds = chip.measured.first_touch_seconds(program.memory.temporary_bytes)
         overhead = chip.attainable.step_overhead_seconds + seconds
-        chip = replace(chip, attainable=replace(chip.attainable, step_overhead_seconds=overhead))
-    return cluster if chip is cluster.chip else replace(cluster, chip=chip)
+        chip = replace(
+            chip,
+            attainable=replace(chip.attainable, step_overhead_seconds=overhead),
+            measured=replace(chip.measured, first_touch=()),
+        )
+    if chip is cluster.chip and not cluster.shared:
+        return cluster
+    return replace(cluster, chip=chip, shared=())
 
 
 def _shared_chip(cluster: Cluster, device_count: int) -> Chip:

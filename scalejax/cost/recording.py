@@ -9,6 +9,7 @@ from typing import Literal
 
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import operation_time
+from scalejax.cost.occupancy import as_used
 from scalejax.cost.schedule import Event, Repeat, Schedule, Start
 from scalejax.cost.streams import Streams
 from scalejax.hardware import Cluster
@@ -67,6 +68,7 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
         ConfigError: if an operation waits for a collective that the program does not hold.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
+    cluster = as_used(cluster, program)
     schedule = Schedule(program, merge=False)
     most_iterations = _most_iterations(schedule.events, most_events)
     streams = _RecordedStreams(program, schedule, cluster, most_iterations)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import operation_time
+from scalejax.cost.occupancy import as_used
 from scalejax.cost.schedule import Schedule
 from scalejax.cost.streams import Streams
 from scalejax.hardware import Chip, Cluster
@@ -130,8 +131,10 @@ class WhatIf:
         Raises:
             ConfigError: if an operation waits for a collective that the program does not hold.
         """
-        self.schedule = Schedule(program)
+        self.program = program
         """What is costed."""
+        self.schedule = Schedule(program)
+        """Its events, and what differs among its operations."""
         self._chips: dict[int, _ChipTimes] = {}
         self._exchanges: tuple[Cluster, NDArray[np.float64]] | None = None
 
@@ -145,6 +148,7 @@ class WhatIf:
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
+        cluster = as_used(cluster, self.program)
         schedule, attainable = self.schedule, cluster.chip.attainable
         times = self._chip_times(cluster.chip)
         busy = times.busy_seconds

@@ -36,7 +36,8 @@ class Link:
     """Attainable rate of all devices of a node together to the memory of their host, one way;
     None: as fast as their links."""
     wires: tuple[tuple[int, ...], ...] | None = None
-    """Wires between each two devices of an nvlink_mesh, a symmetric matrix; None if unknown."""
+    """Wires between each two devices of an nvlink_mesh, a symmetric matrix; None if unknown.
+    Where a node has fewer devices than that, the first."""
     own_share: float = 0.0
     """Time in which a device moves bytes in its own memory over time to send them on the link:
     what the n-th part costs that a ring leaves at home, so that few members are slower."""
@@ -183,7 +184,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         require_at_least("devices_per_node", self.devices_per_node, 1)
-        if self.link.wires is not None and len(self.link.wires) != self.devices_per_node:
+        if self.link.wires is not None and len(self.link.wires) < self.devices_per_node:
             accepted = f"it must have a row for each of devices_per_node={self.devices_per_node}"
             raise ConfigError(refusal("link.wires", f"{len(self.link.wires)} rows", accepted))
         if self.max_device_count is not None:

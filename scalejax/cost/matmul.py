@@ -109,12 +109,8 @@ def _time(
 ) -> ProductTime:
     attainable, peak = chip.attainable, chip.peak(product.dtype)
     bandwidth = chip.memory_bytes_per_second
-    own_bytes = 0
-    if product.shape is not None:
-        own_bytes = compulsory_bytes(product.shape, chip.rate_type(product.dtype))
-    moved_bytes = max(product.moved_bytes, own_bytes)
     compute = product.flop / (peak * (fraction or attainable.matmul_fraction))
-    memory = moved_bytes / (bandwidth * attainable.memory_fraction)
+    memory = product.moved_bytes / (bandwidth * attainable.memory_fraction)
     form = attainable.matmul_ramp_seconds + max(compute, memory)
     return ProductTime(
         compute_seconds=compute,

@@ -62,11 +62,21 @@ class Attainable:
     matmul_ramp_seconds: float
     """Time a matrix product takes beyond its launch to fill and drain the chip."""
     convolution_fraction: float
-    """Share of peak FLOP/s that convolutions of many channels reach."""
+    """Share of peak FLOP/s that forward convolutions of many channels reach."""
     memory_fraction: float
     """Share of peak memory bandwidth that streaming reaches."""
     launch_seconds: float
     """Time from the end of one operation of a program to the start of the next."""
+    convolution_f32_fraction: float | None = None
+    """The same of f32 operands, on tf32 or f32 units; None if as of narrower ones."""
+    input_gradient_share: float = 1.0
+    """Rate of the gradient of a convolution's input over that of the forward convolution."""
+    filter_gradient_share: float = 1.0
+    """Rate of the gradient of its filter over that of the forward convolution."""
+    depthwise_fraction: float = 0.25
+    """Share of peak f32 FLOP/s that depthwise convolutions reach, which matrix units cannot run."""
+    memory_ramp_seconds: float = 0.0
+    """The same as `matmul_ramp_seconds`, of operations that only move bytes."""
     matmul_table: str | None = None
     """Table of the catalogue that says how products depart from these numbers by their shape:
     the chip's own, or that of a sibling with the same multiprocessors; None for none."""
@@ -83,13 +93,18 @@ class Attainable:
         for name in (
             "matmul_fraction",
             "convolution_fraction",
+            "convolution_f32_fraction",
+            "input_gradient_share",
+            "filter_gradient_share",
+            "depthwise_fraction",
             "attention_fraction",
             "memory_fraction",
         ):
             fraction = getattr(self, name)
-            if not 0 < fraction <= 1:
+            if fraction is not None and not 0 < fraction <= 1:
                 raise ConfigError(refusal(name, fraction, "it must be above 0 and at most 1"))
         require_at_least("matmul_ramp_seconds", self.matmul_ramp_seconds, 0)
+        require_at_least("memory_ramp_seconds", self.memory_ramp_seconds, 0)
         require_at_least("launch_seconds", self.launch_seconds, 0)
         require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
         if not 0 <= self.contention_fraction < 1:

@@ -118,6 +118,20 @@ def test_beyond_the_table_a_rate_stays_what_it_is_at_the_edge():
     assert log_residual("h100", "f32", (1, 1024, 1024, 1024)) == 0.0
 
 
+def test_rates_above_the_peak_are_not_carried_beyond_the_table():
+    """H100's table has fp8 products 31 % above the peak; larger ones keep to the form's 80 %."""
+    h100 = load_chip("h100")
+    inside, beyond = (
+        product_of(4, *sizes, dtype="f8e4m3fn") for sizes in ((4096,) * 3, (8192,) * 3)
+    )
+    peak = h100.peak("f8e4m3fn")
+
+    assert product_time(inside, h100).busy_seconds == pytest.approx(inside.flop / peak)
+    assert product_time(beyond, h100).busy_seconds == pytest.approx(
+        beyond.flop / (0.8 * peak), rel=0.01
+    )
+
+
 def test_half_precision_of_either_kind_is_measured_as_one():
     """f16 and bf16 have the same units; XLA measured bf16."""
     shape = (1, 512, 2048, 1024)

@@ -132,10 +132,25 @@ def compulsory_bytes(shape: Shape, kind: RateType) -> int:
 
 @lru_cache(maxsize=65536)
 def log_residual(table: str, kind: RateType, shape: Shape) -> float:
-    """Logarithm of the time of a product over that of the form; 0 for a type without a table."""
+    """Logarithm of the time of a product over that of the form; 0 for a type without a table.
+
+    A table that has products of a type above the chip's peak is not followed beyond its shapes
+    to rates above the form's: there are no such rates, and most products are larger.
+    """
     measured: RateType = "bf16" if kind == "f16" else kind
     surface = _surface(table, measured)
-    return 0.0 if surface is None else surface.at(shape)
+    if surface is None:
+        return 0.0
+    residual = surface.at(shape)
+    if residual < 0 and surface.is_exceeded_by(shape) and not _is_below_peak(table, measured):
+        return 0.0
+    return residual
+
+
+@cache
+def _is_below_peak(name: str, kind: RateType) -> bool:
+    table = load_matmul_table(name)
+    return max(table.flop_per_second[kind]) <= table.form.peak_flop_per_second[kind]
 
 
 @cache
@@ -182,9 +197,13 @@ class Surface:
 
     def at(self, shape: Shape) -> float:
         """Its value."""
-        largest = self.places.max(axis=0)  # a rate that has saturated stays what it is
-        place = np.minimum(_places((shape,)), largest)
+        # A rate that has saturated stays what it is.
+        place = np.minimum(_places((shape,)), self.places.max(axis=0))
         return float((_covariance(place, self.places) @ self.weights)[0])
+
+    def is_exceeded_by(self, shape: Shape) -> bool:
+        """Whether the shape is larger, in any dimension, than all it was fitted to."""
+        return bool((_places((shape,)) > self.places.max(axis=0)).any())
 
 
 def fit_surface(shapes: tuple[Shape, ...], values: Floats) -> Surface:

@@ -127,7 +127,7 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
         ConfigError: on the first flag that `kind` does not have, or has with another type.
         SystemExit: with code 0, when help was asked for and printed.
     """
-    flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(kind)]
+    flags = [f"--{field.name.rstrip('_').replace('_', '-')}" for field in dataclasses.fields(kind)]
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag.startswith("--") and flag not in (*flags, "--help"):

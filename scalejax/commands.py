@@ -4,6 +4,7 @@ Each is a few lines over the functions that a Python user would call. Starts wit
 the commands that need it import when they run.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -210,30 +211,53 @@ class Hardware:
 class Calibrate:
     """Measure the devices that are here, as a cluster to predict with."""
 
+    from_: Annotated[tuple[Path, ...], arg(name="from", metavar="RUN RUN ...")] = ()
+    """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""
+    cluster: Annotated[str | None, _flag("CLUSTER")] = None
+    """What --from fits: a name or a TOML file. By default what was measured here before."""
     output: Annotated[Path | None, _flag("DIR")] = None
-    """Where its files go. By default this-machine in the user's cache folder, where train looks
+    """Where the files go. By default this-machine in the user's cache folder, where train looks
     for them."""
     cpu_devices: Annotated[int | None, _flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
 
     def execute(self) -> None:
-        """Time operations, memory, exchanges and storage, and write the files."""
-        import os
+        """Measure, or fit to what was measured, and write the files."""
+        from scalejax.profile.cache import user_folder
 
+        here = user_folder() / "this-machine"
+        if self.from_:
+            self._fit(here)
+        else:
+            self._measure(self.output or here)
+
+    def _measure(self, output: Path) -> None:
+        """Time operations, memory, exchanges and storage."""
+        if self.cluster is not None:
+            raise ConfigError(refusal("cluster", self.cluster, "it is for --from RUN RUN ..."))
         choose_platform()
         if os.environ.get("JAX_PLATFORMS") == "cpu":
             choose_platform(self.cpu_devices or max(2, os.cpu_count() or 1))
-        from scalejax.calibrate import calibrate, stage_count
-        from scalejax.calibrate.probes import GRID
-        from scalejax.profile.cache import user_folder
+        from scalejax.calibrate import GRID, calibrate, stage_count
 
-        output = self.output or user_folder() / "this-machine"
         with waiting.measuring(stage_count(GRID)) as on_stage:
             found = calibrate(output, GRID, on_stage)
         paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes))
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")
         print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
+
+    def _fit(self, here: Path) -> None:
+        """Fit a cluster to runs."""
+        from scalejax.fit_runs import fit_runs, read_run
+        from scalejax.hardware import load_cluster
+
+        cluster = load_cluster(self.cluster or str(here / "cluster.toml"))
+        fit = fit_runs(cluster, [read_run(folder) for folder in self.from_])
+        path = (self.output or here) / "cluster.toml"
+        documents.save_toml(fit.cluster, path)
+        tables.show(tables.fit(fit))
+        print(f"wrote {path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from scalejax.cost import (
 )
 from scalejax.errors import ConfigError, DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
+from scalejax.hardware.calibrated import FARTHEST
 from scalejax.layout import AXES, BATCH_AXES
 from scalejax.program import Program
 from scalejax.units import TFLOP
@@ -305,6 +306,12 @@ def _notes(
     if matmul_type is not None:
         peak = chip.peak_flop_per_second[matmul_type]
         notes.append(f"MFU against the {matmul_type} peak, {peak / TFLOP:g} TFLOP/s")
+    calibrated = cluster.calibrated
+    if calibrated is not None and calibrated.is_extrapolated(program.device_count):
+        notes.append(
+            f"extrapolated: {program.device_count} devices are more than {FARTHEST:g} times the "
+            f"{max(calibrated.device_counts)} of the largest run that {cluster.name} was fitted to"
+        )
     if chip.residuals is None:
         notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
     elif not has_band:

@@ -7,6 +7,7 @@ in order.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
+from scalejax.fit_runs import Fit
 from scalejax.hardware import Chip, Cluster
 from scalejax.predict import Prediction, ScalingPrediction
 from scalejax.reference import TableReference
@@ -41,6 +43,25 @@ def show(parts: Iterable[RenderableType]) -> None:
         if index:
             console.print()
         console.print(part)
+
+
+def fit(fitted: Fit) -> Iterator[RenderableType]:
+    """What was fitted, and each run by constants that the largest had no part in."""
+    yield Text.assemble((fitted.cluster.title, "bold"))
+    table = figures("factor on", "fitted")
+    for name, value in asdict(fitted.factors).items():
+        table.add_row(name, f"{value:.3f}" if name == "contention" else f"x {value:.3f}")
+    yield table
+    table = figures("devices", "measured", "predicted", "error", "run")
+    for each in fitted.errors:
+        table.add_row(
+            str(each.device_count),
+            format_seconds(each.measured_seconds),
+            format_seconds(each.predicted_seconds),
+            f"{each.error:+.1%}",
+            each.name + (" (held out)" if each.is_held_out else ""),
+        )
+    yield table
 
 
 def calibration(cluster: Cluster, processes: Cluster | None) -> Iterator[RenderableType]:

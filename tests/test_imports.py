@@ -40,6 +40,7 @@ ARITHMETIC = {
     "progress": 7,
     "scaling_study": 8,
     "trace_import": 1,
+    "fit_runs": 5,
     "validation": 8,
     "plots": 9,
     "report": 9,

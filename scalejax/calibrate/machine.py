@@ -73,7 +73,7 @@ def measure_chip(mesh: Mesh, grid: Grid, source: str, on_done: OnDone = lambda: 
         for kind in PASSES
     }
     touch = [
-        (size, done(probes.first_touch_seconds(mesh, size, stream[-1][1])))
+        (size, done(probes.first_touch_seconds(mesh, size, empty, calls)))
         for size in grid.touched_bytes
     ]
     measured = MeasuredRates(

@@ -4,6 +4,7 @@ Every probe is a small program of the kind that training steps are made of. Rate
 one device of a mesh while all of them do the same.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +19,9 @@ from scalejax.calibrate.timing import fastest_seconds, filled, seconds_of_call
 MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
 
-_STREAM_PASSES = 8  # within one program, so that no memory is asked for while it runs
+_STREAM_PASSES = 16  # within one program, so that no memory is asked for while it runs
+_TILE = 64  # rows and columns of what changes its layout: heads and their size, say
+_WRITTEN_BYTES_PER_SECOND = 100e9  # of memory that is in the caches: little beside first touch
 _CHAIN = 33  # products too small to take time but for being launched
 _STATE = 24  # arrays of a step that does nothing: parameters and moments of a small network
 
@@ -99,8 +102,8 @@ GRID = Grid(
         (8, 256, 64, 256),
     ),
     convolutions=tuple(_convolutions()),
-    stream_bytes=tuple(2**power for power in (14, 16, 18, 20, 22, 24, 26)),
-    touched_bytes=tuple(2**power for power in (22, 24, 25, 26, 27)),
+    stream_bytes=tuple(2**power for power in (15, 18, 20, 22, 24)),
+    touched_bytes=tuple(2**20 * size for size in (4, 16, 30, 34, 64, 128)),
     calls=12,
 )
 """What a training step on a CPU is made of, in powers of two."""
@@ -174,24 +177,37 @@ def convolution_row(
 
 
 def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) -> float:
-    """Bytes/s of an operation that reads and writes so many bytes, half of them each."""
+    """Bytes/s of an operation that reads and writes so many bytes, half of them each.
 
-    def passes(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: y + 1, x)
+    The geometric mean over what fusions of a step do: simple arithmetic, a transcendental
+    function, a change of layout.
+    """
+    count = max(1, moved_bytes // (8 * _TILE**2))
+    logs = []
+    for function in (lambda y: 2 * y + 1, jnp.tanh, lambda y: jnp.swapaxes(y, 1, 2) + 1):
 
-    seconds = fastest_seconds(passes, mesh, [(moved_bytes // 8,)], calls=calls)
-    return _STREAM_PASSES * moved_bytes / _beyond(seconds, empty_seconds)
+        def passes(x: jax.Array, function: Any = function) -> jax.Array:
+            return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)
+
+        seconds = fastest_seconds(passes, mesh, [(count, _TILE, _TILE)], calls=calls)
+        moved = _STREAM_PASSES * 8 * _TILE**2 * count
+        logs.append(math.log(moved / _beyond(seconds, empty_seconds)))
+    return math.exp(math.fsum(logs) / len(logs))
 
 
-def first_touch_seconds(mesh: Mesh, size_bytes: int, stream_bytes_per_second: float) -> float:
-    """Time to be given so many bytes of temporary memory, beyond that of writing and reading."""
+def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls: int) -> float:
+    """Time to be given so many bytes of memory for the time of a step.
 
-    def touch(x: jax.Array) -> jax.Array:
-        row = x[0] + jnp.arange(size_bytes // 4, dtype=jnp.float32)
-        return jax.lax.optimization_barrier(row).sum()
+    Where the system takes memory back at the end of a program and hands it out page by page,
+    writing it for the first time costs far more than writing it again.
+    """
+    count = size_bytes // 4
 
-    seconds = fastest_seconds(touch, mesh, [(4,)], calls=5)
-    return max(seconds - 2 * size_bytes / stream_bytes_per_second, 0.0)
+    def write(x: jax.Array) -> jax.Array:
+        return x[0] + jnp.arange(count, dtype=jnp.float32)
+
+    seconds = fastest_seconds(write, mesh, [(4,)], calls=min(calls, 5))
+    return max(seconds - empty_seconds - size_bytes / _WRITTEN_BYTES_PER_SECOND, 0.0)
 
 
 def launch_seconds(mesh: Mesh, calls: int) -> float:

@@ -1,0 +1,288 @@
+"""Constants of a cluster fitted to runs that were measured on it.
+
+A run folder holds the program of its step and the time that each step took. The factors on what
+the cluster's own rates predict are fitted by least squares of the logarithms, so that 10 % counts
+as much in a short step as in a long one. Arithmetic on plain data; knows no JAX.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from scalejax.cost import as_used, step_terms, timeline
+from scalejax.documents import load
+from scalejax.errors import ConfigError, refusal
+from scalejax.hardware import CalibratedRange, Chip, Cluster
+from scalejax.program import Program
+from scalejax.record import RunFolder, RunRecord, TrainMeasurement
+
+FEWEST, MOST = 2, 5
+"""Runs that are fitted to."""
+_LOW, _HIGH = 1 / 8, 8.0  # beyond these factors it is another machine
+_PRIOR = 0.5  # standard deviation of the logarithm of a factor before anything was measured
+_NOISE = 0.05  # of a measured step: how near the fit is to come to the runs
+_WIDEST = 0.5  # spread of steps beyond which it says nothing of stragglers
+_FEWEST_LINES = 8  # from which quartiles are taken
+_QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
+_SLOW_LINES = 1  # lines of the record left out: the first steps warm up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """One run: what its step does, and how long it took."""
+
+    name: str
+    """Its folder."""
+    program: Program
+    """The compiled step."""
+    step_seconds: float
+    """Median time of a step."""
+    step_cv: float | None
+    """Standard deviation of the time of a step over its mean; None if too few were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """By what the constants of a cluster are multiplied."""
+
+    compute: float = 1.0
+    """Times of operations that arithmetic limits."""
+    memory: float = 1.0
+    """Times of operations that memory limits."""
+    launch: float = 1.0
+    """Times between operations, and the overhead of a step."""
+    communication: float = 1.0
+    """Times of collectives."""
+    contention: float = 0.0
+    """Share of its speed that compute loses beside a collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunError:
+    """One run, predicted with the fitted constants."""
+
+    name: str
+    """Its folder."""
+    device_count: int
+    """Devices."""
+    measured_seconds: float
+    """Median time of a step."""
+    predicted_seconds: float
+    """What it is predicted to take."""
+    is_held_out: bool
+    """Whether the constants behind this prediction were fitted without this run."""
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Constants fitted to runs."""
+
+    cluster: Cluster
+    """The cluster with them, fitted to all the runs."""
+    factors: Factors
+    """What its constants were multiplied by."""
+    errors: tuple[RunError, ...]
+    """The runs that were fitted to, then the one held out, by constants fitted to the others."""
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """The run in a folder that `scalejax train` wrote.
+
+    Raises:
+        ConfigError: if it holds no program, or too few measured steps.
+    """
+    files = RunFolder(path=folder)
+    program = load(Program, files.program)
+    lines = [m for m in RunRecord.load(folder).measurements if isinstance(m, TrainMeasurement)]
+    kept = lines[_SLOW_LINES:]
+    seconds = [line.step_seconds for line in kept]
+    if not seconds:
+        accepted = (
+            f"it has {len(lines)} lines of measured steps, and the first is left out; train "
+            "longer, or with a smaller train.log_every_steps"
+        )
+        raise ConfigError(refusal("from", str(folder), accepted))
+    return MeasuredRun(
+        name=str(folder),
+        program=program,
+        step_seconds=median(seconds),
+        step_cv=_step_cv(kept),
+    )
+
+
+def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:
+    """Spread of single steps over their median, from lines that are means over several.
+
+    By the quartiles, since a step that another program held up is no straggler of this one.
+    """
+    if len(lines) < _FEWEST_LINES:
+        return None
+    low, middle, high = quantiles([line.step_seconds for line in lines], n=4)
+    steps_per_line = (lines[-1].step - lines[0].step) / (len(lines) - 1)
+    return (high - low) / _QUARTILES_APART / middle * math.sqrt(max(1.0, steps_per_line))
+
+
+def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
+    """`cluster` with its constants fitted to `runs`, and how far off the largest is without it.
+
+    The largest run has the most devices, then the longest steps. The constants that come back
+    are fitted to all; its error is that of a fit to the others.
+
+    Raises:
+        ConfigError: if there are fewer than 2 runs or more than 5.
+    """
+    if not FEWEST <= len(runs) <= MOST:
+        accepted = f"it must be {FEWEST} to {MOST} run folders"
+        raise ConfigError(refusal("from", f"{len(runs)} folders", accepted))
+    *others, largest = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
+    without = _fitted(cluster, others)
+    held_out = _error(adjusted(*without), largest, is_held_out=True)
+    start, factors = _fitted(cluster, runs)
+    fitted = adjusted(start, factors)
+    sources = {"*": "scalejax calibrate --from " + " ".join(run.name for run in runs)}
+    return Fit(
+        cluster=replace(
+            fitted,
+            calibrated=CalibratedRange(
+                device_counts=tuple(sorted(run.program.device_count for run in runs)),
+                held_out_error=held_out.error,
+                sources=sources,
+            ),
+        ),
+        factors=factors,
+        errors=(
+            *(_error(adjusted(*without), run, is_held_out=False) for run in others),
+            held_out,
+        ),
+    )
+
+
+def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Factors]:
+    """`cluster` with the spread of steps that the runs have, and factors fitted on top of it.
+
+    The spread is that of the runs on the fewest devices, where the slowest of many is least of it.
+    """
+    fewest = min(run.program.device_count for run in runs)
+    spreads = [
+        run.step_cv
+        for run in runs
+        if run.step_cv is not None and run.program.device_count == fewest
+    ]
+    if spreads:
+        conditions = replace(cluster.conditions, step_cv=min(median(spreads), _WIDEST))
+        cluster = replace(cluster, conditions=conditions)
+    return cluster, _factors(cluster, runs)
+
+
+def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
+    """`cluster` with its constants multiplied by `factors`."""
+    library = cluster.library
+    methods = tuple(
+        replace(
+            method,
+            base_seconds=method.base_seconds * factors.communication,
+            link_hop_seconds=method.link_hop_seconds * factors.communication,
+            network_hop_seconds=method.network_hop_seconds * factors.communication,
+        )
+        for method in library.methods
+    )
+    link, network = cluster.link, cluster.network
+    return replace(
+        cluster,
+        chip=_adjusted_chip(cluster.chip, factors),
+        shared=tuple(
+            replace(each, chip=_adjusted_chip(each.chip, factors)) for each in cluster.shared
+        ),
+        library=replace(library, methods=methods),
+        link=replace(link, bytes_per_second=link.bytes_per_second / factors.communication),
+        network=network
+        and replace(network, bytes_per_second=network.bytes_per_second / factors.communication),
+    )
+
+
+def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
+    attainable, measured = chip.attainable, chip.measured
+    if measured is not None:
+        measured = replace(
+            measured,
+            compute_scale=measured.compute_scale * factors.compute,
+            memory_scale=measured.memory_scale * factors.memory,
+        )
+    else:
+        attainable = replace(
+            attainable,
+            matmul_fraction=min(1.0, attainable.matmul_fraction / factors.compute),
+            convolution_fraction=min(1.0, attainable.convolution_fraction / factors.compute),
+            memory_fraction=min(1.0, attainable.memory_fraction / factors.memory),
+        )
+    return replace(
+        chip,
+        measured=measured,
+        attainable=replace(
+            attainable,
+            launch_seconds=attainable.launch_seconds * factors.launch,
+            step_overhead_seconds=attainable.step_overhead_seconds * factors.launch,
+            contention_fraction=factors.contention or attainable.contention_fraction,
+        ),
+    )
+
+
+def _step_seconds(cluster: Cluster, program: Program) -> float:
+    used = as_used(cluster, program)
+    seconds = timeline(program, used).step_seconds
+    terms = step_terms(program, used, seconds)
+    return seconds + (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
+
+
+def _error(cluster: Cluster, run: MeasuredRun, *, is_held_out: bool) -> RunError:
+    return RunError(
+        name=run.name,
+        device_count=run.program.device_count,
+        measured_seconds=run.step_seconds,
+        predicted_seconds=_step_seconds(cluster, run.program),
+        is_held_out=is_held_out,
+    )
+
+
+def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
+    """The factors that bring the predictions nearest to what was measured.
+
+    There may be more factors than runs, so each is drawn to 1 (contention to 0) as if it had
+    been measured there with a standard deviation of `_PRIOR`: what no run tells stays as it is.
+    """
+    communicates = any(
+        item.collective is not None for run in runs for item, _ in run.program.walk()
+    )
+
+    def factors_of(place: np.ndarray) -> Factors:
+        compute, memory, launch, communication = np.exp(place[:4]).tolist()
+        return Factors(
+            compute=compute,
+            memory=memory,
+            launch=launch,
+            communication=communication if communicates else 1.0,
+            contention=float(place[4]) if communicates else 0.0,
+        )
+
+    def residuals(place: np.ndarray) -> np.ndarray:
+        guessed = adjusted(cluster, factors_of(place))
+        misses = [
+            math.log(_step_seconds(guessed, run.program) / run.step_seconds) / _NOISE
+            for run in runs
+        ]
+        return np.array([*misses, *(place / _PRIOR)])
+
+    low, high = math.log(_LOW), math.log(_HIGH)
+    bounds = ([low] * 4 + [0.0], [high] * 4 + [0.5])
+    start = np.array([0.0, 0.0, 0.0, 0.0, 1e-3])
+    return factors_of(least_squares(residuals, start, bounds=bounds, max_nfev=40).x)

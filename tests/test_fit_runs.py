@@ -1,0 +1,123 @@
+"""Constants fitted to runs whose constants are known."""
+
+from dataclasses import replace
+
+import pytest
+from hardware_cases import CHIP, cluster_of
+
+from scalejax.errors import ConfigError
+from scalejax.fit_runs import Factors, MeasuredRun, adjusted, fit_runs
+from scalejax.predict import predict
+from scalejax.program import Collective, DeviceGroup, MemoryUse, Operation, Program
+
+CHIP_WITH_LAUNCH = replace(CHIP, attainable=replace(CHIP.attainable, matmul_fraction=0.5,
+    convolution_fraction=0.5, memory_fraction=0.5, launch_seconds=1e-4))  # fmt: skip
+CLUSTER = cluster_of(chip=CHIP_WITH_LAUNCH)
+NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
+
+
+def program_of(*, flop: int, moved: int, launches: int, payload: int = 0, devices: int = 1):
+    """A step of one product, one fusion, empty operations and an all-reduce."""
+    empty = Operation(name="e", kind="fusion", dtype="f32")
+    operations = [
+        Operation(name="dot", kind="matmul", dtype="f32", flop=flop),
+        Operation(name="add", kind="fusion", dtype="f32", read_bytes=moved),
+        *(replace(empty, name=f"e{index}") for index in range(launches)),
+    ]
+    if devices > 1:
+        group = DeviceGroup(extents=((devices, 1),), axes=("data",))
+        exchange = Collective(name="all_reduce", payload_bytes=payload, group=group, is_async=False)
+        operations.append(
+            Operation(name="sum", kind="collective", dtype="f32", collective=exchange)
+        )
+    return Program(
+        name="a step",
+        backend="cpu",
+        target="cpu",
+        compiler="none",
+        mesh_axes=(("data", devices),),
+        operations=tuple(operations),
+        memory=NO_MEMORY,
+    )
+
+
+PROGRAMS = (
+    program_of(flop=10**11, moved=10**6, launches=1),
+    program_of(flop=10**6, moved=10**10, launches=1),
+    program_of(flop=10**6, moved=10**6, launches=300),
+    program_of(flop=10**8, moved=10**6, launches=1, payload=10**9, devices=8),
+    program_of(flop=10**11, moved=10**10, launches=100, payload=10**8, devices=8),
+)
+"""Each of the first four is nearly all of one class; the last has something of each."""
+
+
+def runs_on(cluster, cv: float | None = None) -> list[MeasuredRun]:
+    """The programs, as long as `cluster` takes them."""
+    return [
+        MeasuredRun(
+            name=f"run {index}",
+            program=program,
+            step_seconds=predict(program, cluster).step_seconds,
+            step_cv=cv,
+        )
+        for index, program in enumerate(PROGRAMS)
+    ]
+
+
+def test_known_factors_are_found_again():
+    """Compute 1.5 times slower, memory 0.7, launch 2, exchanges 1.25: each within a few per cent.
+
+    The rest is the pull towards 1 of a factor that is seen with 5 % noise in one run.
+    """
+    truth = Factors(compute=1.5, memory=0.7, launch=2.0, communication=1.25)
+
+    fit = fit_runs(CLUSTER, runs_on(adjusted(CLUSTER, truth)))
+
+    assert fit.factors.compute == pytest.approx(1.5, rel=0.03)
+    assert fit.factors.memory == pytest.approx(0.7, rel=0.03)
+    assert fit.factors.launch == pytest.approx(2.0, rel=0.03)
+    assert fit.factors.communication == pytest.approx(1.25, rel=0.03)
+    assert abs(fit.errors[-1].error) < 0.03
+
+
+def test_the_largest_run_is_held_out_of_its_own_prediction():
+    """Most devices, then the longest steps; a run gone wrong there shows in its error."""
+    runs = runs_on(CLUSTER)
+    wrong = replace(runs[-1], step_seconds=2 * runs[-1].step_seconds)
+
+    fit = fit_runs(CLUSTER, [*runs[:-1], wrong])
+
+    assert [each.is_held_out for each in fit.errors] == [False] * 4 + [True]
+    assert fit.errors[-1].name == "run 4"
+    assert fit.errors[-1].error == pytest.approx(-0.5, abs=0.02)
+    assert fit.cluster.calibrated is not None
+    assert fit.cluster.calibrated.held_out_error == fit.errors[-1].error
+
+
+def test_predictions_beyond_eight_times_the_runs_say_so():
+    """Fitted to 8 devices: 64 are within reach, 72 are extrapolated."""
+    cluster = fit_runs(CLUSTER, runs_on(CLUSTER)).cluster
+    notes = {
+        count: predict(program_of(flop=1, moved=1, launches=1, devices=count), cluster).notes
+        for count in (64, 72)
+    }
+
+    assert not any("extrapolated" in note for note in notes[64])
+    assert any("extrapolated: 72 devices" in note for note in notes[72])
+
+
+def test_the_spread_of_steps_becomes_the_stragglers():
+    """What the steps of single devices vary by is what the slowest of many is later."""
+    cluster = replace(CLUSTER, conditions=replace(CLUSTER.conditions, step_cv=0.04))
+
+    fit = fit_runs(CLUSTER, runs_on(cluster, cv=0.04))
+
+    assert fit.cluster.conditions.step_cv == pytest.approx(0.04)
+    assert fit.factors.compute == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_one_run_or_six_are_refused(count):
+    """A single run cannot be held out."""
+    with pytest.raises(ConfigError, match="2 to 5 run folders"):
+        fit_runs(CLUSTER, (runs_on(CLUSTER) * 2)[:count])

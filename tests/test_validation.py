@@ -540,16 +540,16 @@ def test_open_ledger_is_predicted_as_well_as_before():
 
     If this fails after a change to how programs are read or costed, decide which is right: the
     physics of the change, or the errors it brings. If it is the change, write new figures with
-    `python experiments/open_ledger/summarize.py`, and say why they are worse.
+    `python experiments/open_ledger/summarize.py --write`, and say why they are worse.
     """
     golden = {each.name: each for each in load(Validation, GOLDEN).families}
     rows = [row for row in read_ledger(OPEN_LEDGER) if row.family in golden]
     cases = compile_cases(rows, compiles=False)
     results = evaluate(cases)
 
-    today = summaries([(case.row, result) for case, result in zip(cases, results, strict=True)])
+    scored_rows = [(case.row, result) for case, result in zip(cases, results, strict=True)]
 
-    for summary in today:
+    for summary in summaries(scored_rows):
         before = golden[summary.name]
         assert summary.predicted >= before.predicted, summary.name
         for figure in ("median_error", "median_ratio_error", "median_fastest_error"):

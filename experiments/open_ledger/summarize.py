@@ -1,50 +1,63 @@
-"""Hold predictions against the open ledger: write the golden summary, print the README's table.
+"""Hold predictions against the open ledger: its golden summary, and the README's table.
 
 Run from the root of the repository: python experiments/open_ledger/summarize.py
 
-Uses archived programs alone, so that it takes seconds; families of which not one row is archived
-are left out.
+Prints the table that is in tests/golden/validation.json. With --write it first predicts every
+row whose program is archived, which takes seconds, and writes the summary and the README's table
+anew; families of which no row is archived are left out.
 """
 
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from scalejax import documents
 from scalejax.units import UNKNOWN
 from scalejax.validation import Summary, Validation, compile_cases, read_ledger, validation
 
-LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
-GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "validation.json"
+ROOT = Path(__file__).parents[2]
+LEDGER = ROOT.parent / "shared" / "ledger" / "step_times.csv"
+GOLDEN = ROOT / "tests" / "golden" / "validation.json"
+README = ROOT / "README.md"
 SCALING_FAMILIES = ("tensorflow_2017", "dlperf", "deep_learning_examples")
 """Those of which every framework trained the same networks on growing numbers of devices."""
+HEADING = "| rows | predicted | median error | mean | bias | ratio | p90 | fastest | in band |"
 
 
 def main() -> None:
-    """Write and print."""
+    """Write if asked to, and print."""
+    if "--write" in sys.argv[1:]:
+        families = _predicted()
+        golden = Validation(ledger=LEDGER.name, families=families, rows=())
+        documents.save(golden, GOLDEN)
+        text = README.read_text(encoding="utf-8")
+        pattern = re.escape(HEADING) + r"\n(\|.*\n)*"
+        README.write_text(re.sub(pattern, lambda _: table(families), text), encoding="utf-8")
+    print(table(documents.load(Validation, GOLDEN).families), end="")
+
+
+def _predicted() -> tuple[Summary, ...]:
+    """A summary of each family with archived programs, of the three that scale, and of all."""
     rows = read_ledger(LEDGER)
-    found = validation(LEDGER.name, compile_cases(rows, compiles=False))
-    families = {each.name for each in found.families if each.predicted}
-    rows = [row for row in rows if row.family in families]
-    found = validation(LEDGER.name, compile_cases(rows, compiles=False))
-    golden = Validation(ledger=LEDGER.name, families=found.families, rows=())
-    documents.save(golden, GOLDEN)
-    print_table(found.families)
-    together = [row for row in rows if row.family in SCALING_FAMILIES]
-    (*_, total) = validation(LEDGER.name, compile_cases(together, compiles=False)).families
-    print(
-        f"\n{', '.join(SCALING_FAMILIES)} together: scaling ratio within a series: median error "
-        f"{percent(total.median_ratio_error)}, p90 {percent(total.p90_ratio_error)} "
-        f"({total.ratios} ratios); step time against the fastest framework of each setting: "
-        f"median {percent(total.median_fastest_error)} ({total.settings} settings)."
-    )
+    cases = compile_cases(rows, compiles=False)
+    families = validation(LEDGER.name, cases).families
+    known = {each.name for each in families if each.predicted}
+    kept = [case for case in cases if case.row.family in known]
+    scaling = [case for case in cases if case.row.family in SCALING_FAMILIES]
+    *each_family, total = validation(LEDGER.name, kept).families
+    together = validation(LEDGER.name, scaling).families[-1]
+    return *each_family, replace(together, name=" + ".join(SCALING_FAMILIES)), total
 
 
-def print_table(families: tuple[Summary, ...]) -> None:
+def table(families: tuple[Summary, ...]) -> str:
     """One Markdown row for each family."""
-    print("| rows | of | median error | mean | bias | ratio | its p90 | fastest | in band |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    lines = [HEADING, "|---|---|---|---|---|---|---|---|---|"]
     for each in families:
         bias = UNKNOWN if each.bias is None else f"{each.bias:+.0%}"
         figures = (
+            each.name,
+            f"{each.predicted} of {each.rows}",
             percent(each.median_error),
             percent(each.mean_error),
             bias,
@@ -53,7 +66,8 @@ def print_table(families: tuple[Summary, ...]) -> None:
             percent(each.median_fastest_error),
             percent(each.coverage),
         )
-        print(f"| {each.name} | {each.predicted} of {each.rows} | {' | '.join(figures)} |")
+        lines.append(f"| {' | '.join(figures)} |")
+    return "\n".join(lines) + "\n"
 
 
 def percent(fraction: float | None) -> str:

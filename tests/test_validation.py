@@ -330,14 +330,16 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
 @pytest.mark.parametrize(
     "change",
     [
-        {"device_count": "4", "data": "2", "per_device_batch": "8"},  # four microbatches
-        {"device_count": "16", "data": "8", "per_device_batch": "2"},  # one, and two nodes
+        # Four microbatches; the same over fsdp; one, on two nodes.
+        {"device_count": "4", "data": "2", "tensor": "2", "per_device_batch": "8"},
+        {"device_count": "4", "data": "1", "fsdp": "4", "per_device_batch": "8"},
+        {"device_count": "16", "data": "8", "tensor": "2", "per_device_batch": "2"},
     ],
 )
 def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
     """Compiled in full for comparison: the same operations, the same figures, the same memory."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
-    whole = case(row(GPT | {"fsdp": "1", "tensor": "2", "microbatch": "2"} | change))
+    whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
     job = asked_for(whole, 0, is_narrow=False).job
 
     (wide,) = Programs(Archive({})).find([whole])

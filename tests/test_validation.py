@@ -337,7 +337,7 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
     ],
 )
 def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
-    """Compiled in full for comparison: the same operations, the same figures, the same memory."""
+    """Compiled in full for comparison: the same products and exchanges, in the same order."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
     job = asked_for(whole, 0, is_narrow=False).job
@@ -347,18 +347,21 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     run_jobs([job], lambda _, result: compiled.append(result.program))
 
     assert isinstance(wide, Program)
-    assert [_shape(each) for each in wide.walk()] == [_shape(each) for each in compiled[0].walk()]
-    # The tokens of the whole batch are laid out for the loop: some kilobytes before it.
-    assert _moved_bytes(wide) == pytest.approx(_moved_bytes(compiled[0]), rel=1e-3)
-    assert wide.memory.peak_bytes == pytest.approx(compiled[0].memory.peak_bytes, rel=1e-3)
+    assert _products_and_exchanges(wide) == _products_and_exchanges(compiled[0])
+    # The tokens of the whole batch are divided for the loop, by one small operation or by two.
+    assert _operation_count(wide) == pytest.approx(_operation_count(compiled[0]), rel=0.02)
+    assert _moved_bytes(wide) == pytest.approx(_moved_bytes(compiled[0]), rel=0.01)
+    assert wide.memory.peak_bytes == pytest.approx(compiled[0].memory.peak_bytes, rel=0.01)
     assert wide.mesh_axes == compiled[0].mesh_axes
     assert wide.model_flop == compiled[0].model_flop
 
 
-def _shape(item: tuple[Operation, int]) -> tuple[object, ...]:
-    operation, times = item
-    what = (operation.kind, operation.dtype, operation.shape, operation.collective)
-    return *what, operation.flop, times
+def _products_and_exchanges(found: Program) -> list[tuple[object, ...]]:
+    return [
+        (operation.kind, operation.dtype, operation.shape, operation.collective, times)
+        for operation, times in found.walk()
+        if operation.flop or operation.collective
+    ]
 
 
 def test_archive_returns_what_was_put_in(tmp_path: Path):

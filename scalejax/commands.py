@@ -81,9 +81,9 @@ class Train(RunFileCommand):
 class Predict(RunFileCommand):
     """Predict time, efficiency and memory on GPUs not here.
 
-    A flag with a dot replaces a field of the file, such as --batch.global_batch 512. Where
-    stragglers, input, checkpoints or failures are known, the cluster file or flags such as
-    --conditions.node_mtbf_seconds 1e7 say so.
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
+
+    What is known of the site is a flag, too, such as --conditions.step_cv 0.02.
     """
 
     cluster: Annotated[str, _flag("CLUSTER")]

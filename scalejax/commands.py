@@ -209,7 +209,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """Measure the devices that are here, as a cluster to predict with."""
+    """Measure the devices here, as a cluster to predict with."""
 
     from_: Annotated[tuple[Path, ...], arg(name="from", metavar="RUN RUN ...")] = ()
     """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""

@@ -1,13 +1,14 @@
 """Causal attention, fused into one kernel where the device has it, and which one a run takes.
 
 Fused is cuDNN's: the scores [B, H, S, S] are never written to memory, neither forward nor
-backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused is the reference: XLA's
-products and softmax, on any device and in any type.
+backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused is the reference: products
+and softmax apart, on any device and in any type.
 
-Shapes: B batch, S tokens, H heads, K size of a head.
+Shapes: B batch, S tokens that look, T tokens looked at, H heads, K size of a head.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -77,14 +78,48 @@ def causal_attention(
 ) -> jax.Array:
     """What every token takes from itself and those before it, [B, S, H, K].
 
-    The softmax is in float32 either way; "auto" that nobody has settled is unfused.
+    The softmax is in float32 either way; unfused, scores are rounded to their type before it.
+    "auto" that nobody has settled is unfused.
     """
     if kind == "fused":
         return jax.nn.dot_product_attention(
             q_BSHK, k_BSHK, v_BSHK, is_causal=True, implementation="cudnn"
         )
-    bias = _causal_bias(q_BSHK.shape[1])
-    return jax.nn.dot_product_attention(q_BSHK, k_BSHK, v_BSHK, bias=bias)
+    scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK)
+    shares_BHST = _shares(scores_BHST, q_BSHK.shape[-1] ** -0.5)
+    return jnp.einsum("bhst,bthk->bshk", shares_BHST, v_BSHK)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _causal_softmax(scores_BHST: jax.Array, scale: float) -> jax.Array:
+    """The softmax of scaled scores, masked; in float32, its input and result in their own type.
+
+    Its result is all that it keeps for its backward pass. Left to JAX, two arrays of all scores
+    in float32 would be kept, and their traffic is what unfused attention waits for.
+    """
+    scaled_BHST = scores_BHST.astype(jnp.float32) * scale + _causal_bias(scores_BHST.shape[-1])
+    return jax.nn.softmax(scaled_BHST, axis=-1).astype(scores_BHST.dtype)
+
+
+def _softmax_forward(scores_BHST: jax.Array, scale: float) -> tuple[jax.Array, jax.Array]:
+    shares_BHST = _shares(scores_BHST, scale)
+    return shares_BHST, shares_BHST
+
+
+def _softmax_backward(
+    scale: float, shares_BHST: jax.Array, gradient_BHST: jax.Array
+) -> tuple[jax.Array]:
+    """d scores = scale shares (d shares - sum of shares d shares)."""
+    shares, gradient = shares_BHST.astype(jnp.float32), gradient_BHST.astype(jnp.float32)
+    mean = jnp.sum(shares * gradient, axis=-1, keepdims=True)
+    return ((scale * shares * (gradient - mean)).astype(shares_BHST.dtype),)
+
+
+_causal_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def _shares(scores_BHST: jax.Array, scale: float) -> jax.Array:
+    return _causal_softmax(scores_BHST, scale)  # type: ignore[return-value]  custom_vjp forgets it
 
 
 def _causal_bias(tokens: int) -> jax.Array:

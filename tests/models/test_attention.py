@@ -3,11 +3,12 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from scalejax.errors import ConfigError
 from scalejax.model_config import AttentionKind, ComputeType, GptConfig, MlpConfig
-from scalejax.models.attention import settled
+from scalejax.models.attention import causal_attention, settled
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
@@ -49,6 +50,26 @@ def test_unfused_stays_unfused():
     """Asked for by name, on any device; and other networks have no attention."""
     assert settled(gpt("unfused"), H100) == gpt("unfused")
     assert settled(MlpConfig(), H100) == MlpConfig()
+
+
+def test_unfused_attention_is_jax_s_own():
+    """Values and gradients, in float32, against `jax.nn.dot_product_attention`."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 12, 3, 8)) for i in range(3))
+    weights = jax.random.normal(jax.random.key(3), q.shape)
+
+    def ours(q, k, v):
+        return (weights * causal_attention(q, k, v, "unfused")).sum()
+
+    def reference(q, k, v):
+        return (weights * jax.nn.dot_product_attention(q, k, v, is_causal=True)).sum()
+
+    found, expected = (
+        jax.value_and_grad(each, argnums=(0, 1, 2))(q, k, v) for each in (ours, reference)
+    )
+    # float32 and another order of sums
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )
 
 
 def test_fused_by_name_is_refused_where_there_is_none():

@@ -6,7 +6,7 @@ compiler refuses is skipped and the others go on.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
 from scalejax.cost import memory_verdict
@@ -15,7 +15,7 @@ from scalejax.jax_platform import compiler_settings
 from scalejax.profile import for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
-from scalejax.profile.target import target_for
+from scalejax.profile.target import Target, has_cuda_compiler, target_for
 from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
@@ -105,9 +105,10 @@ class Programs:
         None if it cannot be widened to them."""
         key = (case_key(asked.job), asked.run.layout.data, asked.run.split.microbatches)
         if key not in self._widened:
-            program = self.known[key[0]]
-            is_whole = isinstance(program, str) or asked.job.run == asked.run
-            self._widened[key] = program if is_whole else widened(program, asked.run)
+            program: Program | str | None = self.known[key[0]]
+            if isinstance(program, Program) and asked.job.run != asked.run:
+                program = widened(program, asked.run)
+            self._widened[key] = program
         return self._widened[key]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
@@ -119,6 +120,7 @@ class Programs:
                 continue
             program = self._archive.program(key)
             if program is None and self._compiles:
+                job = _compilable(job)
                 program = cached_program(self._folder, job)
             if program is not None:
                 self.known[key] = program
@@ -168,8 +170,17 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     """
     run = for_chip(case.runs[choice], case.cluster.chip)
     narrow = narrowed(run) if is_narrow else run
-    target = target_for(case.cluster, narrow.layout.device_count)
+    # Whether or not its compiler is here: the archive has what it made.
+    target = target_for(case.cluster, narrow.layout.device_count, "cuda")
     return Asked(job=RunJob(run=narrow, target=target), run=run)
+
+
+def _compilable(job: RunJob) -> RunJob:
+    """`job` for the CPU, whose FLOP carry over, where no compiler for GPUs is installed."""
+    if job.target.backend == "cpu" or has_cuda_compiler():
+        return job
+    stand_in = Target(backend="cpu", name="cpu", device_count=job.target.device_count)
+    return replace(job, target=stand_in)
 
 
 def _fits(answer: Program | str, case: Case) -> bool:

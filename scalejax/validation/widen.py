@@ -4,7 +4,7 @@ Each device of a data axis does the same to its own samples, and then sums gradi
 others; each microbatch passes through the same loop. The compiler therefore makes the same
 program for any size of the axis from two upwards but for the size of the groups, and for any
 number of microbatches from two upwards but for the trips of the loop;
-`tests/test_validation.py` holds both against programs that were compiled in full.
+`tests/validation/test_programs.py` holds both against programs that were compiled in full.
 """
 
 import math

@@ -1,0 +1,100 @@
+"""Rows become runs and clusters, or say what is in the way."""
+
+from dataclasses import replace
+
+import pytest
+from ledger_cases import GPT, RESNET, case
+
+from scalejax.model_config import GptConfig
+from scalejax.validation import (
+    Skipped,
+)
+from scalejax.validation.cases import case_of
+
+
+def test_image_row_becomes_its_run(row):
+    """Network, arithmetic, batch and layout as stated; BatchNorm per device."""
+    run = case(row(RESNET)).runs[0]
+
+    assert run.config.model.name == "resnet50"
+    assert run.config.model.compute_dtype == "float32"
+    assert run.dataset.input_shape == (224, 224, 3)
+    assert (run.layout.data, run.split.per_device_batch, run.split.microbatches) == (16, 96, 1)
+    assert run.bn_groups == 16
+
+
+def test_text_row_becomes_its_run(row):
+    """Half precision of either kind is traced as bfloat16."""
+    run = case(row(GPT | {"precision": "fp16", "attention": "unfused"})).runs[0]
+
+    assert run.config.model.compute_dtype == "bfloat16"
+    assert isinstance(run.config.model, GptConfig)
+    assert run.config.model.attention == "unfused"
+    assert (run.layout.fsdp, run.split.microbatches) == (8, 2)
+    assert run.dataset.classes == 512
+
+
+def test_what_a_row_leaves_open_is_tried_in_order(row):
+    """The largest microbatch first, each without recompute and then with it."""
+    runs = case(row(GPT | {"microbatch": "", "recompute": ""})).runs
+
+    models = [run.config.model for run in runs]
+    remats = [model.remat for model in models if isinstance(model, GptConfig)]
+    tried = list(zip([run.split.microbatches for run in runs], remats, strict=True))
+    assert tried == [(n, remat) for n in (1, 2, 4) for remat in ("none", "full")]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hardware": "abacus"}, "the catalogue has no chip for 'abacus'"),
+        ({"intra_node_link": "string"}, "the link 'string' is none of"),
+        ({"model": "perceptron"}, "no network 'perceptron'"),
+        ({"precision": "fp8"}, "precision 'fp8'"),
+        ({"precision": "tf32"}, "precision 'tf32', which v100 does not have"),
+        ({"pipeline": "4"}, "a pipeline axis"),
+        ({"context": "2"}, "a context axis"),
+        ({"zero_stage": "1"}, "ZeRO stage 1"),
+        ({"recompute": "selective"}, "selective recompute"),
+        ({"data": "4"}, "its axes multiply to 4, not to 16 devices"),
+        ({"per_device_batch": "", "global_batch": ""}, "neither per_device_batch nor global_batch"),
+        ({"gradient_exchange": "pigeons"}, "gradient_exchange 'pigeons'"),
+    ],
+)
+def test_row_that_cannot_be_expressed_is_skipped_with_a_reason(change, reason, row):
+    """One line that says what is in the way."""
+    found = case_of(row(RESNET | change))
+
+    assert isinstance(found, Skipped)
+    assert reason in found.reason
+
+
+def test_network_is_the_rows_own(row):
+    """100 Gb/s are 12.5e9 bytes per second, whatever the catalogue's cluster has."""
+    slow = case(row(RESNET | {"node_network_gbit_per_second": "10"})).cluster
+
+    assert slow.network is not None
+    assert slow.network.bytes_per_second == 1.25e9
+    assert slow.chip.name == "v100"
+    assert slow.devices_per_node == 8
+
+
+def test_fp32_is_computed_without_tf32(row):
+    """On chips that would round f32 operands, unless the row says tf32."""
+    ampere = {"hardware": "a100_sxm_80gb", "intra_node_link": "nvlink3_nvswitch"}
+    by_precision = {
+        precision: case(row(RESNET | ampere | {"precision": precision})).cluster.chip
+        for precision in ("fp32", "tf32")
+    }
+
+    assert by_precision["fp32"].rate_type("f32") == "f32"
+    assert by_precision["tf32"].rate_type("f32") == "tf32"
+
+
+def test_parameter_servers_replace_the_all_reduce(row):
+    """The library is another, the hardware the same."""
+    plain = case(row(RESNET)).cluster
+    served = case(row(RESNET | {"gradient_exchange": "parameter_server"})).cluster
+
+    assert {method.algorithm for method in served.library.methods} == {"parameter_server"}
+    assert replace(served, library=plain.library) == plain

@@ -1,0 +1,79 @@
+"""The open ledger: no family gets worse, and its archive is what a compiler says today."""
+
+from pathlib import Path
+
+import pytest
+from ledger_cases import moved_bytes, operation_count
+
+from scalejax.documents import load
+from scalejax.program import (
+    Program,
+)
+from scalejax.validation import (
+    Validation,
+    compile_cases,
+    evaluate,
+    read_ledger,
+    summaries,
+)
+from scalejax.validation.archive import Archive
+from scalejax.validation.cases import Case, case_of
+from scalejax.validation.programs import Programs
+
+OPEN_LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
+GOLDEN = Path(__file__).parents[1] / "golden" / "validation.json"
+needs_ledger = pytest.mark.skipif(
+    not OPEN_LEDGER.is_file(), reason="../shared/ledger, beside the repository, is not here"
+)
+
+
+@needs_ledger
+def test_open_ledger_is_predicted_as_well_as_before():
+    """No family gets worse by more than a point, and none loses rows.
+
+    If this fails after a change to how programs are read or costed, decide which is right: the
+    physics of the change, or the errors it brings. If it is the change, write new figures with
+    `python experiments/open_ledger/summarize.py --write`, and say why they are worse.
+    """
+    golden = {each.name: each for each in load(Validation, GOLDEN).families}
+    rows = [row for row in read_ledger(OPEN_LEDGER) if row.family in golden]
+    cases = compile_cases(rows, compiles=False)
+    results = evaluate(cases)
+
+    scored_rows = [(case.row, result) for case, result in zip(cases, results, strict=True)]
+
+    for summary in summaries(scored_rows):
+        before = golden[summary.name]
+        assert summary.predicted >= before.predicted, summary.name
+        for figure in ("median_error", "median_ratio_error", "median_fastest_error"):
+            now, then = getattr(summary, figure), getattr(before, figure)
+            if then is not None:
+                assert now <= then + 0.01, f"{summary.name}: {figure} {then:.1%} -> {now:.1%}"
+
+
+@needs_ledger
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["tensorflow_2017", "dlperf", "llm_foundry"])
+def test_archive_holds_what_the_compiler_says_today(family: str, tmp_path: Path, monkeypatch):
+    """The first row of a family, compiled anew: the same operations, FLOP and bytes.
+
+    If this fails, `python -m scalejax.validation.rebuild LEDGER.csv --anew` makes the archive
+    again.
+    """
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    rows = [row for row in read_ledger(OPEN_LEDGER) if row.family == family]
+    first = next(each for each in map(case_of, rows) if isinstance(each, Case))
+
+    (archived,) = Programs(compiles=False).find([first])
+    (compiled,) = Programs(Archive({})).find([first])
+
+    assert isinstance(archived, Program)
+    assert isinstance(compiled, Program)
+    # Another generation of the compiler fuses a little differently.
+    tolerance = 0 if compiled.compiler == archived.compiler else 0.05
+    assert archived.flop == pytest.approx(compiled.flop, rel=tolerance)
+    for figure in (moved_bytes, operation_count):
+        assert figure(archived) == pytest.approx(figure(compiled), rel=tolerance)
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        expected = compiled.collective_bytes(name)
+        assert archived.collective_bytes(name) == pytest.approx(expected, rel=tolerance)

@@ -1,0 +1,171 @@
+"""Programs of rows: archived, widened, chosen; compiled only where they must be."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ledger_cases import GPT, RESNET, archive_for, case, moved_bytes, operation_count, program
+
+from scalejax.errors import ConfigError
+from scalejax.profile.workers import run_jobs
+from scalejax.program import (
+    Loop,
+    Operation,
+    Program,
+)
+from scalejax.validation.archive import Archive, read_archive, write_archive
+from scalejax.validation.programs import Programs, asked_for
+from scalejax.validation.rebuild import rebuild
+from scalejax.validation.widen import narrowed, widened
+
+
+def test_wider_data_axis_changes_groups_and_totals_alone(row):
+    """From two devices to sixteen: what each does stays the same."""
+    (run,) = case(row(RESNET)).runs
+
+    assert narrowed(run).layout.data == 2
+    assert widened(program(2), run) == program(16)
+
+
+def test_more_microbatches_are_more_trips_through_their_loop(row):
+    """From two to six: the loop of two runs six times; the tokens of 16 more samples are held
+    twice, each 32 inputs and 32 targets of 4 bytes."""
+    (run,) = case(row(GPT | {"per_device_batch": "24", "microbatch": "4"})).runs
+    narrow = replace(program(1), mesh_axes=(("data", 1), ("fsdp", 8), ("tensor", 1)))
+    product, loop = narrow.operations
+    assert isinstance(loop, Loop)
+    narrow = replace(narrow, operations=(product, replace(loop, trip_count=2)))
+
+    wide = widened(narrow, run)
+
+    assert narrowed(run).split.microbatches == 2
+    assert wide is not None
+    assert wide.operations == (product, replace(loop, trip_count=6))
+    assert wide.model_flop == 3 * 10**12
+    assert wide.memory.peak_bytes - narrow.memory.peak_bytes == 2 * 16 * 64 * 4
+
+
+def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
+    """The payload of a gather grows with the group; only the compiler knows how."""
+    (run,) = case(row(RESNET)).runs
+    narrow = program(2)
+    loop = narrow.operations[1]
+    assert isinstance(loop, Loop)
+    (operation,) = loop.body
+    assert isinstance(operation, Operation)
+    assert operation.collective is not None
+    gather = replace(operation, collective=replace(operation.collective, name="all_gather"))
+    narrow = replace(narrow, operations=(narrow.operations[0], replace(loop, body=(gather,))))
+
+    assert widened(narrow, run) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Four microbatches; the same over fsdp; one, on two nodes.
+        {"device_count": "4", "data": "2", "tensor": "2", "per_device_batch": "8"},
+        {"device_count": "4", "data": "1", "fsdp": "4", "per_device_batch": "8"},
+        {"device_count": "16", "data": "8", "tensor": "2", "per_device_batch": "2"},
+    ],
+)
+def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
+    """Compiled in full for comparison: the same products and exchanges, in the same order."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
+    job = asked_for(whole, 0, is_narrow=False).job
+
+    (wide,) = Programs(Archive({})).find([whole])
+    compiled: list[Program] = []
+    run_jobs([job], lambda _, result: compiled.append(result.program))
+
+    assert isinstance(wide, Program)
+    assert _products_and_exchanges(wide) == _products_and_exchanges(compiled[0])
+    # The tokens of the whole batch are divided for the loop, by one small operation or by two.
+    assert operation_count(wide) == pytest.approx(operation_count(compiled[0]), rel=0.02)
+    assert moved_bytes(wide) == pytest.approx(moved_bytes(compiled[0]), rel=0.01)
+    assert wide.memory.peak_bytes == pytest.approx(compiled[0].memory.peak_bytes, rel=0.01)
+    assert wide.mesh_axes == compiled[0].mesh_axes
+    assert wide.model_flop == compiled[0].model_flop
+
+
+def _products_and_exchanges(found: Program) -> list[tuple[object, ...]]:
+    return [
+        (operation.kind, operation.dtype, operation.shape, operation.collective, times)
+        for operation, times in found.walk()
+        if operation.flop or operation.collective
+    ]
+
+
+def test_archive_returns_what_was_put_in(tmp_path: Path):
+    """But for the places in source files."""
+    path = tmp_path / "programs.xz"
+    write_archive({"a": program(2), "b": program(4)}, path)
+
+    found = read_archive(path).program("b")
+
+    assert found is not None
+    assert found.mesh_axes == program(4).mesh_axes
+    assert found.collective_bytes("all_reduce") == 24_000_000
+    assert all(operation.source is None for operation, _ in found.walk())
+    assert read_archive(path).program("c") is None
+
+
+def test_damaged_archive_is_refused(tmp_path: Path):
+    """With its name."""
+    path = tmp_path / "programs.xz"
+    path.write_bytes(b"no archive")
+
+    with pytest.raises(ConfigError, match=r"programs\.xz"):
+        read_archive(path)
+
+
+def test_archived_program_serves_every_size_of_the_data_axis(row):
+    """Nothing is compiled, and rows that differ in nothing else share one object."""
+    rows = [row(RESNET | {"device_count": str(n), "data": str(n)}) for n in (2, 16, 32, 16)]
+    compiled = []
+
+    programs = Programs(archive_for(rows[0], program(2)), lambda *counts: compiled.append(counts))
+    found = programs.find([case(each) for each in rows])
+
+    assert [each.device_count for each in found if isinstance(each, Program)] == [2, 16, 32, 16]
+    assert found[1] is found[3]
+    assert compiled == []
+
+
+def test_archive_needs_no_compiler_for_gpus(row, monkeypatch: pytest.MonkeyPatch):
+    """What it made is found where it is not installed."""
+    known = row(RESNET)
+    archive = archive_for(known, program(2))
+    monkeypatch.setattr("scalejax.profile.target.has_cuda_compiler", lambda: False)
+
+    (found,) = Programs(archive, compiles=False).find([case(known)])
+
+    assert isinstance(found, Program)
+
+
+def test_rebuilt_archive_holds_what_the_rows_need(row, tmp_path: Path):
+    """And nothing else; what was archived is not compiled again."""
+    path = tmp_path / "programs.xz"
+    known = row(RESNET)
+    archive = archive_for(known, program(2))
+    lines = dict(archive.lines) | {"of another row": next(iter(archive.lines.values()))}
+
+    count, size = rebuild([known], Archive(lines), path, lambda *counts: pytest.fail("compiled"))
+
+    assert (count, size) == (1, path.stat().st_size)
+    assert list(read_archive(path).lines) == list(archive.lines)
+
+
+def test_first_run_that_fits_is_taken(row):
+    """A program that is too large for the device gives way to the next."""
+    open_row = row(GPT | {"microbatch": "", "recompute": "none"})
+    large = replace(program(1), memory=replace(program(1).memory, temporary_bytes=10**12))
+    lines = {}
+    for choice, each in enumerate((large, program(1), program(1))):
+        lines |= archive_for(open_row, each, choice).lines
+
+    (found,) = Programs(Archive(lines)).find([case(open_row)])
+
+    assert found == program(1)

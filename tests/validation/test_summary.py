@@ -1,0 +1,124 @@
+"""Results of rows, summed up by hand."""
+
+from dataclasses import replace
+
+import pytest
+from ledger_cases import RESNET, case, program
+
+from scalejax.hardware import load_chip
+from scalejax.validation import (
+    CompiledCase,
+    Skipped,
+    evaluate,
+    with_chips,
+)
+from scalejax.validation.ledger import LedgerRow
+from scalejax.validation.summary import RowResult, Scored, summarize
+
+
+def scored(row: LedgerRow, measured: float, predicted: float, **fields: object) -> Scored:
+    """A row with its two times."""
+    result = RowResult(
+        case_id=row.case_id,
+        series=row.series,
+        device_count=row.device_count,
+        measured_seconds=measured,
+        predicted_seconds=predicted,
+        p10_seconds=predicted * 0.9,
+        p90_seconds=predicted * 1.1,
+        status="ok",
+    )
+    return row, replace(result, **fields)  # type: ignore[arg-type]
+
+
+def test_summary_by_hand(row):
+    """Errors +10 %, -20 %, +50 %: median 20 %, mean 26.7 %, bias +13.3 %; one of three in its
+    band; and against the faster of two rows of one setting, 10 % and 50 %."""
+    one, two = (row(RESNET | {"device_count": n, "data": n}) for n in ("1", "8"))
+    found = summarize(
+        "all",
+        [
+            scored(one, 1.0, 1.1),
+            scored(replace(one, series="slow"), 2.0, 1.6),
+            scored(replace(two, series="other"), 1.0, 1.5),
+        ],
+    )
+
+    assert found.median_error == pytest.approx(0.2)
+    assert found.mean_error == pytest.approx(0.8 / 3)
+    assert found.bias == pytest.approx(0.4 / 3)
+    assert found.coverage == pytest.approx(1 / 3)
+    assert found.settings == 2
+    assert found.median_fastest_error == pytest.approx(0.3)
+    assert (found.ratios, found.median_ratio_error) == (0, None)
+
+
+def test_scaling_ratio_is_free_of_the_frameworks_speed(row):
+    """Twice as fast as measured everywhere is no error of the ratio; 10 % slower growth is."""
+    rows = [row(RESNET | {"device_count": n, "data": n}) for n in ("1", "2", "8")]
+
+    found = summarize(
+        "all",
+        [scored(rows[0], 2.0, 1.0), scored(rows[1], 2.0, 1.0), scored(rows[2], 4.0, 1.8)],
+    )
+
+    assert found.ratios == 2
+    assert found.median_ratio_error == pytest.approx(0.05)
+    assert found.p90_ratio_error == pytest.approx(0.09)
+
+
+def test_rows_of_other_batches_are_no_scaling_series(row):
+    """Though the ledger puts them in one."""
+    small = row(RESNET | {"device_count": "1", "data": "1"})
+    large = row(RESNET | {"per_device_batch": "192", "microbatch": "192"})
+
+    assert summarize("all", [scored(small, 1.0, 1.0), scored(large, 2.0, 2.0)]).ratios == 0
+
+
+def test_skipped_rows_count_but_do_not_score(row):
+    """And a row without a measured time is predicted all the same."""
+    known, hidden = row(RESNET), row(RESNET | {"step_seconds": ""})
+    cluster = case(known).cluster
+    cases = [
+        CompiledCase(row=known, program=program(16), cluster=cluster),
+        CompiledCase(row=hidden, program=program(16), cluster=cluster),
+        Skipped(row=known, reason="for a reason"),
+    ]
+
+    results = evaluate(cases)
+
+    assert [result.status for result in results] == ["ok", "ok", "skipped: for a reason"]
+    assert results[1].predicted_seconds == results[0].predicted_seconds
+    assert results[1].error is None
+    found = summarize(
+        "all", [(each.row, result) for each, result in zip(cases, results, strict=True)]
+    )
+    assert (found.rows, found.predicted) == (3, 2)
+
+
+def test_other_chips_change_predictions_and_nothing_is_compiled(row):
+    """Half the attainable rate, nearly twice the time of a step of products."""
+    known = row(RESNET)
+    cases = [CompiledCase(row=known, program=program(16), cluster=case(known).cluster)]
+    chip = cases[0].cluster.chip
+    slow = replace(
+        chip,
+        attainable=replace(chip.attainable, matmul_fraction=chip.attainable.matmul_fraction / 2),
+    )
+
+    (before,), (after,) = evaluate(cases), evaluate(with_chips(cases, {chip.name: slow}))
+
+    assert after.predicted_seconds is not None
+    assert before.predicted_seconds is not None
+    assert after.predicted_seconds > 1.5 * before.predicted_seconds
+
+
+def test_other_chips_keep_fp32_free_of_tf32(row):
+    """A chip from a fit has tf32 again; the row still asks for fp32."""
+    known = row(RESNET | {"hardware": "a100_sxm_80gb", "intra_node_link": "nvlink3_nvswitch"})
+    cases = [CompiledCase(row=known, program=program(16), cluster=case(known).cluster)]
+
+    (changed,) = with_chips(cases, {"a100-80gb": load_chip("a100-80gb")})
+
+    assert isinstance(changed, CompiledCase)
+    assert changed.cluster.chip.rate_type("f32") == "f32"

@@ -249,10 +249,10 @@ class Calibrate:
 
     def _fit(self, here: Path) -> None:
         """Fit a cluster to runs."""
-        from scalejax.fit_runs import fit_runs, read_run
+        from scalejax.fit_runs import fit_runs, measured_cluster, read_run
         from scalejax.hardware import load_cluster
 
-        cluster = load_cluster(self.cluster or str(here / "cluster.toml"))
+        cluster = load_cluster(self.cluster) if self.cluster else measured_cluster(here)
         fit = fit_runs(cluster, [read_run(folder) for folder in self.from_])
         path = (self.output or here) / "cluster.toml"
         documents.save_toml(fit.cluster, path)

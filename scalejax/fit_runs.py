@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 from scalejax.cost import as_used, step_terms, timeline
 from scalejax.documents import load
 from scalejax.errors import ConfigError, refusal
-from scalejax.hardware import CalibratedRange, Chip, Cluster
+from scalejax.hardware import CalibratedRange, Chip, Cluster, load_cluster
 from scalejax.program import Program
 from scalejax.record import RunFolder, RunRecord, TrainMeasurement
 
@@ -118,6 +118,21 @@ def read_run(folder: Path) -> MeasuredRun:
         step_seconds=median(seconds),
         step_cv=_step_cv(kept),
     )
+
+
+def measured_cluster(folder: Path) -> Cluster:
+    """The cluster that `scalejax calibrate` wrote into `folder`.
+
+    Raises:
+        ConfigError: if it has not done so yet.
+    """
+    path = folder / "cluster.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"nothing was measured here: there is no {path}. Name a --cluster, or run "
+            "scalejax calibrate first."
+        )
+    return load_cluster(str(path))
 
 
 def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:

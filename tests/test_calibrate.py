@@ -7,6 +7,7 @@ from hardware_cases import CHIP, cluster_of
 
 from scalejax.calibrate import TINY_GRID, calibrate
 from scalejax.calibrate.exchange import Exchange, between_processes, fit_ring
+from scalejax.cli import main
 from scalejax.cost import as_used, operation_time
 from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.predict import predict
@@ -155,3 +156,24 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     program = program_of(product_of(64, flop=2 * 64**3))
     assert predict(program, cluster).step_seconds > 0
     assert "scalejax calibrate" in cluster.sources["*"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--from", "one", "two"], "run scalejax calibrate first"),
+        (["--cluster", "dgx-h100"], "it is for --from"),
+        (["--from", "one", "--cluster", "dgx-h100"], "one/program.json"),
+        (["--form", "one"], "did you mean --from"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(arguments, refused, tmp_path, monkeypatch, capsys):
+    """In one line, with exit code 2."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["calibrate", *arguments]) == 2
+
+    error = capsys.readouterr().err
+    assert refused in error
+    assert len(error.splitlines()) == 1

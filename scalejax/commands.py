@@ -232,7 +232,7 @@ class Calibrate:
             self._measure(self.output or here)
 
     def _measure(self, output: Path) -> None:
-        """Time operations, memory, exchanges and storage."""
+        """Time operations, memory, exchanges, storage."""
         if self.cluster is not None:
             raise ConfigError(refusal("cluster", self.cluster, "it is for --from RUN RUN ..."))
         choose_platform()
@@ -243,7 +243,7 @@ class Calibrate:
         with waiting.measuring(stage_count(GRID)) as on_stage:
             found = calibrate(output, GRID, on_stage)
         paths = found.save(output)
-        tables.show(tables.calibration(found.cluster, found.processes))
+        tables.show(tables.calibration(found.cluster, found.processes, found.notes))
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")
         print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
 

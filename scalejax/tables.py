@@ -64,8 +64,10 @@ def fit(fitted: Fit) -> Iterator[RenderableType]:
     yield table
 
 
-def calibration(cluster: Cluster, processes: Cluster | None) -> Iterator[RenderableType]:
-    """What was measured: the rates of a device by how many are busy, and the exchanges."""
+def calibration(
+    cluster: Cluster, processes: Cluster | None, notes: Iterable[str] = ()
+) -> Iterator[RenderableType]:
+    """What was measured: the rates of a device by how many are busy, the exchanges, and notes."""
     yield Text.assemble((cluster.title, "bold"))
     table = figures("busy", "products", "convolutions", "memory", "launch", "step overhead")
     for count, chip in ((1, cluster.chip), *((s.device_count, s.chip) for s in cluster.shared)):
@@ -91,6 +93,7 @@ def calibration(cluster: Cluster, processes: Cluster | None) -> Iterator[Rendera
                 f"{wire.bytes_per_second / GB:.3g} GB/s",
             )
     yield table
+    yield from map(Text, notes)
 
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:

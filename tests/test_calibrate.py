@@ -9,6 +9,7 @@ from scalejax.calibrate import TINY_GRID, calibrate
 from scalejax.calibrate.exchange import Exchange, between_processes, fit_ring
 from scalejax.cli import main
 from scalejax.cost import as_used, operation_time
+from scalejax.errors import ConfigError
 from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.predict import predict
 from scalejax.program import MemoryUse, Operation, Program
@@ -19,6 +20,13 @@ MEASURED = MeasuredRates(
     stream=((1000, 10e9), (1_000_000, 1e9)),
     first_touch=((1000, 1e-6), (2000, 3e-6)),
 )
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Storage and copies are timed on a megabyte."""
+    monkeypatch.setattr("scalejax.calibrate._STORED_BYTES", 2**20)
+    monkeypatch.setattr("scalejax.calibrate._COPIED_BYTES", 2**20)
 
 
 def product_of(size: int, flop: int) -> Operation:
@@ -156,6 +164,23 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     program = program_of(product_of(64, flop=2 * 64**3))
     assert predict(program, cluster).step_seconds > 0
     assert "scalejax calibrate" in cluster.sources["*"]
+
+
+def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkeypatch):
+    """What was measured is kept, and a note says what is missing."""
+
+    def refuse(count: int, *, calls: int) -> list[Exchange]:
+        raise ConfigError("processes=2 is refused: no loopback.")
+
+    monkeypatch.setattr("scalejax.calibrate.exchange.between_processes", refuse)
+    monkeypatch.setattr("scalejax.calibrate.exchange.SIZES", (64,))
+    monkeypatch.setattr("scalejax.calibrate.machine.measure_chip", lambda *_: CHIP)
+
+    found = calibrate(tmp_path, TINY_GRID)
+
+    assert found.processes is None
+    assert "no loopback" in found.notes[0]
+    assert [path.name for path in found.save(tmp_path)][:2] == ["cluster.toml", "chip.toml"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from scalejax.calibrate import exchange, host, machine, probes
 from scalejax.calibrate.exchange import Exchange
 from scalejax.calibrate.probes import GRID, TINY_GRID, Grid
 from scalejax.documents import JsonValue, plain, save_toml
+from scalejax.errors import ConfigError
 from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
 
 __all__ = ["GRID", "TINY_GRID", "Calibration", "Grid", "calibrate", "stage_count"]
@@ -41,6 +42,8 @@ class Calibration:
     """Processes of one device each as nodes; None if they were not measured."""
     host_to_device_bytes_per_second: float
     """Rate of a copy to a device."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and why."""
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write the files; returns their paths.
@@ -94,7 +97,7 @@ def calibrate(
         on_stage: called as each piece of work begins.
 
     Raises:
-        ConfigError: if `folder` cannot be written, or processes cannot exchange anything.
+        ConfigError: if `folder` cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = _source()
@@ -111,11 +114,16 @@ def calibrate(
         storage_bytes_per_second=storage, device_to_host_bytes_per_second=to_host
     )
     inside = _inside(grid.calls, on_stage)
-    between = _between(grid.calls, on_stage)
+    notes: tuple[str, ...] = ()
+    try:
+        between = _between(grid.calls, on_stage)
+    except ConfigError as error:  # the rest is good without
+        between, notes = [], (f"nothing was measured between processes: {error}",)
     return Calibration(
         cluster=_cluster(chips, inside, conditions, source),
         processes=_cluster(chips, between, conditions, source, nodes=True) if between else None,
         host_to_device_bytes_per_second=to_device,
+        notes=notes,
     )
 
 
@@ -159,7 +167,7 @@ def _between(calls: int, on_stage: OnStage) -> list[Exchange]:
     found = []
     for count in _process_counts():
         on_stage(f"collectives between {count} processes")
-        found += exchange.between_processes(count, calls=2 * calls)
+        found += exchange.between_processes(count, calls=calls)
     return found
 
 

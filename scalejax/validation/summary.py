@@ -163,9 +163,12 @@ def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
 
 
 def _alike(row: LedgerRow) -> tuple[object, ...]:
-    """What rows have in common that are a scaling series: the batch of each device, or of all."""
-    work = row.work if row.work.per_device_batch is None else replace(row.work, global_batch=None)
-    return row.series, row.model, row.machine.hardware, work
+    """What rows of a scaling series have in common: all but the axes that divide the batch, and
+    the batch of all devices where that of each is stated."""
+    work, spread = row.work, row.spread
+    if work.per_device_batch is not None:
+        work = replace(work, global_batch=None)
+    return row.series, row.model, row.machine.hardware, work, spread.tensor, spread.pipeline
 
 
 def _setting(row: LedgerRow) -> tuple[object, ...]:

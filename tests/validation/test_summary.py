@@ -67,10 +67,13 @@ def test_scaling_ratio_is_free_of_the_frameworks_speed(row):
     assert found.p90_ratio_error == pytest.approx(0.09)
 
 
-def test_rows_of_other_batches_are_no_scaling_series(row):
-    """Though the ledger puts them in one."""
-    small = row(RESNET | {"device_count": "1", "data": "1"})
-    large = row(RESNET | {"per_device_batch": "192", "microbatch": "192"})
+@pytest.mark.parametrize(
+    "change", [{"per_device_batch": "192", "microbatch": "192"}, {"data": "8", "tensor": "2"}]
+)
+def test_rows_that_differ_in_more_are_no_scaling_series(change, row):
+    """In the batch of each device, or the tensor axis: though the ledger puts them in one."""
+    small = row(RESNET | {"device_count": "1", "data": "1", "tensor": "1"})
+    large = row(RESNET | {"tensor": "1"} | change)
 
     assert summarize("all", [scored(small, 1.0, 1.0), scored(large, 2.0, 2.0)]).ratios == 0
 

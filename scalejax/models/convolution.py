@@ -133,11 +133,18 @@ class Perceptron(nnx.Module):
 
 CONVOLUTION_RULES = (
     (r"convolutions?(/\d+)?/kernel$", P(None, None, FSDP, TENSOR)),
-    (r"convolutions?(/\d+)?/bias$", P(TENSOR)),
-    (r"norm/(scale|bias)$", P(TENSOR)),
-    (r"(head|first)/kernel$", P(FSDP, TENSOR)),
-    (r"(head|first)/bias$", P(TENSOR)),
+    (r"head/kernel$", P(FSDP, TENSOR)),
+    (r"head/bias$", P(TENSOR)),
+)
+"""Output channels over the tensor axis, input channels over fsdp."""
+UNIT_RULES = (*CONVOLUTION_RULES, (r"norm/(scale|bias)$", P(TENSOR)))
+"""The same where BatchNorm follows convolutions."""
+PERCEPTRON_RULES = (
+    *CONVOLUTION_RULES,
+    (r"convolutions/\d+/bias$", P(TENSOR)),
+    (r"first/kernel$", P(FSDP, TENSOR)),
+    (r"first/bias$", P(TENSOR)),
     (r"second/kernel$", P(TENSOR, FSDP)),
 )
-"""Output channels over the tensor axis, input channels over fsdp; the linear layers in pairs, by
-column and by row (Megatron, arXiv 1909.08053)."""
+"""The same where a `Perceptron` follows convolutions with biases: its two hidden layers are a
+pair, by column and by row (Megatron, arXiv 1909.08053)."""

@@ -9,7 +9,7 @@ from flax import nnx
 from scalejax.data_config import DatasetFacts
 from scalejax.model_config import ImageNetworkConfig
 from scalejax.models.convolution import (
-    CONVOLUTION_RULES,
+    UNIT_RULES,
     Unit,
     classified,
     classifier,
@@ -152,8 +152,8 @@ class Inception(Network):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Channels over fsdp and tensor; see `CONVOLUTION_RULES`."""
-        return CONVOLUTION_RULES
+        """Channels over fsdp and tensor; see `UNIT_RULES`."""
+        return UNIT_RULES
 
 
 def _halved(channels: int) -> Layer:

@@ -207,7 +207,14 @@ def build_custom(
     Raises:
         ConfigError: if it cannot be imported, or does not take the options given.
     """
-    constructor = cast(Callable[..., Network], import_network(config.path))
+    network = import_network(config.path)
+    if dataset.is_masked:
+        try:
+            inspect.signature(network.__call__).bind(None, None, is_training=True, places=None)
+        except TypeError as error:
+            accepted = f"for data that hides words it is called with places=, but: {error}"
+            raise ConfigError(refusal("model.path", config.path, accepted)) from error
+    constructor = cast(Callable[..., Network], network)
     keywords = {
         "compute_dtype": jnp.dtype(config.compute_dtype),
         "bn": bn,

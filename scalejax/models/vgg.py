@@ -6,7 +6,7 @@ from flax import nnx
 
 from scalejax.data_config import DatasetFacts
 from scalejax.model_config import ImageNetworkConfig
-from scalejax.models.convolution import CONVOLUTION_RULES, Perceptron, convolution, max_pool
+from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
 from scalejax.models.network import Network, PartitionRules, placed_by_row
 from scalejax.models.normalization import BatchNormScope
 
@@ -65,5 +65,5 @@ class Vgg(Network):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Channels over fsdp and tensor; see `CONVOLUTION_RULES`."""
-        return CONVOLUTION_RULES
+        """Channels over fsdp and tensor; see `PERCEPTRON_RULES`."""
+        return PERCEPTRON_RULES

@@ -7,7 +7,7 @@ from flax import nnx
 from scalejax.data_config import DatasetFacts
 from scalejax.model_config import ImageNetworkConfig
 from scalejax.models.convolution import (
-    CONVOLUTION_RULES,
+    UNIT_RULES,
     Unit,
     classified,
     classifier,
@@ -154,6 +154,6 @@ class Xception(Network):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Channels over fsdp and tensor (see `CONVOLUTION_RULES`); the depthwise kernels, 1 % of
+        """Channels over fsdp and tensor (see `UNIT_RULES`); the depthwise kernels, 1 % of
         the parameters, are whole everywhere."""
-        return CONVOLUTION_RULES
+        return UNIT_RULES

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import (
     DatasetFacts,
     FashionMnistConfig,
+    MaskedTokensConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
     facts,
@@ -22,9 +23,11 @@ from scalejax.data_config import (
 from scalejax.errors import ConfigError
 from scalejax.layout import AXES
 from scalejax.model_config import (
+    BertConfig,
     CnnConfig,
     CustomConfig,
     GptConfig,
+    ImageNetworkConfig,
     MlpConfig,
     ModelConfig,
     ResNetConfig,
@@ -41,12 +44,21 @@ from scalejax.models.network import placed_by_row
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
 TOKENS = facts(SyntheticTokensConfig(tokens=8, vocabulary=32))
+HIDDEN = facts(MaskedTokensConfig(tokens=8, masked=2, vocabulary=32))
+PHOTOGRAPHS = facts(SyntheticImagesConfig(image_size=75, classes=8))
 AXIS_SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 SMALL = [
     pytest.param(MlpConfig(hidden=(16, 8)), FASHION, id="mlp"),
     pytest.param(CnnConfig(channels=(4, 8)), FASHION, id="cnn"),
     pytest.param(ResNetConfig(name="resnet18"), FASHION, id="resnet18"),
     pytest.param(GptConfig(layers=2, hidden=16, heads=2), TOKENS, id="gpt"),
+    pytest.param(
+        BertConfig(name="bert_base", layers=2, hidden=16, heads=2, max_tokens=8), HIDDEN, id="bert"
+    ),
+    *(
+        pytest.param(ImageNetworkConfig(name=name, width=1 / 4), PHOTOGRAPHS, id=name)
+        for name in ("alexnet", "vgg16", "inception_v3", "xception")
+    ),
 ]
 
 
@@ -79,7 +91,8 @@ def test_logits_and_parameters_are_float32(model, dataset, compute_dtype):
 
     def built_and_applied():
         network = build(model, dataset)
-        return network, network(inputs, is_training=True)
+        where = {"places": jnp.zeros((2, 2), jnp.int32)} if dataset.is_masked else {}
+        return network, network(inputs, is_training=True, **where)
 
     network, logits = nnx.eval_shape(built_and_applied)
 
@@ -235,6 +248,14 @@ def test_an_option_that_the_class_does_not_take_is_refused(custom_module):
 
     with pytest.raises(ConfigError, match=r"model\.options=.*unexpected keyword argument 'depth'"):
         build(model, FASHION)
+
+
+def test_a_network_that_takes_no_places_is_refused_hidden_words(custom_module):
+    """Before it is traced, and the reason is told."""
+    model = CustomConfig(path=f"{custom_module}:Tiny")
+
+    with pytest.raises(ConfigError, match=r"model\.path=.*called with places=.*unexpected keyword"):
+        build(model, HIDDEN)
 
 
 def test_images_of_any_size_and_colour_are_taken():

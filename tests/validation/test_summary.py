@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 from ledger_cases import RESNET, case, program
 
+from scalejax import tables
 from scalejax.hardware import load_chip
 from scalejax.validation import (
     CompiledCase,
     Skipped,
+    Validation,
     evaluate,
     with_chips,
 )
@@ -125,3 +127,22 @@ def test_other_chips_keep_fp32_free_of_tf32(row):
 
     assert isinstance(changed, CompiledCase)
     assert changed.cluster.chip.rate_type("f32") == "f32"
+
+
+def test_table_of_validation_fits_80_columns(row, capsys, monkeypatch: pytest.MonkeyPatch):
+    """The longest name of a family whole, and the reason of a skipped row beneath."""
+    monkeypatch.setenv("COLUMNS", "80")
+    name = "deep_learning_examples"
+    pairs = [scored(row(RESNET), 1.0, 1.25), scored(row(RESNET), 2.0, 1.0)]
+    summary = replace(summarize(name, pairs), rows=960, predicted=488)
+    skipped = replace(pairs[0][1], predicted_seconds=None, status="skipped: a pipeline axis")
+    found = Validation(ledger="ledger.csv", families=(summary,), rows=(skipped,))
+
+    tables.show(tables.validation(found))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (figures,) = [line for line in lines if name in line]
+    assert "37.5%" in figures
+    assert "-12.5%" in figures
+    assert any("1  a pipeline axis" in line for line in lines)

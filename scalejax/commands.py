@@ -126,6 +126,60 @@ class Predict(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Explain(RunFileCommand):
+    """Say where the time of a step goes, and what would shorten it.
+
+    A waterfall from ideal to predicted, the costliest operations with their source lines,
+    exchanges that the layout does not call for, and what twice the bandwidth, network, batch or
+    chip would buy. A flag with a dot replaces a field of the file, or of --conditions.
+    """
+
+    cluster: Annotated[str, _flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[int, _flag("N")]
+    """Number of devices."""
+    output: Annotated[Path | None, _flag("FILE.html")] = None
+    """Where the page with the waterfall drawn goes."""
+    json: Annotated[Path | None, _flag("OUT.json")] = None
+    """Where the figures go."""
+    trace: Annotated[Path | None, _flag("TRACE_DIR")] = None
+    """A recorded profile of the step (scalejax train --profile), to compare with."""
+    trace_output: Annotated[Path | None, _flag("TRACE.json")] = None
+    """Where a trace of the predicted step goes, for ui.perfetto.dev."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Compile, explain, print, and write what was asked for."""
+        from scalejax import explanation_tables
+        from scalejax.explain import match_trace
+        from scalejax.explained_run import CASES, explain_run
+        from scalejax.hardware import load_cluster
+        from scalejax.trace_export import write_trace
+        from scalejax.trace_import import read_trace
+
+        cluster, overrides = take_conditions(load_cluster(self.cluster), overrides)
+        config = load_config(self.run_file, overrides)
+        measured = None if self.trace is None else read_trace(self.trace)
+        with waiting.compiling(CASES) as on_done:
+            explained = explain_run(config, cluster, self.devices, on_done=on_done)
+        tables.show(explanation_tables.explanation(explained.explanation))
+        if measured is not None:
+            match = match_trace(explained.program, cluster, measured.seconds_by_name)
+            print()
+            tables.show(explanation_tables.trace_match(match))
+        if self.output is not None:
+            from scalejax.report_explanation import write_explanation
+
+            write_explanation(explained.explanation, self.output)
+            print(f"wrote {self.output}")
+        if self.json is not None:
+            documents.save(explained.explanation, self.json)
+            print(f"wrote {self.json}")
+        if self.trace_output is not None:
+            write_trace(explained.program, cluster, self.trace_output)
+            print(f"wrote {self.trace_output}; ui.perfetto.dev opens it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Draw runs and predictions in one HTML file."""
 
@@ -319,6 +373,7 @@ class Quickstart:
 Command = (
     Train
     | Predict
+    | Explain
     | Report
     | ConfigShow
     | ConfigFields
@@ -333,6 +388,7 @@ COMMANDS: dict[str, type[Command]] = {
     "quickstart": Quickstart,
     "train": Train,
     "predict": Predict,
+    "explain": Explain,
     "report": Report,
     "config show": ConfigShow,
     "config fields": ConfigFields,

@@ -3,19 +3,14 @@
 Knows what a reader wants to see in which order, and says beside each plot how to read it.
 """
 
-import json
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from string import Template
 
-import vl_convert
-
-from scalejax import __version__, report_charts
+from scalejax import report_charts
 from scalejax.documents import save_text
 from scalejax.predict import Prediction, ScalingPrediction
-from scalejax.report_charts import Spec
+from scalejax.report_page import Page
 from scalejax.report_sources import RunSource, Sources, read_sources
 from scalejax.units import (
     UNKNOWN,
@@ -24,9 +19,6 @@ from scalejax.units import (
     format_fraction,
     format_seconds,
 )
-
-_EMBED = "window.vegaEmbed = vegaEmbed;"
-"""What the page's script takes from the libraries that vl-convert carries."""
 
 
 def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
@@ -45,7 +37,7 @@ def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax 
 
 def render(sources: Sources, title: str) -> str:
     """The page, as HTML with everything inside it."""
-    page = _Page()
+    page = Page()
     page.add(f"<h1>{escape(title)}</h1>")
     if sources.runs and sources.studies:
         page.add('<nav><a href="#runs">Runs</a><a href="#predictions">Predictions</a></nav>')
@@ -53,48 +45,13 @@ def render(sources: Sources, title: str) -> str:
         _add_runs(page, sources.runs)
     if sources.studies:
         _add_studies(page, sources.studies)
-    template = files("scalejax").joinpath("report_template.html").read_text(encoding="utf-8")
-    return Template(template).substitute(
-        title=escape(title),
-        version=__version__,
-        scripts=vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script"),
-        body="\n".join(page.parts),
-        # "</" would end the element that holds the data
-        charts=json.dumps(page.charts).replace("</", "<\\/"),
-    )
-
-
-class _Page:
-    """The body of the page, and the charts that its script draws into it."""
-
-    def __init__(self) -> None:
-        self.parts: list[str] = []
-        self.charts: dict[str, Spec] = {}
-
-    def add(self, html: str) -> None:
-        """Append a piece of HTML."""
-        self.parts.append(html)
-
-    def add_chart(self, heading: str, explanation: str, spec: Spec) -> None:
-        """Append a chart under its heading, with a sentence on how to read it."""
-        name = f"chart{len(self.charts)}"
-        self.charts[name] = spec
-        self.add(f"<h3>{escape(heading)}</h3>\n<p>{escape(explanation)}</p>")
-        self.add(f'<div class="chart" id="{name}" role="img" aria-label="{escape(heading)}"></div>')
-
-    def add_table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Append a table; cells are text."""
-        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-        )
-        self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
+    return page.render(title)
 
 
 # --- runs ---
 
 
-def _add_runs(page: _Page, runs: Sequence[RunSource]) -> None:
+def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     page.add('<h2 id="runs">Runs</h2>')
     page.add("<p>What was trained, and how it ended. Accuracy is that of all test examples.</p>")
     page.add_table(
@@ -165,7 +122,7 @@ def _time_row(run: RunSource) -> list[str]:
 # --- predictions ---
 
 
-def _add_studies(page: _Page, studies: Sequence[ScalingPrediction]) -> None:
+def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
     page.add('<h2 id="predictions">Predictions</h2>')
     page.add(
         "<p>Computed from the program that the compiler made of the training step for each "
@@ -191,7 +148,7 @@ def _add_studies(page: _Page, studies: Sequence[ScalingPrediction]) -> None:
         _add_study(page, study)
 
 
-def _add_study(page: _Page, study: ScalingPrediction) -> None:
+def _add_study(page: Page, study: ScalingPrediction) -> None:
     first = study.predictions[0]
     page.add(f"<h2>{escape(study.title)}</h2>")
     fixed = {"weak": "the batch of each device", "strong": "the global batch"}[study.scaling]

@@ -1,0 +1,178 @@
+"""One step taken apart: from the arithmetic that no chip does faster to the predicted time."""
+
+import math
+from dataclasses import dataclass
+
+from scalejax.cost import Charge, charges, device_terms
+from scalejax.explain.improvements import Improvement, improvements
+from scalejax.explain.unexpected import UnexpectedCollective, unexpected_collectives
+from scalejax.hardware import Cluster
+from scalejax.predict import RUN_CONDITIONS, predict
+from scalejax.program import Operation, Program
+
+MOST_OPERATIONS = 10
+"""Costliest operations that an explanation names, unless told otherwise."""
+
+_DEVICE_TERMS = ("compute", "memory", "launch")
+"""Terms of a prediction that `device_terms` splits further."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One part of the time of a step."""
+
+    name: str
+    """What takes it: "compute at peak", "communication data"."""
+    seconds: float | None
+    """How long, at least 0; None if it is unknown."""
+    is_of_step: bool
+    """Whether it is part of the step; checkpoints and failures come on top of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostlyOperation:
+    """One operation of the program and what it adds to a step, all its runs together."""
+
+    name: str
+    """The compiler's name for it."""
+    what: str
+    """What it does, in words: "matmul bf16 4096 x 1024 x 4096"."""
+    source: str | None
+    """Where the user's program asked for it."""
+    runs: int
+    """How often it runs in a step."""
+    bound: str
+    """What limits it: "compute", "memory", "communication"."""
+    seconds: float
+    """Time by which the step is longer for it."""
+    share: float
+    """The same as a part of the step, 0..1."""
+    peak_share: float | None
+    """Part of the chip's peak arithmetic that it reaches, 0..1; None if it multiplies nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where the time of a step goes, what is odd about it, and what would shorten it."""
+
+    program: str
+    """What runs, for people."""
+    cluster: str
+    """Name of the cluster."""
+    cluster_title: str
+    """Name of the cluster, for people."""
+    device_count: int
+    """Devices in the run."""
+    mesh_axes: tuple[tuple[str, int], ...]
+    """(name, size) of each mesh axis, major to minor."""
+    step_seconds: float
+    """Time of one step."""
+    p10_step_seconds: float | None
+    """Time that is undercut once in ten times; None if unknown."""
+    p90_step_seconds: float | None
+    """Time that is exceeded once in ten times; None if unknown."""
+    samples_per_second: float | None
+    """Samples trained per second over all devices."""
+    mfu: float | None
+    """Model FLOP utilisation, 0..1."""
+    terms: tuple[Term, ...]
+    """From ideal to predicted; those of the step add up to `step_seconds`."""
+    operations: tuple[CostlyOperation, ...]
+    """The operations that add most, the costliest first."""
+    unexpected: tuple[UnexpectedCollective, ...]
+    """Exchanges that the layout does not call for, the costliest first."""
+    improvements: tuple[Improvement, ...]
+    """What a factor of two would buy, the largest gain first."""
+    notes: tuple[str, ...]
+    """What a reader must know to trust the figures as far as they go."""
+
+
+def explain(
+    program: Program,
+    cluster: Cluster,
+    *,
+    doubled_batch: Program | None = None,
+    most_operations: int = MOST_OPERATIONS,
+) -> Explanation:
+    """Why a step of `program` takes as long on `cluster` as `predict` says.
+
+    Args:
+        program: the compiled step; its mesh says how many devices.
+        cluster: the hardware.
+        doubled_batch: the same step with twice the samples per device; if None, nothing is
+            said of the batch.
+        most_operations: how many of the costliest operations to name.
+
+    Raises:
+        DoesNotFit: if the mesh has more devices than the cluster.
+    """
+    prediction = predict(program, cluster)
+    device = device_terms(program, cluster)
+    rest = [entry for entry in prediction.waterfall if entry[0] not in _DEVICE_TERMS]
+    every = charges(program, cluster)
+    costliest = sorted(every, key=lambda charge: -charge.step_seconds)[:most_operations]
+    return Explanation(
+        program=program.name,
+        cluster=cluster.name,
+        cluster_title=cluster.title,
+        device_count=program.device_count,
+        mesh_axes=program.mesh_axes,
+        step_seconds=prediction.step_seconds,
+        p10_step_seconds=prediction.p10_step_seconds,
+        p90_step_seconds=prediction.p90_step_seconds,
+        samples_per_second=prediction.samples_per_second,
+        mfu=prediction.mfu,
+        terms=tuple(
+            Term(name=name, seconds=seconds, is_of_step=name not in RUN_CONDITIONS)
+            for name, seconds in (*device, *rest)
+        ),
+        operations=tuple(
+            _costly(charge, prediction.step_seconds)
+            for charge in costliest
+            if charge.step_seconds > 0
+        ),
+        unexpected=unexpected_collectives(program, every, prediction.step_seconds),
+        improvements=improvements(program, cluster, doubled_batch),
+        notes=prediction.notes,
+    )
+
+
+def _costly(charge: Charge, step_seconds: float) -> CostlyOperation:
+    operation = charge.operation
+    return CostlyOperation(
+        name=operation.name,
+        what=in_words(operation) + _queue(charge),
+        source=operation.source,
+        runs=charge.runs,
+        bound=charge.bound,
+        seconds=charge.step_seconds,
+        share=charge.step_seconds / step_seconds,
+        peak_share=charge.peak_seconds / charge.seconds if operation.flop else None,
+    )
+
+
+def _queue(charge: Charge) -> str:
+    """Says of an exchange that compute waits longer for it than it takes: others come first."""
+    if charge.operation.collective is None or charge.step_seconds <= 1.01 * charge.seconds:
+        return ""
+    return ", behind others"
+
+
+def in_words(operation: Operation) -> str:
+    """What an operation does, for people: its kind, type, and size or partners."""
+    exchange = operation.collective
+    if exchange is not None:
+        over = " x ".join(exchange.group.axes) or f"{exchange.group.size} devices"
+        name = exchange.name.replace("_", "-")
+        return f"{name} {exchange.payload_bytes / 1e6:.3g} MB {over}"
+    if operation.kind == "matmul" and operation.shape:
+        sizes = operation.shape if operation.shape[0] > 1 else operation.shape[1:]
+        return f"matmul {operation.dtype} {' x '.join(map(str, sizes))}"
+    if operation.kind == "convolution" and operation.shape:
+        _, _, inputs, outputs, windows = operation.shape
+        side = math.isqrt(windows)
+        window = f"{side}x{side}" if side * side == windows else f"{windows}"
+        kind = (operation.convolution_pass or "forward").replace("_", " ")
+        return f"convolution {operation.dtype} {window} {inputs}>{outputs} {kind}"
+    moved = (operation.read_bytes + operation.write_bytes) / 1e6
+    return f"{operation.kind} {operation.dtype} {moved:.3g} MB"

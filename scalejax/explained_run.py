@@ -1,0 +1,84 @@
+"""A run explained: its step compiled, and once more with twice the batch.
+
+Knows neither compiler nor equations: those are `profile` and `explain`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.errors import ConfigError, ProfileError
+from scalejax.explain import Explanation, explain
+from scalejax.hardware import Cluster
+from scalejax.profile import ProfileJob, profile_many
+from scalejax.program import Program
+
+CASES = 2
+"""Programs that are compiled for one explanation: as asked for, and with twice the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedRun:
+    """An explanation, and the program that it is about."""
+
+    explanation: Explanation
+    """Where the time of a step goes."""
+    program: Program
+    """The compiled step."""
+
+
+def explain_run(
+    config: RunConfig,
+    cluster: Cluster,
+    device_count: int,
+    *,
+    on_done: Callable[[int], None] = lambda device_count: None,
+) -> ExplainedRun:
+    """Why a step of `config` on `device_count` devices of `cluster` takes as long as predicted.
+
+    What twice the batch would do is left out, with a note, where the data or the compiler do
+    not take it.
+
+    Args:
+        config: the run.
+        cluster: where it would run.
+        device_count: on how many devices.
+        on_done: called with the number of devices as each of the two programs is compiled.
+
+    Raises:
+        ConfigError: if batch or layout do not divide.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    run = resolve(config, device_count)
+    runs, refused = [run], None
+    try:
+        runs.append(_with_doubled_batch(run))
+    except ConfigError as error:
+        refused = error
+    jobs = [ProfileJob(run=each, cluster=cluster) for each in runs]
+
+    def done(_: int, program: Program) -> None:
+        on_done(program.device_count)
+
+    try:
+        programs = profile_many(jobs, done)
+    except ProfileError as error:
+        if len(jobs) == 1:
+            raise
+        refused, programs = error, profile_many(jobs[:1])
+    doubled = programs[1] if len(programs) > 1 else None
+    explanation = explain(programs[0], cluster, doubled_batch=doubled)
+    if refused is not None:
+        note = f"twice the batch is left out: {str(refused).rstrip('.')}"
+        explanation = replace(explanation, notes=(*explanation.notes, note))
+    return ExplainedRun(explanation=explanation, program=programs[0])
+
+
+def _with_doubled_batch(run: ResolvedRun) -> ResolvedRun:
+    """`run` with twice the samples on each of the same devices."""
+    batch = {
+        "batch.per_device_batch": 2 * run.split.per_device_batch,
+        "batch.global_batch": None,
+    }
+    return resolve(with_fields(run.config, batch), run.layout.device_count)

@@ -1,0 +1,316 @@
+"""Explanations of a step that a reader can work out on paper.
+
+The paper chip does 100 TFLOP/s in bf16 and moves 1 TB/s; here it reaches half of either, and
+takes 10 us between operations. Its nodes have 100 GB/s per device, and 10 GB/s between them.
+"""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from hardware_cases import CHIP, RING, cluster_of
+from rich.console import Console
+
+from scalejax import documents, explanation_tables
+from scalejax.cost import charges
+from scalejax.explain import Explanation, explain, match_trace
+from scalejax.predict import predict
+from scalejax.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
+from scalejax.report_explanation import render, waterfall
+
+HALF = replace(CHIP.attainable, matmul_fraction=0.5, memory_fraction=0.5, launch_seconds=10e-6)
+CLUSTER = cluster_of(
+    replace(RING, link_hop_seconds=0.0, network_hop_seconds=0.0),
+    chip=replace(CHIP, attainable=HALF),
+)
+
+PRODUCT = Operation(
+    name="dot.1",
+    kind="matmul",
+    dtype="bf16",
+    flop=int(1e12),  # 10 ms at peak
+    shape=(1, 1000, 1000, 500_000),
+    source="net.py:7",
+)
+COPY = Operation(
+    name="copy.2",
+    kind="copy",
+    dtype="bf16",
+    read_bytes=int(1e9),
+    write_bytes=int(1e9),  # 2 ms at peak, 4 ms at half
+)
+
+
+def exchange(kind, axes, size, stride, payload_bytes, name="exchange.3") -> Operation:
+    """A synchronous collective of `size` devices, `stride` apart."""
+    return Operation(
+        name=name,
+        kind="collective",
+        dtype="f32",
+        collective=Collective(
+            name=kind,
+            payload_bytes=payload_bytes,
+            group=DeviceGroup(extents=((size, stride),), axes=axes),
+            is_async=False,
+        ),
+    )
+
+
+GRADIENTS = exchange("all_reduce", ("data",), 16, 1, 10**8)
+
+
+def program_of(*operations, axes=(("data", 16), ("fsdp", 1), ("tensor", 1))) -> Program:
+    """A step of those operations on 16 devices."""
+    return Program(
+        name="paper step",
+        backend="cuda",
+        target="sm_90",
+        compiler="by hand",
+        mesh_axes=axes,
+        operations=operations,
+        memory=MemoryUse(
+            argument_bytes=10**9, output_bytes=10**9, alias_bytes=10**9, temporary_bytes=10**9
+        ),
+        global_batch=1600,
+    )
+
+
+STEP = program_of(Loop(name="while.1", trip_count=2, body=(PRODUCT,)), COPY, GRADIENTS)
+
+
+@pytest.fixture(scope="module")
+def explained() -> Explanation:
+    """The step above, with twice the batch: twice the work, the same gradients."""
+    doubled = Operation(
+        name="dot.1", kind="matmul", dtype="bf16", flop=2 * PRODUCT.flop, shape=(1, 1, 1, 1)
+    )
+    twice = program_of(
+        Loop(name="while.1", trip_count=2, body=(doubled,)), COPY, COPY_AGAIN, GRADIENTS
+    )
+    return explain(STEP, CLUSTER, doubled_batch=replace(twice, global_batch=3200))
+
+
+COPY_AGAIN = replace(COPY, name="copy.4")
+
+
+def test_the_waterfall_leads_from_ideal_to_predicted(explained):
+    """2 x 10 ms at peak; as much again for half the rate; 4 ms of memory; 3 launches.
+
+    The ring of 16 sends 2 x 15/16 x 100 MB; of each node's ring one wire at 10 GB/s crosses.
+    """
+    terms = {term.name: term.seconds for term in explained.terms}
+    crossing = 2 * 15 / 16 * 1e8 / 10e9
+
+    assert terms["compute at peak"] == pytest.approx(20e-3)
+    assert terms["attainable rates"] == pytest.approx(20e-3)
+    assert terms["memory"] == pytest.approx(4e-3)
+    assert terms["launch"] == pytest.approx(30e-6)
+    assert terms["communication data"] == pytest.approx(crossing)
+    assert next(iter(terms)) == "compute at peak"
+    assert terms["input"] is None  # nothing is known of it
+
+
+def test_the_terms_of_a_step_add_up_to_it(explained):
+    """To the last digit that a sum keeps, none below zero, and no other time than predicted."""
+    seconds = [term.seconds for term in explained.terms if term.is_of_step]
+
+    assert sum(part or 0.0 for part in seconds) == pytest.approx(explained.step_seconds, rel=1e-12)
+    assert all(part is None or part >= 0 for part in seconds)
+    assert explained.step_seconds == predict(STEP, CLUSTER).step_seconds
+
+
+def test_checkpoints_and_failures_come_on_top():
+    """They lengthen a run, not a step."""
+    conditions = {
+        "node_mtbf_seconds": 1e6,
+        "restart_seconds": 600.0,
+        "storage_bytes_per_second": 1e9,
+    }
+    site = replace(CLUSTER, conditions=replace(CLUSTER.conditions, **conditions))
+
+    explained = explain(STEP, site)
+
+    on_top = {term.name: term.seconds for term in explained.terms if not term.is_of_step}
+    assert on_top.keys() == {"checkpoints", "failures"}
+    assert all(seconds > 0 for seconds in on_top.values())
+    assert explained.step_seconds == explain(STEP, CLUSTER).step_seconds
+
+
+def test_the_costliest_operations_come_first_with_their_source(explained):
+    """Two products of 20 ms and a gap each, then the exchange, then the copy."""
+    first, second, third = explained.operations
+
+    assert (first.name, first.runs, first.source, first.bound) == (
+        "dot.1",
+        2,
+        "net.py:7",
+        "compute",
+    )
+    assert first.seconds == pytest.approx(40e-3 + 20e-6)
+    assert first.peak_share == pytest.approx(20 / 40.02)
+    assert first.what == "matmul bf16 1000 x 1000 x 500000"
+    assert (second.name, second.what) == ("exchange.3", "all-reduce 100 MB data")
+    assert (third.name, third.peak_share) == ("copy.2", None)
+    shares = [operation.share for operation in explained.operations]
+    assert sum(shares) == pytest.approx(1.0)
+
+
+def test_a_factor_of_two_buys_what_it_is_spent_on(explained):
+    """Each by hand; links inside the node do not matter, since the network is narrower."""
+    gains = {each.name: each for each in explained.improvements}
+    step = explained.step_seconds
+
+    assert gains["arithmetic"].step_seconds == pytest.approx(step - 20e-3)
+    assert gains["memory"].step_seconds == pytest.approx(step - 2e-3)
+    assert gains["chip"].step_seconds == pytest.approx(step - 22e-3)
+    assert gains["network"].step_seconds == pytest.approx(step - 0.5 * 2 * 15 / 16 * 1e8 / 10e9)
+    assert gains["links"].step_seconds == pytest.approx(step)
+    assert gains["links"].speedup == pytest.approx(1.0)
+    # Twice the products and copies for twice the samples; the gradients stay.
+    assert gains["batch"].step_seconds == pytest.approx(step + 44e-3 + 10e-6)
+    assert gains["batch"].speedup == pytest.approx(2 * step / (step + 44e-3 + 10e-6))
+    speedups = [each.speedup for each in explained.improvements]
+    assert speedups == sorted(speedups, reverse=True)
+
+
+def test_one_node_needs_no_network():
+    """Nothing is said of cards that nothing passes."""
+    inside = program_of(PRODUCT, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))
+
+    names = {each.name for each in explain(inside, CLUSTER).improvements}
+
+    assert names == {"arithmetic", "memory", "chip", "links"}
+
+
+MESH = (("data", 4), ("fsdp", 2), ("tensor", 2))
+
+
+def unexpected_names(*operations, axes=MESH) -> list[str]:
+    """Names of the exchanges that are found odd."""
+    found = explain(program_of(PRODUCT, *operations, axes=axes), CLUSTER).unexpected
+    return [each.name for each in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "size", "stride"),
+    [
+        ("all_to_all", ("tensor",), 2, 1),
+        ("collective_permute", ("data",), 4, 4),
+        ("all_gather", ("data",), 4, 4),
+        ("all_gather", ("data", "fsdp"), 8, 2),
+        ("all_gather", ("tensor",), 2, 1),
+        ("all_reduce", (), 3, 1),
+    ],
+)
+def test_an_exchange_that_no_rule_asks_for_is_named(kind, axes, size, stride):
+    """With what it takes, and why it is odd."""
+    odd = exchange(kind, axes, size, stride, 10**9, name="odd.9")
+
+    (found,) = explain(program_of(PRODUCT, odd, axes=MESH), CLUSTER).unexpected
+
+    assert (found.name, found.collective, found.axes) == ("odd.9", kind, axes)
+    assert found.step_seconds == pytest.approx(found.seconds)
+    assert found.seconds > 0
+    assert found.reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "size", "stride"),
+    [
+        ("all_reduce", ("data",), 4, 4),
+        ("all_reduce", ("data", "fsdp"), 8, 2),
+        ("all_reduce", ("data", "fsdp", "tensor"), 16, 1),
+        ("all_gather", ("fsdp",), 2, 2),
+        ("reduce_scatter", ("fsdp",), 2, 2),
+        ("reduce_scatter", ("data", "fsdp"), 8, 2),
+        ("all_reduce", ("tensor",), 2, 1),
+    ],
+)
+def test_what_the_layout_asks_for_is_not_odd(kind, axes, size, stride):
+    """Gradients over data, parameters over fsdp, sums of activations over tensor."""
+    assert unexpected_names(exchange(kind, axes, size, stride, 10**9)) == []
+
+
+def test_sequence_parallel_sums_are_not_odd():
+    """A sum scattered over tensor is gathered again: the layout divides tokens there."""
+    scatter = exchange("reduce_scatter", ("tensor",), 2, 1, 10**9, name="scatter")
+    gather = exchange("all_gather", ("tensor",), 2, 1, 10**9, name="gather")
+
+    assert unexpected_names(scatter, gather) == []
+    assert unexpected_names(gather) == ["gather"]
+
+
+def test_small_exchanges_and_axes_of_a_users_own_are_left_alone():
+    """Indices are no finding; nobody has said what a user's own axes ask for."""
+    small = exchange("all_to_all", ("tensor",), 2, 1, 10**4)
+    own = exchange("all_to_all", ("experts",), 16, 1, 10**9)
+
+    assert unexpected_names(small) == []
+    assert unexpected_names(own, axes=(("experts", 16),)) == []
+
+
+def test_a_trace_is_matched_by_name():
+    """The copy took twice as long as predicted; the exchange was not recorded."""
+    predicted = {charge.operation.name: charge.seconds for charge in charges(STEP, CLUSTER)}
+    measured = {"dot.1": predicted["dot.1"], "copy.2": 2 * predicted["copy.2"], "extra.7": 1e-3}
+
+    match = match_trace(STEP, CLUSTER, measured)
+
+    assert [each.name for each in match.matches] == ["copy.2", "dot.1"]
+    assert match.matches[0].difference_seconds == pytest.approx(-predicted["copy.2"])
+    assert match.only_measured == (("extra.7", 1e-3),)
+    assert match.only_predicted == (("exchange.3", predicted["exchange.3"]),)
+    assert match.matched_share == pytest.approx(
+        match.measured_seconds / (match.measured_seconds + 1e-3)
+    )
+
+
+def printed(parts) -> list[str]:
+    """Lines on an 80-column terminal."""
+    console = Console(width=80, file=StringIO(), highlight=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return capture.get().splitlines()
+
+
+def test_an_explanation_fits_a_terminal(explained):
+    """All of it in 80 columns; the finding is said in words."""
+    match = match_trace(STEP, CLUSTER, {"dot.1": 1e-3})
+    lines = printed([*explanation_tables.explanation(explained)])
+    lines += printed([*explanation_tables.trace_match(match)])
+    text = " ".join(" ".join(lines).split())
+
+    assert max(map(len, lines)) <= 80
+    assert "The largest loss is attainable rates" in text
+    assert "Twice the chip gives 1.54 times the samples per second." in text
+    assert "net.py:7" in text
+
+
+def test_bars_begin_where_the_last_one_ended():
+    """Whole cells before it, eighths at its end, and never nothing for something."""
+    assert explanation_tables.bar(0.0, 5.0, 10.0, cells=10) == "█████"
+    assert explanation_tables.bar(5.0, 10.0, 10.0, cells=10) == "     █████"
+    assert explanation_tables.bar(5.0, 5.5, 10.0, cells=10) == "     ▌"
+    assert explanation_tables.bar(9.999, 10.0, 10.0, cells=10).strip() != ""
+    assert explanation_tables.bar(5.0, 5.0, 10.0, cells=10) == ""
+
+
+def test_the_page_draws_each_term_from_the_end_of_the_one_before(explained):
+    """In milliseconds, and with all that the terminal shows."""
+    rows = waterfall(explained)["data"]["values"]
+    ends = [0.0, *(row["end"] for row in rows)]
+
+    assert [row["begin"] for row in rows] == pytest.approx(ends[:-1])
+    assert ends[-1] == pytest.approx(explained.step_seconds * 1e3)
+    page = render(explained)
+    for words in ("paper step", "From ideal to predicted", "net.py:7", "all-reduce 100 MB data"):
+        assert words in page
+
+
+def test_the_figures_survive_a_file(tmp_path, explained):
+    """What `--json` writes is read back as it was."""
+    path = tmp_path / "explained.json"
+    documents.save(explained, path)
+
+    assert documents.load(Explanation, path) == explained

@@ -39,8 +39,11 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
     """What stragglers and input add to a step of `step_seconds`."""
     conditions = cluster.conditions
     stragglers = wait = None
-    if conditions.step_cv is not None:
-        stragglers = straggler_seconds(step_seconds, conditions.step_cv, program.device_count)
+    step_cv = conditions.step_cv
+    if step_cv is None:
+        step_cv = cluster.chip.attainable.step_cv
+    if step_cv is not None:
+        stragglers = straggler_seconds(step_seconds, step_cv, program.device_count)
     if conditions.input_samples_per_second is not None and program.global_batch is not None:
         share = min(1.0, cluster.devices_per_node / program.device_count)
         wait = input_wait_seconds(

@@ -75,6 +75,9 @@ class Attainable:
     """Rate of the gradient of its filter over that of the forward convolution."""
     depthwise_fraction: float = 0.25
     """Share of peak f32 FLOP/s that depthwise convolutions reach, which matrix units cannot run."""
+    winograd_share: float = 0.0
+    """How much of the multiplications that Winograd's algorithm saves in f32 convolutions is saved
+    in time: 1 is all, 0 is none, or no use of it."""
     memory_ramp_seconds: float = 0.0
     """The same as `matmul_ramp_seconds`, of operations that only move bytes."""
     matmul_table: str | None = None
@@ -86,6 +89,9 @@ class Attainable:
     contention_fraction: float = 0.0
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
+    step_cv: float | None = None
+    """Standard deviation of one device's step time over its mean, as seen on such chips; a cluster
+    that knows its own says so in its conditions. None if unknown."""
     step_overhead_seconds: float = 0.0
     """Time of a step that is in none of its operations: the host's work that devices wait for."""
 
@@ -107,6 +113,12 @@ class Attainable:
         require_at_least("memory_ramp_seconds", self.memory_ramp_seconds, 0)
         require_at_least("launch_seconds", self.launch_seconds, 0)
         require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
+        if self.step_cv is not None and not 0 <= self.step_cv < 1:
+            accepted = "it must be at least 0 and below 1: it is a share of the step"
+            raise ConfigError(refusal("step_cv", self.step_cv, accepted))
+        if not 0 <= self.winograd_share <= 1:
+            accepted = "it must be at least 0 and at most 1"
+            raise ConfigError(refusal("winograd_share", self.winograd_share, accepted))
         if not 0 <= self.contention_fraction < 1:
             accepted = "it must be at least 0 and below 1"
             raise ConfigError(refusal("contention_fraction", self.contention_fraction, accepted))

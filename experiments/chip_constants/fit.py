@@ -1,0 +1,162 @@
+"""Fit the constants of chips to published step times, and test them on rows left out.
+
+Run from the root of the repository, with the open ledger beside it:
+    python experiments/chip_constants/fit.py [FIT ...]
+
+One set of constants for each chip, whatever the network, framework or paper; what is free, and
+which rows it is fitted to, is in `fits.py`. Prints the constants, how far off the fitted rows
+are, and how far off each fifth of them is when it was left out of the fit. The figures go into
+`scalejax/hardware/chips/` by hand, where their sources name this script.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from fits import FITS, Fit, group
+from scipy.optimize import least_squares
+
+from scalejax.cost import WhatIf, step_terms
+from scalejax.cost.uncertainty import Z_OF_P90
+from scalejax.hardware import Chip
+from scalejax.program import Program
+from scalejax.validation import CompiledCase, compile_cases, read_ledger
+from scalejax.validation.ledger import LedgerRow
+
+LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
+FOLDS = 5
+_TYPICAL_ERROR = 0.1
+"""Residuals beyond this count for less: a row may be a framework's bad day."""
+
+
+def main(names: Sequence[str]) -> int:
+    """Fit what `names` name, or everything."""
+    if not LEDGER.is_file():
+        print(f"{LEDGER} is not there: the published step times are not part of the repository.")
+        return 1
+    rows = read_ledger(LEDGER)
+    for name in names or FITS:
+        every = cases_of(FITS[name], rows)
+        cases = fastest(every)
+        print(f"{name}: {len(cases)} of {len(every)} rows, the fastest of each setting")
+        fitted = fit(FITS[name], cases)
+        for constant, value in zip(FITS[name].free, fitted, strict=True):
+            print(f"  {constant:28} {value:.4g}")
+        show_errors("fitted", errors(FITS[name], cases, fitted), cases)
+        show_errors("left out", left_out_errors(FITS[name], cases), cases)
+        low, high = np.quantile(errors(FITS[name], every, fitted), (0.1, 0.9))
+        print(
+            f"  all rows: {(high - low) / 2 / Z_OF_P90:.3f} as a log standard deviation (p10..p90)"
+        )
+    return 0
+
+
+def cases_of(wanted: Fit, rows: Sequence[LedgerRow]) -> list[CompiledCase]:
+    """The rows that `wanted` is fitted to, with program and cluster."""
+    rows = [
+        row
+        for row in rows
+        if row.family in wanted.families and row.device_count <= wanted.most_devices
+    ]
+    return [
+        case
+        for case in compile_cases(rows)
+        if isinstance(case, CompiledCase) and case.cluster.chip.name in wanted.chips
+    ]
+
+
+def fastest(cases: Sequence[CompiledCase]) -> list[CompiledCase]:
+    """The fastest row of each setting: what frameworks add of their own is no chip's constant."""
+    best: dict[tuple, CompiledCase] = {}
+    for case in cases:
+        row = case.row
+        setting = (row.model, row.machine.hardware, row.device_count, row.work)
+        known = best.get(setting)
+        if known is None or row.step_seconds < known.row.step_seconds:
+            best[setting] = case
+    return list(best.values())
+
+
+def fit(wanted: Fit, cases: Sequence[CompiledCase]) -> np.ndarray:
+    """The free constants, shape (constants,), that bring predictions nearest to `cases`."""
+    low, high = np.array(list(wanted.free.values())).T
+    start = low + 0.5 * (high - low)
+    solution = least_squares(
+        lambda values: errors(wanted, cases, values),
+        start,
+        bounds=(low, high),
+        x_scale=high - low,
+        diff_step=1e-3,
+        loss="soft_l1",
+        f_scale=_TYPICAL_ERROR,
+    )
+    return solution.x
+
+
+def errors(wanted: Fit, cases: Sequence[CompiledCase], values: np.ndarray) -> np.ndarray:
+    """log(predicted / measured) of each case with these constants, shape (cases,)."""
+    constants = dict(zip(wanted.free, values.tolist(), strict=True))
+    chips: dict[int, Chip] = {}
+
+    def changed(chip: Chip) -> Chip:
+        if id(chip) not in chips:
+            chips[id(chip)] = replace(chip, attainable=replace(chip.attainable, **constants))
+        return chips[id(chip)]
+
+    seconds = []
+    for case in cases:
+        cluster = replace(case.cluster, chip=changed(case.cluster.chip))
+        times = what_if(case.program).timeline(cluster)
+        terms = step_terms(case.program, cluster, times.step_seconds)
+        seconds.append(times.step_seconds + (terms.stragglers_seconds or 0.0))
+    measured = [case.row.step_seconds for case in cases]
+    return np.log(np.array(seconds) / np.array(measured))
+
+
+def left_out_errors(wanted: Fit, cases: Sequence[CompiledCase]) -> np.ndarray:
+    """The same, each fifth of the settings by constants fitted to the others, shape (cases,).
+
+    Rows of a network that differ in the number of devices alone are in one fifth.
+    """
+    fold_of = {each: i % FOLDS for i, each in enumerate(sorted({group(c.row) for c in cases}))}
+    folds = np.array([fold_of[group(case.row)] for case in cases])
+    result = np.empty(len(cases))
+    for fold in range(FOLDS):
+        others = [case for case, its in zip(cases, folds, strict=True) if its != fold]
+        held = [case for case, its in zip(cases, folds, strict=True) if its == fold]
+        result[folds == fold] = errors(wanted, held, fit(wanted, others))
+    return result
+
+
+_READY: dict[int, WhatIf] = {}
+
+
+def what_if(program: Program) -> WhatIf:
+    """The program, read once for all fits."""
+    if id(program) not in _READY:
+        _READY[id(program)] = WhatIf(program)
+    return _READY[id(program)]
+
+
+def show_errors(title: str, logs: np.ndarray, cases: Sequence[CompiledCase]) -> None:
+    """Print the spread of the errors, and each of them."""
+    sizes = [abs(math.expm1(value)) for value in logs]
+    print(
+        f"  {title}: median {statistics.median(sizes):.1%}, mean {statistics.mean(sizes):.1%}, "
+        f"log standard deviation {np.std(logs):.3f}"
+    )
+    for value, case in sorted(zip(logs, cases, strict=True), key=lambda each: each[1].row.case_id):
+        row = case.row
+        print(
+            f"    {row.model.model:14} {row.work.precision} {row.work.per_device_batch!s:>5} "
+            f"{row.device_count:4} {case.cluster.chip.name:14} {row.step_seconds * 1e3:9.1f} ms "
+            f"{math.expm1(value):+7.1%}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -91,7 +91,7 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
     monkeypatch.setattr(scaling_study, "profile_many", compiled)
     done: list[int] = []
 
-    found = study(config, load_cluster("dgx1-p100"), [8, 16], "weak", on_done=done.append)
+    found = study(config, load_cluster("dgx-b200"), [8, 16], "weak", on_done=done.append)
 
     assert done == [8, 16]
     assert found.efficiencies == (1.0, 1.0)

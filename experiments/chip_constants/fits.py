@@ -83,9 +83,8 @@ FITS = {
         chips=("h100",),
         families=TRANSFORMERS,
         free={
-            "matmul_fraction": (0.5, 0.95),
+            "sustained_fraction": (0.5, 1.0),
             "attention_fraction": (0.1, 0.9),
-            "memory_fraction": (0.5, 0.95),
             "launch_seconds": (1e-6, 20e-6),
             "contention_fraction": (0.0, 0.3),
             "step_cv": (0.0, 0.06),

@@ -69,6 +69,7 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
         fraction = attainable.attention_fraction
     elif operation.kind == "matmul":
         shape = _product_shape(operation.shape)
+        fraction = attainable.matmul_fraction * attainable.sustained_fraction
     if shape is not None:
         moved_bytes = max(moved_bytes, compulsory_bytes(shape, chip.rate_type(operation.dtype)))
     product = Product(

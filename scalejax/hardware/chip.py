@@ -83,6 +83,9 @@ class Attainable:
     matmul_table: str | None = None
     """Table of the catalogue that says how products depart from these numbers by their shape:
     the chip's own, or that of a sibling with the same multiprocessors; None for none."""
+    sustained_fraction: float = 1.0
+    """Share of the rate of single products that those of a long step reach: clocks fall under
+    load, which benchmarks of microseconds do not see."""
     attention_fraction: float = 0.4
     """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
     backward, what a causal mask skips not counted."""
@@ -103,6 +106,7 @@ class Attainable:
             "input_gradient_share",
             "filter_gradient_share",
             "depthwise_fraction",
+            "sustained_fraction",
             "attention_fraction",
             "memory_fraction",
         ):

@@ -120,11 +120,15 @@ class MemoryUse:
     """Part of the results that reuses inputs (donated buffers)."""
     temporary_bytes: int
     """Peak of everything else: activations, gradients, workspace."""
+    kernel_bytes: int = 0
+    """What kernels take for themselves while they run, beyond the compiler's account: on CPUs,
+    padded copies for convolutions."""
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes held at once, before the runtime's own reserve."""
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
+        held = self.argument_bytes + self.output_bytes - self.alias_bytes
+        return held + self.temporary_bytes + self.kernel_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

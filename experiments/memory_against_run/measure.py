@@ -1,6 +1,6 @@
 """Predicted memory beside the memory that a run of the same step takes, case by case.
 
-    python experiments/memory_against_run/measure.py [CASE...]
+    python experiments/memory_against_run/measure.py [CASE[:DEVICES]...]
 
 Predicted is the peak of the program that `scalejax predict` costs, compiled by the CPU's
 compiler; measured is what `run_step.py` prints, in a fresh process for each case.
@@ -8,9 +8,12 @@ compiler; measured is what `run_step.py` prints, in a fresh process for each cas
 
 import argparse
 import json
+import os
+import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from run_step import CASES, run_of
@@ -20,6 +23,10 @@ from scalejax.profile import profile
 
 HERE = Path(__file__).parent
 MIB = 2**20
+SETTINGS = {"JAX_PLATFORMS": "cpu", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+"""Of the process that runs a step; see there."""
+MORE = ("mlp:4", "gpt:2")
+"""Cases on several devices: the same process holds them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +37,6 @@ class Row:
     """Name in cases.json, and "xN" for N devices of this machine."""
     predicted_bytes: int
     """Peak of the compiled program, over all its devices."""
-    compiler_bytes: int | None
-    """The compiler's own claim for the peak, over all devices."""
     measured_bytes: int
     """Growth of the process that ran it."""
 
@@ -47,20 +52,31 @@ def measure(case: str, device_count: int = 1) -> Row:
         run_of(case, device_count), load_cluster("dgx-h100"), cache=None, backend="cpu"
     )
     command = [sys.executable, str(HERE / "run_step.py"), case, "--devices", str(device_count)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    environment = {**os.environ, **SETTINGS}
+    output = subprocess.run(
+        command, check=True, capture_output=True, text=True, env=environment
+    ).stdout
     return Row(
         case=case if device_count == 1 else f"{case} x{device_count}",
         predicted_bytes=program.memory.peak_bytes * device_count,
-        compiler_bytes=None,
         measured_bytes=int(output),
     )
+
+
+def save(rows: list[Row]) -> None:
+    """Keep the figures, with what they were measured on."""
+    versions = {name: version(name) for name in ("jax", "jaxlib")}
+    machine = {"python": platform.python_version(), "processor": platform.machine()}
+    figures = [{**asdict(row), "error": round(row.error, 4)} for row in rows]
+    document = {"machine": machine, "versions": versions, "rows": figures}
+    (HERE / "results.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> None:
     """Measure all cases, print the table, and keep the figures."""
     parser = argparse.ArgumentParser()
     parser.add_argument("cases", nargs="*")
-    cases = parser.parse_args().cases or list(json.loads(CASES.read_text()))
+    cases = parser.parse_args().cases or [*json.loads(CASES.read_text()), *MORE]
     rows = []
     print(f"{'case':<14}{'predicted MiB':>14}{'measured MiB':>14}{'error':>9}")
     for name in cases:
@@ -72,6 +88,8 @@ def main() -> None:
             f"{100 * row.error:>8.1f}%",
             flush=True,
         )
+    if len(rows) > 1:
+        save(rows)
 
 
 if __name__ == "__main__":

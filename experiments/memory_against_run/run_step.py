@@ -6,7 +6,10 @@ resets the kernel's high-water mark and takes one more step. What is printed is 
 (VmHWM) less the baseline: parameters, optimizer state, batch, activations, and whatever the
 runtime adds on its own.
 
+    JAX_PLATFORMS=cpu MALLOC_TRIM_THRESHOLD_=0 MALLOC_ARENA_MAX=1 \\
     python experiments/memory_against_run/run_step.py CASE [--devices 1]
+
+The settings have freed memory go back to the system at once, not to count as still in use.
 
 Linux only; CASE names an entry of `cases.json`.
 """
@@ -15,16 +18,7 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 from pathlib import Path
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-# Freed memory goes back to the system at once, and is not counted as still in use.
-if os.environ.get("MALLOC_TRIM_THRESHOLD_") != "0":
-    import sys
-
-    os.environ |= {"MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
-    os.execv(sys.executable, [sys.executable, *sys.argv])
 
 import jax
 import numpy as np

@@ -27,7 +27,10 @@ def memory_verdict(memory: MemoryUse, chip: Chip) -> MemoryVerdict:
 
     Left out: fragmentation of the allocator, a few per cent near the limit.
     """
+    peak_bytes = memory.peak_bytes
+    if chip.cuda is not None or chip.tpu is not None:
+        peak_bytes -= memory.kernel_bytes  # those of a CPU that stood in: the chip has its own
     return MemoryVerdict(
-        peak_bytes=memory.peak_bytes + chip.runtime_reserve_bytes,
+        peak_bytes=peak_bytes + chip.runtime_reserve_bytes,
         memory_bytes=chip.memory_bytes,
     )

@@ -219,6 +219,22 @@ def _sides(window: str, inputs: list[int], windows: list[int], outputs: list[int
     return [_Side(*each) for each in numbers]
 
 
+def padded_sides(instruction: Instruction, lhs: Array) -> list[tuple[int, int]]:
+    """(with padding and holes filled in, as it is): lengths of each spatial dimension of the
+    input of a convolution."""
+    window = instruction.attributes.get("window", "{}")
+    sides = _Labels(instruction.attributes["dim_labels"]).spatial(lhs, 0)
+    holes = _window(window, "lhs_dilate", len(sides))
+    match = re.search(r"\bpad=([\d_x\-]+)", window)
+    pads = [(0, 0)] * len(sides)
+    if match:
+        pads = [tuple(map(int, part.split("_"))) for part in match[1].split("x")]
+    return [
+        ((side - 1) * hole + 1 + sum(pad), side)
+        for side, hole, pad in zip(sides, holes, pads, strict=True)
+    ]
+
+
 def _disguised_product(
     sides: Sequence[_Side], samples: int, channels: int, inputs: int, dtype: str
 ) -> Arithmetic | None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ProfileError
+from scalejax.profile.hlo import parse_module
 from scalejax.profile.reader import read_program
+from scalejax.profile.workspace import convolution_workspace_bytes
 from scalejax.program import Loop, MemoryUse, Operation, Program
 
 if TYPE_CHECKING:
@@ -82,7 +84,12 @@ def read_compiled(
     """
     device = mesh.devices.flat[0]
     mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
-    operations = read_program(compiled.as_text() or "", mesh_axes)
+    text = compiled.as_text() or ""
+    operations = read_program(text, mesh_axes)
+    memory = _memory(compiled)
+    if device.platform == "cpu" and " convolution(" in text:
+        kernel_bytes = convolution_workspace_bytes(parse_module(text))
+        memory = replace(memory, kernel_bytes=kernel_bytes)
     compilers = ["jax", "jaxlib"]
     if device.platform == "tpu":
         compilers.append("libtpu")
@@ -94,7 +101,7 @@ def read_compiled(
         compiler=", ".join(f"{name} {metadata.version(name)}" for name in compilers),
         mesh_axes=mesh_axes,
         operations=operations,
-        memory=_memory(compiled),
+        memory=memory,
         global_batch=global_batch,
         tokens_per_sample=tokens_per_sample,
         model_flop=model_flop,

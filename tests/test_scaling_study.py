@@ -101,7 +101,7 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
     assert found.predictions[0].run_seconds == pytest.approx(
         90 * (1_281_167 // 256) * found.predictions[0].step_seconds
     )
-    assert found.title == "resnet50 on NVIDIA DGX-1 (P100), 4 x 100 Gb/s InfiniBand"
+    assert found.title == "resnet50 on NVIDIA DGX B200, 8 x 400 Gb/s InfiniBand"
 
 
 def _program(device_count: int) -> Program:

@@ -8,10 +8,10 @@ and the form remains. The residual belongs to shapes alone, so what-if chips and
 measured one scale by their own peaks, bandwidth and ramp, and better hardware is never slower.
 
 The fit is a Gaussian process (a sum of kernels, weights by least squares) with Student's t noise,
-since the table jumps by up to a factor of 2 where the library changes kernels or the profiler
-saw two: see `hardware/matmul_rates/README.md`. Its widths were set by hand on round numbers; in
-5-fold cross-validation over shapes the error moves by 0.1 points when any is halved or doubled
-(`experiments/gemm_rates/`).
+since the table jumps by up to a factor of 2 between neighbours, presumably where the library
+changes kernels or the profiler saw two: see `hardware/matmul_rates/README.md`. Its widths are
+round numbers, set by hand while watching the cross-validation over shapes that
+`experiments/gemm_rates` prints.
 """
 
 import math

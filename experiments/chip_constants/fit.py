@@ -65,7 +65,9 @@ def cases_of(wanted: Fit, rows: Sequence[LedgerRow]) -> list[CompiledCase]:
     return [
         case
         for case in compile_cases(rows)
-        if isinstance(case, CompiledCase) and case.cluster.chip.name in wanted.chips
+        if isinstance(case, CompiledCase)
+        and case.cluster.chip.name in wanted.chips
+        and case.row.step_seconds is not None
     ]
 
 
@@ -76,9 +78,14 @@ def fastest(cases: Sequence[CompiledCase]) -> list[CompiledCase]:
         row = case.row
         setting = (row.model, row.machine.hardware, row.device_count, row.work)
         known = best.get(setting)
-        if known is None or row.step_seconds < known.row.step_seconds:
+        if known is None or measured_seconds(case) < measured_seconds(known):
             best[setting] = case
     return list(best.values())
+
+
+def measured_seconds(case: CompiledCase) -> float:
+    """The published time of a step; `cases_of` keeps no row without one."""
+    return case.row.step_seconds or math.nan
 
 
 def fit(wanted: Fit, cases: Sequence[CompiledCase]) -> np.ndarray:
@@ -113,7 +120,7 @@ def errors(wanted: Fit, cases: Sequence[CompiledCase], values: np.ndarray) -> np
         times = what_if(case.program).timeline(cluster)
         terms = step_terms(case.program, cluster, times.step_seconds)
         seconds.append(times.step_seconds + (terms.stragglers_seconds or 0.0))
-    measured = [case.row.step_seconds for case in cases]
+    measured = [measured_seconds(case) for case in cases]
     return np.log(np.array(seconds) / np.array(measured))
 
 
@@ -153,8 +160,8 @@ def show_errors(title: str, logs: np.ndarray, cases: Sequence[CompiledCase]) -> 
         row = case.row
         print(
             f"    {row.model.model:14} {row.work.precision} {row.work.per_device_batch!s:>5} "
-            f"{row.device_count:4} {case.cluster.chip.name:14} {row.step_seconds * 1e3:9.1f} ms "
-            f"{math.expm1(value):+7.1%}"
+            f"{row.device_count:4} {case.cluster.chip.name:14} "
+            f"{measured_seconds(case) * 1e3:9.1f} ms {math.expm1(value):+7.1%}"
         )
 
 

@@ -16,7 +16,7 @@ from scalejax.model_config import ModelConfig
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.ledger import LedgerRow
 
-IMAGE_SIZES = {"inception_v3": 299, "xception": 299}
+IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
 """Height and width of the images of networks that do not read 224 x 224."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",

@@ -54,7 +54,11 @@ def read_trace(path: Path) -> MeasuredTrace:
     """
     from jax.profiler import ProfileData
 
-    data = ProfileData.from_file(str(trace_file(path)))
+    file = trace_file(path)
+    try:
+        data = ProfileData.from_file(str(file))
+    except RuntimeError as error:
+        raise ConfigError(refusal("trace", str(file), "it must be an .xplane.pb file")) from error
     by_module: dict[str, list[_Event]] = defaultdict(list)
     for event in _events(data):
         by_module[event.module].append(event)

@@ -122,7 +122,8 @@ def between_processes(count: int, *, calls: int, sizes: Sequence[int] = SIZES) -
             worker.kill()
             worker.wait()
     if any(worker.returncode for worker in workers):
-        said = outputs[0][1].strip().splitlines() or ["nothing"]
+        failed = next(i for i, worker in enumerate(workers) if worker.returncode)
+        said = outputs[failed][1].strip().splitlines() or ["nothing"]
         raise ConfigError(f"processes={count} is refused: they said {said[-1]!r}.")
     # The library that connects them prints on standard output too.
     lines = [line.split()[1:] for line in outputs[0][0].splitlines() if line.startswith(TAG)]

@@ -90,7 +90,7 @@ def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float],
         if operation.collective is not None or operation.kind == "wait":
             continue
         time = operation_time(operation, chip)
-        # Measured rates may lie above a peak that was itself measured.
+        # Measured rates may lie above a peak that was itself measured; so may Winograd's.
         peak = min(_peak_seconds(operation, chip), time.busy_seconds)
         beyond = "attainable rates" if time.bound == "compute" else "memory"
         terms["compute at peak"] += runs * peak

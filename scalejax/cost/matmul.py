@@ -3,9 +3,9 @@
 The form charges a ramp, then arithmetic or traffic, whichever is longer. A chip with a table
 multiplies it by exp(residual), where the residual is a smooth function of (batch, m, n, k) and
 type that was fitted to log(measured / form). Between the shapes of the table it interpolates;
-above them it stays what it is at their edge, where rates have saturated; below them it fades,
-and the form remains. The residual belongs to shapes alone, so what-if chips and siblings of the
-measured one scale by their own peaks, bandwidth and ramp, and better hardware is never slower.
+above them it stays what it is at their edge, where rates have saturated; below them it fades to
+about the mean of its type. The residual belongs to shapes alone, so what-if chips and siblings of
+the measured one scale by their own peaks, bandwidth and ramp, and better hardware is never slower.
 
 The fit is a Gaussian process (a sum of kernels, weights by least squares) with Student's t noise,
 since the table jumps by up to a factor of 2 between neighbours, presumably where the library

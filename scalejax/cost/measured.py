@@ -26,7 +26,7 @@ def measured_seconds(
 
 
 def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
-    if operation.kind == "convolution":
+    if operation.kind == "convolution" and operation.shape:
         rate = measured.convolution_rate(operation.shape, operation.convolution_pass or "forward")
         if rate is not None:
             return rate

@@ -5,7 +5,7 @@ from functools import cache
 
 from scalejax.errors import require_at_least
 
-_FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a hundredth of one
+_FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th of one
 
 
 def straggler_seconds(step_seconds: float, step_cv: float, device_count: int) -> float:

@@ -58,7 +58,7 @@ def unexpected_collectives(
         charges: what each of its operations costs.
         step_seconds: time of the step; exchanges below `LEAST_SHARE` of it are left out.
     """
-    scatters_tensor = program.collective_bytes("reduce_scatter") > 0 and any(
+    scatters_tensor = any(
         charge.operation.collective is not None
         and charge.operation.collective.name == "reduce_scatter"
         and charge.operation.collective.group.axes == (TENSOR,)

@@ -134,7 +134,7 @@ class CommunicationLibrary:
 
     def __post_init__(self) -> None:
         algorithms = [method.algorithm for method in self.methods]
-        if not set(algorithms) - {"pairwise"}:
+        if not set(algorithms) - {"pairwise", "nvls"}:
             accepted = "one must be able to add up, such as a ring"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
 

@@ -20,8 +20,8 @@ class Vgg(Network):
     """Stages of 3x3 convolutions with ReLU, each halved by a pool; three linear layers.
 
     Without the dropout between the linear layers (see `Perceptron`). Convolutions have biases,
-    no BatchNorm, and He's initialisation, which the paper's authors found to do as well as their
-    own training in steps.
+    no BatchNorm, and He's initialisation, where the paper's authors trained
+    in steps, and found later that random initialisation does without.
 
     Source: Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D.
     """

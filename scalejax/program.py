@@ -58,6 +58,8 @@ class Collective:
     """Who takes part."""
     is_async: bool
     """Whether compute goes on until a `wait` for it."""
+    buffer_count: int = 1
+    """Buffers that make up the payload, combined into one exchange."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,8 @@ import pytest
 from hardware_cases import CHIP, cluster_of
 
 from scalejax.calibrate import TINY_GRID, calibrate
-from scalejax.calibrate.exchange import Exchange, between_processes, fit_ring
+from scalejax.calibrate.exchange import Exchange, fit_ring
+from scalejax.calibrate.processes import Between, Probe, between_processes
 from scalejax.cli import main
 from scalejax.cost import as_used, operation_time
 from scalejax.errors import ConfigError
@@ -142,8 +143,12 @@ def test_ring_is_found_again_in_its_own_times():
 
 def test_processes_exchange_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
-    small, large = between_processes(2, calls=3, sizes=(64, 2**20))
+    probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
 
+    between = between_processes(2, probe)
+
+    small, large = between.exchanges
+    assert between.chip.measured is not None
     assert (small.device_count, small.size_bytes) == (2, 64)
     assert 0 < small.seconds < 1
     assert 0 < large.seconds < 1
@@ -169,10 +174,10 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
 def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 
-    def refuse(count: int, *, calls: int) -> list[Exchange]:
+    def refuse(count: int, probe: Probe) -> Between:
         raise ConfigError("processes=2 is refused: no loopback.")
 
-    monkeypatch.setattr("scalejax.calibrate.exchange.between_processes", refuse)
+    monkeypatch.setattr("scalejax.calibrate.between_processes", refuse)
     monkeypatch.setattr("scalejax.calibrate.exchange.SIZES", (64,))
     monkeypatch.setattr("scalejax.calibrate.machine.measure_chip", lambda *_: CHIP)
 

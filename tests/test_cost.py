@@ -6,7 +6,7 @@ import pytest
 from hardware_cases import CHIP
 from hypothesis import given
 from hypothesis import strategies as st
-from program_cases import NO_MEMORY, fusion
+from program_cases import NO_MEMORY, PAPER, fusion
 
 from scalejax.cost import collective_seconds, memory_verdict, operation_time
 from scalejax.hardware import load_chip, load_cluster
@@ -102,6 +102,20 @@ def test_memory_counts_the_runtime_s_own_share():
     assert memory_verdict(use, CHIP).fits
     assert memory_verdict(use, CHIP).peak_bytes == 10**10
     assert not memory_verdict(replace(use, output_bytes=1), CHIP).fits
+
+
+def test_a_library_that_runs_buffers_one_by_one_pays_latency_for_each():
+    """Rings of 8 have 14 hops of 1 us: 4 buffers cost 3 x 14 us more than one of all bytes."""
+    group = DeviceGroup(extents=((8, 1),), axes=("data",))
+    whole = Collective(name="all_reduce", payload_bytes=10**8, group=group, is_async=False)
+    parts = replace(whole, buffer_count=4)
+    library = replace(PAPER.library, runs_buffers_one_by_one=True)
+    one_by_one = replace(PAPER, library=library)
+
+    assert collective_seconds(parts, PAPER) == collective_seconds(whole, PAPER)
+    assert collective_seconds(parts, one_by_one) == pytest.approx(
+        collective_seconds(whole, PAPER) + 3 * 14e-6
+    )
 
 
 def test_gradients_of_resnet50_cost_a_tenth_of_a_step_on_ethernet():

@@ -6,7 +6,7 @@ processes of one device each that exchange over loopback, and the chips that bot
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -17,6 +17,7 @@ import jax
 from scalejax.calibrate import exchange, host, machine, probes
 from scalejax.calibrate.exchange import Exchange
 from scalejax.calibrate.probes import GRID, TINY_GRID, Grid
+from scalejax.calibrate.processes import Between, Probe, between_processes
 from scalejax.documents import JsonValue, plain, save_toml
 from scalejax.errors import ConfigError
 from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
@@ -51,26 +52,23 @@ class Calibration:
         Raises:
             ConfigError: if the folder cannot be written.
         """
-        chips = [("chip.toml", self.cluster.chip)]
-        chips += [(f"chip-{each.device_count}.toml", each.chip) for each in self.cluster.shared]
-        for name, chip in chips:
-            save_toml(chip, folder / name)
-        names = [name for name, _ in chips]
-        save_toml(_by_file(self.cluster, names), folder / "cluster.toml")
+        save_toml(self.cluster.chip, folder / "chip.toml")
+        names = ["cluster.toml", "chip.toml", *_save(self.cluster, folder, "cluster")]
         if self.processes is not None:
-            save_toml(_by_file(self.processes, names), folder / "processes.toml")
-            names.append("processes.toml")
-        return tuple(folder / name for name in ("cluster.toml", *names))
+            names += ["processes.toml", *_save(self.processes, folder, "processes")]
+        return tuple(folder / name for name in names)
 
 
-def _by_file(cluster: Cluster, chip_files: Sequence[str]) -> dict[str, JsonValue]:
-    """`cluster` with its chips by the names of their files."""
-    tables = plain(cluster)
-    shared = [
-        {"device_count": each.device_count, "chip": name}
-        for each, name in zip(cluster.shared, chip_files[1:], strict=True)
-    ]
-    return {**tables, "chip": chip_files[0], "shared": shared}  # type: ignore[dict-item]
+def _save(cluster: Cluster, folder: Path, name: str) -> list[str]:
+    """Write `cluster` and, in files of their own, its shared chips; returns the chips' files."""
+    shared: list[JsonValue] = []
+    for each in cluster.shared:
+        file = f"{name}-chip-{each.device_count}.toml"
+        save_toml(each.chip, folder / file)
+        shared.append({"device_count": each.device_count, "chip": file})
+    tables: dict[str, JsonValue] = plain(cluster)  # type: ignore[assignment]
+    save_toml({**tables, "chip": "chip.toml", "shared": shared}, folder / f"{name}.toml")
+    return [str(each["chip"]) for each in shared]  # type: ignore[index]
 
 
 def busy_counts() -> list[int]:
@@ -101,11 +99,11 @@ def calibrate(
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = _source()
-    chips = []
+    chips = {}
     for count in busy_counts():
         name = f"operations on {count} device{'s' if count > 1 else ''}"
         mesh = machine.mesh_of(jax.local_devices()[:count])
-        chips.append(machine.measure_chip(mesh, grid, source, lambda name=name: on_stage(name)))
+        chips[count] = machine.measure_chip(mesh, grid, source, lambda name=name: on_stage(name))
     on_stage("storage")
     storage = host.storage_bytes_per_second(folder, _STORED_BYTES)
     on_stage("copies between host and device")
@@ -116,12 +114,18 @@ def calibrate(
     inside = _inside(grid.calls, on_stage)
     notes: tuple[str, ...] = ()
     try:
-        between = _between(grid.calls, on_stage)
+        between = _between(grid, source, on_stage)
     except ConfigError as error:  # the rest is good without
-        between, notes = [], (f"nothing was measured between processes: {error}",)
+        between, notes = {}, (f"nothing was measured between processes: {error}",)
+    processes = None
+    if between:
+        alone, _ = min(chips.items())
+        process_chips = {alone: chips[alone]} | {n: each.chip for n, each in between.items()}
+        exchanges = [exchange for each in between.values() for exchange in each.exchanges]
+        processes = _cluster(process_chips, exchanges, conditions, source, nodes=True)
     return Calibration(
         cluster=_cluster(chips, inside, conditions, source),
-        processes=_cluster(chips, between, conditions, source, nodes=True) if between else None,
+        processes=processes,
         host_to_device_bytes_per_second=to_device,
         notes=notes,
     )
@@ -158,21 +162,22 @@ def _inside(calls: int, on_stage: OnStage) -> list[Exchange]:
         mesh = machine.mesh_of(jax.local_devices()[:count])
         for size in exchange.SIZES:
             on_stage(f"collectives between {count} devices")
-            seconds = probes.all_reduce_seconds(mesh, size, 2 * calls)
+            seconds = probes.all_reduce_seconds(mesh, size, 4 * calls)
             found.append(Exchange(device_count=count, size_bytes=size, seconds=seconds))
     return found
 
 
-def _between(calls: int, on_stage: OnStage) -> list[Exchange]:
-    found = []
+def _between(grid: Grid, source: str, on_stage: OnStage) -> dict[int, Between]:
+    found = {}
     for count in _process_counts():
-        on_stage(f"collectives between {count} processes")
-        found += exchange.between_processes(count, calls=calls)
+        on_stage(f"operations and collectives in {count} processes")
+        probe = Probe(grid=grid, calls=4 * grid.calls, sizes=exchange.SIZES, source=source)
+        found[count] = between_processes(count, probe)
     return found
 
 
 def _cluster(
-    chips: list[Chip],
+    chips: dict[int, Chip],
     exchanges: list[Exchange],
     conditions: RunConditions,
     source: str,
@@ -180,7 +185,7 @@ def _cluster(
     nodes: bool = False,
 ) -> Cluster:
     """One process of many devices, or (`nodes`) many processes of one."""
-    first, *others = chips
+    (_, first), *others = sorted(chips.items())
     memory = first.memory_bytes_per_second
     ring = exchange.fit_ring(exchanges) if exchanges else None
     rate = ring.bytes_per_second if ring else memory
@@ -201,9 +206,6 @@ def _cluster(
         ),
         max_device_count=most,
         conditions=conditions,
-        shared=tuple(
-            SharedChip(device_count=count, chip=chip)
-            for count, chip in zip(busy_counts()[1:], others, strict=True)
-        ),
+        shared=tuple(SharedChip(device_count=count, chip=chip) for count, chip in others),
         sources={"*": source},
     )

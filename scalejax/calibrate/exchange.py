@@ -1,27 +1,20 @@
 """All-reduces timed at several sizes and device counts, and the ring that explains them.
 
-Between devices of this process, and between processes on this machine over loopback.
+Knows no devices: what is timed where is `probes` and `processes`.
 """
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from scipy.optimize import nnls
 
-from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.hardware import CollectiveMethod, CommunicationLibrary
 
 SIZES = (64, 2**14, 2**18, 2**20, 2**22, 2**24)
 """Bytes that are summed: a scalar's worth up to the gradients of a small network."""
-TAG = "all_reduce"
-"""First word of a line that holds a time."""
-_PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +26,7 @@ class Exchange:
     size_bytes: int
     """Bytes of the sum."""
     seconds: float
-    """Shortest time."""
+    """Median time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,56 +80,10 @@ def library_of(name: str, title: str, ring: Ring, source: str) -> CommunicationL
         network_hop_seconds=ring.hop_seconds,
     )
     return CommunicationLibrary(
-        name=name, title=title, methods=(method,), residual=ring.residual, sources={"*": source}
+        name=name,
+        title=title,
+        methods=(method,),
+        runs_buffers_one_by_one=jax.default_backend() == "cpu",
+        residual=ring.residual,
+        sources={"*": source},
     )
-
-
-def between_processes(count: int, *, calls: int, sizes: Sequence[int] = SIZES) -> list[Exchange]:
-    """All-reduces between `count` processes of one device each, over loopback.
-
-    Raises:
-        ConfigError: if they could not exchange anything, with what they said.
-    """
-    command = [sys.executable, "-m", "scalejax.calibrate.worker"]
-    port = str(_free_port())
-    arguments = [str(calls), ",".join(map(str, sizes))]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    workers = [
-        subprocess.Popen(
-            [*command, port, str(count), str(rank), *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=_PATIENCE_SECONDS) for worker in workers]
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"processes={count} is refused: they exchanged nothing in {_PATIENCE_SECONDS:g} s."
-        ) from error
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    if any(worker.returncode for worker in workers):
-        failed = next(i for i, worker in enumerate(workers) if worker.returncode)
-        said = outputs[failed][1].strip().splitlines() or ["nothing"]
-        raise ConfigError(f"processes={count} is refused: they said {said[-1]!r}.")
-    # The library that connects them prints on standard output too.
-    lines = [line.split()[1:] for line in outputs[0][0].splitlines() if line.startswith(TAG)]
-    return [
-        build(
-            Exchange,
-            {"device_count": count, "size_bytes": int(size), "seconds": float(seconds)},
-        )
-        for size, seconds in lines
-    ]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

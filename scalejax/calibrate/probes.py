@@ -7,14 +7,16 @@ one device of a mesh while all of them do the same.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from scalejax.calibrate.timing import fastest_seconds, filled, seconds_of_call
+from scalejax.calibrate.timing import ALL, filled, seconds_of_call, seconds_of_function
 
 MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
@@ -23,6 +25,9 @@ _STREAM_PASSES = 16  # within one program, so that no memory is asked for while 
 _TILE = 64  # rows and columns of what changes its layout: heads and their size, say
 _WRITTEN_BYTES_PER_SECOND = 100e9  # of memory that is in the caches: little beside first touch
 _CHAIN = 33  # products too small to take time but for being launched
+_STEP_PRODUCT = 1024  # a computation of milliseconds
+_BUFFERS = 8  # that are reduced after it: parameters of a small network
+_LEAST_SECONDS = 1e-6  # what a clock and a median of several calls still tell from nothing
 _STATE = 24  # arrays of a step that does nothing: parameters and moments of a small network
 
 
@@ -121,7 +126,7 @@ TINY_GRID = Grid(
 
 def call_seconds(mesh: Mesh, calls: int) -> float:
     """Time of calling a program that does next to nothing."""
-    return fastest_seconds(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
+    return seconds_of_function(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
 
 
 def matmul_row(
@@ -136,7 +141,7 @@ def matmul_row(
     is_gradient = k > max(m, n)
     left = (batch, k, m) if is_gradient else (batch, m, k)
     formula = "bkm,bkn->bmn" if is_gradient else "bmk,bkn->bmn"
-    seconds = fastest_seconds(
+    seconds = seconds_of_function(
         lambda x, y: jnp.einsum(formula, x, y),
         mesh,
         [left, (batch, k, n)],
@@ -172,7 +177,7 @@ def convolution_row(
         "input_gradient": (input_gradient, [kernel, cotangent]),
         "filter_gradient": (filter_gradient, [image, cotangent]),
     }[kind]
-    seconds = fastest_seconds(function, mesh, shapes, calls=calls)
+    seconds = seconds_of_function(function, mesh, shapes, calls=calls)
     return (*c.shape, c.flop / _beyond(seconds, empty_seconds))
 
 
@@ -189,7 +194,7 @@ def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) 
         def passes(x: jax.Array, function: Any = function) -> jax.Array:
             return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)
 
-        seconds = fastest_seconds(passes, mesh, [(count, _TILE, _TILE)], calls=calls)
+        seconds = seconds_of_function(passes, mesh, [(count, _TILE, _TILE)], calls=calls)
         moved = _STREAM_PASSES * 8 * _TILE**2 * count
         logs.append(math.log(moved / _beyond(seconds, empty_seconds)))
     return math.exp(math.fsum(logs) / len(logs))
@@ -206,7 +211,7 @@ def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls
     def write(x: jax.Array) -> jax.Array:
         return x[0] + jnp.arange(count, dtype=jnp.float32)
 
-    seconds = fastest_seconds(write, mesh, [(4,)], calls=min(calls, 5))
+    seconds = seconds_of_function(write, mesh, [(4,)], calls=min(calls, 5))
     return max(seconds - empty_seconds - size_bytes / _WRITTEN_BYTES_PER_SECOND, 0.0)
 
 
@@ -220,7 +225,7 @@ def launch_seconds(mesh: Mesh, calls: int) -> float:
         return y
 
     one, many = (
-        fastest_seconds(lambda x, n=n: chain(x, n), mesh, [(4, 4)], calls=5 * calls)
+        seconds_of_function(lambda x, n=n: chain(x, n), mesh, [(4, 4)], calls=5 * calls)
         for n in (1, _CHAIN)
     )
     return max(many - one, 0.0) / (_CHAIN - 1)
@@ -238,11 +243,31 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
 
 
 def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
-    """Time in which every device comes to hold the sum of `size_bytes` of each."""
-    values = filled(mesh, (max(1, size_bytes // 4),), jnp.float32)
-    whole = NamedSharding(mesh, PartitionSpec())
-    compiled = jax.jit(lambda x: x.sum(axis=0), out_shardings=whole).lower(values).compile()
-    return seconds_of_call(compiled, [values], calls=calls)
+    """Time in which every device comes to hold the sum of `size_bytes` of each, within a step.
+
+    The median, behind a product. On idle cores a sum can be ten times faster; in a step, it
+    waits for its threads to be given a core by those that have computed, and for the slowest of
+    the devices. A CPU runs one for each of several buffers, a GPU one for all of them.
+    """
+    count = _BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
+    shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), *[(max(1, size_bytes // 4),)] * count]
+    arguments = [filled(mesh, shape, jnp.float32) for shape in shapes]
+
+    def step(x: jax.Array, *values: jax.Array, product: bool, sums: bool) -> list[jax.Array]:
+        computed = (x[0] @ x[0] if product else x[0])[0, 0]
+        mine = [value[0] + computed for value in values]
+        found = jax.lax.psum(mine, ALL) if sums else mine
+        return [each[None] for each in found]
+
+    def seconds(**parts: bool) -> float:
+        spec = PartitionSpec(ALL)
+        each = jax.shard_map(partial(step, **parts), mesh=mesh, in_specs=spec, out_specs=spec)
+        compiled = jax.jit(each).lower(*arguments).compile()
+        return seconds_of_call(compiled, arguments, calls=calls, statistic=median)
+
+    beyond_product = seconds(product=True, sums=True) - seconds(product=True, sums=False)
+    alone = seconds(product=False, sums=True) - seconds(product=False, sums=False)
+    return max(beyond_product, alone, _LEAST_SECONDS) / count
 
 
 def _beyond(seconds: float, empty_seconds: float) -> float:

@@ -6,6 +6,7 @@ same. Knows nothing of what is timed.
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ _WARM_UPS = 2
 _ENOUGH_SECONDS, _FEWEST_CALLS = 0.4, 3  # one process may stop early; several must call alike
 
 
-def fastest_seconds(
+def seconds_of_function(
     function: Callable[..., Any],
     mesh: Mesh,
     shapes: Sequence[tuple[int, ...]],
@@ -27,9 +28,7 @@ def fastest_seconds(
     calls: int,
     dtype: Any = jnp.float32,
 ) -> float:
-    """Shortest time of one call of `function` on arrays of ones, the same on every device.
-
-    The shortest, because other programs of the machine can only make a call longer.
+    """Time of one call of `function` on arrays of ones, the same on every device.
 
     Args:
         function: of arrays of `shapes` on one device; what it returns stays there.
@@ -49,8 +48,23 @@ def fastest_seconds(
     return seconds_of_call(jax.jit(each).lower(*arguments).compile(), arguments, calls=calls)
 
 
-def seconds_of_call(compiled: Any, arguments: Sequence[Any], *, calls: int) -> float:
-    """Shortest time of one call of a compiled function, started and waited for."""
+def seconds_of_call(
+    compiled: Any,
+    arguments: Sequence[Any],
+    *,
+    calls: int,
+    statistic: Callable[[Sequence[float]], float] | None = None,
+) -> float:
+    """Time of one call of a compiled function, started and waited for.
+
+    Args:
+        compiled: of `jax.jit(...).lower(...).compile()`.
+        arguments: of the call.
+        calls: timed at most.
+        statistic: of their times. Unless told, the shortest, because other programs can only
+            make a call longer; with several processes the median, because nothing keeps them in
+            step, and the shortest is a call that met the others idle.
+    """
     for _ in range(_WARM_UPS):
         jax.block_until_ready(compiled(*arguments))
     times: list[float] = []
@@ -61,7 +75,8 @@ def seconds_of_call(compiled: Any, arguments: Sequence[Any], *, calls: int) -> f
         is_enough = len(times) >= _FEWEST_CALLS and sum(times) > _ENOUGH_SECONDS
         if is_enough and jax.process_count() == 1:
             break
-    return min(times)
+    statistic = statistic or (min if jax.process_count() == 1 else median)
+    return statistic(times)
 
 
 def filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:

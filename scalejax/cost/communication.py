@@ -11,18 +11,29 @@ from scalejax.program import Collective
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     """Time of one exchange on an otherwise idle cluster, all groups like it busy at once.
 
-    Within a node measured times are taken where the cluster's link has a table of them, modelled
-    ones elsewhere. Over nodes it takes what the model says, and no less than the same exchange
-    between the members of one node; an all-to-all sends less within the node, and may.
+    Where the library runs its buffers one by one, each has the latency of one.
 
     Raises:
         DoesNotFit: if the group spans nodes that no network joins.
         UnknownHardware: if the cluster names a table of measured times that does not exist.
     """
+    seconds = _seconds(collective, collective.payload_bytes, cluster)
+    if collective.buffer_count > 1 and cluster.library.runs_buffers_one_by_one:
+        seconds += (collective.buffer_count - 1) * _seconds(collective, 0, cluster)
+    return seconds
+
+
+def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
+    """Time of an exchange of one buffer of `payload` bytes.
+
+    Within a node measured times are taken where the cluster's link has a table of them, modelled
+    ones elsewhere. Over nodes it takes what the model says, and no less than the same exchange
+    between the members of one node; an all-to-all sends less within the node, and may.
+    """
     way = group_route(collective.group.extents, cluster)
     if way.members == 1:
         return 0.0
-    name, payload = collective.name, collective.payload_bytes
+    name = collective.name
     inside = None
     if way.nodes == 1 or name != "all_to_all":
         inside = collectives.measured_seconds(name, payload, way, cluster)

@@ -126,6 +126,8 @@ class CommunicationLibrary:
     """Name for people: "NCCL over NVLink"."""
     methods: tuple[CollectiveMethod, ...]
     """Ways to run a collective; the fastest is taken, as the library's own tuner would."""
+    runs_buffers_one_by_one: bool = False
+    """Whether a collective of several buffers costs its latency once for each, not once."""
     residual: float | None = None
     """Standard deviation of the logarithm of measured over predicted times, so that 0.1 is about
     10 %; None if they were compared with nothing."""

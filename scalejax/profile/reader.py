@@ -160,6 +160,7 @@ class _Reader:
                 payload_bytes=gathered,
                 group=group,
                 is_async=start.opcode.endswith("-start") and not is_sync,
+                buffer_count=max(1, len(operands)),
             ),
             source=self._module.source(start),
         )

@@ -19,6 +19,11 @@ _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
 }
 
 
+_LARGEST_WINOGRAD_SHARE = 2.4
+"""(4 - 1) / (2.25 - 1): tiles of 4 x 4 results of a 3 x 3 window (Lavin & Gray 2015, arXiv
+1509.09308, section 4.3)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaArchitecture:
     """What a compiler for NVIDIA GPUs must know of a chip, beyond its rates."""
@@ -76,8 +81,9 @@ class Attainable:
     depthwise_fraction: float = 0.25
     """Share of peak f32 FLOP/s that depthwise convolutions reach, which matrix units cannot run."""
     winograd_share: float = 0.0
-    """How much of the multiplications that Winograd's algorithm saves in f32 convolutions is saved
-    in time: 1 is all, 0 is none, or no use of it."""
+    """How much of the multiplications that Winograd's algorithm saves with tiles of 2 x 2 in f32
+    convolutions is saved in time: 0 is none, or no use of it, 1 is all, and up to 2.4 tells of
+    tiles of 4 x 4, which save 4 times instead of 2.25."""
     memory_ramp_seconds: float = 0.0
     """The same as `matmul_ramp_seconds`, of operations that only move bytes."""
     matmul_table: str | None = None
@@ -120,8 +126,8 @@ class Attainable:
         if self.step_cv is not None and not 0 <= self.step_cv < 1:
             accepted = "it must be at least 0 and below 1: it is a share of the step"
             raise ConfigError(refusal("step_cv", self.step_cv, accepted))
-        if not 0 <= self.winograd_share <= 1:
-            accepted = "it must be at least 0 and at most 1"
+        if not 0 <= self.winograd_share <= _LARGEST_WINOGRAD_SHARE:
+            accepted = f"it must be at least 0 and at most {_LARGEST_WINOGRAD_SHARE}"
             raise ConfigError(refusal("winograd_share", self.winograd_share, accepted))
         if not 0 <= self.contention_fraction < 1:
             accepted = "it must be at least 0 and below 1"

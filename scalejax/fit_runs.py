@@ -26,6 +26,7 @@ FEWEST, MOST = 2, 5
 _LOW, _HIGH = 1 / 8, 8.0  # beyond these factors it is another machine
 _PRIOR = 0.5  # standard deviation of the logarithm of a factor before anything was measured
 _NOISE = 0.05  # of a measured step: how near the fit is to come to the runs
+_MOST_CONTENTION = 0.5  # beyond it compute would all but stop beside a collective
 _WIDEST = 0.5  # spread of steps beyond which it says nothing of stragglers
 _FEWEST_LINES = 8  # from which quartiles are taken
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
@@ -58,8 +59,9 @@ class Factors:
     """Times between operations, and the overhead of a step."""
     communication: float = 1.0
     """Times of collectives."""
-    contention: float = 0.0
-    """Share of its speed that compute loses beside a collective."""
+    contention: float | None = None
+    """Share of its speed that compute loses beside a collective, in place of the chip's own; None
+    leaves that as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +228,7 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
 
 
 def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
-    attainable, measured = chip.attainable, chip.measured
+    attainable, measured, contention = chip.attainable, chip.measured, factors.contention
     if measured is not None:
         measured = replace(
             measured,
@@ -247,7 +249,9 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
             attainable,
             launch_seconds=attainable.launch_seconds * factors.launch,
             step_overhead_seconds=attainable.step_overhead_seconds * factors.launch,
-            contention_fraction=factors.contention or attainable.contention_fraction,
+            contention_fraction=(
+                attainable.contention_fraction if contention is None else contention
+            ),
         ),
     )
 
@@ -272,9 +276,12 @@ def _error(cluster: Cluster, run: MeasuredRun, *, is_held_out: bool) -> RunError
 def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
     """The factors that bring the predictions nearest to what was measured.
 
-    There may be more factors than runs, so each is drawn to 1 (contention to 0) as if it had
-    been measured there with a standard deviation of `_PRIOR`: what no run tells stays as it is.
+    There may be more factors than runs, so each is drawn to 1 (contention to the chip's own) as
+    if it had been measured there with a standard deviation of `_PRIOR`: what no run tells stays
+    as it is.
     """
+    own_contention = cluster.chip.attainable.contention_fraction
+    as_it_is = np.array([0.0, 0.0, 0.0, 0.0, own_contention])
     communicates = any(
         item.collective is not None for run in runs for item, _ in run.program.walk()
     )
@@ -286,7 +293,7 @@ def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
             memory=memory,
             launch=launch,
             communication=communication if communicates else 1.0,
-            contention=float(place[4]) if communicates else 0.0,
+            contention=float(place[4]) if communicates else None,
         )
 
     def residuals(place: np.ndarray) -> np.ndarray:
@@ -295,9 +302,9 @@ def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
             math.log(_step_seconds(guessed, run.program) / run.step_seconds) / _NOISE
             for run in runs
         ]
-        return np.array([*misses, *(place / _PRIOR)])
+        return np.array([*misses, *((place - as_it_is) / _PRIOR)])
 
     low, high = math.log(_LOW), math.log(_HIGH)
-    bounds = ([low] * 4 + [0.0], [high] * 4 + [0.5])
-    start = np.array([0.0, 0.0, 0.0, 0.0, 1e-3])
-    return factors_of(least_squares(residuals, start, bounds=bounds, max_nfev=40).x)
+    bounds = ([low] * 4 + [0.0], [high] * 4 + [max(_MOST_CONTENTION, own_contention)])
+    found = least_squares(residuals, as_it_is, bounds=bounds, max_nfev=40)
+    return factors_of(found.x)

@@ -50,7 +50,10 @@ def fit(fitted: Fit) -> Iterator[RenderableType]:
     yield Text.assemble((fitted.cluster.title, "bold"))
     table = figures("factor on", "fitted")
     for name, value in asdict(fitted.factors).items():
-        table.add_row(name, f"{value:.3f}" if name == "contention" else f"x {value:.3f}")
+        if value is None:
+            table.add_row(name, "as it was")
+        else:
+            table.add_row(name, f"{value:.3f}" if name == "contention" else f"x {value:.3f}")
     yield table
     table = figures("devices", "measured", "predicted", "error", "run")
     for each in fitted.errors:

@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 from hardware_cases import CHIP, cluster_of
+from test_tables import printed
 
+from scalejax import tables
 from scalejax.errors import ConfigError
 from scalejax.fit_runs import Factors, MeasuredRun, adjusted, fit_runs
 from scalejax.predict import predict
@@ -51,7 +53,7 @@ PROGRAMS = (
 """Each of the first four is nearly all of one class; the last has something of each."""
 
 
-def runs_on(cluster, cv: float | None = None) -> list[MeasuredRun]:
+def runs_on(cluster, cv: float | None = None, programs=PROGRAMS) -> list[MeasuredRun]:
     """The programs, as long as `cluster` takes them."""
     return [
         MeasuredRun(
@@ -60,7 +62,7 @@ def runs_on(cluster, cv: float | None = None) -> list[MeasuredRun]:
             step_seconds=predict(program, cluster).step_seconds,
             step_cv=cv,
         )
-        for index, program in enumerate(PROGRAMS)
+        for index, program in enumerate(programs)
     ]
 
 
@@ -92,6 +94,50 @@ def test_the_largest_run_is_held_out_of_its_own_prediction():
     assert fit.errors[-1].error == pytest.approx(-0.5, abs=0.02)
     assert fit.cluster.calibrated is not None
     assert fit.cluster.calibrated.held_out_error == fit.errors[-1].error
+
+
+def with_contention(cluster, fraction: float):
+    """`cluster` with a chip whose compute loses so much of its speed beside a collective."""
+    attainable = replace(cluster.chip.attainable, contention_fraction=fraction)
+    return replace(cluster, chip=replace(cluster.chip, attainable=attainable))
+
+
+def test_contention_that_no_run_tells_of_stays_that_of_the_chip():
+    """No exchange of these programs runs beside compute."""
+    cluster = with_contention(CLUSTER, 0.3)
+
+    fit = fit_runs(cluster, runs_on(cluster))
+
+    assert fit.factors.contention == pytest.approx(0.3)
+    assert fit.cluster.chip.attainable.contention_fraction == pytest.approx(0.3)
+
+
+def test_contention_that_runs_show_is_found_again():
+    """An exchange of 140 ms beside a product of 200 ms, which it slows by 0.1 and not by 0.3."""
+    *kept, last = PROGRAMS
+    *_, exchange = program_of(flop=1, moved=1, launches=0, payload=8 * 10**9, devices=8).operations
+    assert isinstance(exchange, Operation)
+    assert exchange.collective is not None
+    begins = replace(exchange, collective=replace(exchange.collective, is_async=True))
+    waits = Operation(name="done", kind="wait", dtype="f32", waits_for="sum")
+    product = Operation(name="dot", kind="matmul", dtype="f32", flop=10**12)
+    beside = replace(last, operations=(begins, product, waits))
+    runs = runs_on(with_contention(CLUSTER, 0.1), programs=(*kept, beside))
+
+    fit = fit_runs(with_contention(CLUSTER, 0.3), runs)
+
+    assert fit.factors.contention == pytest.approx(0.1, abs=0.03)
+
+
+def test_runs_that_exchange_nothing_leave_contention_alone():
+    """The fit says so, and the chip keeps its own."""
+    cluster = with_contention(CLUSTER, 0.3)
+
+    fit = fit_runs(cluster, runs_on(cluster)[:3])
+
+    assert fit.factors.contention is None
+    assert fit.cluster.chip.attainable.contention_fraction == 0.3
+    assert "as it was" in printed(*tables.fit(fit))
 
 
 def test_predictions_beyond_eight_times_the_runs_say_so():

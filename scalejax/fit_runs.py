@@ -17,7 +17,7 @@ from scipy.optimize import least_squares
 from scalejax.cost import as_used, step_terms, timeline
 from scalejax.documents import load
 from scalejax.errors import ConfigError, refusal
-from scalejax.hardware import CalibratedRange, Chip, Cluster, load_cluster
+from scalejax.hardware import CalibratedRange, Chip, Cluster, Link, Network, load_cluster
 from scalejax.program import Program
 from scalejax.record import RunFolder, RunRecord, TrainMeasurement
 
@@ -202,7 +202,11 @@ def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Fac
 
 
 def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
-    """`cluster` with its constants multiplied by `factors`."""
+    """`cluster` with its constants multiplied by `factors`.
+
+    Left out: the ramps of products, and the time of the smallest message where a link has a table
+    of measured collectives; both stay as they are.
+    """
     library = cluster.library
     methods = tuple(
         replace(
@@ -213,7 +217,6 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
         )
         for method in library.methods
     )
-    link, network = cluster.link, cluster.network
     return replace(
         cluster,
         chip=_adjusted_chip(cluster.chip, factors),
@@ -221,9 +224,28 @@ def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
             replace(each, chip=_adjusted_chip(each.chip, factors)) for each in cluster.shared
         ),
         library=replace(library, methods=methods),
-        link=replace(link, bytes_per_second=link.bytes_per_second / factors.communication),
-        network=network
-        and replace(network, bytes_per_second=network.bytes_per_second / factors.communication),
+        link=_adjusted_link(cluster.link, factors.communication),
+        network=cluster.network and _adjusted_network(cluster.network, factors.communication),
+    )
+
+
+def _adjusted_link(link: Link, factor: float) -> Link:
+    host_rate = link.host_bytes_per_second
+    return replace(
+        link,
+        bytes_per_second=link.bytes_per_second / factor,
+        host_bytes_per_second=None if host_rate is None else host_rate / factor,
+        ramp_seconds=link.ramp_seconds * factor,
+        in_switch_ramp_seconds=link.in_switch_ramp_seconds * factor,
+    )
+
+
+def _adjusted_network(network: Network, factor: float) -> Network:
+    return replace(
+        network,
+        bytes_per_second=network.bytes_per_second / factor,
+        message_seconds=network.message_seconds * factor,
+        ramp_seconds=network.ramp_seconds * factor,
     )
 
 
@@ -236,11 +258,16 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
             memory_scale=measured.memory_scale * factors.memory,
         )
     else:
+        f32_fraction = attainable.convolution_f32_fraction
+        # Shares of a peak; the other shares are of these, and follow them.
         attainable = replace(
             attainable,
-            matmul_fraction=min(1.0, attainable.matmul_fraction / factors.compute),
-            convolution_fraction=min(1.0, attainable.convolution_fraction / factors.compute),
-            memory_fraction=min(1.0, attainable.memory_fraction / factors.memory),
+            matmul_fraction=_scaled(attainable.matmul_fraction, factors.compute),
+            convolution_fraction=_scaled(attainable.convolution_fraction, factors.compute),
+            convolution_f32_fraction=f32_fraction and _scaled(f32_fraction, factors.compute),
+            depthwise_fraction=_scaled(attainable.depthwise_fraction, factors.compute),
+            attention_fraction=_scaled(attainable.attention_fraction, factors.compute),
+            memory_fraction=_scaled(attainable.memory_fraction, factors.memory),
         )
     return replace(
         chip,
@@ -254,6 +281,11 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
             ),
         ),
     )
+
+
+def _scaled(fraction: float, time_factor: float) -> float:
+    """The share of a peak at which work takes so many times as long, at most all of it."""
+    return min(1.0, fraction / time_factor)
 
 
 def _step_seconds(cluster: Cluster, program: Program) -> float:

@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from hardware_cases import CHIP, cluster_of
+from hardware_cases import CHIP, RING, cluster_of
 from test_tables import printed
 
 from scalejax import tables
+from scalejax.cost import collective_seconds, operation_time
 from scalejax.errors import ConfigError
 from scalejax.fit_runs import Factors, MeasuredRun, adjusted, fit_runs
+from scalejax.hardware import Link, Network
+from scalejax.hardware.cluster import Algorithm
 from scalejax.predict import predict
 from scalejax.program import Collective, DeviceGroup, MemoryUse, Operation, Program
 
@@ -80,6 +83,88 @@ def test_known_factors_are_found_again():
     assert fit.factors.launch == pytest.approx(2.0, rel=0.03)
     assert fit.factors.communication == pytest.approx(1.25, rel=0.03)
     assert abs(fit.errors[-1].error) < 0.03
+
+
+CONVOLUTION = Operation(
+    name="conv", kind="convolution", dtype="bf16", flop=10**12, shape=(64, 196, 256, 256, 9)
+)
+PRODUCTS = {
+    "matmul": Operation(name="m", kind="matmul", dtype="bf16", flop=10**12, shape=(1, 64, 64, 64)),
+    "fused": Operation(name="f", kind="fusion", dtype="bf16", flop=10**12),
+    "attention": Operation(name="a", kind="attention", dtype="bf16", flop=10**12),
+    "convolution": CONVOLUTION,
+    "f32": replace(CONVOLUTION, dtype="f32"),
+    "gradient": replace(CONVOLUTION, convolution_pass="filter_gradient"),
+    "depthwise": replace(CONVOLUTION, shape=(64, 196, 1, 256, 9), convolution_groups=256),
+}
+"""One operation of each kind that arithmetic limits."""
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.5])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_factor_on_compute_holds_for_all_that_multiplies(name: str, factor: float):
+    """Whichever share of the peak an operation reaches, and whichever of those is unset."""
+    for f32_fraction in (None, 0.3):
+        attainable = replace(
+            CHIP_WITH_LAUNCH.attainable,
+            convolution_f32_fraction=f32_fraction,
+            filter_gradient_share=0.5,
+            sustained_fraction=0.9,
+            winograd_share=0.5,
+        )
+        cluster = cluster_of(chip=replace(CHIP_WITH_LAUNCH, attainable=attainable))
+
+        before, after = (
+            operation_time(PRODUCTS[name], each.chip)
+            for each in (cluster, adjusted(cluster, Factors(compute=factor)))
+        )
+
+        assert before.bound == after.bound == "compute"
+        assert after.busy_seconds == pytest.approx(factor * before.busy_seconds)
+
+
+def test_a_share_of_a_peak_stays_within_it():
+    """Twice as fast as 0.8 of the peak is no rate that a chip has."""
+    attainable = replace(CHIP.attainable, matmul_fraction=0.8, attention_fraction=0.8)
+    cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
+
+    faster = adjusted(cluster, Factors(compute=0.5)).chip.attainable
+
+    assert faster.matmul_fraction == faster.attention_fraction == 1.0
+
+
+@pytest.mark.parametrize("devices", [8, 32])
+@pytest.mark.parametrize("payload", [0, 10**6, 10**9])
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "nvls", "parameter_server"])
+def test_the_factor_on_communication_holds_for_all_that_exchanges(
+    algorithm: Algorithm, payload: int, devices: int
+):
+    """Through links, hosts and networks, with and without pipelines to fill, large and small."""
+    never = replace(RING, base_seconds=10.0)  # a library must have a way besides nvls
+    cluster = cluster_of(
+        replace(RING, algorithm=algorithm, base_seconds=1e-5),
+        never,
+        link=Link(
+            kind="nvswitch",
+            bytes_per_second=100e9,
+            host_bytes_per_second=20e9,
+            in_switch_fraction=0.9,
+            own_share=0.1,
+            ramp_seconds=1e-5,
+            in_switch_ramp_seconds=2e-5,
+        ),
+        network=Network(bytes_per_second=10e9, message_seconds=1e-5, ramp_seconds=1e-5),
+    )
+    group = DeviceGroup(extents=((devices, 1),), axes=("data",))
+    for name in ("all_reduce", "all_gather", "all_to_all", "collective_permute"):
+        exchange = Collective(name=name, payload_bytes=payload, group=group, is_async=False)
+
+        before, after = (
+            collective_seconds(exchange, each)
+            for each in (cluster, adjusted(cluster, Factors(communication=1.7)))
+        )
+
+        assert after == pytest.approx(1.7 * before)
 
 
 def test_the_largest_run_is_held_out_of_its_own_prediction():

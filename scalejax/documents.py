@@ -101,13 +101,22 @@ def save_text(text: str, path: Path) -> None:
     """Write a text file, all or nothing.
 
     Raises:
-        ConfigError: if the folder cannot be written.
+        ConfigError: if the file cannot be written.
+    """
+    save_bytes(text.encode(), path)
+
+
+def save_bytes(data: bytes, path: Path) -> None:
+    """Write a file, all or nothing.
+
+    Raises:
+        ConfigError: if the file cannot be written.
     """
     # The process in the name: two that write the same file at once do not mix.
     draft = path.absolute().parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
+        draft.write_bytes(data)
         draft.replace(path)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error

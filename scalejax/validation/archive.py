@@ -3,8 +3,8 @@
 The programs of one network on neighbouring numbers of devices are nearly the same text, so that
 they compress together to a few kilobytes each. Unlike the user's cache the archive outlives
 versions of scalejax and of the compiler, and it does not say where in a source file an operation
-stands; `scalejax.validation.rebuild` makes it anew, and a test
-compares some of it with what the compiler says today.
+stands; `scalejax.validation.rebuild` makes it anew, and a test compares some of it with what the
+compiler says today.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from scalejax.documents import save_bytes
 from scalejax.errors import ConfigError
 from scalejax.program import Loop, Operation, Program
 
@@ -73,7 +74,11 @@ def read_archive(path: Path = ARCHIVE) -> Archive:
 
 
 def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
-    """Write programs, neighbours side by side, all or nothing; returns the bytes of the file."""
+    """Write programs, neighbours side by side, all or nothing; returns the bytes of the file.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
     lines = []
     for key, program in sorted(programs.items(), key=_place):
         bare = replace(program, operations=tuple(map(_without_source, program.operations)))
@@ -82,9 +87,7 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
     # 64 MiB: larger than any one program, so that each is told by its neighbour.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]
     data = lzma.compress("".join(lines).encode(), check=lzma.CHECK_CRC32, filters=filters)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(data)
-    draft.replace(path)
+    save_bytes(data, path)
     return len(data)
 
 

@@ -4,7 +4,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ledger_cases import GPT, RESNET, archive_for, case, moved_bytes, operation_count, program
+from ledger_cases import (
+    GPT,
+    RESNET,
+    archive_for,
+    case,
+    ledger,
+    moved_bytes,
+    operation_count,
+    program,
+)
 
 from scalejax.errors import ConfigError
 from scalejax.profile.workers import run_jobs
@@ -15,7 +24,7 @@ from scalejax.program import (
 )
 from scalejax.validation.archive import Archive, read_archive, write_archive
 from scalejax.validation.programs import Programs, asked_for
-from scalejax.validation.rebuild import rebuild
+from scalejax.validation.rebuild import main, rebuild
 from scalejax.validation.widen import narrowed, widened
 
 
@@ -119,6 +128,20 @@ def test_damaged_archive_is_refused(tmp_path: Path):
 
     with pytest.raises(ConfigError, match=r"programs\.xz"):
         read_archive(path)
+
+
+def test_archive_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch, capsys):
+    """With its name and exit code 2, and no draft left beside it; here it is a folder."""
+    path = tmp_path / "programs.xz"
+    path.mkdir()
+    unknown = ledger(tmp_path, RESNET | {"model": "perceptron"})  # so nothing is compiled
+    flags = ["rebuild", str(unknown), "--anew", "--output", str(path)]
+    monkeypatch.setattr("sys.argv", flags)
+
+    assert main() == 2
+
+    assert f"error: '{path}' cannot be written: " in capsys.readouterr().err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ledger.csv", "programs.xz"]
 
 
 def test_archived_program_serves_every_size_of_the_data_axis(row):

@@ -113,7 +113,7 @@ class LedgerRow:
     device_count: int
     """Devices in the run."""
     step_seconds: float | None = None
-    """Measured time of one update; None where it is kept back."""
+    """Measured time of one update; None where it is not stated."""
     notes: str | None = None
     """Remarks."""
     model: LedgerModel

@@ -23,7 +23,7 @@ class RowResult:
     device_count: int
     """Devices in the run."""
     measured_seconds: float | None
-    """Published time of one step; None if the row keeps it back."""
+    """Published time of one step; None where it is not stated."""
     predicted_seconds: float | None
     """Predicted time of one step; None if the row is skipped."""
     p10_seconds: float | None

@@ -48,7 +48,9 @@ class CostlyOperation:
     share: float
     """The same as a part of the step, 0..1."""
     peak_share: float | None
-    """Part of the chip's peak arithmetic that it reaches, 0..1; None if it multiplies nothing."""
+    """FLOP over those that the peak of the chip allows in its time: above 1 where fewer are done
+    than counted (Winograd's algorithm), or a kernel beats a peak that was itself measured. None
+    if it multiplies nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,6 @@
-"""The commands: one class each, whose fields are its flags and whose `execute` does the work.
+"""Commands about the cost of steps: predict it, explain it, measure and test what it rests on.
 
-Each is a few lines over the functions that a Python user would call. Starts without JAX, which
-the commands that need it import when they run.
+They start without JAX, and import it when they run.
 """
 
 import os
@@ -9,72 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import Positional, arg
 
 from scalejax import documents, tables, waiting
-from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
-from scalejax.documents import JsonValue
+from scalejax.commands.command import Overrides, RunFileCommand, flag
+from scalejax.config import load_config
 from scalejax.errors import ConfigError, refusal, unknown_name
 from scalejax.hardware import Cluster
 from scalejax.jax_platform import choose_platform
 from scalejax.program import Program
-
-Overrides = dict[str, JsonValue]
-"""Values for fields of a run.toml by dotted name."""
-
-
-def _flag(metavar: str) -> object:
-    """How the value of a flag is written in help; its default is in the flag's own words."""
-    return arg(metavar=metavar, help_behavior_hint="")
-
-
-RunFile = Annotated[Positional[Path], _flag("RUN.toml")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFileCommand:
-    """A command that reads a run.toml, whose fields flags can replace."""
-
-    run_file: RunFile
-    """The description of the run."""
-
-    def execute(self, overrides: Overrides) -> None:
-        """Do what the command is for, with these fields of the file replaced."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Train(RunFileCommand):
-    """Train what a run.toml describes, on the devices here.
-
-    A flag with a dot replaces a field of the file, such as --train.epochs 3.
-    """
-
-    folder: Annotated[Path | None, _flag("DIR")] = None
-    """Where its record goes. By default runs/ and the name of the file."""
-    resume: FlagCreatePairsOff[bool] = False
-    """Go on from the latest checkpoint in the folder."""
-    cpu_devices: Annotated[int | None, _flag("N")] = None
-    """Divide the CPU into N virtual devices, and train on those."""
-    profile: FlagCreatePairsOff[bool] = False
-    """Record a trace of some steps, for scalejax explain --trace."""
-    profile_schedule: Annotated[str, _flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
-    """Which steps: recorded are ACTIVE after WAIT and WARMUP, REPEAT times. By default
-    10,2,5,1."""
-
-    def execute(self, overrides: Overrides) -> None:
-        """Train, and say where the record is."""
-        config = load_config(self.run_file, overrides)
-        choose_platform(self.cpu_devices)
-        from scalejax.step_traces import parse_schedule
-        from scalejax.train import train
-
-        traces = parse_schedule(self.profile_schedule) if self.profile else None
-        folder = self.folder or Path("runs") / self.run_file.stem
-        train(config, folder, resume=self.resume, traces=traces)
-        if traces is not None:
-            print(f"traces are in {folder / 'traces'}, by their first step")
-        print(f"scalejax report {folder} draws its curves.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +28,15 @@ class Predict(RunFileCommand):
     What is known of the site is a flag, too, such as --conditions.step_cv 0.02.
     """
 
-    cluster: Annotated[str, _flag("CLUSTER")]
+    cluster: Annotated[str, flag("CLUSTER")]
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
-    devices: Annotated[str, _flag("N,N,...")]
+    devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
     scaling: Literal["weak", "strong"] = "weak"
     """What stays as devices are added: the batch of each device, or that of all."""
-    json: Annotated[Path | None, _flag("OUT.json")] = None
+    json: Annotated[Path | None, flag("OUT.json")] = None
     """Where the figures go, for scalejax report."""
-    trace: Annotated[Path | None, _flag("TRACE.json")] = None
+    trace: Annotated[Path | None, flag("TRACE.json")] = None
     """Where a trace of the step on the most devices goes, for ui.perfetto.dev."""
 
     def execute(self, overrides: Overrides) -> None:
@@ -134,17 +76,17 @@ class Explain(RunFileCommand):
     chip would buy. A flag with a dot replaces a field of the file, or of --conditions.
     """
 
-    cluster: Annotated[str, _flag("CLUSTER")]
+    cluster: Annotated[str, flag("CLUSTER")]
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
-    devices: Annotated[int, _flag("N")]
+    devices: Annotated[int, flag("N")]
     """Number of devices."""
-    output: Annotated[Path | None, _flag("FILE.html")] = None
+    output: Annotated[Path | None, flag("FILE.html")] = None
     """Where the page with the waterfall drawn goes."""
-    json: Annotated[Path | None, _flag("OUT.json")] = None
+    json: Annotated[Path | None, flag("OUT.json")] = None
     """Where the figures go."""
-    trace: Annotated[Path | None, _flag("TRACE_DIR")] = None
+    trace: Annotated[Path | None, flag("TRACE_DIR")] = None
     """A recorded profile of the step (scalejax train --profile), to compare with."""
-    trace_output: Annotated[Path | None, _flag("TRACE.json")] = None
+    trace_output: Annotated[Path | None, flag("TRACE.json")] = None
     """Where a trace of the predicted step goes, for ui.perfetto.dev."""
 
     def execute(self, overrides: Overrides) -> None:
@@ -180,70 +122,10 @@ class Explain(RunFileCommand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Draw runs and predictions in one HTML file."""
-
-    sources: Annotated[Positional[tuple[Path, ...]], _flag("RUN_OR_PREDICTION")]
-    """Folders that train wrote, and JSON files that predict wrote."""
-    output: Annotated[Path, _flag("FILE")] = Path("report.html")
-    """The HTML file. By default report.html."""
-
-    def execute(self) -> None:
-        """Read the sources and write the page."""
-        from scalejax.report import write_report
-
-        write_report(self.sources, self.output)
-        print(f"wrote {self.output}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigShow(RunFileCommand):
-    """Print what it comes to: batches, steps, learning rates."""
-
-    devices: Annotated[int | None, _flag("N")] = None
-    """Number of devices. By default those of the layout, or else of this machine."""
-
-    def execute(self, overrides: Overrides) -> None:
-        """Resolve the run and print it."""
-        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
-        tables.show(tables.run(run, _learning_rates(run)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigFields:
-    """List the fields of a run.toml: type, default, meaning."""
-
-    def execute(self) -> None:
-        """Print the reference."""
-        from scalejax.reference import run_reference
-
-        tables.show(tables.reference(run_reference()))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulePlot(RunFileCommand):
-    """Draw its learning rate, step by step."""
-
-    output: Annotated[Path, _flag("FILE")] = Path("schedule.png")
-    """The picture: png, svg or pdf. By default schedule.png."""
-    devices: Annotated[int | None, _flag("N")] = None
-    """Number of devices. By default those of the layout, or else of this machine."""
-
-    def execute(self, overrides: Overrides) -> None:
-        """Resolve the run and draw its schedule."""
-        from scalejax.plots import save_schedule
-
-        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
-        rates = _learning_rates(run)
-        save_schedule(rates, steps_per_epoch=run.steps_per_epoch, path=self.output)
-        print(f"wrote {self.output}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """List known clusters and chips, or one with its sources."""
 
-    name: Annotated[Positional[str | None], _flag("NAME")] = None
+    name: Annotated[Positional[str | None], flag("NAME")] = None
     """A cluster, a chip, or a TOML file that describes a cluster."""
 
     def execute(self) -> None:
@@ -267,12 +149,12 @@ class Calibrate:
 
     from_: Annotated[tuple[Path, ...], arg(name="from", metavar="RUN RUN ...")] = ()
     """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""
-    cluster: Annotated[str | None, _flag("CLUSTER")] = None
+    cluster: Annotated[str | None, flag("CLUSTER")] = None
     """What --from fits: a name or a TOML file. By default what was measured here before."""
-    output: Annotated[Path | None, _flag("DIR")] = None
+    output: Annotated[Path | None, flag("DIR")] = None
     """Where the files go. By default this-machine in the user's cache folder, where train looks
     for them."""
-    cpu_devices: Annotated[int | None, _flag("N")] = None
+    cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
 
     def execute(self) -> None:
@@ -318,13 +200,13 @@ class Calibrate:
 class Validate:
     """Hold predictions against a ledger of published steps."""
 
-    ledger: Annotated[Positional[Path], _flag("LEDGER.csv")]
+    ledger: Annotated[Positional[Path], flag("LEDGER.csv")]
     """The published step times: a CSV file in the format of step_times.csv."""
-    family: Annotated[str | None, _flag("F,F,...")] = None
+    family: Annotated[str | None, flag("F,F,...")] = None
     """These families alone, such as dlperf,llm_foundry."""
-    json: Annotated[Path | None, _flag("OUT.json")] = None
+    json: Annotated[Path | None, flag("OUT.json")] = None
     """Where the figures go: every row, and how far off each family is."""
-    plot: Annotated[Path | None, _flag("FILE")] = None
+    plot: Annotated[Path | None, flag("FILE")] = None
     """Where predicted times are drawn against measured ones: png, svg or pdf."""
 
     def execute(self) -> None:
@@ -352,52 +234,6 @@ class Validate:
         if self.plot is not None:
             save_scatter(list(zip(rows, found.rows, strict=True)), path=self.plot)
             print(f"wrote {self.plot}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quickstart:
-    """See it all in three minutes: train, predict, report."""
-
-    folder: Annotated[Path, _flag("DIR")] = Path("quickstart")
-    """Where everything goes. By default quickstart."""
-    seeds: Annotated[int, _flag("N")] = 1
-    """Times each training is repeated, each with another seed. By default once."""
-
-    def execute(self) -> None:
-        """Run the tour."""
-        from scalejax.quickstart import quickstart
-
-        quickstart(self.folder, seeds=self.seeds)
-
-
-Command = (
-    Train
-    | Predict
-    | Explain
-    | Report
-    | ConfigShow
-    | ConfigFields
-    | SchedulePlot
-    | Hardware
-    | Calibrate
-    | Validate
-    | Quickstart
-)
-
-COMMANDS: dict[str, type[Command]] = {
-    "quickstart": Quickstart,
-    "train": Train,
-    "predict": Predict,
-    "explain": Explain,
-    "report": Report,
-    "config show": ConfigShow,
-    "config fields": ConfigFields,
-    "schedule plot": SchedulePlot,
-    "hardware": Hardware,
-    "calibrate": Calibrate,
-    "validate": Validate,
-}
-"""What can be typed after `scalejax`."""
 
 
 def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:
@@ -429,28 +265,3 @@ def _parse_counts(text: str) -> list[int]:
     except ValueError as error:
         accepted = "it must be numbers of devices with commas between, such as 8,64,256"
         raise ConfigError(refusal("devices", text, accepted)) from error
-
-
-def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
-    """The run on so many devices, or on those of its layout, or on those of this machine."""
-    choose_platform()
-    if device_count is None and config.layout.data is None:
-        import jax
-
-        device_count = jax.device_count()
-    return resolve(config, device_count)
-
-
-def _learning_rates(run: ResolvedRun) -> list[float]:
-    """The learning rate of every update of the run."""
-    import numpy as np
-
-    from scalejax.schedules import learning_rate_schedule
-
-    schedule = learning_rate_schedule(
-        run.config.schedule,
-        global_batch=run.split.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        total_steps=run.total_steps,
-    )
-    return np.asarray(schedule(np.arange(run.total_steps))).tolist()

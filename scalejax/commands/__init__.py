@@ -1,0 +1,47 @@
+"""The commands: one class each, whose fields are its flags and whose `execute` does the work.
+
+Each is a few lines over the functions that a Python user would call. Starts without JAX, which
+the commands that need it import when they run.
+"""
+
+from scalejax.commands.command import Overrides, RunFileCommand
+from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
+from scalejax.commands.runs import (
+    ConfigFields,
+    ConfigShow,
+    Quickstart,
+    Report,
+    SchedulePlot,
+    Train,
+)
+
+__all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
+
+Command = (
+    Train
+    | Predict
+    | Explain
+    | Report
+    | ConfigShow
+    | ConfigFields
+    | SchedulePlot
+    | Hardware
+    | Calibrate
+    | Validate
+    | Quickstart
+)
+
+COMMANDS: dict[str, type[Command]] = {
+    "quickstart": Quickstart,
+    "train": Train,
+    "predict": Predict,
+    "explain": Explain,
+    "report": Report,
+    "config show": ConfigShow,
+    "config fields": ConfigFields,
+    "schedule plot": SchedulePlot,
+    "hardware": Hardware,
+    "calibrate": Calibrate,
+    "validate": Validate,
+}
+"""What can be typed after `scalejax`."""

@@ -1,0 +1,150 @@
+"""Commands about runs: describe them, make them, draw them.
+
+They start without JAX, and import it when they run.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from scalejax import tables
+from scalejax.commands.command import Overrides, RunFileCommand, flag
+from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.jax_platform import choose_platform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(RunFileCommand):
+    """Train what a run.toml describes, on the devices here.
+
+    A flag with a dot replaces a field of the file, such as --train.epochs 3.
+    """
+
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Where its record goes. By default runs/ and the name of the file."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the latest checkpoint in the folder."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices, and train on those."""
+    profile: FlagCreatePairsOff[bool] = False
+    """Record a trace of some steps, for scalejax explain --trace."""
+    profile_schedule: Annotated[str, flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
+    """Which steps: recorded are ACTIVE after WAIT and WARMUP, REPEAT times. By default
+    10,2,5,1."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Train, and say where the record is."""
+        config = load_config(self.run_file, overrides)
+        choose_platform(self.cpu_devices)
+        from scalejax.step_traces import parse_schedule
+        from scalejax.train import train
+
+        traces = parse_schedule(self.profile_schedule) if self.profile else None
+        folder = self.folder or Path("runs") / self.run_file.stem
+        train(config, folder, resume=self.resume, traces=traces)
+        if traces is not None:
+            print(f"traces are in {folder / 'traces'}, by their first step")
+        print(f"scalejax report {folder} draws its curves.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Draw runs and predictions in one HTML file."""
+
+    sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
+    """Folders that train wrote, and JSON files that predict wrote."""
+    output: Annotated[Path, flag("FILE")] = Path("report.html")
+    """The HTML file. By default report.html."""
+
+    def execute(self) -> None:
+        """Read the sources and write the page."""
+        from scalejax.report import write_report
+
+        write_report(self.sources, self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigShow(RunFileCommand):
+    """Print what it comes to: batches, steps, learning rates."""
+
+    devices: Annotated[int | None, flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and print it."""
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        tables.show(tables.run(run, _learning_rates(run)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """List the fields of a run.toml: type, default, meaning."""
+
+    def execute(self) -> None:
+        """Print the reference."""
+        from scalejax.reference import run_reference
+
+        tables.show(tables.reference(run_reference()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlot(RunFileCommand):
+    """Draw its learning rate, step by step."""
+
+    output: Annotated[Path, flag("FILE")] = Path("schedule.png")
+    """The picture: png, svg or pdf. By default schedule.png."""
+    devices: Annotated[int | None, flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and draw its schedule."""
+        from scalejax.plots import save_schedule
+
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        rates = _learning_rates(run)
+        save_schedule(rates, steps_per_epoch=run.steps_per_epoch, path=self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quickstart:
+    """See it all in three minutes: train, predict, report."""
+
+    folder: Annotated[Path, flag("DIR")] = Path("quickstart")
+    """Where everything goes. By default quickstart."""
+    seeds: Annotated[int, flag("N")] = 1
+    """Times each training is repeated, each with another seed. By default once."""
+
+    def execute(self) -> None:
+        """Run the tour."""
+        from scalejax.quickstart import quickstart
+
+        quickstart(self.folder, seeds=self.seeds)
+
+
+def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
+    """The run on so many devices, or on those of its layout, or on those of this machine."""
+    choose_platform()
+    if device_count is None and config.layout.data is None:
+        import jax
+
+        device_count = jax.device_count()
+    return resolve(config, device_count)
+
+
+def _learning_rates(run: ResolvedRun) -> list[float]:
+    """The learning rate of every update of the run."""
+    import numpy as np
+
+    from scalejax.schedules import learning_rate_schedule
+
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.total_steps,
+    )
+    return np.asarray(schedule(np.arange(run.total_steps))).tolist()

@@ -123,6 +123,8 @@ def predict(
 ) -> Prediction:
     """What `program` takes on `cluster`.
 
+    A line for each field of what comes back makes it long.
+
     Args:
         program: the compiled step; its mesh says how many devices.
         cluster: the hardware; its chip may differ from the one compiled for (a note says so).

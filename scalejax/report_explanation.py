@@ -81,6 +81,42 @@ def render(explained: Explanation) -> str:
 
 def waterfall(explained: Explanation) -> Spec:
     """The terms of a step one below the other, each from where the one before ended."""
+    rows, end = _waterfall_rows(explained)
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y("term:N", title=None, sort=None, axis=alt.Axis(labelLimit=220)),
+        tooltip=[
+            "term:N",
+            alt.Tooltip("milliseconds:Q", format=".4g"),
+            alt.Tooltip("share:Q", title="share of the step", format=".1%"),
+            "meaning:N",
+        ],
+    )
+    kinds = list(dict.fromkeys(str(row["kind"]) for row in rows))
+    colors = [
+        PALETTE[dict((*_KINDS.values(), ("communication", 3), _OTHER))[kind]] for kind in kinds
+    ]
+    room = end * _MS * 1.22  # for the words behind the longest bar
+    bars = base.mark_bar(size=20).encode(
+        x=alt.X(
+            "begin:Q",
+            title="milliseconds",
+            scale=alt.Scale(domain=[0, room], nice=False),
+            axis=alt.Axis(tickCount=8, format="~r"),
+        ),
+        x2="end:Q",
+        color=alt.Color(
+            "kind:N",
+            title=None,
+            scale=alt.Scale(domain=kinds, range=colors),
+            legend=alt.Legend(orient="top", symbolOpacity=1),
+        ),
+    )
+    words = base.mark_text(align="left", dx=5, color="gray").encode(x="end:Q", text="label:N")
+    return (bars + words).properties(width="container", height=26 * len(rows)).to_dict()
+
+
+def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
+    """A row for each term that is known, and the seconds at which the last of them ends."""
     rows: list[Row] = []
     begin = 0.0
     for term in explained.terms:
@@ -101,37 +137,7 @@ def waterfall(explained: Explanation) -> Spec:
             }
         )
         begin += term.seconds
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("term:N", title=None, sort=None, axis=alt.Axis(labelLimit=220)),
-        tooltip=[
-            "term:N",
-            alt.Tooltip("milliseconds:Q", format=".4g"),
-            alt.Tooltip("share:Q", title="share of the step", format=".1%"),
-            "meaning:N",
-        ],
-    )
-    kinds = list(dict.fromkeys(str(row["kind"]) for row in rows))
-    colors = [
-        PALETTE[dict((*_KINDS.values(), ("communication", 3), _OTHER))[kind]] for kind in kinds
-    ]
-    room = begin * _MS * 1.22  # for the words behind the longest bar
-    bars = base.mark_bar(size=20).encode(
-        x=alt.X(
-            "begin:Q",
-            title="milliseconds",
-            scale=alt.Scale(domain=[0, room], nice=False),
-            axis=alt.Axis(tickCount=8, format="~r"),
-        ),
-        x2="end:Q",
-        color=alt.Color(
-            "kind:N",
-            title=None,
-            scale=alt.Scale(domain=kinds, range=colors),
-            legend=alt.Legend(orient="top", symbolOpacity=1),
-        ),
-    )
-    words = base.mark_text(align="left", dx=5, color="gray").encode(x="end:Q", text="label:N")
-    return (bars + words).properties(width="container", height=26 * len(rows)).to_dict()
+    return rows, begin
 
 
 def _kind(name: str) -> tuple[str, int]:

@@ -62,6 +62,8 @@ def train(
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
+    In one stretch, since the order counts: what may be refused comes before what is written.
+
     Args:
         config: the run.
         folder: where its files go; it may hold a run only with `resume`.

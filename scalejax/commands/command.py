@@ -3,6 +3,7 @@
 Starts without JAX, as all commands do.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,12 +25,12 @@ RunFile = Annotated[Positional[Path], flag("RUN.toml")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFileCommand:
+class RunFileCommand(ABC):
     """A command that reads a run.toml, whose fields flags can replace."""
 
     run_file: RunFile
     """The description of the run."""
 
+    @abstractmethod
     def execute(self, overrides: Overrides) -> None:
         """Do what the command is for, with these fields of the file replaced."""
-        raise NotImplementedError

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, cast
 
@@ -46,6 +47,7 @@ class Network(nnx.Module):
     """First parts of the paths whose parameters hold all layers, one per index of their first
     dimension: optimizers that treat layers one by one look there."""
 
+    @abstractmethod
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits, float32 [..., classes].
 
@@ -54,7 +56,6 @@ class Network(nnx.Module):
                 tokens int32 [batch, tokens].
             is_training: whether BatchNorm takes its statistics from this batch.
         """
-        raise NotImplementedError
 
     @staticmethod
     def partition_rules() -> PartitionRules:
@@ -173,7 +174,8 @@ def import_network(path: str) -> type[Network]:
     """The class at "module:Class"; modules are found in the working directory too.
 
     Raises:
-        ConfigError: if there is no such module or class, or it is no `Network`.
+        ConfigError: if there is no such module or class, it is no `Network`, or is not called
+            as one.
     """
     module_name, class_name = path.split(":")
     if os.getcwd() not in sys.path:
@@ -190,6 +192,9 @@ def import_network(path: str) -> type[Network]:
         raise ConfigError(unknown_name("model.path", path, found_there))
     if not (inspect.isclass(found) and issubclass(found, Network)):
         accepted = f"{class_name} must be a subclass of scalejax.models.Network"
+        raise ConfigError(refusal("model.path", path, accepted))
+    if inspect.isabstract(found):
+        accepted = f"{class_name} must define __call__(self, inputs, *, is_training)"
         raise ConfigError(refusal("model.path", path, accepted))
     try:
         inspect.signature(found.__call__).bind(None, None, is_training=True)

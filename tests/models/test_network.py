@@ -202,6 +202,9 @@ class Tiny(Network):
 
 class Stranger(nnx.Module):
     pass
+
+class Unfinished(Network):
+    pass
 """
 
 
@@ -234,10 +237,12 @@ def test_a_users_own_network_is_built_with_its_options(custom_module):
         ("broken_{}:Tiny", "must import .*no_such_module_anywhere"),
         ("{}:Tinny", "did you mean '.*:Tiny'"),
         ("{}:Stranger", r"Stranger must be a subclass of scalejax\.models\.Network"),
+        ("{}:Unfinished", r"Unfinished must define __call__\(self, inputs, \*, is_training\)"),
     ],
 )
 def test_what_is_no_network_is_refused(custom_module, path, message):
-    """One sentence each for a missing module, a broken one, a missing class, another class."""
+    """One sentence each for a missing module, a broken one, a missing class, another class, and
+    one that lacks what every network has."""
     with pytest.raises(ConfigError, match=message):
         network_class(CustomConfig(path=path.format(custom_module)))
 

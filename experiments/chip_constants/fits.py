@@ -22,33 +22,23 @@ class Fit:
     """Rows on more devices are left out: within a node, the network has no part."""
 
 
+_EVERY_CHIP = {"contention_fraction": (0.0, 0.95), "step_cv": (0.0, 0.06)}
+_WITHOUT_MATRIX_UNITS = {
+    "convolution_fraction": (0.2, 0.9),
+    "winograd_share": (0.0, 1.0),
+    "memory_fraction": (0.3, 0.95),
+    "launch_seconds": (1e-6, 50e-6),
+    "step_overhead_seconds": (0.0, 10e-3),
+    **_EVERY_CHIP,
+}
+
 FITS = {
     "k80": Fit(
         chips=("k80",),
         families=IMAGES_AND_BERT,
-        free={
-            "convolution_fraction": (0.2, 0.9),
-            "winograd_share": (0.0, 2.4),
-            "memory_fraction": (0.3, 0.95),
-            "launch_seconds": (1e-6, 50e-6),
-            "step_overhead_seconds": (0.0, 10e-3),
-            "contention_fraction": (0.0, 0.95),
-            "step_cv": (0.0, 0.06),
-        },
+        free={**_WITHOUT_MATRIX_UNITS, "winograd_share": (0.0, 2.4)},
     ),
-    "p100": Fit(
-        chips=("p100",),
-        families=IMAGES_AND_BERT,
-        free={
-            "convolution_fraction": (0.2, 0.9),
-            "winograd_share": (0.0, 1.0),
-            "memory_fraction": (0.3, 0.95),
-            "launch_seconds": (1e-6, 50e-6),
-            "step_overhead_seconds": (0.0, 10e-3),
-            "contention_fraction": (0.0, 0.95),
-            "step_cv": (0.0, 0.06),
-        },
-    ),
+    "p100": Fit(chips=("p100",), families=IMAGES_AND_BERT, free=_WITHOUT_MATRIX_UNITS),
     "v100": Fit(
         chips=("v100", "v100-32gb", "v100-sxm3-32gb"),
         families=IMAGES_AND_BERT,
@@ -60,8 +50,7 @@ FITS = {
             "memory_fraction": (0.5, 0.95),
             "launch_seconds": (1e-6, 12e-6),
             "step_overhead_seconds": (0.0, 10e-3),
-            "contention_fraction": (0.0, 0.95),
-            "step_cv": (0.0, 0.06),
+            **_EVERY_CHIP,
         },
     ),
     "a100": Fit(
@@ -74,8 +63,7 @@ FITS = {
             "convolution_f32_fraction": (0.1, 0.9),
             "memory_fraction": (0.5, 0.95),
             "launch_seconds": (1e-6, 20e-6),
-            "contention_fraction": (0.0, 0.95),
-            "step_cv": (0.0, 0.06),
+            **_EVERY_CHIP,
         },
         most_devices=256,
     ),
@@ -86,8 +74,7 @@ FITS = {
             "sustained_fraction": (0.5, 1.0),
             "attention_fraction": (0.1, 0.9),
             "launch_seconds": (1e-6, 20e-6),
-            "contention_fraction": (0.0, 0.95),
-            "step_cv": (0.0, 0.06),
+            **_EVERY_CHIP,
         },
         most_devices=256,
     ),

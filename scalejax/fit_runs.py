@@ -275,6 +275,7 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
         attainable=replace(
             attainable,
             launch_seconds=attainable.launch_seconds * factors.launch,
+            dispatch_seconds=attainable.dispatch_seconds * factors.launch,
             step_overhead_seconds=attainable.step_overhead_seconds * factors.launch,
             contention_fraction=(
                 attainable.contention_fraction if contention is None else contention

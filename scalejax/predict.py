@@ -258,7 +258,11 @@ def _waterfall(
     exchanges = tuple(
         (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in times.exposed
     )
-    optional = (("contention", times.contention_seconds), ("overhead", times.overhead_seconds))
+    optional = (
+        ("contention", times.contention_seconds),
+        ("host", times.host_seconds),
+        ("overhead", times.overhead_seconds),
+    )
     of_step = (conditions.stragglers_seconds, conditions.input_seconds)
     of_run = (losses.checkpoints_seconds, losses.failures_seconds)
     return (

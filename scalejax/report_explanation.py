@@ -21,6 +21,7 @@ _MEANINGS = {
     "memory": "operations that wait for the device's own memory",
     "launch": "gaps between operations",
     "contention": "compute slowed by exchanges beside it",
+    "host": "devices waiting for the host to set off operations",
     "overhead": "time of the step that is in none of its operations",
     "stragglers": "waiting for the slowest device",
     "input": "waiting for data",
@@ -32,6 +33,7 @@ _KINDS = {
     "attainable rates": ("the chip", 1),
     "memory": ("the chip", 1),
     "launch": ("the chip", 1),
+    "host": ("the chip", 1),
     "overhead": ("the chip", 1),
     "contention": ("communication", 3),
 }

@@ -113,6 +113,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
     attainable = replace(
         cluster.chip.attainable,
         contention_fraction=draw(st.sampled_from([0.0, 0.05, 0.5])),
+        dispatch_seconds=draw(st.sampled_from([0.0, 30e-6])),
         step_overhead_seconds=draw(st.sampled_from([0.0, 1e-3])),
     )
     sigma = st.floats(0, 0.5)

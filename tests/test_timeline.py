@@ -195,3 +195,25 @@ def test_overhead_of_the_step_is_added_once():
 
     assert times.overhead_seconds == 2e-3
     assert times.step_seconds == pytest.approx(4e-3)
+
+
+def test_devices_wait_for_a_host_that_is_slower_than_they_are():
+    """A loop of 100 products of 10 us and one of 2 ms: 101 x 30 us is 0.03 ms more than 3 ms."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=30e-6))
+    small = Loop(name="l", trip_count=100, body=(matmul("m", 0.01),))
+    program = program_of(small, matmul("n", 2))
+
+    times = timeline(program, cluster_of(chip=chip))
+
+    assert times.host_seconds == pytest.approx(0.03e-3)
+    assert times.step_seconds == pytest.approx(3.03e-3)
+
+
+def test_a_host_that_is_ahead_costs_nothing():
+    """It sets off the products of 1 ms in 30 us each, while those before run."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=30e-6))
+
+    times = timeline(program_of(matmul("m", 1), matmul("n", 1)), cluster_of(chip=chip))
+
+    assert times.host_seconds == 0
+    assert times.step_seconds == pytest.approx(2e-3)

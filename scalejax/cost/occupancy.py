@@ -60,6 +60,7 @@ def slowed(chip: Chip, factor: float) -> Chip:
         attainable=replace(
             attainable,
             launch_seconds=attainable.launch_seconds * factor,
+            dispatch_seconds=attainable.dispatch_seconds * factor,
             step_overhead_seconds=attainable.step_overhead_seconds * factor,
         ),
     )

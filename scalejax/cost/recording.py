@@ -33,8 +33,8 @@ class Moment:
     end_seconds: float
     """Time from the start of the step."""
     bound: Literal["compute", "memory", "communication", "wait", "overhead", "left out"]
-    """What limits it: "wait" is compute standing still for a collective, "left out" stands for
-    iterations of a loop that are not in the recording."""
+    """What limits it: "wait" is compute standing still for a collective or for the host, "left
+    out" stands for iterations of a loop that are not in the recording."""
     operation: Operation | None = None
     """The operation; None for waits and the like."""
     iteration: tuple[int, ...] = ()
@@ -74,7 +74,9 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
     streams = _RecordedStreams(program, schedule, cluster, most_iterations)
     streams.run(schedule.events)
     streams.drain()
-    streams.add_overhead(cluster.chip.attainable.step_overhead_seconds)
+    attainable = cluster.chip.attainable
+    streams.add_rest("wait for the host", attainable.dispatch_seconds * schedule.dispatches)
+    streams.add_overhead(attainable.step_overhead_seconds)
     return Recording(
         moments=tuple(sorted(streams.moments, key=lambda moment: moment.start_seconds)),
         most_iterations=most_iterations,
@@ -125,6 +127,12 @@ class _RecordedStreams(Streams):
             [collective_seconds(each, cluster) for each in schedule.collectives],
             cluster.chip.attainable.contention_fraction,
         )
+
+    def add_rest(self, name: str, finish: float) -> None:
+        """Stand still until `finish`; drawn after all else, wherever in the step it happens."""
+        if finish > self.now:
+            self._add(name, "compute", self.now, finish, "wait")
+            self.now = finish
 
     def add_overhead(self, seconds: float) -> None:
         """What the host adds to the step, after all else."""

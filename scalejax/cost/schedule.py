@@ -100,6 +100,8 @@ class Schedule:
         self.collective_runs = np.array(
             [reader.collective_runs[index] for index in range(len(self.collectives))], float
         )
+        self.dispatches = self.operation_runs.sum() + self.collective_runs.sum()
+        """Operations that the host sets off in a step."""
         self.flop_by_dtype = Counter[str]()
         """FLOP of one device in one step by the type of their operands."""
         self.custom_calls = 0

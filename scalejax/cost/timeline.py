@@ -35,7 +35,7 @@ class Scales:
     memory: float = 1.0
     """Operations that memory bandwidth limits."""
     launch: float = 1.0
-    """Gaps between operations, and the overhead of a step."""
+    """Gaps between operations, the host's work for each of them, and the overhead of a step."""
     communication: float = 1.0
     """Collectives."""
 
@@ -60,6 +60,8 @@ class Timeline:
     """Time that compute stood still for each collective, by the compiler's name for it."""
     exposed: tuple[tuple[Axes, float], ...]
     """The same by the mesh axes that the collectives span."""
+    dispatch_seconds: float
+    """Time in which the host sets off all operations, while the devices run those before."""
     overhead_seconds: float
     """Time of the step that is in none of its operations."""
     communication_seconds: float
@@ -73,25 +75,28 @@ class Timeline:
     @property
     def device_seconds(self) -> float:
         """Time of a step in which all collectives were free."""
-        return math.fsum(
-            (
-                self.compute_seconds,
-                self.memory_seconds,
-                self.launch_seconds,
-                self.overhead_seconds,
-            )
-        )
+        alone = math.fsum((self.compute_seconds, self.memory_seconds, self.launch_seconds))
+        return max(alone, self.dispatch_seconds) + self.overhead_seconds
+
+    @property
+    def host_seconds(self) -> float:
+        """Time that devices wait for the host to set off their operations."""
+        return max(0.0, self.dispatch_seconds - self._walked_seconds)
 
     @property
     def step_seconds(self) -> float:
         """Time of the step."""
+        return max(self._walked_seconds, self.dispatch_seconds) + self.overhead_seconds
+
+    @property
+    def _walked_seconds(self) -> float:
+        """Time of both streams, on a host that is always ahead."""
         return math.fsum(
             (
                 self.compute_seconds,
                 self.memory_seconds,
                 self.launch_seconds,
                 self.contention_seconds,
-                self.overhead_seconds,
                 *(seconds for _, seconds in self.exposed),
             )
         )
@@ -171,6 +176,7 @@ class WhatIf:
             contention_seconds=streams.contention_seconds,
             exposed_by_name=tuple(streams.exposed.items()),
             exposed=self._by_axes(streams.exposed),
+            dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
             overhead_seconds=attainable.step_overhead_seconds * scales.launch,
             communication_seconds=float(exchanges @ schedule.collective_runs),
         )

@@ -101,6 +101,9 @@ class Attainable:
     step_cv: float | None = None
     """Standard deviation of one device's step time over its mean, as seen on such chips; a cluster
     that knows its own says so in its conditions. None if unknown."""
+    dispatch_seconds: float = 0.0
+    """Time in which the host sets off one operation. It runs ahead of the devices, which wait for
+    it only in steps whose operations together take less."""
     step_overhead_seconds: float = 0.0
     """Time of a step that is in none of its operations: the host's work that devices wait for."""
 
@@ -122,6 +125,7 @@ class Attainable:
         require_at_least("matmul_ramp_seconds", self.matmul_ramp_seconds, 0)
         require_at_least("memory_ramp_seconds", self.memory_ramp_seconds, 0)
         require_at_least("launch_seconds", self.launch_seconds, 0)
+        require_at_least("dispatch_seconds", self.dispatch_seconds, 0)
         require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
         if self.step_cv is not None and not 0 <= self.step_cv < 1:
             accepted = "it must be at least 0 and below 1: it is a share of the step"

@@ -315,7 +315,7 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
         bn = BatchNormScope(groups=run.bn_groups)
-        return partial(_with_mesh, mesh, partial(_gradients, recipe, bn))
+        return partial(_with_mesh, mesh, partial(_reduced_once, recipe, mesh, bn))
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -345,6 +345,35 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
         model_state,
         jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
     )
+
+
+def _reduced_once(
+    recipe: _Recipe,
+    mesh: Mesh,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """`_gradients`, summed over the data axis once and not once for each microbatch.
+
+    Left to itself, the compiler sums the gradient of every microbatch. It is left to itself with
+    BatchNorm, whose statistics are over all devices; and where both fsdp and tensor divide the
+    network, since XLA's partitioner aborts on it beside a data axis of our own (jax 0.10.2).
+    """
+    run = recipe.run
+    whole, rows = PartitionSpec(), PartitionSpec(DATA)
+    is_ours = run.layout.data > 1 and 1 in (run.layout.fsdp, run.layout.tensor)
+    if run.split.microbatches == 1 or not is_ours or jax.tree.leaves(model_state):
+        return _gradients(recipe, bn, params, model_state, batch)
+
+    def of_part(params: PyTree, batch: Batch) -> PyTree:
+        params = lax.pcast(params, DATA, to="varying")
+        return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
+
+    return jax.shard_map(
+        of_part, mesh=mesh, in_specs=(whole, rows), out_specs=whole, axis_names={DATA}
+    )(params, batch)
 
 
 def _with_mesh(mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> Any:

@@ -344,6 +344,17 @@ def test_microbatches_change_nothing_but_rounding(model, mode):
     assert_same(trained(run), on_one_device(model, "sgd", None, 1))
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 2}],
+)
+def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(layout):
+    """Gradients are summed over data once, of parts that other axes split further."""
+    run = run_of("gpt", "sgd", layout, microbatches=4)
+
+    assert_same(trained(run), on_one_device("gpt", "sgd", None, 1))
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_microbatches_keep_local_groups(mode):
     """Devices deal their own rows: the groups of a microbatch are those of its device."""

@@ -22,7 +22,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.layout import AXES, BATCH_AXES
+from scalejax.layout import AXES, BATCH_AXES, DATA
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
 
@@ -70,13 +70,30 @@ def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
     Where parameters are split over fsdp, the compiler may move either the parameters to the rows
     of the batch or the rows to the parameters; a network settles here for the first. It needs
     the mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing where there
-    is none of ours, or where its axes are `shard_map`'s.
+    is none of ours, or where its axes are `shard_map`'s. The data axis alone may be
+    `shard_map`'s: each part of the batch is then placed on the axes that are left.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _is_ours(mesh):
         return array
+    if DATA in mesh.manual_axes:
+        spec = _without(DATA, spec)
     return jax.lax.with_sharding_constraint(
         array, _divisible("an activation", spec, array.shape, mesh.shape)
+    )
+
+
+def _without(axis: str, spec: PartitionSpec) -> PartitionSpec:
+    """`spec`, with nothing split over `axis`."""
+    return PartitionSpec(
+        *(
+            tuple(name for name in entry if name != axis)
+            if isinstance(entry, tuple)
+            else None
+            if entry == axis
+            else entry
+            for entry in spec
+        )
     )
 
 
@@ -87,7 +104,8 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
     For what XLA cannot divide: of a depthwise convolution whose rows are split over data, and
     which devices along tensor repeat, it adds the repetitions to the gradient of the kernel.
     """
-    if not _is_ours(jax.sharding.get_abstract_mesh()):
+    mesh = jax.sharding.get_abstract_mesh()
+    if not _is_ours(mesh) or mesh.manual_axes:
         return layer(rows)  # type: ignore[operator]  a layer
     structure, params = nnx.split(layer)
 
@@ -100,8 +118,10 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
 
 
 def _is_ours(mesh: jax.sharding.AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a layout, and leaves them to the compiler."""
+    """Whether `mesh` has the axes of a layout, and leaves all, or all but data, to the compiler."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if kinds.get(DATA) == AxisType.Manual:
+        kinds[DATA] = AxisType.Auto
     return all(kinds.get(axis) == AxisType.Auto for axis in AXES)
 
 

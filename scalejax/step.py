@@ -4,6 +4,7 @@ Knows the network, the optimizer and how gradients are reduced over the mesh. Kn
 source, no clock and no cluster: devices come in a mesh, real or only described.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -220,13 +221,14 @@ def _state_shapes(recipe: _Recipe, mesh: Mesh) -> TrainState:
         specs,
         is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
     )
+    is_kept_in_parts = recipe.run.config.layout.zero_stage >= 1
     shardings = TrainState(
         step=whole,
         params=params,
         model_state=jax.tree.map(lambda _: whole, shapes.model_state),
         opt_state=optax.tree.map_params(
             recipe.optimizer,
-            lambda _, sharding: sharding,
+            lambda leaf, like: _over_data(leaf, like) if is_kept_in_parts else like,
             shapes.opt_state,
             params,
             transform_non_params=lambda _: whole,
@@ -237,6 +239,21 @@ def _state_shapes(recipe: _Recipe, mesh: Mesh) -> TrainState:
         shapes,
         shardings,
     )
+
+
+def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
+    same where no dimension is divisible."""
+    mesh, spec = sharding.mesh, sharding.spec
+    for index, size in enumerate(leaf.shape):
+        entry = spec[index] if index < len(spec) else None
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        parts = math.prod(mesh.shape[axis] for axis in (*axes, DATA))
+        if size % parts == 0:
+            entries = [*spec, *[None] * (leaf.ndim - len(spec))]
+            entries[index] = (*axes, DATA)
+            return NamedSharding(mesh, PartitionSpec(*entries))
+    return sharding
 
 
 def _shardings_of(shapes: PyTree) -> PyTree:

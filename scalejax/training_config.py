@@ -46,6 +46,9 @@ class LayoutConfig:
     """Devices along the axis that splits batch and parameters."""
     tensor: int = 1
     """Devices along the axis that splits layers."""
+    zero_stage: Literal[0, 1] = 0
+    """What the data axis keeps in parts: 0 nothing, 1 the optimizer's state, each device updating
+    its part of the parameters (Rajbhandari et al. 2020, arXiv 1910.02054). fsdp is stage 3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
@@ -64,6 +67,9 @@ class LayoutConfig:
             if self.mode != "jit" and size > 1:
                 accepted = f'layout.mode="{self.mode}" spreads over the data axis only; use "jit"'
                 raise ConfigError(refusal(f"layout.{name}", size, accepted))
+        if self.mode != "jit" and self.zero_stage:
+            accepted = f'layout.mode="{self.mode}" keeps all state whole; use "jit"'
+            raise ConfigError(refusal("layout.zero_stage", self.zero_stage, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

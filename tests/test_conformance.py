@@ -355,6 +355,29 @@ def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(layout
     assert_same(trained(run), on_one_device("gpt", "sgd", None, 1))
 
 
+@pytest.mark.parametrize(
+    ("layout", "microbatches"),
+    [({"data": 8}, 1), ({"data": 4, "tensor": 2}, 2), ({"data": 2, "fsdp": 2, "tensor": 2}, 1)],
+)
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_an_optimizer_in_parts_trains_what_one_device_trains(model, layout, microbatches):
+    """ZeRO 1: every device updates its part, and the parameters are whole again."""
+    run = run_of(model, "adamw", {**layout, "zero_stage": 1}, microbatches)
+
+    assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+def test_an_optimizer_in_parts_is_kept_in_parts():
+    """Of 8 devices, each holds an eighth of Adam's moments, and all parameters."""
+    run = run_of("gpt", "adamw", {"data": 8, "zero_stage": 1})
+    _, state = train(run, 1)
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 1]
+
+    held = sum(leaf.addressable_shards[0].data.size for leaf in moments)
+    assert held == pytest.approx(sum(leaf.size for leaf in moments) / 8, rel=0.01)
+    assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state.params))
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_microbatches_keep_local_groups(mode):
     """Devices deal their own rows: the groups of a microbatch are those of its device."""

@@ -80,6 +80,8 @@ def case_key(job: RunJob) -> str:
         "topology": job.target.topology,
         "chip": job.target.description.rpartition("device_description_str")[0],
     }
+    if config.layout.zero_stage:
+        material["zero_stage"] = config.layout.zero_stage
     text = json.dumps(material, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

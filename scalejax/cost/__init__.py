@@ -5,16 +5,19 @@ from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used
+from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
 from scalejax.cost.uncertainty import Band, band, residuals
 
 __all__ = [
     "NOMINAL",
+    "PIPELINE",
     "Band",
     "Charge",
     "MemoryVerdict",
     "OperationTime",
+    "Pipeline",
     "RunTerms",
     "Scales",
     "StepTerms",
@@ -27,6 +30,7 @@ __all__ = [
     "device_terms",
     "memory_verdict",
     "operation_time",
+    "pipelined",
     "residuals",
     "run_terms",
     "step_terms",

@@ -41,7 +41,12 @@ class Case:
     """What it ran on."""
     runs: tuple[ResolvedRun, ...]
     """The run; where the row leaves microbatch or recompute open, those it may mean, of which
-    the first that fits the device's memory is taken, or else the last."""
+    the first that fits the device's memory is taken, or else the last. Of a pipeline, the run of
+    its last stage."""
+    stages: int = 1
+    """Stages of the pipeline."""
+    chunks: int = 1
+    """Parts of the layers of one stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +63,13 @@ def case_of(row: LedgerRow) -> Case | Skipped:
     """What `row` comes to, or why it cannot be predicted."""
     try:
         _require_axes(row)
-        return Case(row=row, cluster=cluster_of(row), runs=tuple(_runs(row)))
+        return Case(
+            row=row,
+            cluster=cluster_of(row),
+            runs=tuple(_runs(row)),
+            stages=row.spread.pipeline or 1,
+            chunks=row.spread.pipeline_chunks or 1,
+        )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
 
@@ -70,19 +81,19 @@ def _require_axes(row: LedgerRow) -> None:
         ConfigError: naming what it is.
     """
     spread = row.spread
-    for name, size in (("pipeline", spread.pipeline), ("context", spread.context)):
-        if (size or 1) > 1:
-            raise ConfigError(f"a {name} axis ({name}={size})")
-    if spread.zero_stage in (1, 2):
-        raise ConfigError(f"ZeRO stage {spread.zero_stage}, which shards only part of the state")
+    if (spread.context or 1) > 1:
+        raise ConfigError(f"a context axis (context={spread.context})")
+    if (spread.pipeline or 1) > 1 and row.model.model != "gpt":
+        raise ConfigError(f"a pipeline of {row.model.model!r}")
+    if spread.zero_stage == 2:
+        raise ConfigError("ZeRO stage 2, which shards gradients besides the optimizer's state")
     if spread.sequence_parallel and (spread.tensor or 1) > 1:
         raise ConfigError("sequence parallelism over the tensor axis")
     if row.work.recompute == "selective":
         raise ConfigError("selective recompute")
-    axes = {"data": spread.data, "fsdp": spread.fsdp, "tensor": spread.tensor}
-    product = 1
-    for size in axes.values():
-        product *= size or 1
+    product = math.prod(
+        size or 1 for size in (spread.data, spread.fsdp, spread.tensor, spread.pipeline)
+    )
     if spread.data is not None and product != row.device_count:
         raise ConfigError(f"its axes multiply to {product}, not to {row.device_count} devices")
 
@@ -110,10 +121,12 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "data": row.spread.data,
                     "fsdp": row.spread.fsdp or 1,
                     "tensor": row.spread.tensor or 1,
+                    "zero_stage": 1 if row.spread.zero_stage == 1 else 0,
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
-            runs.append(resolve(build(RunConfig, tables), row.device_count))
+            devices = row.device_count // (row.spread.pipeline or 1)
+            runs.append(resolve(build(RunConfig, tables), devices))
     return runs
 
 
@@ -124,7 +137,7 @@ def _per_device_batch(row: LedgerRow) -> int:
         return work.per_device_batch
     if not work.global_batch:
         raise ConfigError("neither per_device_batch nor global_batch is stated")
-    shards = row.device_count // (spread.tensor or 1)
+    shards = row.device_count // (spread.tensor or 1) // (spread.pipeline or 1)
     if shards == 0 or work.global_batch % shards:
         raise ConfigError(f"a global batch of {work.global_batch} over {shards} devices")
     return work.global_batch // shards
@@ -171,7 +184,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         raise ConfigError(f"ffn_hidden={model.ffn_hidden}, where 4 x hidden is built")
     return {
         "name": "gpt",
-        "layers": model.layers,
+        "layers": -(-model.layers // (row.spread.pipeline or 1)),  # the longest stage's
         "hidden": model.hidden,
         "heads": model.heads,
         "remat": remat,

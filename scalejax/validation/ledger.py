@@ -70,6 +70,8 @@ class LedgerSpread:
     """Devices along the axis that splits sequences."""
     pipeline: int | None = None
     """Stages of the pipeline."""
+    pipeline_chunks: int | None = None
+    """Parts of the layers of one stage, between which are layers of other stages."""
     zero_stage: int | None = None
     """What the data axis shards: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too."""
     sequence_parallel: int | None = None

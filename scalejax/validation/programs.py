@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
-from scalejax.cost import memory_verdict
+from scalejax.cost import Pipeline, memory_verdict, pipelined
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
+from scalejax.model_config import GptConfig
 from scalejax.profile import for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
@@ -21,6 +22,8 @@ from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
 from scalejax.validation.widen import narrowed, widened
+
+_ACTIVATION_BYTES = 2  # of bf16, in which stages hand each other what they computed
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""
@@ -49,7 +52,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
-        self._widened: dict[tuple[str, int, int], Program | str | None] = {}
+        self._widened: dict[tuple[str, int, int, int, int], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -94,20 +97,24 @@ class Programs:
                     answers[index] = one_line(error)
             self._require(each.job for each in asked.values())
             for index, each in asked.items():
-                answer = self._answer(each)
+                answer = self._answer(each, cases[index])
                 if answer is not None:
                     answers[index] = answer
             open_ = [index for index in open_ if index not in answers]
         return answers
 
-    def _answer(self, asked: "Asked") -> Program | str | None:
+    def _answer(self, asked: "Asked", case: Case) -> Program | str | None:
         """The program for as many devices as were asked for, the same object for equal ones;
         None if it cannot be widened to them."""
-        key = (case_key(asked.job), asked.run.layout.data, asked.run.split.microbatches)
+        split = asked.run.split
+        sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
+        key = (case_key(asked.job), *sizes)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program) and asked.job.run != asked.run:
                 program = widened(program, asked.run)
+            if isinstance(program, Program) and case.stages > 1:
+                program = _pipelined(program, asked.run, case)
             self._widened[key] = program
         return self._widened[key]
 
@@ -145,6 +152,23 @@ class Programs:
             answer(index, compiled.program)
 
         run_jobs(jobs, on_done, lambda index, error: answer(index, one_line(error)))
+
+
+def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
+    """The program of the pipeline of which `stage` is the last one, or why there is none."""
+    if not isinstance(run.config.model, GptConfig):
+        return "only transformers have stages"
+    (tokens,) = run.dataset.input_shape
+    pipeline = Pipeline(
+        stages=case.stages,
+        chunks=case.chunks,
+        microbatches=run.split.microbatches,
+        boundary_bytes=run.split.microbatch * tokens * run.config.model.hidden * _ACTIVATION_BYTES,
+    )
+    try:
+        return pipelined(stage, pipeline)
+    except ScalejaxError as error:
+        return one_line(error)
 
 
 def one_line(error: ScalejaxError) -> str:

@@ -1,0 +1,151 @@
+"""The step of a pipeline, from the step of one of its stages.
+
+Stages work on microbatches in turn, forward and backward, one of each at a time (1F1B), or in
+several rounds over chunks of their layers (interleaved). While the first microbatch is on its way
+to the last stage and the last one on its way back, a stage stands still for as long as all other
+stages take for one microbatch: the bubble, (p - 1) (t forward + t backward) / v for p stages of v
+chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). It is made part of the schedule, as
+a loop of p - 1 trips over the blocks of a stage, or of a chunk.
+
+The stage is the last, which computes logits besides its blocks, and sets the pace. Left out: that
+tied embeddings of the first stage and the last are summed with each other; that sending may
+overlap with compute.
+"""
+
+from dataclasses import dataclass, replace
+
+from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.layout import TENSOR
+from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, Program
+
+PIPELINE = "pipeline"
+"""The mesh axis along which stages lie."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How a network is divided over stages."""
+
+    stages: int
+    """Groups of devices, each of which holds some of the layers."""
+    chunks: int = 1
+    """Parts of the layers of one stage, each with layers of other stages between them."""
+    microbatches: int
+    """Parts of the samples of a device group, one after the other."""
+    boundary_bytes: int
+    """What one microbatch hands from stage to stage."""
+
+    def __post_init__(self) -> None:
+        require_at_least("pipeline.stages", self.stages, 2)
+        require_at_least("pipeline.chunks", self.chunks, 1)
+        require_at_least("pipeline.microbatches", self.microbatches, 1)
+
+
+def pipelined(stage: Program, pipeline: Pipeline) -> Program:
+    """The step of a device of the last stage, bubble included.
+
+    Args:
+        stage: the step of the network with the layers of one stage, on the devices of one stage,
+            its microbatches in a loop of at least two trips.
+        pipeline: of which it is a stage.
+
+    Raises:
+        ConfigError: if `stage` has no loop over microbatches.
+    """
+    loops = [item for item in stage.operations if isinstance(item, Loop)]
+    work = max(loops, key=_flop, default=None)
+    if work is None:
+        raise ConfigError(refusal("stage", stage.name, "it must loop over microbatches"))
+    sent = _sent(stage, pipeline)
+    blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
+    chunk = tuple(_part(item, pipeline.chunks) for item in blocks)
+    several = tuple(_numbered(sent, index) for index in range(pipeline.chunks))
+    body = (*work.body, *(each for one in several for each in one))
+    schedule = (
+        replace(work, trip_count=pipeline.microbatches, body=body),
+        Loop(
+            name=f"{work.name}.bubble",
+            trip_count=pipeline.stages - 1,
+            body=(*_renamed(chunk), *_numbered(sent, pipeline.chunks)),
+        ),
+    )
+    operations = tuple(
+        each for item in stage.operations for each in (schedule if item is work else (item,))
+    )
+    in_flight = min(pipeline.stages, pipeline.microbatches) - 1
+    layers = max((loop.trip_count for loop in blocks if isinstance(loop, Loop)), default=1)
+    held = in_flight * layers * pipeline.boundary_bytes
+    memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
+    return replace(
+        stage,
+        mesh_axes=((PIPELINE, pipeline.stages), *stage.mesh_axes),
+        operations=operations,
+        memory=memory,
+        model_flop=None,
+    )
+
+
+def _flop(loop: Loop) -> int:
+    inner = sum(_flop(item) if isinstance(item, Loop) else item.flop for item in loop.body)
+    return loop.trip_count * inner
+
+
+def _part(item: Operation | Loop, chunks: int) -> Operation | Loop:
+    """A loop over the blocks of a stage, as over those of one chunk."""
+    if isinstance(item, Loop):
+        return replace(item, trip_count=max(1, round(item.trip_count / chunks)))
+    return item
+
+
+def _renamed(items: tuple[Operation | Loop, ...]) -> tuple[Operation | Loop, ...]:
+    """The same once more: names are unique in a program."""
+    return tuple(
+        replace(
+            item,
+            name=f"{item.name}.bubble",
+            **({"body": _renamed(item.body)} if isinstance(item, Loop) else {}),
+            **(
+                {"waits_for": f"{item.waits_for}.bubble"}
+                if isinstance(item, Operation) and item.waits_for is not None
+                else {}
+            ),
+        )
+        for item in items
+    )
+
+
+def _sent(stage: Program, pipeline: Pipeline) -> tuple[Operation, ...]:
+    """What a stage sends and takes for one microbatch: activations on, gradients back.
+
+    Devices along the tensor axis each send their part of what they all hold, and gather the
+    parts again (the same, section 4.1).
+    """
+    sizes = dict(stage.mesh_axes)
+    tensor = sizes.get(TENSOR, 1)
+    part = -(-pipeline.boundary_bytes // tensor)
+    stride = stage.device_count
+    operations = []
+    for way in ("forward", "backward"):
+        along = DeviceGroup(extents=((pipeline.stages, stride),), axes=(PIPELINE,))
+        operations.append(_exchange(f"send.{way}", "collective_permute", part, along))
+        if tensor > 1:
+            group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
+            operations.append(
+                _exchange(f"gather.{way}", "all_gather", pipeline.boundary_bytes, group)
+            )
+    return tuple(operations)
+
+
+def _exchange(name: str, kind: CollectiveName, payload: int, group: DeviceGroup) -> Operation:
+    return Operation(
+        name=f"{PIPELINE}.{name}",
+        kind="collective",
+        dtype="bf16",
+        read_bytes=payload,
+        write_bytes=payload,
+        collective=Collective(name=kind, payload_bytes=payload, group=group, is_async=False),
+    )
+
+
+def _numbered(operations: tuple[Operation, ...], index: int) -> tuple[Operation, ...]:
+    return tuple(replace(each, name=f"{each.name}.{index}") for each in operations)

@@ -1,0 +1,80 @@
+"""Pipelines from one of their stages, by hand: work of all microbatches, and the bubble."""
+
+from dataclasses import replace
+
+import pytest
+from program_cases import PAPER, matmul, program_of
+
+from scalejax.cost import Pipeline, pipelined, timeline
+from scalejax.errors import ConfigError
+from scalejax.program import Loop, Program
+
+
+def stage() -> Program:
+    """Two microbatches of 3 blocks, 1 ms forward and 2 ms back, and 2 ms of logits; then 1 ms."""
+    forward = Loop(name="forward", trip_count=3, body=(matmul("f", 1),))
+    backward = Loop(name="backward", trip_count=3, body=(matmul("b", 2),))
+    work = Loop(name="work", trip_count=2, body=(forward, matmul("logits", 2), backward))
+    return replace(program_of(work, matmul("update", 1)), mesh_axes=(("data", 2),))
+
+
+def pipeline(**changed: int) -> Pipeline:
+    """4 stages, 8 microbatches, nothing to send."""
+    return Pipeline(**{"stages": 4, "microbatches": 8, "boundary_bytes": 0, **changed})
+
+
+def step_milliseconds(program: Program) -> float:
+    """Without what is sent: two hops of a microsecond or ten for each microbatch."""
+    times = timeline(program, PAPER)
+    return (times.step_seconds - times.exposed_seconds) * 1e3
+
+
+def test_bubble_is_the_time_of_all_other_stages():
+    """8 x 11 ms on the last stage, 3 x 9 ms until it is reached and left again, 1 ms after."""
+    assert step_milliseconds(pipelined(stage(), pipeline())) == pytest.approx(88 + 27 + 1)
+
+
+def test_chunks_divide_the_bubble():
+    """Of 3 chunks, each stage waits a third as long: 9 ms."""
+    assert step_milliseconds(pipelined(stage(), pipeline(chunks=3))) == pytest.approx(88 + 9 + 1)
+
+
+def test_what_is_handed_on_is_paid_for_each_microbatch_and_each_chunk():
+    """100 MB at 100 GB/s are 1 ms, forward and back, for 8 microbatches and 3 in the bubble."""
+    sent = pipelined(stage(), pipeline(boundary_bytes=10**8))
+    in_chunks = pipelined(stage(), pipeline(boundary_bytes=10**8, chunks=3))
+
+    once = timeline(sent, PAPER).exposed_seconds
+    assert once == pytest.approx(2 * (8 + 3) * 1e-3, rel=0.01)
+    assert timeline(in_chunks, PAPER).exposed_seconds == pytest.approx(
+        once * (3 * 8 + 3) / (8 + 3), rel=0.01
+    )
+
+
+def test_devices_and_names_are_those_of_the_pipeline():
+    """4 stages of 2 devices; every operation has a name of its own."""
+    program = pipelined(stage(), pipeline(boundary_bytes=10**6, chunks=3))
+    names = [operation.name for operation, _ in program.walk()]
+
+    assert program.device_count == 8
+    assert len(names) == len(set(names))
+
+
+def test_a_stage_holds_activations_of_the_microbatches_under_way():
+    """The last of 4 holds none but its own; counted is the first, with 3 more of 3 blocks."""
+    program = pipelined(stage(), pipeline(boundary_bytes=10**6))
+
+    assert program.memory.temporary_bytes == 3 * 3 * 10**6
+
+
+def test_a_step_without_microbatches_is_no_stage():
+    """There is nothing for the stages to work on in turn."""
+    with pytest.raises(ConfigError, match="loop over microbatches"):
+        pipelined(program_of(matmul("m", 1)), pipeline())
+
+
+@pytest.mark.parametrize("changed", [{"stages": 1}, {"chunks": 0}, {"microbatches": 0}])
+def test_a_pipeline_of_nothing_is_refused(changed):
+    """At least two stages, a chunk, a microbatch."""
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        pipeline(**changed)

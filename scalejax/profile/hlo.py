@@ -11,9 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from scalejax.errors import ProfileError
+
+_PACKAGE = Path(__file__).parents[1]
+_WORKER = _PACKAGE / "profile" / "worker.py"
 
 _ITEM_BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
@@ -162,17 +165,25 @@ class Module:
         return match[1] if match else None
 
     def _location(self, frame: int) -> str | None:
-        """The innermost frame that is not of an installed library, else the innermost."""
+        """The innermost frame that is the user's or scalejax's own, else the innermost."""
         innermost = None
         while frame in self.frames:
             location, caller = self.frames[frame]
             frame = min(caller, frame - 1)  # callers come first: never round in circles
             path, line = location.rsplit(":", 1)
             short = f"{PurePath(path).name}:{line}"
-            if "site-packages" not in path:
+            if not _is_of_library(path):
                 return short
             innermost = innermost or short
         return innermost
+
+
+def _is_of_library(path: str) -> bool:
+    """Whether a file asked for nothing itself: one of Python, of an installed package other than
+    scalejax (which may be installed or a checkout), or the worker, in which all is compiled."""
+    if path.startswith("<frozen ") or path == str(_WORKER):
+        return True
+    return "site-packages" in path and not PurePath(path).is_relative_to(_PACKAGE)
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from scalejax.errors import ProfileError
-from scalejax.profile.hlo import Array, arrays, parse_shape
+from scalejax.profile import hlo
+from scalejax.profile.hlo import Array, Instruction, Module, arrays, parse_shape
 from scalejax.profile.reader import read_program
 from scalejax.program import Collective, Loop, Operation
 
@@ -264,6 +265,35 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
     assert isinstance(negation, Operation)
     assert negation.source == "train.py:50"
+
+
+@pytest.mark.parametrize(
+    ("innermost", "expected"),
+    [
+        ("/venv/site-packages/scalejax/models/gpt.py", "gpt.py:9"),
+        ("/venv/site-packages/scalejax_plugins/gpt.py", "step.py:7"),
+        ("/venv/site-packages/flax/linear.py", "step.py:7"),
+        ("<frozen runpy>", "step.py:7"),
+    ],
+)
+def test_scalejax_is_where_the_user_asked_wherever_it_is_installed(
+    innermost: str, expected: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its networks and its step count; its worker, and how Python starts that, do not."""
+    package = Path("/venv/site-packages/scalejax")
+    monkeypatch.setattr(hlo, "_PACKAGE", package)
+    monkeypatch.setattr(hlo, "_WORKER", package / "profile" / "worker.py")
+    paths = ["<frozen runpy>", f"{package}/profile/worker.py", f"{package}/step.py", innermost]
+    lines = enumerate(zip(paths, (88, 50, 7, 9), strict=True), start=1)
+    frames = {n: (f"{path}:{line}", n - 1) for n, (path, line) in lines}
+    negate = Instruction(
+        name="n", shape=(), opcode="negate", operands=(), literal="", is_root=True,
+        rest="metadata={stack_frame_id=4}",
+    )  # fmt: skip
+
+    module = Module(entry="", computations={}, partition_count=1, frames=frames)
+
+    assert module.source(negate) == expected
 
 
 def test_text_that_is_no_program_is_refused():

@@ -44,9 +44,9 @@ def refusal(field: str, value: object, accepted: str) -> str:
     return f"{field}={value!r} is refused: {accepted}."
 
 
-def nearest_name(name: str, accepted: Iterable[str]) -> str | None:
-    """The accepted name closest to `name`, or None when none is close."""
-    matches = difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.5)
+def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:
+    """The accepted name closest to `name`, or None when none is at least so `alike`, 0..1."""
+    matches = difflib.get_close_matches(name, list(accepted), n=1, cutoff=alike)
     return matches[0] if matches else None
 
 

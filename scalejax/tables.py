@@ -155,6 +155,12 @@ def validation(found: Validation) -> Iterator[RenderableType]:
     yield Text.assemble(
         (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
     )
+    if all(row.measured_seconds is None for row in found.rows):
+        yield Text(
+            "NOTHING TO COMPARE WITH: no row states step_seconds. Every error is unknown; --json "
+            "writes what is predicted.",
+            style="bold",
+        )
     table = figures(
         "family", "rows", "used", "median", "mean", "bias", "ratio", "p90", "fastest", "in band"
     )

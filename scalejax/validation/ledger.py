@@ -19,6 +19,10 @@ from scalejax.errors import ConfigError, nearest_name, refusal
 
 _Part = TypeVar("_Part")
 
+_MISSPELT = 0.7
+"""How alike an unknown column is to one that is missing, 0..1, to be taken for it: "step_secs"
+and "step_seconds" are (0.86), "pipeline_chunks" and "pipeline" are not (0.696)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerModel:
@@ -159,10 +163,11 @@ def read_ledger(path: Path) -> list[LedgerRow]:
     """The rows of a ledger in the format of the project's `step_times.csv`, in order.
 
     Columns that are not known are ignored, and those that a row can do without may be missing
-    or blank.
+    or blank; but one that looks like the missing one misspelt is refused.
 
     Raises:
-        ConfigError: if the file cannot be read, or a line is malformed: with file, line, column.
+        ConfigError: if the file cannot be read, a column is missing or misspelt, or a line is
+            malformed: with file, line, column.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -216,16 +221,32 @@ def _require_columns(path: Path, line: int, heading: list[str]) -> None:
             closest = nearest_name(name, heading)
             hint = f" (is it {closest!r}?)" if closest else ""
             raise ConfigError(f"{path}, line {line}: the column {name!r} is missing{hint}.")
+    known = [field.name for field in _columns(LedgerRow)]
+    missing = [name for name in known if name not in heading]
+    for place, name in enumerate(heading, start=1):
+        if name in known:
+            continue
+        if meant := nearest_name(name.lower(), missing, alike=_MISSPELT):
+            accepted = f"no such column is known (did you mean {meant!r}?)"
+            refused = refusal("heading", name, accepted)
+            raise ConfigError(f"{path}, line {line}, column {place}: {refused}")
 
 
 def _required(type_: type) -> Iterator[str]:
     """Columns without which there is no row."""
+    for field in _columns(type_):
+        if field.default is dataclasses.MISSING:
+            yield field.name
+
+
+def _columns(type_: type) -> Iterator[dataclasses.Field[typing.Any]]:
+    """The field of each column, those of dataclasses within included."""
     hints = typing.get_type_hints(type_)
     for field in dataclasses.fields(type_):
         if dataclasses.is_dataclass(hints[field.name]):
-            yield from _required(hints[field.name])
-        elif field.default is dataclasses.MISSING:
-            yield field.name
+            yield from _columns(hints[field.name])
+        else:
+            yield field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,41 @@ def test_malformed_cell_is_refused_with_its_place(change, message, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("step_secs", "step_seconds"),
+        ("Step_Seconds", "step_seconds"),
+        ("micro_batch", "microbatch"),
+    ],
+)
+def test_misspelt_column_is_refused(written: str, meant: str, tmp_path: Path):
+    """Else what it holds would be taken for not stated."""
+    cells = {written if name == meant else name: cell for name, cell in RESNET.items()}
+    place = list(RESNET).index(meant) + 1
+    message = rf"line 1, column {place}: heading='{written}' is refused: .* mean '{meant}'\?"
+
+    with pytest.raises(ConfigError, match=message):
+        read_ledger(ledger(tmp_path, cells))
+
+
+def test_column_that_resembles_a_known_one_is_ignored(row):
+    """The open ledger has such; beside the known one, or far from any that is missing."""
+    found = row(RESNET | {"pipeline_chunks": "4", "year": "2019", "step_second": "1"})
+
+    assert (found.spread.pipeline, found.step_seconds) == (None, 0.25)
+
+
+def test_ledger_without_measured_times_is_predicted_and_says_so(tmp_path: Path, capsys):
+    """In words, once; a table of unknown errors alone would look like a failure."""
+    unmeasured = {name: cell for name, cell in RESNET.items() if name != "step_seconds"}
+
+    assert main(["validate", str(ledger(tmp_path, unmeasured))]) == 0
+    assert capsys.readouterr().out.count("NOTHING TO COMPARE WITH: no row states") == 1
+    assert main(["validate", str(ledger(tmp_path, RESNET))]) == 0
+    assert "NOTHING TO COMPARE" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "holds no rows"),

@@ -38,6 +38,8 @@ STEP_CONDITIONS = ("stragglers", "input")
 """Terms of the waterfall that are part of a step where the conditions of the run are known."""
 RUN_CONDITIONS = ("checkpoints", "failures")
 """Terms of the waterfall that a run takes beside its steps, as time for each step."""
+_CPU = "cpu"
+"""Name of the chip where devices that are here were measured and are CPUs: JAX's own for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,25 @@ def scaling_prediction(
     )
 
 
+def merged_notes(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    """What must be known of the predictions, each note once, with the numbers of devices that it
+    holds for where it does not hold for all."""
+    counts: dict[str, list[int]] = {}
+    for each in predictions:
+        for note in each.notes:
+            counts.setdefault(note, []).append(each.device_count)
+    return tuple(
+        note if len(held) == len(predictions) else _held_for(note, held)
+        for note, held in counts.items()
+    )
+
+
+def _held_for(note: str, counts: list[int]) -> str:
+    """`note`, and the numbers of devices that it is about unless it names them itself."""
+    devices = f"{', '.join(map(str, counts))} device{'' if counts == [1] else 's'}"
+    return note if devices in note else f"{note} (on {devices})"
+
+
 def _efficiency(baseline: Prediction, grown: Prediction, scaling: Scaling) -> float:
     if scaling == "weak":
         return metrics.weak_scaling_efficiency(baseline.step_seconds, grown.step_seconds)
@@ -298,7 +319,7 @@ def _notes(
 ) -> tuple[str, ...]:
     chip = cluster.chip
     notes = [*program.notes]
-    if program.backend == "cpu":
+    if program.backend == "cpu" and chip.name != _CPU:
         notes.append(
             "CPU program: its fusions, schedule and bytes (bf16 widened to f32) stand in for the "
             "target's; no overlap assumed: time and memory are pessimistic"
@@ -310,15 +331,17 @@ def _notes(
     if opaque := what_if(program).schedule.custom_calls:
         notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")
     if matmul_type is not None:
-        peak = chip.peak_flop_per_second[matmul_type]
-        notes.append(f"MFU against the {matmul_type} peak, {peak / TFLOP:g} TFLOP/s")
+        peak = float(f"{chip.peak_flop_per_second[matmul_type] / TFLOP:.3g}")
+        notes.append(f"MFU against the {matmul_type} peak, {peak:g} TFLOP/s")
     calibrated = cluster.calibrated
     if calibrated is not None and calibrated.is_extrapolated(program.device_count):
         notes.append(
             f"extrapolated: {program.device_count} devices are more than {FARTHEST:g} times the "
             f"{max(calibrated.device_counts)} of the largest run that {cluster.name} was fitted to"
         )
-    if chip.residuals is None:
+    if chip.residuals is None and chip.measured is not None:
+        notes.append(f"{chip.name}: measured here; no residuals, so no p10 and p90")
+    elif chip.residuals is None:
         notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scalejax import report_charts
 from scalejax.documents import save_text
-from scalejax.predict import Prediction, ScalingPrediction
+from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_page import Page
 from scalejax.report_sources import RunSource, Sources, read_sources
 from scalejax.units import (
@@ -187,8 +187,7 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
         f"{format_bytes(first.memory_bytes)}.",
         report_charts.memory(study),
     )
-    notes = dict.fromkeys(note for each in study.predictions for note in each.notes)
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    items = "".join(f"<li>{escape(note)}</li>" for note in merged_notes(study.predictions))
     page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
 
 

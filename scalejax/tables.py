@@ -18,7 +18,7 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
 from scalejax.fit_runs import Fit
 from scalejax.hardware import Chip, Cluster
-from scalejax.predict import Prediction, ScalingPrediction
+from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.reference import TableReference
 from scalejax.units import (
     GB,
@@ -245,8 +245,7 @@ def waterfall_terms(predictions: Sequence[Prediction]) -> list[str]:
 
 def notes(predictions: Sequence[Prediction]) -> Text:
     """What must be known of the predictions, each note once."""
-    every = dict.fromkeys(note for each in predictions for note in each.notes)
-    return Text("\n".join(f"Note: {note}." for note in every))
+    return Text("\n".join(f"Note: {note}." for note in merged_notes(predictions)))
 
 
 def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:

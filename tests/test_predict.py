@@ -10,12 +10,13 @@ from hardware_cases import CHIP, cluster_of
 
 from scalejax import documents
 from scalejax.errors import ConfigError, DoesNotFit
-from scalejax.hardware import Residuals, load_cluster
+from scalejax.hardware import MeasuredRates, Residuals, load_cluster
 from scalejax.predict import (
     RUN_CONDITIONS,
     STEP_CONDITIONS,
     Prediction,
     ScalingPrediction,
+    merged_notes,
     predict,
     scaling_prediction,
 )
@@ -179,6 +180,35 @@ def test_notes_say_what_the_program_stands_in_for():
     assert "compiled for sm_80 in place of sm_60" in predict(for_ampere, big_basin).notes
     assert not any("in place of" in n for n in predict(for_ampere, load_cluster("selene")).notes)
     assert any("no overlap assumed" in note for note in predict(for_cpu, big_basin).notes)
+
+
+def test_notes_on_a_calibrated_cpu_contradict_no_calibration():
+    """A program for the CPU stands in for nothing there; what it lacks are residuals alone."""
+    products = {"f32": ((1, 512, 512, 512, 2.49884e11),)}
+    rates = MeasuredRates(matmul=products, convolution={}, stream=((1000, 1e10),))
+    peak = {"f32": 2.49884e11}
+    cpu = replace(CHIP, name="cpu", measured=rates, peak_flop_per_second=peak)
+    program = replace(data_parallel(8), backend="cpu", target="cpu")
+
+    assert predict(program, cluster_of(chip=cpu)).notes == (
+        "MFU against the f32 peak, 0.25 TFLOP/s",
+        "cpu: measured here; no residuals, so no p10 and p90",
+    )
+
+
+def test_notes_that_differ_say_for_how_many_devices():
+    """What holds for all is said once, bare."""
+    predictions = [
+        replace(predict(data_parallel(n), PAPER), notes=("all", *other))
+        for n, other in ((1, ("1",)), (2, ("2",)), (4, ("2",)), (8, ("8 devices are many",)))
+    ]
+
+    assert merged_notes(predictions) == (
+        "all",
+        "1 (on 1 device)",
+        "2 (on 2, 4 devices)",
+        "8 devices are many",
+    )
 
 
 def test_devices_along_tensor_share_their_samples():

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.cost import as_used, memory_verdict
 from scalejax.errors import ConfigError, ProfileError
 from scalejax.explain import Explanation, explain
 from scalejax.hardware import Cluster
 from scalejax.profile import ProfileJob, profile_many
 from scalejax.program import Program
+from scalejax.shortage import memory_shortage
 
 CASES = 2
 """Programs that are compiled for one explanation: as asked for, and with twice the batch."""
@@ -25,6 +27,8 @@ class ExplainedRun:
     """Where the time of a step goes."""
     program: Program
     """The compiled step."""
+    shortage: str | None
+    """What it lacks in memory, also the first of the explanation's notes; None if it fits."""
 
 
 def explain_run(
@@ -72,7 +76,13 @@ def explain_run(
     if refused is not None:
         note = f"twice the batch is left out: {str(refused).rstrip('.')}"
         explanation = replace(explanation, notes=(*explanation.notes, note))
-    return ExplainedRun(explanation=explanation, program=programs[0])
+    memory = memory_verdict(programs[0].memory, as_used(cluster, programs[0]).chip)
+    shortage = memory_shortage(
+        run, needed_bytes=memory.peak_bytes, memory_bytes=memory.memory_bytes
+    )
+    if shortage is not None:
+        explanation = replace(explanation, notes=(shortage, *explanation.notes))
+    return ExplainedRun(explanation=explanation, program=programs[0], shortage=shortage)
 
 
 def _with_doubled_batch(run: ResolvedRun) -> ResolvedRun:

@@ -26,9 +26,16 @@ _LEAST_GAIN = 1.005
 """Speedups below it are not worth a decision."""
 
 
-def explanation(explained: Explanation) -> Iterator[RenderableType]:
-    """The waterfall, the costliest operations, what is unexpected, and what buys what."""
+def explanation(explained: Explanation, *, first: str | None = None) -> Iterator[RenderableType]:
+    """The waterfall, the costliest operations, what is unexpected, and what buys what.
+
+    Args:
+        explained: the step taken apart.
+        first: the note of it that a reader must see before all figures; None if there is none.
+    """
     yield _heading(explained)
+    if first is not None:
+        yield Text(f"Note: {first}.", style="bold")
     yield verdict(explained)
     yield waterfall(explained)
     yield Text("Costliest operations", style="bold")
@@ -41,7 +48,8 @@ def explanation(explained: Explanation) -> Iterator[RenderableType]:
     )
     yield Text("What a factor of two buys", style="bold")
     yield improvements(explained.improvements)
-    yield Text("\n".join(f"Note: {note}." for note in explained.notes), style="dim")
+    notes = [note for note in explained.notes if note != first]
+    yield Text("\n".join(f"Note: {note}." for note in notes), style="dim")
 
 
 def _heading(explained: Explanation) -> Text:

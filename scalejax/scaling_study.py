@@ -5,13 +5,15 @@ the results. Knows neither compiler nor equations: those are `profile` and `pred
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
-from scalejax.predict import Scaling, ScalingPrediction, predict, scaling_prediction
+from scalejax.predict import Prediction, Scaling, ScalingPrediction, predict, scaling_prediction
 from scalejax.profile import ProfileJob, profile_many
 from scalejax.program import Program
+from scalejax.shortage import memory_shortage
 
 
 def study(
@@ -50,17 +52,27 @@ def study(
     for program in programs:
         on_program(program)
     predictions = [
-        predict(
-            program,
-            cluster,
-            train_examples=run.dataset.train_examples,
-            epochs=config.train.epochs,
-        )
-        for run, program in zip(runs, programs, strict=True)
+        _predicted(run, program, cluster) for run, program in zip(runs, programs, strict=True)
     ]
     return scaling_prediction(
         predictions, scaling, title or f"{config.model.name} on {cluster.title}"
     )
+
+
+def _predicted(run: ResolvedRun, program: Program, cluster: Cluster) -> Prediction:
+    """What `program` takes, with a note on what to change about `run` where it does not fit."""
+    prediction = predict(
+        program,
+        cluster,
+        train_examples=run.dataset.train_examples,
+        epochs=run.config.train.epochs,
+    )
+    shortage = memory_shortage(
+        run,
+        needed_bytes=prediction.peak_memory_bytes,
+        memory_bytes=prediction.memory_bytes,
+    )
+    return replace(prediction, notes=(shortage, *prediction.notes)) if shortage else prediction
 
 
 def resolve_all(

@@ -287,6 +287,18 @@ def test_an_explanation_fits_a_terminal(explained):
     assert "net.py:7" in text
 
 
+def test_what_must_be_known_first_is_said_once_above_the_figures(explained):
+    """That a step does not fit, say."""
+    noted = replace(explained, notes=("does not fit: too large", "another"))
+
+    lines = printed([*explanation_tables.explanation(noted, first="does not fit: too large")])
+
+    told = [line.strip() for line in lines if line.startswith("Note: ")]
+    assert told == ["Note: does not fit: too large.", "Note: another."]
+    waterfall = next(i for i, line in enumerate(lines) if line.startswith("from ideal"))
+    assert lines.index(told[0]) < waterfall
+
+
 def test_bars_begin_where_the_last_one_ended():
     """Whole cells before it, eighths at its end, and never nothing for something."""
     assert explanation_tables.bar(0.0, 5.0, 10.0, cells=10) == "█████"

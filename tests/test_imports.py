@@ -36,6 +36,7 @@ ARITHMETIC = {
     "profile": 7,
     "reference": 6,
     "run_folder": 6,
+    "shortage": 6,
     "early_stopping": 7,
     "progress": 7,
     "explain": 5,

@@ -1,5 +1,7 @@
 """What is held fixed as devices are added, and what comes of it."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,22 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
         90 * (1_281_167 // 256) * found.predictions[0].step_seconds
     )
     assert found.title == "resnet50 on NVIDIA DGX B200, 8 x 400 Gb/s InfiniBand"
+
+
+def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+    """First of its notes; a step that fits has none such."""
+
+    def compiled(jobs, on_done):
+        large, small = (_program(job.run.layout.device_count) for job in jobs)
+        return [replace(large, memory=replace(large.memory, temporary_bytes=2**40)), small]
+
+    monkeypatch.setattr(scaling_study, "profile_many", compiled)
+
+    found = study(config, load_cluster("dgx-h100"), [8, 16], "weak")
+
+    large, small = (each.notes for each in found.predictions)
+    assert re.match(r"does not fit: needs 102\d\.\d of 79\.\d GiB on each device; fewer", large[0])
+    assert not any("does not fit" in note for note in small)
 
 
 def _program(device_count: int) -> Program:

@@ -103,7 +103,8 @@ class Explain(RunFileCommand):
         measured = None if self.trace is None else read_trace(self.trace)
         with waiting.compiling(CASES) as on_done:
             explained = explain_run(config, cluster, self.devices, on_done=on_done)
-        tables.show(explanation_tables.explanation(explained.explanation))
+        first = explained.shortage
+        tables.show(explanation_tables.explanation(explained.explanation, first=first))
         if measured is not None:
             match = match_trace(explained.program, cluster, measured.seconds_by_name)
             print()

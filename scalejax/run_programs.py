@@ -78,7 +78,7 @@ def predict_run(
     documents.save(prediction, files.prediction)
     reporter.say(
         f"predicted: {format_seconds(prediction.step_seconds)} a step, "
-        f"{format_seconds(prediction.run_seconds)} for the run ({how})"
+        f"{format_seconds(prediction.run_seconds)} for the training steps alone ({how})"
     )
 
 

@@ -11,16 +11,20 @@ import math
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
 from jax.experimental.multihost_utils import sync_global_devices
 
+from scalejax import documents
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
 from scalejax.early_stopping import EarlyStopping
+from scalejax.errors import ConfigError
 from scalejax.mesh import build_mesh
+from scalejax.predict import Prediction
 from scalejax.processes import StopSignals, first_says, is_first
 from scalejax.progress import Reporter, Silent, reporter_for
 from scalejax.record import (
@@ -170,6 +174,7 @@ class _Loop:
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
+        self._step_times: list[float] = []
         self._restart_clock()
 
     def train(self, state: TrainState, begin: int) -> None:
@@ -305,6 +310,7 @@ class _Loop:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
         if isinstance(measurement, TrainMeasurement):
             self._last_losses["train"] = measurement.loss
+            self._step_times.append(measurement.step_seconds)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
         wanted, stopping = self._config.early_stopping, self._stopping
@@ -336,11 +342,23 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
+        took += self._beside_predicted()
         if None in self._last_losses.values():
             return "diverged", f"{took}; the loss is not finite"
         if self._has_stopped_early and not self._is_last:
             return "stopped_early", took
         return "completed", took
+
+    def _beside_predicted(self) -> str:
+        """The median step in words, and what was predicted of it, as far as the two are known."""
+        if not self._step_times:
+            return ""
+        try:
+            predicted = documents.load(Prediction, self._journal.files.prediction).step_seconds
+        except ConfigError:  # none was made, or it was damaged since: no reason to end in an error
+            predicted = None
+        median_step = format_seconds(median(self._step_times))
+        return f"; median step {median_step}, predicted {format_seconds(predicted)}"
 
     def _change_status(self, status: Status, message: str) -> None:
         self._journal.write(

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import re
 import shutil
 import sys
 from importlib.metadata import version
@@ -386,5 +387,6 @@ def test_plain_lines_tell_the_same_story(finished, capsys):
     assert len(lines) == 5
     assert lines[0].startswith("started: on 2 devices (data=2)")
     assert lines[1].startswith("epoch 1, step 6/18: test loss ")
-    assert lines[-1].startswith("completed: 18 steps in ")
+    ending = r"completed: 18 steps in [^;]+; median step [\d.]+ \w+, predicted [\d.]+ \w+"
+    assert re.fullmatch(ending, lines[-1])
     assert RunRecord.load(record.folder.path).status == "completed"

@@ -91,10 +91,11 @@ class Prediction:
     notes: tuple[str, ...]
     """What a reader must know to trust the figures as far as they go."""
     p10_step_seconds: float | None = None
-    """Time of one step that is undercut once in ten times; None if the fits behind it were
-    compared with nothing."""
+    """Lower end of the error band: for one prediction in ten, the measured step time should be
+    below it. None if the fits behind it were compared with nothing."""
     p90_step_seconds: float | None = None
-    """Time of one step that is exceeded once in ten times; None likewise."""
+    """Upper end of the error band: for one prediction in ten, the measured step time should be
+    above it. None likewise."""
     goodput: float | None = None
     """Share of the run's time that goes into steps that count, 0..1, as far as checkpoints and
     failures are known; None if neither is."""

@@ -128,8 +128,9 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
         "<p>Computed from the program that the compiler made of the training step for each "
         "number of devices, and from the figures of the hardware. Nothing here was measured. "
         "Terms that are not known (waiting for input, stragglers, checkpoints, failures) are "
-        "left out of every time. One step in ten should be faster than p10, one slower than "
-        "p90.</p>"
+        "left out of every time. p10 and p90 are the error band of a prediction, "
+        "not a spread of steps: for one prediction in ten, the measured time should be below "
+        "p10, and for one in ten above p90.</p>"
     )
     if any(len(study.predictions) > 1 for study in studies):
         page.add_chart(

@@ -9,20 +9,25 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-import tyro
+_REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+"""Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
 
-from scalejax import __version__
-from scalejax.commands import COMMANDS, Command, Overrides, RunFileCommand
-from scalejax.config import parse_value
-from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
+try:
+    import tyro
+
+    from scalejax import __version__
+    from scalejax.commands import COMMANDS, Command, Overrides, RunFileCommand
+    from scalejax.config import parse_value
+    from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
+except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
+    print("interrupted", file=sys.stderr)
+    sys.exit(_INTERRUPTED)
 
 _FIELDS_WITHOUT_DOT = ("seed",)
 """Fields of a run.toml that stand in no table."""
-_REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
-"""Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,17 +112,27 @@ def _command_name(arguments: list[str]) -> str:
         print(f"scalejax {__version__}")
         raise SystemExit(0)
     longer = [name for name in COMMANDS if name.split()[0] == arguments[0]]
-    if longer and arguments[1:2] in ([], ["-h"], ["--help"]):
-        raise ConfigError(f"scalejax {arguments[0]} needs one more word: scalejax {longer[0]}.")
+    if longer and arguments[1:2] in (["-h"], ["--help"]):
+        print(f"usage: scalejax {arguments[0]} COMMAND [-h] ...\n")
+        _print_commands(longer)
+        raise SystemExit(0)
+    if longer and len(arguments) == 1:
+        raise ConfigError(
+            f"scalejax {arguments[0]} needs one more word: scalejax {' or '.join(longer)}."
+        )
     raise ConfigError(unknown_name("command", " ".join(arguments[: 1 + bool(longer)]), COMMANDS))
 
 
 def _print_help() -> None:
     print("usage: scalejax COMMAND [-h] ...\n")
     print("Train large minibatches in JAX; predict the cost on GPUs that are not here.\n")
-    for name, kind in COMMANDS.items():
-        print(f"  {name:<15}{(kind.__doc__ or '').splitlines()[0]}")
+    _print_commands(COMMANDS)
     print("\nscalejax COMMAND --help says more. Start with: scalejax quickstart")
+
+
+def _print_commands(names: Iterable[str]) -> None:
+    for name in names:
+        print(f"  {name:<15}{(COMMANDS[name].__doc__ or '').splitlines()[0]}")
 
 
 def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command:

@@ -29,6 +29,9 @@ from scalejax.training_config import (
     TrainConfig,
 )
 
+_BATCHES = ("batch.global_batch", "batch.per_device_batch")
+"""Two ways to give one thing, of which a run has exactly one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
@@ -146,6 +149,13 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
     )
     dataset = facts(config.data)
+    if per_device is not None and per_device <= dataset.train_examples < global_batch:
+        shards, most = layout.batch_shards, dataset.train_examples // per_device
+        accepted = (
+            f"{per_device} samples x data*fsdp={shards} are {global_batch} a step, more than the "
+            f"{dataset.train_examples} training examples (at most data*fsdp={most})"
+        )
+        raise ConfigError(refusal("devices", layout.device_count, accepted))
     groups = bn_group_count(
         split,
         is_local=wanted.bn_scope == "local",
@@ -166,13 +176,17 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
 
     Args:
         path: the file.
-        overrides: values by dotted field name, such as {"train.epochs": 3}.
+        overrides: values by dotted field name, such as {"train.epochs": 3}. One of
+            batch.global_batch and batch.per_device_batch also replaces the other of the file.
 
     Raises:
         ConfigError: one line per problem.
     """
-    tables = load_toml(path)
-    for name, value in (overrides or {}).items():
+    tables, replaced = load_toml(path), dict(overrides or {})
+    given = [name for name in _BATCHES if replaced.get(name) is not None]
+    if len(given) == 1:
+        replaced = dict.fromkeys(_BATCHES) | replaced
+    for name, value in replaced.items():
         _replace(tables, name.split("."), value)
     return build(RunConfig, tables)
 

@@ -51,11 +51,11 @@ def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> s
 
 
 def unknown_name(field: str, name: object, accepted: Iterable[str]) -> str:
-    """The refusal of a name that is not among `accepted`, with the closest that is."""
+    """The refusal of a name that is not among `accepted`: first the closest that is, then all."""
     names = sorted(accepted)
     closest = nearest_name(str(name), names)
-    hint = f" (did you mean {closest!r}?)" if closest else ""
-    return refusal(field, name, f"it must be one of {', '.join(names)}{hint}")
+    hint = f"did you mean {closest!r}? It" if closest else "it"
+    return refusal(field, name, f"{hint} must be one of {', '.join(names)}")
 
 
 def nearest_multiples(value: int, divisor: int) -> str:

@@ -28,7 +28,7 @@ class BatchConfig:
             raise ConfigError(
                 f"batch.global_batch={self.global_batch} with "
                 f"batch.per_device_batch={self.per_device_batch} is refused: "
-                "exactly one of the two must be given."
+                "exactly one of the two must be given; leave the other out."
             )
         for name in ("global_batch", "per_device_batch", "microbatches"):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from scalejax.predict import ScalingPrediction
 
 EXAMPLES = Path(cli.__file__).parent / "examples"
 WARMUP = str(EXAMPLES / "fashion_gradual_warmup.toml")
+PER_DEVICE = str(EXAMPLES / "resnet50_goyal2017.toml")
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -77,6 +78,16 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]):
     assert max(map(len, lines)) <= 80
 
 
+def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
+    """It lists the commands that begin so, and no other."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["config", "--help"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: scalejax config COMMAND [-h] ..."
+    assert [" ".join(line.split()[:2]) for line in lines[2:]] == ["config show", "config fields"]
+
+
 # --- refusals ---
 
 
@@ -127,7 +138,20 @@ def test_refusal_is_the_same_with_and_without_utf8():
         (f"config show {WARMUP} --train.epochs many", "train.epochs='many' is refused"),
         (f"config show {WARMUP} --devices 7", "must be a multiple of data*fsdp=7 (nearest: 511 or"),
         (f"config show {WARMUP} --model.name resnet51", "did you mean 'resnet"),
-        (f"predict {WARMUP} --cluster dgx-h10 --devices 8", "did you mean 'dgx-h100'?"),
+        (
+            f"predict {WARMUP} --cluster dgx-h10 --devices 8",
+            "cluster='dgx-h10' is refused: did you mean 'dgx-h100'? It must be one of aws-",
+        ),
+        (
+            f"predict {WARMUP} --cluster b200 --devices 8",
+            "cluster='b200' is refused: it is a chip; of clusters, those with it are dgx-b200.",
+        ),
+        (
+            f"predict {PER_DEVICE} --cluster dgx-h100 --devices 1000000000",
+            "devices=1000000000 is refused: 32 samples x data*fsdp=1000000000 are 32000000000 a "
+            "step, more than the 1281167 training examples (at most data*fsdp=40036).",
+        ),
+        ("calibrate --cpu-devices 0", "cpu_devices=0 is refused"),
         (f"predict {WARMUP} --cluster dgx-h100 --devices 8,x", "devices='8,x' is refused"),
         (f"predict {WARMUP} --cluster dgx-h100 --devices 0", "devices=0 is refused"),
         (
@@ -184,6 +208,17 @@ def test_interrupt_leaves_with_130(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Predict, "execute", interrupted)
 
     assert main(["predict", "x.toml", "--cluster", "a", "--devices", "8"]) == 130
+
+
+def test_interrupt_while_it_starts_leaves_with_130(tmp_path: Path):
+    """The first second goes into imports."""
+    (tmp_path / "tyro.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{EXAMPLES.parents[1]}"}
+    command = [sys.executable, "-c", "from scalejax.cli import main"]
+
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
 
 def test_reader_that_goes_away_is_no_error():

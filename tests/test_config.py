@@ -66,6 +66,14 @@ def test_flags_replace_fields(run_toml):
     assert (config.train.epochs, config.layout.tensor) == (3, 2)
 
 
+def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
+    """A run has one of the two; who asks for this one does not want that of the file."""
+    by_device = load_config(run_toml, {"batch.per_device_batch": 4})
+
+    assert (by_device.batch.global_batch, by_device.batch.per_device_batch) == (None, 4)
+    assert load_config(run_toml, {"batch.microbatches": 2}).batch.global_batch is not None
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -87,7 +95,7 @@ def test_flags_replace_fields(run_toml):
         ({"schedule.decay": "step"}, r"schedule\.decay_epochs=\(\) .*at least one epoch"),
         ({"schedule.scaling": "none"}, r'schedule\.warmup_from=\'base\' .*warmup_from="zero"'),
         ({"schedule.warmup": "none"}, r"schedule\.warmup_epochs=3\.0 .*needs it to be 0"),
-        ({"batch.per_device_batch": 4}, r"exactly one of the two"),
+        ({"batch.per_device_batch": 4, "batch.global_batch": 8}, r"exactly one of the two"),
         ({"layout.mode": "pmap", "layout.tensor": 2}, r"layout\.tensor=2 .*data axis only"),
         ({"optimizer.momentum": 1.0}, r"optimizer\.momentum=1\.0 .*from 0 to below 1"),
         ({"train.early_stopping.patience": -1}, r"train\.early_stopping\.patience=-1"),

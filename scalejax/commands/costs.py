@@ -13,8 +13,14 @@ from tyro.conf import Positional, arg
 from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import load_config
-from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.hardware import Cluster
+from scalejax.errors import (
+    ConfigError,
+    UnknownHardware,
+    refusal,
+    require_at_least,
+    unknown_name,
+)
+from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
 from scalejax.jax_platform import choose_platform
 from scalejax.program import Program
 
@@ -41,11 +47,10 @@ class Predict(RunFileCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the figures."""
-        from scalejax.hardware import load_cluster
         from scalejax.scaling_study import study
         from scalejax.trace_export import write_trace
 
-        cluster, overrides = take_conditions(load_cluster(self.cluster), overrides)
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         counts = _parse_counts(self.devices)
         programs: list[Program] = []
@@ -94,11 +99,10 @@ class Explain(RunFileCommand):
         from scalejax import explanation_tables
         from scalejax.explain import match_trace
         from scalejax.explained_run import CASES, explain_run
-        from scalejax.hardware import load_cluster
         from scalejax.trace_export import write_trace
         from scalejax.trace_import import read_trace
 
-        cluster, overrides = take_conditions(load_cluster(self.cluster), overrides)
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         measured = None if self.trace is None else read_trace(self.trace)
         with waiting.compiling(CASES) as on_done:
@@ -131,7 +135,7 @@ class Hardware:
 
     def execute(self) -> None:
         """Print the catalogue, or the entry."""
-        from scalejax.hardware import chip_names, cluster_names, load_chip, load_cluster
+        from scalejax.hardware import load_chip
 
         if self.name is None:
             clusters = [load_cluster(name) for name in cluster_names()]
@@ -172,9 +176,12 @@ class Calibrate:
         """Time operations, memory, exchanges, storage."""
         if self.cluster is not None:
             raise ConfigError(refusal("cluster", self.cluster, "it is for --from RUN RUN ..."))
+        count = self.cpu_devices
+        if count is not None:
+            require_at_least("cpu_devices", count, 1)
         choose_platform()
         if os.environ.get("JAX_PLATFORMS") == "cpu":
-            choose_platform(self.cpu_devices or max(2, os.cpu_count() or 1))
+            choose_platform(max(2, os.cpu_count() or 1) if count is None else count)
         from scalejax.calibrate import GRID, calibrate, stage_count
 
         with waiting.measuring(stage_count(GRID)) as on_stage:
@@ -187,9 +194,8 @@ class Calibrate:
     def _fit(self, here: Path) -> None:
         """Fit a cluster to runs."""
         from scalejax.fit_runs import fit_runs, measured_cluster, read_run
-        from scalejax.hardware import load_cluster
 
-        cluster = load_cluster(self.cluster) if self.cluster else measured_cluster(here)
+        cluster = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
         fit = fit_runs(cluster, [read_run(folder) for folder in self.from_])
         path = (self.output or here) / "cluster.toml"
         documents.save_toml(fit.cluster, path)
@@ -235,6 +241,22 @@ class Validate:
         if self.plot is not None:
             save_scatter(list(zip(rows, found.rows, strict=True)), path=self.plot)
             print(f"wrote {self.plot}")
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of that name in the catalogue, or in a file of the user's.
+
+    Raises:
+        UnknownHardware: if it is neither; for the name of a chip, with the clusters that have it.
+        ConfigError: if the file does not describe a cluster.
+    """
+    if name in chip_names() and name not in cluster_names():
+        having = [each for each in cluster_names() if load_cluster(each).chip.name == name]
+        known = (
+            f"those with it are {', '.join(having)}" if having else "none in the catalogue has it"
+        )
+        raise UnknownHardware(refusal("cluster", name, f"it is a chip; of clusters, {known}"))
+    return load_cluster(name)
 
 
 def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:

@@ -275,13 +275,14 @@ class _Cells:
             return None
         if str in kinds:
             return text
-        accepted = "a number above 0" if float in kinds else "a whole number, 0 or more"
+        least = 1 if column == "device_count" else 0
+        accepted = "a number above 0" if float in kinds else f"a whole number, {least} or more"
         try:
             number = float(text) if float in kinds else int(text)
         except ValueError as error:
             raise self.refuse(column, f"it must be {accepted}") from error
-        is_good = 0 < number < math.inf if float in kinds else number >= 0
-        if not is_good or (column == "device_count" and number == 0):
+        is_good = 0 < number < math.inf if float in kinds else number >= least
+        if not is_good:
             raise self.refuse(column, f"it must be {accepted}")
         return number
 

@@ -26,7 +26,11 @@ def test_blank_cells_are_unknown_and_others_typed(row):
     ("change", "message"),
     [
         ({"device_count": "many"}, r"line 2, column 6: device_count='many' is refused"),
-        ({"device_count": "0"}, r"column 6: device_count='0' is refused: it must be a whole"),
+        (
+            {"device_count": "0"},
+            r"column 6: device_count='0' is refused: it must be a whole number, 1",
+        ),
+        ({"layers": "-1"}, r"layers='-1' is refused: it must be a whole number, 0 or more"),
         ({"step_seconds": "-1"}, r"step_seconds='-1' is refused: it must be a number above 0"),
         ({"step_seconds": "nan"}, r"step_seconds='nan' is refused"),
         ({"step_seconds": "inf"}, r"step_seconds='inf' is refused"),

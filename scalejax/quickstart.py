@@ -12,7 +12,7 @@ from statistics import mean
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from scalejax import documents, tables, waiting
+from scalejax import documents, scaling_tables, tables, waiting
 from scalejax.config import load_config, with_fields
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import load_cluster
@@ -180,7 +180,7 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
             on_done=on_done,
         )
     print()
-    tables.show([*tables.scaling(found), _remark(forecast, found)])
+    tables.show([*scaling_tables.scaling(found), _remark(forecast, found)])
     path = folder / f"{forecast.name}.json"
     documents.save(found, path)
     return path

@@ -4,7 +4,6 @@ Knows how to word and align figures, and computes none. Each function gives the 
 in order.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -18,20 +17,16 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
 from scalejax.fit_runs import Fit
 from scalejax.hardware import Chip, Cluster
-from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.reference import TableReference
 from scalejax.units import (
     GB,
     TFLOP,
     UNKNOWN,
     format_bytes,
-    format_count,
-    format_fraction,
     format_seconds,
 )
 from scalejax.validation import Summary, Validation
 
-_SCREEN_WIDTH, _SHARE_WIDTH = 80, len("100.0 %")
 SUDDEN = 0.9
 """A learning rate that falls below this part of itself from one update to the next has jumped."""
 
@@ -99,57 +94,6 @@ def calibration(
     yield from map(Text, notes)
 
 
-def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
-    """The figures for every number of devices, then where the time of a step goes."""
-    first = prediction.predictions[0]
-    kept = (
-        f"{first.per_device_batch} samples per device"
-        if prediction.scaling == "weak" and first.per_device_batch
-        else f"{first.global_batch} samples per step"
-    )
-    yield Text.assemble(
-        (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
-    )
-    table = figures(
-        "devices", "step", "epoch", "run", "samples/s", "MFU", "efficiency", "memory", "fits"
-    )
-    for each, efficiency in zip(prediction.predictions, prediction.efficiencies, strict=True):
-        table.add_row(
-            str(each.device_count),
-            format_seconds(each.step_seconds),
-            format_seconds(each.epoch_seconds),
-            format_seconds(each.run_seconds),
-            format_count(each.samples_per_second),
-            format_fraction(each.mfu),
-            format_fraction(efficiency),
-            format_bytes(each.peak_memory_bytes),
-            {True: "yes", False: "NO", None: UNKNOWN}[each.fits],
-        )
-    yield table
-    if any(each.p10_step_seconds or each.goodput for each in prediction.predictions):
-        yield ranges(prediction.predictions)
-    yield time_split(prediction.predictions)
-    yield (
-        "Efficiency is relative to the fewest devices. A device has "
-        f"{format_bytes(first.memory_bytes)} of memory."
-    )
-    yield notes(prediction.predictions)
-
-
-def ranges(predictions: Sequence[Prediction]) -> Table:
-    """How far off each step time may be, and what a run loses to checkpoints and failures."""
-    table = figures("devices", "step p10", "p50", "p90", "goodput")
-    for each in predictions:
-        table.add_row(
-            str(each.device_count),
-            format_seconds(each.p10_step_seconds),
-            format_seconds(each.step_seconds),
-            format_seconds(each.p90_step_seconds),
-            format_fraction(each.goodput),
-        )
-    return table
-
-
 def validation(found: Validation) -> Iterator[RenderableType]:
     """How far off each family is, then why rows were skipped."""
     yield Text.assemble(
@@ -203,49 +147,6 @@ def _summary_cells(summary: Summary) -> list[str]:
     cells = [UNKNOWN if share is None else f"{share:.1%}" for share in shares]
     counts = [str(summary.rows), str(summary.predicted)]
     return [summary.name, *counts, *cells[:2], bias, *cells[2:]]
-
-
-def time_split(predictions: Sequence[Prediction]) -> Table:
-    """The share of each term in the time of a step, with what the run takes beside it.
-
-    Terms that are unknown stay out. They go down where they are too many to go across.
-    """
-    names = waterfall_terms(predictions)
-    counts = [str(each.device_count) for each in predictions]
-    shares = [_shares(each, names) for each in predictions]
-    if sum(max(len(name), _SHARE_WIDTH) + 1 for name in ("devices", *names)) <= _SCREEN_WIDTH:
-        table = figures("devices", *names)
-        for count, row in zip(counts, shares, strict=True):
-            table.add_row(count, *row)
-        return table
-    table = figures("devices", *counts)
-    for name, row in zip(names, zip(*shares, strict=True), strict=True):
-        table.add_row(name, *row)
-    return table
-
-
-def _shares(prediction: Prediction, names: Sequence[str]) -> list[str]:
-    seconds = dict(prediction.waterfall)
-    whole = math.fsum(term for term in seconds.values() if term is not None)
-    # A term that is not named took no time; one that is not known is named, and None.
-    return [_share(seconds.get(name, 0.0), whole) for name in names]
-
-
-def _share(seconds: float | None, of: float) -> str:
-    return format_fraction(None if seconds is None else seconds / of)
-
-
-def waterfall_terms(predictions: Sequence[Prediction]) -> list[str]:
-    """Names of the terms that are known for at least one prediction, in order."""
-    names = [
-        name for each in predictions for name, seconds in each.waterfall if seconds is not None
-    ]
-    return list(dict.fromkeys(names))
-
-
-def notes(predictions: Sequence[Prediction]) -> Text:
-    """What must be known of the predictions, each note once."""
-    return Text("\n".join(f"Note: {note}." for note in merged_notes(predictions)))
 
 
 def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:

@@ -50,10 +50,11 @@ ARITHMETIC = {
     "tables": 9,
     "waiting": 9,
     "explanation_tables": 10,
-    "quickstart": 10,
-    "commands": 11,
-    "cli": 12,
-    "__main__": 13,
+    "scaling_tables": 10,
+    "quickstart": 11,
+    "commands": 12,
+    "cli": 13,
+    "__main__": 14,
 }
 """Row of each module that imports no JAX when it is imported."""
 PROGRAMS = {

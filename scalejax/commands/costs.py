@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax import documents, tables, waiting
+from scalejax import documents, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import load_config
 from scalejax.errors import (
@@ -63,7 +63,7 @@ class Predict(RunFileCommand):
                 on_done=on_done,
                 on_program=programs.append,
             )
-        tables.show(tables.scaling(prediction))
+        tables.show(scaling_tables.scaling(prediction))
         if self.trace is not None:
             write_trace(programs[-1], cluster, self.trace)
             print(f"wrote {self.trace}; ui.perfetto.dev opens it")

@@ -5,17 +5,28 @@ gives them in order.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.tables import figures
-from scalejax.units import UNKNOWN, format_bytes, format_count, format_fraction, format_seconds
+from scalejax.units import (
+    format_bytes,
+    format_count,
+    format_fraction,
+    format_seconds,
+    format_seconds_briefly,
+)
 
 _SCREEN_WIDTH, _SHARE_WIDTH = 80, len("100.0 %")
+_BROKEN_HEADINGS = {
+    "samples/s": "samples\n/s",
+    "tokens/s": "tokens\n/s",
+    "efficiency": "effi-\nciency",
+}
 
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
@@ -29,22 +40,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
     )
-    table = figures(
-        "devices", "step", "epoch", "run", "samples/s", "MFU", "efficiency", "memory", "fits"
-    )
-    for each, efficiency in zip(prediction.predictions, prediction.efficiencies, strict=True):
-        table.add_row(
-            str(each.device_count),
-            format_seconds(each.step_seconds),
-            format_seconds(each.epoch_seconds),
-            format_seconds(each.run_seconds),
-            format_count(each.samples_per_second),
-            format_fraction(each.mfu),
-            format_fraction(efficiency),
-            format_bytes(each.peak_memory_bytes),
-            {True: "yes", False: "NO", None: UNKNOWN}[each.fits],
-        )
-    yield table
+    yield _figures(prediction)
     if any(each.p10_step_seconds or each.goodput for each in prediction.predictions):
         yield ranges(prediction.predictions)
     yield time_split(prediction.predictions)
@@ -53,6 +49,48 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
         f"{format_bytes(first.memory_bytes)} of memory."
     )
     yield notes(prediction.predictions)
+
+
+def _figures(prediction: ScalingPrediction) -> Table:
+    """A row for every number of devices, on one line where that can be.
+
+    Where the table is wider than a screen, times are in one unit; where it still is, long
+    headings are in two lines, too.
+    """
+    for formatted, headings in (
+        (format_seconds, {}),
+        (format_seconds_briefly, {}),
+        (format_seconds_briefly, _BROKEN_HEADINGS),
+    ):
+        columns = _columns(prediction, formatted)
+        table = figures(*(headings.get(name, name) for name in columns))
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*row)
+        if Console(width=10 * _SCREEN_WIDTH).measure(table).maximum <= _SCREEN_WIDTH:
+            break
+    return table
+
+
+def _columns(
+    prediction: ScalingPrediction, formatted: Callable[[float | None], str]
+) -> dict[str, list[str]]:
+    """Cells by heading; what has no tokens has no column of them."""
+    every = prediction.predictions
+    columns = {
+        "devices": [str(each.device_count) for each in every],
+        "step": [formatted(each.step_seconds) for each in every],
+        "epoch": [formatted(each.epoch_seconds) for each in every],
+        "run": [formatted(each.run_seconds) for each in every],
+        "samples/s": [format_count(each.samples_per_second) for each in every],
+        "tokens/s": [format_count(each.tokens_per_second) for each in every],
+        "MFU": [format_fraction(each.mfu) for each in every],
+        "efficiency": [format_fraction(share) for share in prediction.efficiencies],
+        "memory": [format_bytes(each.peak_memory_bytes) for each in every],
+        "fits": ["yes" if each.fits else "NO" for each in every],
+    }
+    if all(each.tokens_per_second is None for each in every):
+        del columns["tokens/s"]
+    return columns
 
 
 def ranges(predictions: Sequence[Prediction]) -> Table:

@@ -28,6 +28,13 @@ def format_seconds(seconds: float | None) -> str:
     return f"{hours / 24:.1f} days"
 
 
+def format_seconds_briefly(seconds: float | None) -> str:
+    """The same in one unit, for narrow columns: "850 us", "3.21 s", "42.8 min", "1.03 h"."""
+    if seconds is None or seconds < 60 or seconds >= 48 * 3600:
+        return format_seconds(seconds)
+    return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.3g} h"
+
+
 def format_bytes(count: float | None) -> str:
     """A size in binary units: "512 B", "1.5 KiB", "80.0 GiB"."""
     if count is None:

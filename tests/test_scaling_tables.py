@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from test_report import prediction
 from test_tables import printed
 
@@ -53,10 +54,31 @@ def test_what_does_not_fit_is_loud():
     assert "20.0 GiB   NO" in printed(*scaling_tables.scaling(study))
 
 
-def test_figures_of_a_long_run_fit_80_columns():
-    """Hours, millions and thousands of devices, all at once."""
-    study = scaling_prediction(
-        [prediction(8, 7.1, used_gib=15.8), prediction(16384, 35.9)], "strong", "title"
+@pytest.mark.parametrize("tokens", [None, 1.15e6])
+def test_figures_of_a_long_run_stay_on_their_lines(tokens: float | None):
+    """Minutes, hours, days and thousands of devices at once: no cell is broken at 80 columns."""
+    first, last = (
+        replace(prediction(count, seconds, used_gib=15.8), tokens_per_second=tokens)
+        for count, seconds in ((8, 7.1), (16384, 35.9))
     )
+    first = replace(first, epoch_seconds=2570.0, run_seconds=39.5 * 3600)
+    last = replace(last, epoch_seconds=3590.0, run_seconds=47.123 * 3600, peak_memory_bytes=2**38)
+    study = scaling_prediction([first, last], "strong", "title")
 
-    assert max(map(len, printed(*scaling_tables.scaling(study)).splitlines())) <= 80
+    lines = printed(*scaling_tables.scaling(study)).splitlines()
+
+    assert max(map(len, lines)) <= 80
+    rows = [next(line for line in lines if line.startswith(f"{n} ")) for n in (8, 16384)]
+    cells = [" ".join(row.split()) for row in rows]
+    assert cells[0].startswith("8 7.1 s 42.8 min 39.5 h 36.1 ")
+    assert cells[1].startswith("16384 35.9 s 59.8 min 47.1 h 14.6 k ")
+    assert [row.rstrip()[-15:] for row in rows] == ["  15.8 GiB  yes", " 256.0 GiB  yes"]
+    assert ["1.15 M" in row for row in rows] == [tokens is not None] * 2
+    assert " ".join(lines).count("tokens") == (tokens is not None)
+
+
+def test_times_are_written_out_where_there_is_room():
+    """With minutes beside hours, as elsewhere."""
+    study = scaling_prediction([prediction(8, 0.4)], "weak", "title")
+
+    assert " 1 h 00 min " in printed(*scaling_tables.scaling(study))

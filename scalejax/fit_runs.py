@@ -14,15 +14,20 @@ from statistics import median, quantiles
 import numpy as np
 from scipy.optimize import least_squares
 
+from scalejax.chip_kind import refuse_other_kind
 from scalejax.cost import as_used, step_terms, timeline
 from scalejax.documents import load
-from scalejax.errors import ConfigError, refusal
+from scalejax.errors import ConfigError, nearest_name, refusal
 from scalejax.hardware import CalibratedRange, Chip, Cluster, Link, Network, load_cluster
 from scalejax.program import Program
 from scalejax.record import RunFolder, RunRecord, TrainMeasurement
 
 FEWEST, MOST = 2, 5
 """Runs that are fitted to."""
+FITTED_FILE = "cluster-fitted.toml"
+"""Where a fitted cluster is written: beside the measured one, which stays as it is."""
+WIDE_ERROR = 0.25
+"""Error of the run held out beyond which the fit is not to be trusted far."""
 _LOW, _HIGH = 1 / 8, 8.0  # beyond these factors it is another machine
 _PRIOR = 0.5  # standard deviation of the logarithm of a factor before anything was measured
 _NOISE = 0.05  # of a measured step: how near the fit is to come to the runs
@@ -76,8 +81,6 @@ class RunError:
     """Median time of a step."""
     predicted_seconds: float
     """What it is predicted to take."""
-    is_held_out: bool
-    """Whether the constants behind this prediction were fitted without this run."""
 
     @property
     def error(self) -> float:
@@ -94,7 +97,43 @@ class Fit:
     factors: Factors
     """What its constants were multiplied by."""
     errors: tuple[RunError, ...]
-    """The runs that were fitted to, then the one held out, by constants fitted to the others."""
+    """Every run, predicted by `cluster`, the largest last."""
+    held_out: RunError
+    """The largest run, predicted by constants fitted to the others alone."""
+
+
+def read_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
+    """The runs in folders that `scalejax train` wrote.
+
+    Raises:
+        ConfigError: if there are too few or too many, one is named twice, or one holds no
+            program, or too few measured steps.
+    """
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        _require_run_folder(folder)
+        other = seen.setdefault(folder.resolve(), folder)
+        if other is not folder:
+            again = "named twice" if other == folder else f"the same folder as {str(other)!r}"
+            raise ConfigError(refusal("from", str(folder), f"it is {again}; name each run once"))
+    _require_count(len(folders))
+    return [read_run(folder) for folder in folders]
+
+
+def _require_run_folder(folder: Path) -> None:
+    if RunFolder(path=folder).holds_run:
+        return
+    siblings = [path.name for path in folder.parent.glob("*") if RunFolder(path=path).holds_run]
+    closest = nearest_name(folder.name, siblings)
+    hint = f" (did you mean {str(folder.parent / closest)!r}?)" if closest else ""
+    accepted = f"it is no run folder, as scalejax train writes them{hint}"
+    raise ConfigError(refusal("from", str(folder), accepted))
+
+
+def _require_count(count: int) -> None:
+    if not FEWEST <= count <= MOST:
+        folders = "1 folder" if count == 1 else f"{count} folders"
+        raise ConfigError(refusal("from", folders, f"it must be {FEWEST} to {MOST} run folders"))
 
 
 def read_run(folder: Path) -> MeasuredRun:
@@ -153,17 +192,18 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
     """`cluster` with its constants fitted to `runs`, and how far off the largest is without it.
 
     The largest run has the most devices, then the longest steps. The constants that come back
-    are fitted to all; its error is that of a fit to the others.
+    are fitted to all; the error of the largest is told twice, by them and by a fit to the others.
 
     Raises:
-        ConfigError: if there are fewer than 2 runs or more than 5.
+        ConfigError: if there are fewer than 2 runs or more than 5, or one ran on another kind of
+            chip than that of `cluster`.
     """
-    if not FEWEST <= len(runs) <= MOST:
-        accepted = f"it must be {FEWEST} to {MOST} run folders"
-        raise ConfigError(refusal("from", f"{len(runs)} folders", accepted))
-    *others, largest = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
-    without = _fitted(cluster, others)
-    held_out = _error(adjusted(*without), largest, is_held_out=True)
+    _require_count(len(runs))
+    for run in runs:
+        refuse_other_kind("from", run.name, run.program, cluster)
+    ordered = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
+    *others, largest = ordered
+    held_out = _error(adjusted(*_fitted(cluster, others)), largest)
     start, factors = _fitted(cluster, runs)
     fitted = adjusted(start, factors)
     sources = {"*": "scalejax calibrate --from " + " ".join(run.name for run in runs)}
@@ -177,10 +217,8 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
             ),
         ),
         factors=factors,
-        errors=(
-            *(_error(adjusted(*without), run, is_held_out=False) for run in others),
-            held_out,
-        ),
+        errors=tuple(_error(fitted, run) for run in ordered),
+        held_out=held_out,
     )
 
 
@@ -296,13 +334,12 @@ def _step_seconds(cluster: Cluster, program: Program) -> float:
     return seconds + (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
 
 
-def _error(cluster: Cluster, run: MeasuredRun, *, is_held_out: bool) -> RunError:
+def _error(cluster: Cluster, run: MeasuredRun) -> RunError:
     return RunError(
         name=run.name,
         device_count=run.program.device_count,
         measured_seconds=run.step_seconds,
         predicted_seconds=_step_seconds(cluster, run.program),
-        is_held_out=is_held_out,
     )
 
 

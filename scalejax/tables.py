@@ -15,7 +15,7 @@ from rich.text import Text
 
 from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
-from scalejax.fit_runs import Fit
+from scalejax.fit_runs import WIDE_ERROR, Fit
 from scalejax.hardware import Chip, Cluster
 from scalejax.reference import TableReference
 from scalejax.units import (
@@ -41,7 +41,7 @@ def show(parts: Iterable[RenderableType]) -> None:
 
 
 def fit(fitted: Fit) -> Iterator[RenderableType]:
-    """What was fitted, and each run by constants that the largest had no part in."""
+    """What was fitted, each run by the fitted cluster, and the largest by a fit without it."""
     yield Text.assemble((fitted.cluster.title, "bold"))
     table = figures("factor on", "fitted")
     for name, value in asdict(fitted.factors).items():
@@ -57,9 +57,18 @@ def fit(fitted: Fit) -> Iterator[RenderableType]:
             format_seconds(each.measured_seconds),
             format_seconds(each.predicted_seconds),
             f"{each.error:+.1%}",
-            each.name + (" (held out)" if each.is_held_out else ""),
+            each.name,
         )
     yield table
+    held_out = fitted.held_out
+    yield Text(
+        f"Held out: fitted to the other runs alone, {held_out.name} is predicted to take "
+        f"{format_seconds(held_out.predicted_seconds)} ({held_out.error:+.1%})."
+    )
+    if abs(held_out.error) > WIDE_ERROR:
+        yield Text(
+            f"Warning: the held-out error is above {WIDE_ERROR:.0%}; expect as much of others."
+        )
 
 
 def calibration(

@@ -1,19 +1,24 @@
 """This machine measured and written down: what the files hold, and what they are good for."""
 
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hardware_cases import CHIP, cluster_of
 
+from scalejax import documents
 from scalejax.calibrate import TINY_GRID, calibrate
 from scalejax.calibrate.exchange import Exchange, fit_ring
 from scalejax.calibrate.processes import Between, Probe, between_processes
 from scalejax.cli import main
 from scalejax.cost import as_used, operation_time
 from scalejax.errors import ConfigError
+from scalejax.fit_runs import fit_runs, read_runs
 from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.predict import predict
 from scalejax.program import MemoryUse, Operation, Program
+from scalejax.record import MeasurementLog, TrainMeasurement
 
 MEASURED = MeasuredRates(
     matmul={"f32": ((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 4e9))},
@@ -188,12 +193,61 @@ def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkey
     assert [path.name for path in found.save(tmp_path)][:2] == ["cluster.toml", "chip.toml"]
 
 
+def write_run(folder: Path, devices: int = 1) -> None:
+    """A folder of a run whose steps took 10 ms."""
+    folder.mkdir()
+    program = program_of(product_of(64, flop=10**7), devices=devices)
+    documents.save(program, folder / "program.json")
+    with closing(MeasurementLog(folder / "measurements.jsonl")) as log:
+        for step in (1, 2, 3):
+            log.append(
+                TrainMeasurement(
+                    step=step,
+                    epoch=step,
+                    loss=1.0,
+                    accuracy=0.5,
+                    learning_rate=0.1,
+                    step_seconds=0.01,
+                    samples_per_second=800.0,
+                    elapsed_seconds=0.01 * step,
+                )
+            )
+
+
+def test_a_fit_is_written_beside_what_was_measured(tmp_path, monkeypatch, capsys):
+    """The measured cluster, which train uses, stays; what is written predicts what is printed."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    folder = tmp_path / "this-machine"
+    measured = cluster_of(chip=replace(CHIP, name="cpu", measured=MEASURED))
+    documents.save_toml(measured, folder / "cluster.toml")
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    for devices, name in enumerate(names, start=1):
+        write_run(Path(name), devices)
+
+    assert main(["calibrate", "--from", *names]) == 0
+
+    assert load_cluster(str(folder / "cluster.toml")) == measured
+    fitted = load_cluster(str(folder / "cluster-fitted.toml"))
+    out = capsys.readouterr().out
+    assert f"wrote {folder / 'cluster-fitted.toml'}" in " ".join(out.split())
+    runs = read_runs([Path(name) for name in names])
+    fit = fit_runs(measured, runs)
+    assert fit.cluster == fitted
+    assert [each.predicted_seconds for each in fit.errors] == [
+        pytest.approx(predict(run.program, fitted).step_seconds) for run in runs
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "refused"),
     [
-        (["--from", "one", "two"], "run scalejax calibrate first"),
+        (["--from", "run", "empty"], "run scalejax calibrate first"),
+        (["--from", "run"], "it must be 2 to 5 run folders"),
+        (["--from", "rum", "empty"], "it is no run folder, as scalejax train writes them (did you"),
+        (["--from", "run", "./run"], "it is named twice; name each run once"),
+        (["--from", "run", "linked"], "it is the same folder as 'run'"),
+        (["--from", "run", "empty", "--cluster", "dgx-h100"], "its step ran on CPUs, and dgx-h100"),
         (["--cluster", "dgx-h100"], "it is for --from"),
-        (["--from", "one", "--cluster", "dgx-h100"], "one/program.json"),
         (["--form", "one"], "did you mean --from"),
     ],
 )
@@ -201,6 +255,9 @@ def test_what_cannot_be_fitted_is_refused(arguments, refused, tmp_path, monkeypa
     """In one line, with exit code 2."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    for name in ("run", "empty"):
+        write_run(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
 
     assert main(["calibrate", *arguments]) == 2
 

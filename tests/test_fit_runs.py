@@ -10,7 +10,7 @@ from scalejax import tables
 from scalejax.cost import collective_seconds, operation_time
 from scalejax.errors import ConfigError
 from scalejax.fit_runs import Factors, MeasuredRun, adjusted, fit_runs
-from scalejax.hardware import Link, Network
+from scalejax.hardware import Link, Network, load_chip
 from scalejax.hardware.cluster import Algorithm
 from scalejax.predict import predict
 from scalejax.program import Collective, DeviceGroup, MemoryUse, Operation, Program
@@ -82,7 +82,7 @@ def test_known_factors_are_found_again():
     assert fit.factors.memory == pytest.approx(0.7, rel=0.03)
     assert fit.factors.launch == pytest.approx(2.0, rel=0.03)
     assert fit.factors.communication == pytest.approx(1.25, rel=0.03)
-    assert abs(fit.errors[-1].error) < 0.03
+    assert abs(fit.held_out.error) < 0.03
 
 
 CONVOLUTION = Operation(
@@ -174,11 +174,51 @@ def test_the_largest_run_is_held_out_of_its_own_prediction():
 
     fit = fit_runs(CLUSTER, [*runs[:-1], wrong])
 
-    assert [each.is_held_out for each in fit.errors] == [False] * 4 + [True]
-    assert fit.errors[-1].name == "run 4"
-    assert fit.errors[-1].error == pytest.approx(-0.5, abs=0.02)
+    assert fit.held_out.name == fit.errors[-1].name == "run 4"
+    assert fit.held_out.error == pytest.approx(-0.5, abs=0.02)
     assert fit.cluster.calibrated is not None
-    assert fit.cluster.calibrated.held_out_error == fit.errors[-1].error
+    assert fit.cluster.calibrated.held_out_error == fit.held_out.error
+    text = " ".join(printed(*tables.fit(fit)).split())
+    assert "Held out: fitted to the other runs alone, run 4" in text
+    assert "Warning: the held-out error is above 25%" in text
+
+
+def test_the_errors_are_those_of_the_cluster_that_is_written():
+    """Of every run, the largest too: fitted to all of them it is missed by less than held out."""
+    *others, largest = runs_on(CLUSTER)
+    wrong = [*others, replace(largest, step_seconds=2 * largest.step_seconds)]
+
+    fit = fit_runs(CLUSTER, wrong)
+
+    assert len(fit.errors) == 5
+    for each in fit.errors:
+        (run,) = (run for run in wrong if run.name == each.name)
+        assert each.predicted_seconds == predict(run.program, fit.cluster).step_seconds
+    assert abs(fit.errors[-1].error) < abs(fit.held_out.error)
+    assert "Warning" not in printed(*tables.fit(fit_runs(CLUSTER, runs_on(CLUSTER))))
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "chip"),
+    [("cpu", "cpu", "h100"), ("cuda", "sm_80", "h100"), ("cpu", "cpu", "tpu-v4")],
+)
+def test_runs_on_another_kind_of_chip_are_refused(backend, target, chip):
+    """A CPU's times say nothing of a GPU, nor those of an A100 of an H100."""
+    cluster = replace(CLUSTER, chip=load_chip(chip))
+    runs = [
+        replace(run, program=replace(run.program, backend=backend, target=target))
+        for run in runs_on(CLUSTER)
+    ]
+
+    with pytest.raises(ConfigError, match=r"its step ran on .*, and paper-cluster has "):
+        fit_runs(cluster, runs)
+
+
+def test_runs_on_the_own_kind_of_chip_are_taken():
+    """Also where the cluster is measured, and its chip has JAX's name for the platform."""
+    measured = replace(CLUSTER, chip=replace(CLUSTER.chip, name="cpu"))
+
+    assert fit_runs(measured, runs_on(measured)).errors
 
 
 def with_contention(cluster, fraction: float):
@@ -250,5 +290,6 @@ def test_the_spread_of_steps_becomes_the_stragglers():
 @pytest.mark.parametrize("count", [1, 6])
 def test_one_run_or_six_are_refused(count):
     """A single run cannot be held out."""
-    with pytest.raises(ConfigError, match="2 to 5 run folders"):
+    folders = "1 folder'" if count == 1 else "6 folders'"
+    with pytest.raises(ConfigError, match=f"{folders} is refused: it must be 2 to 5 run folders"):
         fit_runs(CLUSTER, (runs_on(CLUSTER) * 2)[:count])

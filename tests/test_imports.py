@@ -43,6 +43,7 @@ ARITHMETIC = {
     "explained_run": 8,
     "scaling_study": 8,
     "trace_import": 1,
+    "chip_kind": 3,
     "fit_runs": 5,
     "validation": 8,
     "plots": 9,

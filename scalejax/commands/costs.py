@@ -157,8 +157,8 @@ class Calibrate:
     cluster: Annotated[str | None, flag("CLUSTER")] = None
     """What --from fits: a name or a TOML file. By default what was measured here before."""
     output: Annotated[Path | None, flag("DIR")] = None
-    """Where the files go. By default this-machine in the user's cache folder, where train looks
-    for them."""
+    """Where the files go: cluster.toml of what is measured, where train looks for it, and
+    cluster-fitted.toml of --from. By default this-machine in the user's cache folder."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
 
@@ -193,14 +193,16 @@ class Calibrate:
 
     def _fit(self, here: Path) -> None:
         """Fit a cluster to runs."""
-        from scalejax.fit_runs import fit_runs, measured_cluster, read_run
+        from scalejax.fit_runs import FITTED_FILE, fit_runs, measured_cluster, read_runs
 
+        runs = read_runs(self.from_)
         cluster = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
-        fit = fit_runs(cluster, [read_run(folder) for folder in self.from_])
-        path = (self.output or here) / "cluster.toml"
+        fit = fit_runs(cluster, runs)
+        path = (self.output or here) / FITTED_FILE
         documents.save_toml(fit.cluster, path)
         tables.show(tables.fit(fit))
-        print(f"wrote {path}")
+        print(f"wrote {path}; train goes on predicting with what was measured.")
+        print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

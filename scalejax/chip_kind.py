@@ -1,14 +1,13 @@
 """Which kind of chip a step ran on, and which one a cluster has: times of one say nothing of
 the other.
 
-Knows programs and clusters; costs nothing.
+Knows clusters; costs nothing.
 """
 
 from typing import Literal
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.hardware import Chip, Cluster
-from scalejax.program import Program
 
 ChipKind = Literal["cuda", "tpu", "cpu"]
 
@@ -24,28 +23,31 @@ def chip_kind(chip: Chip) -> ChipKind | None:
     return "tpu" if chip.tpu is not None else _KINDS.get(chip.name)
 
 
-def refuse_other_kind(field: str, where: str, program: Program, cluster: Cluster) -> None:
-    """Refuse a program that ran on another kind of chip than that of `cluster`.
+def refuse_other_kind(
+    field: str, where: str, cluster: Cluster, *, backend: str, target: str | None = None
+) -> None:
+    """Refuse what ran on another kind of chip than that of `cluster`.
 
     What the description of the chip does not say is let pass.
 
     Args:
         field: what named the run.
         where: its value, for the message.
-        program: the step as it was compiled for the devices that it ran on.
         cluster: what its times are to be held against.
+        backend: whose compiler made the step that ran: "cuda".
+        target: chip that it was compiled for, as `Program.target`; None if unknown.
 
     Raises:
         ConfigError: if the kinds differ, or the instruction sets of two GPUs.
     """
     kind, cuda = chip_kind(cluster.chip), cluster.chip.cuda
     own = "" if cuda is None else "sm_{}{}".format(*cuda.compute_capability)
-    is_other_kind = kind is not None and kind != program.backend
-    is_other_gpu = kind == "cuda" and bool(own) and program.target != own
+    is_other_kind = kind is not None and kind != backend
+    is_other_gpu = kind == "cuda" and bool(own) and target is not None and target != own
     if is_other_kind or is_other_gpu:
         has = f"{_TITLES[kind or 'cpu']}{f' ({own})' if own else ''}"
-        ran = _TITLES.get(program.backend, program.backend)
-        instructions = f" ({program.target})" if program.backend == "cuda" else ""
+        ran = _TITLES.get(backend, backend)
+        instructions = f" ({target})" if backend == "cuda" and target else ""
         accepted = (
             f"its step ran on {ran}{instructions}, and {cluster.name} has {has}; "
             "--cluster must be what it ran on"

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.cost import as_used, memory_verdict
 from scalejax.errors import ConfigError, ProfileError
-from scalejax.explain import Explanation, explain
+from scalejax.explain import Explanation, explain, match_trace
 from scalejax.hardware import Cluster
 from scalejax.profile import ProfileJob, profile_many
 from scalejax.program import Program
 from scalejax.shortage import memory_shortage
+from scalejax.trace_import import MeasuredTrace
 
 CASES = 2
 """Programs that are compiled for one explanation: as asked for, and with twice the batch."""
@@ -83,6 +84,17 @@ def explain_run(
     if shortage is not None:
         explanation = replace(explanation, notes=(shortage, *explanation.notes))
     return ExplainedRun(explanation=explanation, program=programs[0], shortage=shortage)
+
+
+def compare_trace(
+    explained: ExplainedRun, cluster: Cluster, recorded: MeasuredTrace
+) -> ExplainedRun:
+    """`explained` with a recorded step of the same run beside the predicted one."""
+    match = match_trace(explained.program, cluster, recorded.seconds_by_name)
+    notes = explained.explanation.notes
+    if recorded.device_count != explained.program.device_count:
+        notes = (*notes, f"the trace is of one process, with {recorded.device_count} devices")
+    return replace(explained, explanation=replace(explained.explanation, trace=match, notes=notes))
 
 
 def _with_doubled_batch(run: ResolvedRun) -> ResolvedRun:

@@ -50,6 +50,8 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
     yield improvements(explained.improvements)
     notes = [note for note in explained.notes if note != first]
     yield Text("\n".join(f"Note: {note}." for note in notes), style="dim")
+    if explained.trace is not None:
+        yield from trace_match(explained.trace)
 
 
 def _heading(explained: Explanation) -> Text:
@@ -200,20 +202,19 @@ def trace_match(match: TraceMatch) -> Iterator[RenderableType]:
         f"{len(match.matches)} operations match; they hold "
         f"{format_fraction(match.matched_share)} of the measured time. Together they took "
         f"{format_seconds(match.measured_seconds)}, predicted "
-        f"{format_seconds(match.predicted_seconds)} ({_error(match)})."
+        f"{format_seconds(match.predicted_seconds)} ({_signed(match.error)})."
     )
+    if match.warning is not None:
+        yield Text(f"Warning: {match.warning}")
     table = figures("measured", "predicted", "error")
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)
     table.add_column("where", overflow="fold")
     for each in match.matches[:_MOST_SHOWN]:
-        ratio = UNKNOWN
-        if each.measured_seconds:
-            ratio = f"{each.difference_seconds / each.measured_seconds:+.0%}"
         table.add_row(
             format_seconds(each.measured_seconds),
             format_seconds(each.predicted_seconds),
-            ratio,
+            _signed(each.error),
             f"{each.what} ({each.name})",
             each.source or UNKNOWN,
         )
@@ -229,7 +230,5 @@ def trace_match(match: TraceMatch) -> Iterator[RenderableType]:
             yield Text(f"{title}, {total}: {named}{more}.")
 
 
-def _error(match: TraceMatch) -> str:
-    if not match.measured_seconds:
-        return UNKNOWN
-    return f"{match.predicted_seconds / match.measured_seconds - 1:+.0%}"
+def _signed(error: float | None) -> str:
+    return UNKNOWN if error is None else f"{error:+.0%}"

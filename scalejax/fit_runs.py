@@ -200,7 +200,8 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
     """
     _require_count(len(runs))
     for run in runs:
-        refuse_other_kind("from", run.name, run.program, cluster)
+        program = run.program
+        refuse_other_kind("from", run.name, cluster, backend=program.backend, target=program.target)
     ordered = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
     *others, largest = ordered
     held_out = _error(adjusted(*_fitted(cluster, others)), largest)

@@ -9,12 +9,14 @@ from pathlib import Path
 import altair as alt
 
 from scalejax.documents import save_text
-from scalejax.explain import Explanation
+from scalejax.explain import Explanation, TraceMatch
 from scalejax.report_charts import PALETTE, Row, Spec
 from scalejax.report_page import Page
 from scalejax.units import UNKNOWN, format_fraction, format_seconds
 
 _MS = 1e3
+_MOST_MATCHES = 20
+"""Operations of a trace that the page names."""
 _MEANINGS = {
     "compute at peak": "arithmetic at the peak rate of the chip: no step is faster",
     "attainable rates": "what products and convolutions take beyond, at the rates they reach",
@@ -76,6 +78,8 @@ def render(explained: Explanation) -> str:
     )
     _add_operations(page, explained)
     _add_unexpected(page, explained)
+    if explained.trace is not None:
+        _add_trace(page, explained.trace)
     items = "".join(f"<li>{escape(note)}</li>" for note in explained.notes)
     page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
     return page.render(title)
@@ -217,3 +221,42 @@ def _add_unexpected(page: Page, explained: Explanation) -> None:
             for each in explained.unexpected
         ],
     )
+
+
+def _add_trace(page: Page, match: TraceMatch) -> None:
+    page.add("<h3>Recorded against predicted, operation by operation</h3>")
+    page.add(
+        f"<p>{len(match.matches)} operations match; they hold "
+        f"{format_fraction(match.matched_share)} of the measured time. Together they took "
+        f"{format_seconds(match.measured_seconds)}, predicted "
+        f"{format_seconds(match.predicted_seconds)} ({_signed(match.error)}). The largest "
+        "differences come first; an exchange counts in full, hidden or not.</p>"
+    )
+    if match.warning is not None:
+        page.add(f'<p class="bad">Warning: {escape(match.warning)}</p>')
+    page.add_table(
+        ["operation", "measured", "predicted", "error", "where"],
+        [
+            [
+                f"{each.what} ({each.name})",
+                format_seconds(each.measured_seconds),
+                format_seconds(each.predicted_seconds),
+                _signed(each.error),
+                each.source or UNKNOWN,
+            ]
+            for each in match.matches[:_MOST_MATCHES]
+        ],
+    )
+    for title, rest in (
+        ("Only in the trace", match.only_measured),
+        ("Only in the prediction", match.only_predicted),
+    ):
+        if rest:
+            named = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in rest[:5])
+            more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
+            total = format_seconds(sum(seconds for _, seconds in rest))
+            page.add(f"<p>{title}, {total}: {escape(named)}{more}.</p>")
+
+
+def _signed(error: float | None) -> str:
+    return UNKNOWN if error is None else f"{error:+.0%}"

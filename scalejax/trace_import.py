@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scalejax.errors import ConfigError, refusal
 
@@ -30,6 +30,8 @@ class MeasuredTrace:
     """Executions of it that were recorded, on each device."""
     device_count: int
     """Devices that were recorded: those of one process."""
+    platform: Literal["cpu", "cuda", "tpu"] | None
+    """What was recorded; None if the trace does not say."""
     seconds_by_name: dict[str, float]
     """Time of each operation in one step on one device, all its runs in loops together. On CPUs
     operations run beside each other, so that they add up to more than the step."""
@@ -41,6 +43,7 @@ class _Event:
     name: str
     device: str
     run: str | None
+    plane: str
     seconds: float
 
 
@@ -80,6 +83,7 @@ def read_trace(path: Path) -> MeasuredTrace:
         module=module,
         step_count=steps,
         device_count=len(devices),
+        platform=_platform(events[0].plane),
         seconds_by_name=dict(totals),
     )
 
@@ -97,6 +101,15 @@ def trace_file(path: Path) -> Path:
         accepted = "there is no .xplane.pb in it; scalejax train RUN.toml --profile records one"
         raise ConfigError(refusal("trace", str(path), accepted))
     return found[-1]
+
+
+def _platform(plane: str) -> Literal["cpu", "cuda", "tpu"] | None:
+    """What a plane is of, by the profiler's name for it."""
+    if plane.startswith("/device:GPU"):
+        return "cuda"
+    if plane.startswith("/device:TPU"):
+        return "tpu"
+    return "cpu" if plane == "/host:CPU" else None
 
 
 def _events(data: Any) -> Iterator[_Event]:
@@ -126,6 +139,7 @@ def _finished(
             name=str(stats["hlo_op"]),
             device=f"{device}",
             run=None if run is None else f"{run}",
+            plane=plane,
             seconds=(end - start) * _NANOSECOND,
         )
 

@@ -277,14 +277,14 @@ def printed(parts) -> list[str]:
 def test_an_explanation_fits_a_terminal(explained):
     """All of it in 80 columns; the finding is said in words."""
     match = match_trace(STEP, CLUSTER, {"dot.1": 1e-3})
-    lines = printed([*explanation_tables.explanation(explained)])
-    lines += printed([*explanation_tables.trace_match(match)])
+    lines = printed([*explanation_tables.explanation(replace(explained, trace=match))])
     text = " ".join(" ".join(lines).split())
 
     assert max(map(len, lines)) <= 80
     assert "The largest loss is attainable rates" in text
     assert "Twice the chip gives 1.54 times the samples per second." in text
     assert "net.py:7" in text
+    assert "1 operations match" in text
 
 
 def test_what_must_be_known_first_is_said_once_above_the_figures(explained):
@@ -320,9 +320,35 @@ def test_the_page_draws_each_term_from_the_end_of_the_one_before(explained):
         assert words in page
 
 
-def test_the_figures_survive_a_file(tmp_path, explained):
-    """What `--json` writes is read back as it was."""
-    path = tmp_path / "explained.json"
-    documents.save(explained, path)
+def test_the_page_compares_a_trace(explained):
+    """The operations in both with their errors, and what only one of the two has."""
+    took = explained.operations[0].seconds
+    match = match_trace(STEP, CLUSTER, {"dot.1": 2 * took, "extra.7": 1e-3})
 
-    assert documents.load(Explanation, path) == explained
+    page = render(replace(explained, trace=match))
+
+    assert "Recorded against predicted" in page
+    assert "(dot.1)</td><td>80 ms</td><td>40 ms</td><td>-50%</td><td>net.py:7</td>" in page
+    assert "extra.7 1 ms" in page
+    assert "Recorded against predicted" not in render(explained)
+
+
+def test_a_trace_of_which_little_matches_is_warned_of(explained):
+    """Half of the measured time is the least that tells of the step."""
+    half = match_trace(STEP, CLUSTER, {"dot.1": 1e-3, "extra.7": 1e-3})
+    less = match_trace(STEP, CLUSTER, {"dot.1": 1e-3, "extra.7": 1.1e-3})
+
+    assert half.warning is None
+    assert less.warning is not None
+    assert less.warning in render(replace(explained, trace=less))
+    text = " ".join(" ".join(printed([*explanation_tables.trace_match(less)])).split())
+    assert f"Warning: {less.warning}" in text
+
+
+def test_the_figures_survive_a_file(tmp_path, explained):
+    """What `--json` writes is read back as it was, the trace with it."""
+    path = tmp_path / "explained.json"
+    compared = replace(explained, trace=match_trace(STEP, CLUSTER, {"dot.1": 1e-3}))
+    documents.save(compared, path)
+
+    assert documents.load(Explanation, path) == compared

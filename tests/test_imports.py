@@ -44,6 +44,7 @@ ARITHMETIC = {
     "scaling_study": 8,
     "trace_import": 1,
     "chip_kind": 3,
+    "recorded_trace": 4,
     "fit_runs": 5,
     "validation": 8,
     "plots": 9,

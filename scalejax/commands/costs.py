@@ -97,22 +97,19 @@ class Explain(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Compile, explain, print, and write what was asked for."""
         from scalejax import explanation_tables
-        from scalejax.explain import match_trace
-        from scalejax.explained_run import CASES, explain_run
+        from scalejax.explained_run import CASES, compare_trace, explain_run
+        from scalejax.recorded_trace import recorded_trace
         from scalejax.trace_export import write_trace
-        from scalejax.trace_import import read_trace
 
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
-        measured = None if self.trace is None else read_trace(self.trace)
+        recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with waiting.compiling(CASES) as on_done:
             explained = explain_run(config, cluster, self.devices, on_done=on_done)
+        if recorded:
+            explained = compare_trace(explained, cluster, recorded)
         first = explained.shortage
         tables.show(explanation_tables.explanation(explained.explanation, first=first))
-        if measured is not None:
-            match = match_trace(explained.program, cluster, measured.seconds_by_name)
-            print()
-            tables.show(explanation_tables.trace_match(match))
         if self.output is not None:
             from scalejax.report_explanation import write_explanation
 

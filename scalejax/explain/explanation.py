@@ -1,14 +1,15 @@
 """One step taken apart: from the arithmetic that no chip does faster to the predicted time."""
 
-import math
 from dataclasses import dataclass
 
 from scalejax.cost import Charge, charges, device_terms
 from scalejax.explain.improvements import Improvement, improvements
+from scalejax.explain.trace_match import TraceMatch
 from scalejax.explain.unexpected import UnexpectedCollective, unexpected_collectives
+from scalejax.explain.words import in_words
 from scalejax.hardware import Cluster
 from scalejax.predict import RUN_CONDITIONS, predict
-from scalejax.program import Operation, Program
+from scalejax.program import Program
 
 MOST_OPERATIONS = 10
 """Costliest operations that an explanation names, unless told otherwise."""
@@ -87,6 +88,8 @@ class Explanation:
     """What a factor of two would buy, the largest gain first."""
     notes: tuple[str, ...]
     """What a reader must know to trust the figures as far as they go."""
+    trace: TraceMatch | None = None
+    """A recorded step beside this one; None if there is none to compare with."""
 
 
 def explain(
@@ -158,23 +161,3 @@ def _queue(charge: Charge) -> str:
     if charge.operation.collective is None or charge.step_seconds <= 1.01 * charge.seconds:
         return ""
     return ", behind others"
-
-
-def in_words(operation: Operation) -> str:
-    """What an operation does, for people: its kind, type, and size or partners."""
-    exchange = operation.collective
-    if exchange is not None:
-        over = " x ".join(exchange.group.axes) or f"{exchange.group.size} devices"
-        name = exchange.name.replace("_", "-")
-        return f"{name} {exchange.payload_bytes / 1e6:.3g} MB {over}"
-    if operation.kind == "matmul" and operation.shape:
-        sizes = operation.shape if operation.shape[0] > 1 else operation.shape[1:]
-        return f"matmul {operation.dtype} {' x '.join(map(str, sizes))}"
-    if operation.kind == "convolution" and operation.shape:
-        _, _, inputs, outputs, windows = operation.shape
-        side = math.isqrt(windows)
-        window = f"{side}x{side}" if side * side == windows else f"{windows}"
-        kind = (operation.convolution_pass or "forward").replace("_", " ")
-        return f"convolution {operation.dtype} {window} {inputs}>{outputs} {kind}"
-    moved = (operation.read_bytes + operation.write_bytes) / 1e6
-    return f"{operation.kind} {operation.dtype} {moved:.3g} MB"

@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scalejax.cost import charges
-from scalejax.explain.explanation import in_words
+from scalejax.explain.words import in_words
 from scalejax.hardware import Cluster
 from scalejax.program import Program
+
+LEAST_SHARE = 0.5
+"""Part of the measured time that must have a partner, for what is compared to tell of the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,13 @@ class OperationMatch:
         """By how much the prediction is too long; negative where it is too short."""
         return self.predicted_seconds - self.measured_seconds
 
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured; None if no time was measured."""
+        if not self.measured_seconds:
+            return None
+        return self.difference_seconds / self.measured_seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMatch:
@@ -54,6 +64,23 @@ class TraceMatch:
     def measured_seconds(self) -> float:
         """Time of all matched operations, measured."""
         return sum(match.measured_seconds for match in self.matches)
+
+    @property
+    def error(self) -> float | None:
+        """(predicted - measured) / measured of all matched operations; None if nothing matches."""
+        if not self.measured_seconds:
+            return None
+        return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def warning(self) -> str | None:
+        """One sentence where too little matches to compare by; None where enough does."""
+        if self.matched_share >= LEAST_SHARE:
+            return None
+        return (
+            "the operations that match hold less than half of the measured time; the trace is of "
+            "another step or compiler."
+        )
 
     @property
     def matched_share(self) -> float:

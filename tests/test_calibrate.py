@@ -4,12 +4,14 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from hardware_cases import CHIP, cluster_of
 
 from scalejax import documents
-from scalejax.calibrate import TINY_GRID, calibrate
+from scalejax.calibrate import TINY_GRID, calibrate, stage_count
 from scalejax.calibrate.exchange import Exchange, fit_ring
+from scalejax.calibrate.machine import probe_count
 from scalejax.calibrate.processes import Between, Probe, between_processes
 from scalejax.cli import main
 from scalejax.cost import as_used, operation_time
@@ -150,13 +152,17 @@ def test_processes_exchange_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
     probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
 
-    between = between_processes(2, probe)
+    stages: list[str] = []
+    between = between_processes(2, probe, stages.append)
 
     small, large = between.exchanges
     assert between.chip.measured is not None
     assert (small.device_count, small.size_bytes) == (2, 64)
     assert 0 < small.seconds < 1
     assert 0 < large.seconds < 1
+    assert stages[:2] == ["collectives in 2 processes"] * 2
+    assert len(stages) == 2 + probe_count(TINY_GRID, jax.devices()[0])
+    assert "matrix products in 2 processes" in stages
 
 
 def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
@@ -164,10 +170,12 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr("scalejax.calibrate._process_counts", list)
     monkeypatch.setattr("scalejax.calibrate.exchange.SIZES", (64, 2**20))
 
-    found = calibrate(tmp_path, TINY_GRID)
+    stages: list[str] = []
+    found = calibrate(tmp_path, TINY_GRID, stages.append)
     paths = found.save(tmp_path)
 
     cluster = load_cluster(str(tmp_path / "cluster.toml"))
+    assert len(stages) == stage_count(TINY_GRID)
     assert cluster == found.cluster
     assert paths[0] == tmp_path / "cluster.toml"
     assert {path.name for path in paths} >= {"cluster.toml", "chip.toml"}
@@ -179,7 +187,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
 def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 
-    def refuse(count: int, probe: Probe) -> Between:
+    def refuse(count: int, probe: Probe, on_stage: object) -> Between:
         raise ConfigError("processes=2 is refused: no loopback.")
 
     monkeypatch.setattr("scalejax.calibrate.between_processes", refuse)

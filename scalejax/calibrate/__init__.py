@@ -81,7 +81,9 @@ def busy_counts() -> list[int]:
 def stage_count(grid: Grid) -> int:
     """How often `on_stage` will be called."""
     each = machine.probe_count(grid, jax.devices()[0])
-    return len(busy_counts()) * each + _exchange_stages() + 2
+    inside = len(_exchange_counts()) * len(exchange.SIZES)
+    between = len(_process_counts()) * (each + len(exchange.SIZES))
+    return len(busy_counts()) * each + inside + between + 2
 
 
 def calibrate(
@@ -101,9 +103,11 @@ def calibrate(
     source = _source()
     chips = {}
     for count in busy_counts():
-        name = f"operations on {count} device{'s' if count > 1 else ''}"
+        where = f"on {count} device{'s' if count > 1 else ''}"
         mesh = machine.mesh_of(jax.local_devices()[:count])
-        chips[count] = machine.measure_chip(mesh, grid, source, lambda name=name: on_stage(name))
+        chips[count] = machine.measure_chip(
+            mesh, grid, source, lambda what, where=where: on_stage(f"{what} {where}")
+        )
     on_stage("storage")
     storage = host.storage_bytes_per_second(folder, _STORED_BYTES)
     on_stage("copies between host and device")
@@ -152,10 +156,6 @@ def _process_counts() -> list[int]:
     return [count for count in _PROCESS_COUNTS if count <= max(2, os.cpu_count() or 1)]
 
 
-def _exchange_stages() -> int:
-    return len(_exchange_counts()) * len(exchange.SIZES) + len(_process_counts())
-
-
 def _inside(calls: int, on_stage: OnStage) -> list[Exchange]:
     found = []
     for count in _exchange_counts():
@@ -170,9 +170,8 @@ def _inside(calls: int, on_stage: OnStage) -> list[Exchange]:
 def _between(grid: Grid, source: str, on_stage: OnStage) -> dict[int, Between]:
     found = {}
     for count in _process_counts():
-        on_stage(f"operations and collectives in {count} processes")
         probe = Probe(grid=grid, calls=4 * grid.calls, sizes=exchange.SIZES, source=source)
-        found[count] = between_processes(count, probe)
+        found[count] = between_processes(count, probe, on_stage)
     return found
 
 

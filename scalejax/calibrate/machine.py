@@ -7,7 +7,7 @@ with as many as there are cores. Knows no program and no model.
 import os
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,9 @@ PASSES = ("forward", "input_gradient", "filter_gradient")
 """Passes of a convolution."""
 
 T = TypeVar("T")
-OnDone = Callable[[], None]
-"""Called after each probe."""
+P = ParamSpec("P")
+OnProbe = Callable[[str], None]
+"""Called with what each probe measures, as it begins."""
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
@@ -38,42 +39,46 @@ def probe_count(grid: Grid, device: Any) -> int:
     return products + len(PASSES) * len(grid.convolutions) + memory + 3
 
 
-def measure_chip(mesh: Mesh, grid: Grid, source: str, on_done: OnDone = lambda: None) -> Chip:
+def measure_chip(
+    mesh: Mesh, grid: Grid, source: str, on_probe: OnProbe = lambda what: None
+) -> Chip:
     """One device of `mesh` as a chip, while all of them are busy.
 
     Args:
         mesh: the devices, from `mesh_of`.
         grid: which shapes are timed.
         source: where the numbers come from, for the file.
-        on_done: called after each probe.
+        on_probe: called with what each probe measures, as it begins.
     """
     device, calls = mesh.devices.flat[0], grid.calls
 
-    def done(value: T) -> T:
-        on_done()
-        return value
+    def timed(what: str, probe: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> T:
+        on_probe(what)
+        return probe(*arguments, **options)
 
-    empty = done(probes.call_seconds(mesh, calls))
-    launch = done(probes.launch_seconds(mesh, calls))
-    overhead = done(probes.step_overhead_seconds(mesh, launch, calls))
+    empty = timed("launches", probes.call_seconds, mesh, calls)
+    launch = timed("launches", probes.launch_seconds, mesh, calls)
+    overhead = timed("launches", probes.step_overhead_seconds, mesh, launch, calls)
     stream = tuple(
-        (size, done(probes.stream_rate(mesh, size, empty, calls))) for size in grid.stream_bytes
+        (size, timed("memory", probes.stream_rate, mesh, size, empty, calls))
+        for size in grid.stream_bytes
     )
     matmul: dict[str, tuple[probes.MatmulRow, ...]] = {
         name: tuple(
-            done(probes.matmul_row(mesh, shape, dtype, empty, calls)) for shape in grid.matmul
+            timed("matrix products", probes.matmul_row, mesh, shape, dtype, empty, calls)
+            for shape in grid.matmul
         )
         for name, dtype in rate_types(device).items()
     }
     convolution = {
         kind: tuple(
-            done(probes.convolution_row(mesh, each, kind, empty, calls))
+            timed("convolutions", probes.convolution_row, mesh, each, kind, empty, calls)
             for each in grid.convolutions
         )
         for kind in PASSES
     }
     touch = [
-        (size, done(probes.first_touch_seconds(mesh, size, empty, calls)))
+        (size, timed("fresh memory", probes.first_touch_seconds, mesh, size, empty, calls))
         for size in grid.touched_bytes
     ]
     measured = MeasuredRates(

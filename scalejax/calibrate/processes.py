@@ -8,8 +8,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from tempfile import TemporaryFile
+from threading import Event, Timer
 
 from scalejax.calibrate.exchange import SIZES, Exchange
 from scalejax.calibrate.probes import Grid
@@ -19,6 +22,8 @@ from scalejax.hardware import Chip
 
 TAG = "measured"
 """First word of the line that holds what was."""
+STAGE = "measuring"
+"""First word of the lines that say what is being measured."""
 _PATIENCE_SECONDS = 300.0
 
 
@@ -46,42 +51,79 @@ class Between:
     """All-reduces between them."""
 
 
-def between_processes(count: int, probe: Probe) -> Between:
+def between_processes(
+    count: int, probe: Probe, on_stage: Callable[[str], None] = lambda name: None
+) -> Between:
     """What `count` processes of one device each measure together.
+
+    Args:
+        count: processes.
+        probe: what they are to measure.
+        on_stage: called with the name of each piece of work as it begins.
 
     Raises:
         ConfigError: if they could not exchange anything, with what they said.
     """
     command = [sys.executable, "-m", "scalejax.calibrate.worker", str(_free_port()), str(count)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    workers = [
-        subprocess.Popen(
-            [*command, str(rank), json.dumps(plain(probe))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    try:
-        said = [worker.communicate(timeout=deadline - time.monotonic()) for worker in workers]
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"processes={count} is refused: they were not done in {_PATIENCE_SECONDS:g} s."
-        ) from error
-    finally:
+    with ExitStack() as files:
+        logs = [files.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(count)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank), json.dumps(plain(probe))],
+                env=environment,
+                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stderr=log,
+                text=True,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        answer = _answer(workers, on_stage)
+        for worker, log in zip(workers, logs, strict=True):
+            if worker.returncode:
+                log.seek(0)
+                last = (log.read().strip().splitlines() or ["nothing"])[-1]
+                raise ConfigError(f"processes={count} is refused: they said {last!r}.")
+    return build(Between, json.loads(answer))
+
+
+def _answer(workers: Sequence["subprocess.Popen[str]"], on_stage: Callable[[str], None]) -> str:
+    """What the first of `workers` says that they measured, once all have ended.
+
+    Raises:
+        ConfigError: if they are not done in time.
+    """
+    # Killed when their time is up, they leave nothing more to read.
+    is_late = Event()
+
+    def give_up() -> None:
+        is_late.set()
         for worker in workers:
             worker.kill()
+
+    timer, answer = Timer(_PATIENCE_SECONDS, give_up), ""
+    timer.start()
+    try:
+        # The library that connects them prints on standard output too.
+        with workers[0].stdout or nullcontext(()) as lines:
+            for line in lines:
+                if line.startswith(STAGE):
+                    on_stage(line.removeprefix(STAGE).strip())
+                elif line.startswith(TAG):
+                    answer = line.removeprefix(TAG)
+        for worker in workers:
             worker.wait()
-    for worker, (_, errors) in zip(workers, said, strict=True):
-        if worker.returncode:
-            last = (errors.strip().splitlines() or ["nothing"])[-1]
-            raise ConfigError(f"processes={count} is refused: they said {last!r}.")
-    # The library that connects them prints on standard output too.
-    line = next(line for line in said[0][0].splitlines() if line.startswith(TAG))
-    return build(Between, json.loads(line.removeprefix(TAG)))
+    finally:
+        timer.cancel()
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+                worker.wait()
+    if is_late.is_set():
+        raise ConfigError(
+            f"processes={len(workers)} is refused: they were not done in {_PATIENCE_SECONDS:g} s."
+        )
+    return answer
 
 
 def _free_port() -> int:

@@ -1,4 +1,5 @@
-"""One of several processes that measure this machine together; the first prints what they found.
+"""One of several processes that measure this machine together; the first prints what they measure
+as it begins, a line each, and at the end what they found.
 
 Usage: python -m scalejax.calibrate.worker PORT PROCESSES RANK PROBE_JSON
 """
@@ -11,7 +12,7 @@ import jax
 from scalejax.calibrate.exchange import Exchange
 from scalejax.calibrate.machine import measure_chip, mesh_of
 from scalejax.calibrate.probes import all_reduce_seconds
-from scalejax.calibrate.processes import TAG, Between, Probe
+from scalejax.calibrate.processes import STAGE, TAG, Between, Probe
 from scalejax.documents import build, plain
 
 
@@ -19,15 +20,17 @@ def main(port: int, processes: int, rank: int, probe: Probe) -> None:
     """Join the others, measure the chip and each size, print `TAG` and a `Between`."""
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     mesh = mesh_of(jax.devices())
-    exchanges = [
-        Exchange(
-            device_count=processes,
-            size_bytes=size,
-            seconds=all_reduce_seconds(mesh, size, probe.calls),
-        )
-        for size in probe.sizes
-    ]
-    chip = measure_chip(mesh, probe.grid, probe.source)
+
+    def say(what: str) -> None:
+        if rank == 0:
+            print(STAGE, f"{what} in {processes} processes", flush=True)
+
+    exchanges = []
+    for size in probe.sizes:
+        say("collectives")
+        seconds = all_reduce_seconds(mesh, size, probe.calls)
+        exchanges.append(Exchange(device_count=processes, size_bytes=size, seconds=seconds))
+    chip = measure_chip(mesh, probe.grid, probe.source, say)
     if rank == 0:
         print(TAG, json.dumps(plain(Between(chip=chip, exchanges=tuple(exchanges)))), flush=True)
     jax.distributed.shutdown()

@@ -3,15 +3,15 @@
 Knows neither compiler nor equations: those are `profile` and `explain`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.cost import as_used, memory_verdict
 from scalejax.errors import ConfigError, ProfileError
 from scalejax.explain import Explanation, explain, match_trace
 from scalejax.hardware import Cluster
-from scalejax.profile import ProfileJob, profile_many
+from scalejax.profile import ProfileJob
 from scalejax.program import Program
 from scalejax.shortage import memory_shortage
 from scalejax.trace_import import MeasuredTrace
@@ -37,7 +37,7 @@ def explain_run(
     cluster: Cluster,
     device_count: int,
     *,
-    on_done: Callable[[int], None] = lambda device_count: None,
+    on_case: OnCase = nothing_said,
 ) -> ExplainedRun:
     """Why a step of `config` on `device_count` devices of `cluster` takes as long as predicted.
 
@@ -48,7 +48,7 @@ def explain_run(
         config: the run.
         cluster: where it would run.
         device_count: on how many devices.
-        on_done: called with the number of devices as each of the two programs is compiled.
+        on_case: told of each of the two programs as it begins to compile, is done, or remembered.
 
     Raises:
         ConfigError: if batch or layout do not divide.
@@ -62,16 +62,14 @@ def explain_run(
     except ConfigError as error:
         refused = error
     jobs = [ProfileJob(run=each, cluster=cluster) for each in runs]
-
-    def done(_: int, program: Program) -> None:
-        on_done(program.device_count)
-
+    name = in_words(device_count)
+    cases = [name, f"{name} with twice the batch"][: len(jobs)]
     try:
-        programs = profile_many(jobs, done)
+        programs = compile_cases(jobs, cases, on_case)
     except ProfileError as error:
         if len(jobs) == 1:
             raise
-        refused, programs = error, profile_many(jobs[:1])
+        refused, programs = error, compile_cases(jobs[:1], cases[:1], on_case)
     doubled = programs[1] if len(programs) > 1 else None
     explanation = explain(programs[0], cluster, doubled_batch=doubled)
     if refused is not None:

@@ -170,14 +170,14 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
     """Compile, cost and print; returns the file of the figures."""
     config = load_config(_copy_example(forecast.file, folder))
     cluster = load_cluster(forecast.cluster)
-    with waiting.compiling(len(forecast.device_counts)) as on_done:
+    with waiting.compiling(len(forecast.device_counts)) as on_case:
         found = study(
             config,
             cluster,
             forecast.device_counts,
             "weak",
             title=forecast.title,
-            on_done=on_done,
+            on_case=on_case,
         )
     print()
     tables.show([*scaling_tables.scaling(found), _remark(forecast, found)])

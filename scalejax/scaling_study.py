@@ -7,11 +7,12 @@ the results. Knows neither compiler nor equations: those are `profile` and `pred
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
 from scalejax.predict import Prediction, Scaling, ScalingPrediction, predict, scaling_prediction
-from scalejax.profile import ProfileJob, profile_many
+from scalejax.profile import ProfileJob
 from scalejax.program import Program
 from scalejax.shortage import memory_shortage
 
@@ -23,7 +24,7 @@ def study(
     scaling: Scaling,
     *,
     title: str | None = None,
-    on_done: Callable[[int], None] = lambda device_count: None,
+    on_case: OnCase = nothing_said,
     on_program: Callable[[Program], None] = lambda program: None,
 ) -> ScalingPrediction:
     """Predictions for `config` on each number of devices of `cluster`, in rising order.
@@ -36,7 +37,7 @@ def study(
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
         title: names the study for people; if None, the model and the cluster.
-        on_done: called with the number of devices of each case that has been compiled.
+        on_case: told of each number of devices that begins to compile, is done, or remembered.
         on_program: called with each compiled step, in rising order of devices.
 
     Raises:
@@ -45,9 +46,10 @@ def study(
         ProfileError: if the compiler refuses the step.
     """
     runs = resolve_all(config, device_counts, scaling)
-    programs = profile_many(
+    programs = compile_cases(
         [ProfileJob(run=run, cluster=cluster) for run in runs],
-        lambda _, program: on_done(program.device_count),
+        [in_words(run.layout.device_count) for run in runs],
+        on_case,
     )
     for program in programs:
         on_program(program)

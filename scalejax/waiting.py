@@ -3,8 +3,9 @@
 Knows how far something is, and nothing of what it is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -16,17 +17,27 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+if TYPE_CHECKING:
+    from scalejax.compilation import OnCase, Stage
+
+
+_LINES = {
+    "begun": "compiling for {} ...",
+    "compiled": "compiled for {}",
+    "remembered": "compiled for {} (remembered)",
+}
+
 
 @contextmanager
-def compiling(case_count: int) -> Iterator[Callable[[int], None]]:
-    """A display of how many cases have been compiled, on standard error.
+def compiling(case_count: int) -> "Iterator[OnCase]":
+    """A display of which cases are being compiled, on standard error.
 
     Yields:
-        What to call with the number of devices of each case that is done.
+        What to call with each turn of a case, and its name.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda device_count: console.print(f"compiled for {device_count} devices")
+        yield lambda stage, case: console.print(_LINES[stage].format(case))
         return
     columns = (
         TextColumn("{task.description}"),
@@ -35,8 +46,26 @@ def compiling(case_count: int) -> Iterator[Callable[[int], None]]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling (10 to 30 s each)", total=case_count)
-        yield lambda _: progress.advance(task)
+        task = progress.add_task("compiling", total=case_count)
+        open_cases: list[str] = []
+
+        def show(stage: "Stage", case: str) -> None:
+            if stage == "begun":
+                open_cases.append(case)
+            elif stage == "compiled":
+                open_cases.remove(case)
+            done = 0 if stage == "begun" else 1
+            progress.update(task, advance=done, description=_open(open_cases))
+
+        yield show
+
+
+def _open(cases: Sequence[str]) -> str:
+    """What is being compiled, on one line."""
+    if not cases:
+        return "compiling"
+    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+    return f"compiling for {cases[0]}{more} (10 to 30 s each)"
 
 
 @contextmanager

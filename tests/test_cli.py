@@ -303,7 +303,11 @@ def test_predict_prints_and_writes_the_same(
     study = documents.load(ScalingPrediction, output)
     assert [each.device_count for each in study.predictions] == [8, 16]
     assert study.scaling == "strong"
-    assert sorted(first.err.splitlines()) == ["compiled for 16 devices", "compiled for 8 devices"]
+    counts = ("8 devices", "16 devices")
+    begun, done = first.err.splitlines()[:2], first.err.splitlines()[2:]
+    assert begun == [f"compiling for {count} ..." for count in counts]
+    assert sorted(done) == sorted(f"compiled for {count}" for count in counts)
+    assert second.err.splitlines() == [f"compiled for {count} (remembered)" for count in counts]
     assert first.out == second.out
     shown = first.out.replace(str(output), "").replace(str(trace), "")
     assert max(map(len, shown.splitlines())) <= 80

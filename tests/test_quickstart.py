@@ -52,7 +52,7 @@ def test_tour_trains_predicts_and_reports(
         },
     )
     monkeypatch.setattr(quickstart, "load_config", shortened)
-    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_done: fixed_study(title))
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
     folder = tmp_path / "tour"
 
     assert main(["quickstart", "--folder", str(folder)]) == 0
@@ -87,7 +87,7 @@ def test_no_seeds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.slow
 def test_warmup_saves_the_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """With three seeds: baseline >= 0.84, warmup >= 0.83, none at least 0.05 below warmup."""
-    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_done: fixed_study(title))
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
 
     quickstart.quickstart(tmp_path / "tour", seeds=3)
 

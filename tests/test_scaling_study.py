@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scalejax import scaling_study
+from scalejax import compilation, scaling_study
 from scalejax.config import RunConfig, load_config, with_fields
 from scalejax.errors import ConfigError
 from scalejax.hardware import load_cluster
@@ -90,12 +90,26 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
             on_done(position, program)
         return programs
 
-    monkeypatch.setattr(scaling_study, "profile_many", compiled)
-    done: list[int] = []
+    monkeypatch.setattr(compilation, "profile_many", compiled)
+    remembered = {16: _program(16)}
+    monkeypatch.setattr(
+        compilation, "cached_program", lambda _, job: remembered.get(job.target.device_count)
+    )
+    said: list[tuple[str, str]] = []
 
-    found = study(config, load_cluster("dgx-b200"), [8, 16], "weak", on_done=done.append)
+    found = study(
+        config,
+        load_cluster("dgx-b200"),
+        [8, 16],
+        "weak",
+        on_case=lambda stage, case: said.append((stage, case)),
+    )
 
-    assert done == [8, 16]
+    assert said == [
+        ("remembered", "16 devices"),
+        ("begun", "8 devices"),
+        ("compiled", "8 devices"),
+    ]
     assert found.efficiencies == (1.0, 1.0)
     assert found.predictions[1].samples_per_second == pytest.approx(
         2 * (found.predictions[0].samples_per_second or 0)

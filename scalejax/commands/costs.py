@@ -54,13 +54,13 @@ class Predict(RunFileCommand):
         config = load_config(self.run_file, overrides)
         counts = _parse_counts(self.devices)
         programs: list[Program] = []
-        with waiting.compiling(len(set(counts))) as on_done:
+        with waiting.compiling(len(set(counts))) as on_case:
             prediction = study(
                 config,
                 cluster,
                 counts,
                 self.scaling,
-                on_done=on_done,
+                on_case=on_case,
                 on_program=programs.append,
             )
         tables.show(scaling_tables.scaling(prediction))
@@ -104,8 +104,8 @@ class Explain(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
-        with waiting.compiling(CASES) as on_done:
-            explained = explain_run(config, cluster, self.devices, on_done=on_done)
+        with waiting.compiling(CASES) as on_case:
+            explained = explain_run(config, cluster, self.devices, on_case=on_case)
         if recorded:
             explained = compare_trace(explained, cluster, recorded)
         first = explained.shortage

@@ -87,7 +87,7 @@ def verdict(explained: Explanation) -> Text:
     if gains:
         best = gains[0]
         sentences.append(
-            f"Twice the {best.name} gives {best.speedup:.2f} times the samples per second."
+            f"{best.change.capitalize()} gives {best.speedup:.2f} times the samples per second."
         )
     return Text(" ".join(sentences))
 
@@ -185,12 +185,12 @@ def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
 
 def improvements(found: Sequence[Improvement]) -> Table:
     """The step with one thing twice as good, the largest gain first."""
-    table = figures("twice", "step", "samples/s")
-    table.add_column("what is doubled", overflow="fold")
+    table = figures("change", "step", "samples/s")
+    table.add_column("of what", overflow="fold")
     for each in found:
         meaning = each.meaning if each.fits else f"{each.meaning}; does not fit into memory"
         table.add_row(
-            each.name, format_seconds(each.step_seconds), f"x {each.speedup:.2f}", meaning
+            each.change, format_seconds(each.step_seconds), f"x {each.speedup:.2f}", meaning
         )
     return table
 

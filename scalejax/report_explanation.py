@@ -72,8 +72,8 @@ def render(explained: Explanation) -> str:
     )
     page.add_chart(
         "What a factor of two buys",
-        "Samples per second with one thing doubled, relative to now. The hardware changes and "
-        "the program stays; twice the batch is a program of its own.",
+        "Samples per second with one thing doubled, or latency halved, relative to now. The "
+        "hardware changes and the program stays; twice the batch is a program of its own.",
         improvements(explained),
     )
     _add_operations(page, explained)
@@ -156,7 +156,7 @@ def improvements(explained: Explanation) -> Spec:
     """Throughput with one thing doubled, over that of now."""
     rows: list[Row] = [
         {
-            "what": f"{each.name}: {each.meaning}",
+            "what": f"{each.change}: {each.meaning}",
             "speedup": each.speedup,
             "step": format_seconds(each.step_seconds),
             "label": f"x {each.speedup:.2f}" + ("" if each.fits else ", does not fit into memory"),
@@ -164,7 +164,7 @@ def improvements(explained: Explanation) -> Spec:
         for each in explained.improvements
     ]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(labelLimit=320)),
+        y=alt.Y("what:N", title=None, sort=None, axis=alt.Axis(labelLimit=420)),
         tooltip=["what:N", "label:N", alt.Tooltip("step:N", title="step")],
     )
     bars = base.mark_bar(size=18, color=PALETTE[0]).encode(

@@ -14,6 +14,8 @@ from rich.console import Console
 from scalejax import documents, explanation_tables
 from scalejax.cost import charges
 from scalejax.explain import Explanation, explain, match_trace
+from scalejax.hardware import Link, Network, load_cluster
+from scalejax.hardware.cluster import Algorithm
 from scalejax.predict import predict
 from scalejax.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
 from scalejax.report_explanation import render, waterfall
@@ -166,11 +168,51 @@ def test_a_factor_of_two_buys_what_it_is_spent_on(explained):
     assert gains["network"].step_seconds == pytest.approx(step - 0.5 * 2 * 15 / 16 * 1e8 / 10e9)
     assert gains["links"].step_seconds == pytest.approx(step)
     assert gains["links"].speedup == pytest.approx(1.0)
+    assert gains["latency"].step_seconds == pytest.approx(step)  # these messages have none
     # Twice the products and copies for twice the samples; the gradients stay.
     assert gains["batch"].step_seconds == pytest.approx(step + 44e-3 + 10e-6)
     assert gains["batch"].speedup == pytest.approx(2 * step / (step + 44e-3 + 10e-6))
     speedups = [each.speedup for each in explained.improvements]
     assert speedups == sorted(speedups, reverse=True)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "nvls", "hierarchical", "parameter_server"])
+@pytest.mark.parametrize("devices", [8, 16])
+def test_half_the_latency_is_half_of_what_the_library_starts_and_sends_with(
+    algorithm: Algorithm, devices: int
+):
+    """Whatever the algorithm, in one node or over two, pipelines to fill included."""
+    method = replace(RING, algorithm=algorithm, base_seconds=1e-3)
+    half = replace(method, base_seconds=0.5e-3, link_hop_seconds=0.5e-6, network_hop_seconds=5e-6)
+    never = replace(RING, base_seconds=10.0)  # a library must have a way besides nvls
+    link = Link(kind="nvswitch", bytes_per_second=100e9, host_bytes_per_second=50e9,
+        in_switch_fraction=0.9, ramp_seconds=1e-5, in_switch_ramp_seconds=2e-5)  # fmt: skip
+    network = Network(bytes_per_second=10e9, message_seconds=4e-6, ramp_seconds=1e-5)
+    before = cluster_of(method, never, link=link, network=network)
+    after = cluster_of(half, never, link=link, network=replace(network, message_seconds=2e-6))
+    sums = exchange("all_reduce", ("data",), devices, 1, 10**6)
+    step = program_of(PRODUCT, sums, axes=(("data", devices), ("fsdp", 1), ("tensor", 1)))
+
+    gains = {each.name: each for each in explain(step, before).improvements}
+
+    expected = predict(step, after).step_seconds
+    assert gains["latency"].step_seconds == pytest.approx(expected, rel=1e-9)
+    assert expected < predict(step, before).step_seconds - 0.49e-3
+    assert gains["latency"].change == "half the latency"
+
+
+def test_measured_times_have_a_latency_to_halve_too():
+    """All-reduces of 8 bytes between 8 H100 are nothing but latency, by a table."""
+    h100 = load_cluster("dgx-h100")
+    sums = exchange("all_reduce", ("data",), 8, 1, 8)
+    step = program_of(sums, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))
+
+    gains = {each.name: each for each in explain(step, h100).improvements}
+
+    (charge,) = charges(step, h100)
+    saved = predict(step, h100).step_seconds - gains["latency"].step_seconds
+    assert saved == pytest.approx(charge.seconds / 2, rel=0.01)
+    assert gains["links"].speedup == pytest.approx(1.0, abs=0.01)
 
 
 def test_one_node_needs_no_network():

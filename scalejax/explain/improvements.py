@@ -1,14 +1,17 @@
-"""What buys what: the step with one part of the hardware, or the batch, twice as large."""
+"""What buys what: the step with one part of the hardware, or the batch, twice as good."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from scalejax.cost import Scales, step_terms, what_if
 from scalejax.hardware import Chip, Cluster
 from scalejax.predict import predict
 from scalejax.program import Program
 
 FACTOR = 2
 """By how much each part is improved."""
+LATENCY = "latency"
+"""Name of the one part that is better the smaller it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,11 @@ class Improvement:
     """Samples per second then, over those now; of a program without samples, steps."""
     fits: bool
     """Whether the step fits into the memory of a device."""
+
+    @property
+    def change(self) -> str:
+        """What is done to it, for people: "twice the network"."""
+        return f"{'half' if self.name == LATENCY else 'twice'} the {self.name}"
 
 
 def improvements(
@@ -43,35 +51,64 @@ def improvements(
         The largest gain first.
     """
     now = predict(program, cluster)
-    found = []
-    for name, meaning, change in _CHANGES:
-        if name == "network" and (
-            cluster.network is None or program.device_count <= cluster.devices_per_node
-        ):
-            continue
-        then = predict(program, change(cluster))
+    found: list[Improvement] = []
+
+    def add(name: str, meaning: str, seconds: float, *, fits: bool, samples: float = 1.0) -> None:
+        speedup = samples * now.step_seconds / seconds
         found.append(
             Improvement(
-                name=name,
-                meaning=meaning,
-                step_seconds=then.step_seconds,
-                speedup=now.step_seconds / then.step_seconds,
-                fits=then.fits,
+                name=name, meaning=meaning, step_seconds=seconds, speedup=speedup, fits=fits
             )
         )
+
+    is_one_node = cluster.network is None or program.device_count <= cluster.devices_per_node
+    for name, meaning, change in _CHANGES:
+        if name != "network" or not is_one_node:
+            then = predict(program, change(cluster))
+            add(name, meaning, then.step_seconds, fits=then.fits)
+    if what_if(program).schedule.collectives:
+        seconds = _half_latency_seconds(program, cluster)
+        add(LATENCY, "of starting exchanges, and of messages", seconds, fits=now.fits)
     if doubled_batch is not None:
         then = predict(doubled_batch, cluster)
         samples = (doubled_batch.global_batch or 1) / (program.global_batch or 1)
-        found.append(
-            Improvement(
-                name="batch",
-                meaning="samples per device",
-                step_seconds=then.step_seconds,
-                speedup=samples * now.step_seconds / then.step_seconds,
-                fits=then.fits,
-            )
-        )
+        add("batch", "samples per device", then.step_seconds, fits=then.fits, samples=samples)
     return tuple(sorted(found, key=lambda each: -each.speedup))
+
+
+def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
+    """Time of a step whose exchanges have half the latency, and their bytes the same rates.
+
+    Every exchange takes latency L and, for its bytes, time B over the rates of links and network,
+    filling of pipelines included. L / 2 + B is half of L + 2 B: of what it takes at half the
+    rates. So the latency need not be known by itself, which tables of measured times hide.
+    """
+    seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
+    terms = step_terms(program, cluster, seconds.step_seconds)
+    added = (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
+    return seconds.step_seconds + added
+
+
+def _half_rates(cluster: Cluster) -> Cluster:
+    """`cluster` whose links and network take twice as long for the same bytes."""
+    link, network = cluster.link, cluster.network
+    host = link.host_bytes_per_second
+    return replace(
+        cluster,
+        link=replace(
+            link,
+            bytes_per_second=link.bytes_per_second / FACTOR,
+            host_bytes_per_second=None if host is None else host / FACTOR,
+            ramp_seconds=FACTOR * link.ramp_seconds,
+            in_switch_ramp_seconds=FACTOR * link.in_switch_ramp_seconds,
+        ),
+        network=network
+        and replace(
+            network,
+            bytes_per_second=network.bytes_per_second / FACTOR,
+            ramp_seconds=FACTOR * network.ramp_seconds,
+        ),
+    )
 
 
 def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:

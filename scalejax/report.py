@@ -61,7 +61,8 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     page.add_chart(
         "Test accuracy",
         "The part of the test examples that is right, after each epoch. A click on a name in the "
-        "legend picks a run; dragging and scrolling move and zoom.",
+        "legend picks a run; dragging and scrolling move and zoom. Dashed is what lies on "
+        "another curve.",
         report_charts.test_accuracy(runs),
     )
     page.add_chart(
@@ -142,7 +143,7 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
         page.add_chart(
             "Scaling efficiency",
             "Throughput per device, relative to the smallest number of devices. What is missing "
-            "to 100 % is the price of communication.",
+            "to 100 % is the price of communication, and of waiting.",
             report_charts.efficiency(studies),
         )
     for study in studies:
@@ -178,7 +179,9 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
         "Where the time of a step goes",
         "Compute: matrix products and convolutions. Memory: operations that wait for the "
         "device's own memory. Launch: the gaps between operations. Communication: what is not "
-        "hidden behind compute, by the mesh axis that needs it.",
+        "hidden behind compute, by the mesh axis that needs it. Contention: compute slowed by "
+        "exchanges beside it. Host and overhead: waiting for the host. Stragglers and input: "
+        "waiting for the slowest device, and for data.",
         report_charts.time_split(study),
     )
     page.add_chart(

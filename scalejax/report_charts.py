@@ -20,6 +20,28 @@ Spec = dict[str, Any]
 
 PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
 """Told apart on white, on near-black, and by most colour-blind readers."""
+_PART_COLORS = {
+    "compute": PALETTE[0],
+    "memory": PALETTE[1],
+    "launch": PALETTE[2],
+    "communication data": PALETTE[3],
+    "communication fsdp": PALETTE[4],
+    "communication tensor": "#d98cc4",
+    "contention": PALETTE[5],
+    "host": PALETTE[7],
+    "overhead": "#8c6d46",
+    "stragglers": PALETTE[6],
+    "input": "#5560c8",
+    "checkpoints": "#93a84f",
+    "failures": "#b9a5a0",
+}
+"""Colour of each part of a step, the same in every chart."""
+_OTHER_EXCHANGES = ("#a8324f", "#6f4a9e", "#f08a96")
+"""Colours of communication over other axes, in the order in which they come."""
+_DASHES = [[1, 0], [7, 5], [2, 5]]
+"""Patterns of curves that lie on each other: the first is whole, and shows between the others."""
+_SAME = 0.005
+"""Share of a value below which a difference cannot be seen."""
 _HEIGHT = 280
 _MS = 1e3
 
@@ -151,7 +173,7 @@ def time_split(study: ScalingPrediction) -> Spec:
             x=alt.X(
                 "milliseconds:Q", title="milliseconds per step", stack="zero", axis=_few_ticks()
             ),
-            color=_color("part", names, colors=[_part_color(name) for name in names]),
+            color=_color("part", names, colors=part_colors(names)),
             order="order:Q",
             tooltip=[
                 "devices:N",
@@ -210,9 +232,15 @@ def _curves(
     has_points: bool = False,
     interpolate: Literal["linear", "step-before"] = "linear",
 ) -> Spec:
-    """Lines over epochs, a colour for each family of runs; a click in the legend picks one."""
+    """Lines over epochs, a colour for each family of runs; a click in the legend picks one.
+
+    Those that lie on an earlier one are dashed, so that both are seen.
+    """
     picked = alt.selection_point(fields=["run"], bind="legend")
     families = list(dict.fromkeys(str(row["run"]) for row in rows))
+    value = str(y.shorthand).partition(":")[0]  # type: ignore[union-attr]
+    covered = _covered(rows, value)
+    rows = [{**row, "covers": covered[str(row["label"])] % len(_DASHES)} for row in rows]
     is_long = any(float(row["epoch"] or 0) >= 2 for row in rows)
     chart = (
         alt.Chart(alt.Data(values=rows))
@@ -227,6 +255,11 @@ def _curves(
             y=y,
             color=_color("run", families),
             detail="label:N",
+            strokeDash=alt.StrokeDash(
+                "covers:N",
+                legend=None,
+                scale=alt.Scale(domain=list(range(len(_DASHES))), range=_DASHES),
+            ),
             opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
             tooltip=[
                 alt.Tooltip("label:N", title="run"),
@@ -244,10 +277,37 @@ def _devices() -> alt.X:
     return alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
 
 
-def _part_color(part: str) -> str:
-    """The same part has the same colour in every chart; communication is red or purple."""
-    known = ("compute", "memory", "launch", "communication data", "", "contention", "overhead")
-    return PALETTE[known.index(part) if part in known else 4 + len(part) % 4]
+def part_colors(parts: Sequence[str]) -> list[str]:
+    """The colour of each part of a step; communication is red, purple or pink."""
+    others = [part for part in parts if part not in _PART_COLORS]
+    return [
+        _PART_COLORS[part]
+        if part in _PART_COLORS
+        else _OTHER_EXCHANGES[others.index(part) % len(_OTHER_EXCHANGES)]
+        for part in parts
+    ]
+
+
+def _covered(rows: Sequence[Row], value: str) -> dict[str, int]:
+    """How many runs before each, by label, have the curve that it has, to the eye."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = (float(row["epoch"] or 0), float(row[value] or 0))
+        curves.setdefault(str(row["label"]), []).append(point)
+    before: list[list[tuple[float, float]]] = []
+    covered = {}
+    for label, curve in curves.items():
+        covered[label] = sum(_are_alike(curve, other) for other in before)
+        before.append(curve)
+    return covered
+
+
+def _are_alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=_SAME)
+        for points in zip(one, other, strict=True)
+        for a, b in zip(*points, strict=True)
+    )
 
 
 def _color(

@@ -14,6 +14,8 @@ import vl_convert
 from scalejax import __version__
 from scalejax.report_charts import Spec
 
+_LONG_CELL = 24
+"""Letters beyond which a cell may break into lines."""
 _EMBED = "window.vegaEmbed = vegaEmbed;"
 """What the page's script takes from the libraries that vl-convert carries."""
 
@@ -37,11 +39,9 @@ class Page:
         self.add(f'<div class="chart" id="{name}" role="img" aria-label="{escape(heading)}"></div>')
 
     def add_table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Append a table; cells are text."""
+        """Append a table; cells are text, and break into lines where they are long."""
         head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-        )
+        body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in rows)
         self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
 
     def render(self, title: str) -> str:
@@ -55,3 +55,8 @@ class Page:
             # "</" would end the element that holds the data
             charts=json.dumps(self.charts).replace("</", "<\\/"),
         )
+
+
+def _cell(text: str) -> str:
+    long = ' class="long"' if len(text) > _LONG_CELL else ""
+    return f"<td{long}>{escape(text)}</td>"

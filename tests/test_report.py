@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from scalejax import documents
+from scalejax import documents, report_charts
 from scalejax.cli import main
 from scalejax.errors import ConfigError
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange, TrainMeasurement
 from scalejax.report import render, write_report
+from scalejax.report_page import Page as ReportPage
 from scalejax.report_sources import read_sources
 
 EXAMPLE = Path(__file__).parent.parent / "scalejax/examples/fashion_gradual_warmup.toml"
@@ -166,6 +167,44 @@ def test_every_chart_has_its_place_and_data(page: Page):
     for spec in page.charts.values():
         assert "vega-lite" in spec["$schema"]
         assert '"values": [{' in json.dumps(spec)
+
+
+def test_every_part_of_a_step_has_a_colour_of_its_own():
+    """Host, overhead and stragglers too, and exchanges over several axes."""
+    parts = [
+        *("compute", "memory", "launch", "communication data", "communication fsdp"),
+        *("communication tensor", "communication data x fsdp", "communication", "contention"),
+        *("host", "overhead", "stragglers", "input", "checkpoints", "failures"),
+    ]
+
+    assert len(set(report_charts.part_colors(parts))) == len(parts)
+    assert report_charts.part_colors(["overhead"]) == report_charts.part_colors(parts)[10:11]
+
+
+def test_curves_that_lie_on_another_are_dashed(tmp_path: Path):
+    """The second of two equal runs; the one that differs is whole."""
+    equal, other = [0.6, 0.85], [0.6, 0.87]
+    runs = read_sources(
+        [
+            write_run(tmp_path / name, accuracies)
+            for name, accuracies in (("a", equal), ("b", equal), ("c", other))
+        ]
+    ).runs
+
+    rows = report_charts.test_accuracy(runs)["data"]["values"]
+
+    assert {row["label"]: row["covers"] for row in rows} == {"a": 0, "b": 1, "c": 0}
+
+
+def test_long_cells_may_break_into_lines():
+    """So that a table fits the page."""
+    page = ReportPage()
+    page.add_table(["what", "why"], [["short", "a reason of more than two dozen letters"]])
+
+    html = page.render("title")
+
+    assert "<td>short</td>" in html
+    assert '<td class="long">a reason of' in html
 
 
 def test_names_of_the_user_are_text_not_markup(tmp_path: Path):

@@ -5,16 +5,22 @@ The interactive ones of the report are in `report_charts`.
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.validation import LedgerRow, RowResult
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _MOST_POINTS = 2000
 """Points beyond which a line on paper gains nothing."""
+_LEGEND_COLUMNS = 3
+_LEGEND_ROW_INCHES = 0.2
+_FAMILY_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
+_MARKERS = ("o", "^", "s", "D")  # the next one where there are more families than colours
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -47,15 +53,19 @@ def save_schedule(learning_rates: Sequence[float], *, steps_per_epoch: int, path
     _save(figure, path)
 
 
-def save_scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, path: Path) -> None:
-    """Draw predicted against measured step times, one colour for each family.
+def save_scatter(
+    scored: Sequence[tuple[LedgerRow, RowResult]], *, path: Path, title: str = "step times"
+) -> None:
+    """Draw predicted against measured step times, one colour and mark for each family.
 
     On the line in the middle the two are equal; between the dotted ones they differ by less
-    than a quarter.
+    than a quarter. The legend has the rows and the median absolute error of each family; rows
+    without a prediction, or without a time to compare with, are counted under the title.
 
     Args:
         scored: rows of a ledger, and what became of them.
         path: the picture; its suffix says which format.
+        title: what was predicted, such as the ledger's name.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -66,24 +76,54 @@ def save_scatter(scored: Sequence[tuple[LedgerRow, RowResult]], *, path: Path) -
         if result.measured_seconds is not None and result.predicted_seconds is not None:
             point = (result.measured_seconds, result.predicted_seconds)
             points.setdefault(row.family, []).append(point)
-    figure = _figure(7, 6)
-    axes = figure.add_subplot(xscale="log", yscale="log", aspect="equal")
-    for family, pairs in points.items():
-        axes.scatter(*zip(*pairs, strict=True), s=12, alpha=0.6, label=family, linewidths=0)
-    every = [seconds for pairs in points.values() for pair in pairs for seconds in pair]
-    if every:
-        ends = (min(every) / 1.5, max(every) * 1.5)
-        axes.plot(ends, ends, color="black", linewidth=0.8)
-        for factor in (0.8, 1.25):
-            ys = [end * factor for end in ends]
-            axes.plot(ends, ys, color="black", linewidth=0.8, linestyle="dotted")
-        axes.set_xlim(ends)
-        axes.set_ylim(ends)
-        axes.legend(fontsize="small")
+    drawn = sum(map(len, points.values()))
+    legend_rows = -(-(len(points) + 2) // _LEGEND_COLUMNS)  # two for the lines
+    # So high that the axes are a square, to a few per cent: fixed, its words would be cut off.
+    figure = _figure(7, 7.5 + _LEGEND_ROW_INCHES * legend_rows)
+    axes = figure.add_subplot(xscale="log", yscale="log")
+    for index, (family, pairs) in enumerate(sorted(points.items(), key=lambda item: -len(item[1]))):
+        axes.scatter(
+            *zip(*pairs, strict=True),
+            s=14,
+            alpha=0.6,
+            label=_family_label(family, pairs),
+            linewidths=0,
+            color=_FAMILY_COLORS[index % len(_FAMILY_COLORS)],
+            marker=_MARKERS[index // len(_FAMILY_COLORS) % len(_MARKERS)],
+        )
+    if points:
+        _draw_lines(axes, [each for pairs in points.values() for pair in pairs for each in pair])
+        figure.legend(
+            loc="outside lower center",
+            fontsize="small",
+            ncols=_LEGEND_COLUMNS,
+            title="family: rows, median error of the step time",
+            title_fontsize="small",
+        )
+    left_out = len(scored) - drawn
+    rest = f"; {left_out:,} without a prediction or a time are left out" if left_out else ""
+    axes.set_title(f"{title}: predicted against measured\n{drawn:,} rows{rest}", fontsize="medium")
     axes.set_xlabel("measured seconds per step")
     axes.set_ylabel("predicted seconds per step")
     axes.grid(alpha=0.3)
     _save(figure, path)
+
+
+def _draw_lines(axes: "Axes", seconds: Sequence[float]) -> None:
+    """Draw where predictions are right, and where a quarter off, over the range of `seconds`."""
+    ends = (min(seconds) / 1.5, max(seconds) * 1.5)
+    axes.plot(ends, ends, color="black", linewidth=0.8, label="equal")
+    for factor, label in ((0.8, "x 0.8 and x 1.25"), (1.25, None)):
+        ys = [end * factor for end in ends]
+        axes.plot(ends, ys, color="black", linewidth=0.8, linestyle="dotted", label=label)
+    axes.set_xlim(ends)
+    axes.set_ylim(ends)
+
+
+def _family_label(family: str, pairs: Sequence[tuple[float, float]]) -> str:
+    """A family with its rows and its median absolute error."""
+    error = median(abs(predicted / measured - 1) for measured, predicted in pairs)
+    return f"{family}: {len(pairs):,}, {error:.0%}"
 
 
 def require_plot_format(field: str, path: Path) -> None:

@@ -238,7 +238,8 @@ class Validate:
             documents.save(found, self.json)
             print(f"wrote {self.json}")
         if self.plot is not None:
-            save_scatter(list(zip(rows, found.rows, strict=True)), path=self.plot)
+            scored = list(zip(rows, found.rows, strict=True))
+            save_scatter(scored, path=self.plot, title=self.ledger.name)
             print(f"wrote {self.plot}")
 
 

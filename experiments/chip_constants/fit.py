@@ -12,6 +12,7 @@ are, and how far off each fifth of them is when it was left out of the fit. The 
 import math
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,11 +57,16 @@ def main(names: Sequence[str]) -> int:
 
 
 def cases_of(wanted: Fit, rows: Sequence[LedgerRow]) -> list[CompiledCase]:
-    """The rows that `wanted` is fitted to, with program and cluster."""
+    """The rows that `wanted` is fitted to, with program and cluster.
+
+    Pipelines are left out: a bubble has no constant, and so they tell whether it is right.
+    """
     rows = [
         row
         for row in rows
-        if row.family in wanted.families and row.device_count <= wanted.most_devices
+        if row.family in wanted.families
+        and row.device_count <= wanted.most_devices
+        and (row.spread.pipeline or 1) == 1
     ]
     return [
         case
@@ -89,11 +95,17 @@ def measured_seconds(case: CompiledCase) -> float:
 
 
 def fit(wanted: Fit, cases: Sequence[CompiledCase]) -> np.ndarray:
-    """The free constants, shape (constants,), that bring predictions nearest to `cases`."""
+    """The free constants, shape (constants,), that bring predictions nearest to `cases`.
+
+    Rows of one family share their errors, so that together they count as the root of their
+    number.
+    """
     low, high = np.array(list(wanted.free.values())).T
     start = low + 0.5 * (high - low)
+    members = Counter(case.row.family for case in cases)
+    weights = np.array([members[case.row.family] ** -0.25 for case in cases])
     solution = least_squares(
-        lambda values: errors(wanted, cases, values),
+        lambda values: weights * errors(wanted, cases, values),
         start,
         bounds=(low, high),
         x_scale=high - low,

@@ -25,6 +25,7 @@ import pytest
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.mesh import build_mesh
+from scalejax.profile.compiled import read_step
 from scalejax.step import TrainState, build_step, init_state
 
 UPDATES = 5
@@ -353,6 +354,22 @@ def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(layout
     run = run_of("gpt", "sgd", layout, microbatches=4)
 
     assert_same(trained(run), on_one_device("gpt", "sgd", None, 1))
+
+
+def test_gradients_of_microbatches_cross_the_data_axis_once():
+    """In no loop of the compiled step; over tensor, whose sums a block needs, in all of them."""
+    run = run_of("gpt", "sgd", {"data": 4, "tensor": 2}, microbatches=4)
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+
+    runs: dict[tuple[str, ...], set[int]] = {}
+    for operation, times in program.walk():
+        if operation.collective is not None:
+            runs.setdefault(operation.collective.group.axes, set()).add(times)
+
+    assert runs[("data",)] == {1}
+    assert min(runs[("tensor",)]) >= 4
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def _accepted(hint: object) -> str:
     """A type in words: "int", "none | linear | sqrt", "list of float"."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
-        return " | ".join(parts)
+        return " | ".join(map(str, parts))
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_accepted(part) for part in parts if part is not type(None))
     if origin is tuple:

@@ -202,8 +202,13 @@ def test_half_the_latency_is_half_of_what_the_library_starts_and_sends_with(
 
 
 def test_measured_times_have_a_latency_to_halve_too():
-    """All-reduces of 8 bytes between 8 H100 are nothing but latency, by a table."""
+    """All-reduces of 8 bytes between 8 H100 are nothing but latency, by a table.
+
+    On chips whose steps are alike: else the slowest of eight would be later by more.
+    """
     h100 = load_cluster("dgx-h100")
+    attainable = replace(h100.chip.attainable, step_cv=None)
+    h100 = replace(h100, chip=replace(h100.chip, attainable=attainable))
     sums = exchange("all_reduce", ("data",), 8, 1, 8)
     step = program_of(sums, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))
 

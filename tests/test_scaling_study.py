@@ -125,9 +125,11 @@ def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: 
 
     def compiled(jobs, on_done):
         large, small = (_program(job.run.layout.device_count) for job in jobs)
-        return [replace(large, memory=replace(large.memory, temporary_bytes=2**40)), small]
+        on_done(0, replace(large, memory=replace(large.memory, temporary_bytes=2**40)))
+        on_done(1, small)
 
-    monkeypatch.setattr(scaling_study, "profile_many", compiled)
+    monkeypatch.setattr(compilation, "profile_many", compiled)
+    monkeypatch.setattr(compilation, "cached_program", lambda *_: None)
 
     found = study(config, load_cluster("dgx-h100"), [8, 16], "weak")
 

@@ -160,6 +160,8 @@ class Program:
     model_flop: int | None = None
     """FLOP that the model itself needs per step over all devices, recompute not counted:
     three times the forward pass. The numerator of MFU; None if unknown."""
+    state_bytes: int | None = None
+    """Parameters and optimizer state of one replica, over all devices; None if unknown."""
     notes: tuple[str, ...] = ()
     """What a reader must know of how it was compiled."""
 

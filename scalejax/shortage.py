@@ -29,6 +29,9 @@ def _remedies(run: ResolvedRun) -> list[str]:
     is_open = {
         "fewer samples per device": split.per_device_batch > 1,
         "fsdp": run.config.layout.mode == "jit" and layout.data > 1,
+        "layout.zero_stage=1": run.config.layout.mode == "jit"
+        and layout.data > 1
+        and not run.config.layout.zero_stage,
         "microbatches": split.microbatch > 1,
         "remat": getattr(run.config.model, "remat", None) == "none",
     }

@@ -196,6 +196,12 @@ def _initial_network(recipe: _Recipe) -> tuple[PyTree, PyTree]:
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 
+def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
+    """Bytes of the state of `run`, each parameter and moment once, however they are spread."""
+    leaves = jax.tree.leaves(_abstract_state(_recipe(run, mesh)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
 def _abstract_state(recipe: _Recipe) -> TrainState:
     """Shapes and types of the state, nothing computed."""
     params, model_state = jax.eval_shape(partial(_initial_network, recipe))
@@ -245,6 +251,8 @@ def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedShar
     """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
     same where no dimension is divisible."""
     mesh, spec = sharding.mesh, sharding.spec
+    if any(DATA in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
+        return sharding
     for index, size in enumerate(leaf.shape):
         entry = spec[index] if index < len(spec) else None
         axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)

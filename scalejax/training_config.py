@@ -48,7 +48,8 @@ class LayoutConfig:
     """Devices along the axis that splits layers."""
     zero_stage: Literal[0, 1] = 0
     """What the data axis keeps in parts: 0 nothing, 1 the optimizer's state, each device updating
-    its part of the parameters (Rajbhandari et al. 2020, arXiv 1910.02054). fsdp is stage 3."""
+    its part of the parameters (Rajbhandari et al. 2020, arXiv 1910.02054). Gradients are summed
+    whole before that, so that half as much again is exchanged as without. fsdp is stage 3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""

@@ -11,10 +11,10 @@ from scalejax.program import Loop, Program
 
 
 def stage() -> Program:
-    """Two microbatches of 3 blocks, 1 ms forward and 2 ms back, and 2 ms of logits; then 1 ms."""
+    """Eight microbatches of 3 blocks, 1 ms forward and 2 ms back, and 2 ms of logits; then 1 ms."""
     forward = Loop(name="forward", trip_count=3, body=(matmul("f", 1),))
     backward = Loop(name="backward", trip_count=3, body=(matmul("b", 2),))
-    work = Loop(name="work", trip_count=2, body=(forward, matmul("logits", 2), backward))
+    work = Loop(name="work", trip_count=8, body=(forward, matmul("logits", 2), backward))
     return replace(program_of(work, matmul("update", 1)), mesh_axes=(("data", 2),))
 
 
@@ -69,8 +69,10 @@ def test_a_stage_holds_activations_of_the_microbatches_under_way():
 
 def test_a_step_without_microbatches_is_no_stage():
     """There is nothing for the stages to work on in turn."""
-    with pytest.raises(ConfigError, match="loop over microbatches"):
-        pipelined(program_of(matmul("m", 1)), pipeline())
+    layers = Loop(name="layers", trip_count=3, body=(matmul("b", 2),))
+    for program in (program_of(matmul("m", 1)), program_of(layers)):
+        with pytest.raises(ConfigError, match="loop over microbatches, 8 of them"):
+            pipelined(program, pipeline())
 
 
 @pytest.mark.parametrize("changed", [{"stages": 1}, {"chunks": 0}, {"microbatches": 0}])

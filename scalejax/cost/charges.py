@@ -1,6 +1,7 @@
 """What each operation of a program adds to its step, and what each part of the chip costs.
 
-The figures behind an explanation: they add up to the step of `timeline`.
+The figures behind an explanation: with contention, the wait for the host and the overhead, they
+add up to the step of `timeline`.
 """
 
 from collections import Counter

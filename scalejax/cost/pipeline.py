@@ -9,7 +9,8 @@ a loop of p - 1 trips over the blocks of a stage, or of a chunk.
 
 The stage is the last, which computes logits besides its blocks, and sets the pace. Left out: that
 tied embeddings of the first stage and the last are summed with each other; that sending may
-overlap with compute.
+overlap with compute. What a stage holds of the microbatches under way is one input for each block:
+everything else is computed again. With chunks a first stage holds more than is counted.
 """
 
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.layout import TENSOR
 from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, Program
 
+_NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 PIPELINE = "pipeline"
 """The mesh axis along which stages lie."""
 
@@ -46,23 +48,25 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
 
     Args:
         stage: the step of the network with the layers of one stage, on the devices of one stage,
-            its microbatches in a loop of at least two trips.
+            in a loop over as many microbatches.
         pipeline: of which it is a stage.
 
     Raises:
-        ConfigError: if `stage` has no loop over microbatches.
+        ConfigError: if `stage` has no such loop.
     """
     loops = [item for item in stage.operations if isinstance(item, Loop)]
-    work = max(loops, key=_flop, default=None)
+    fitting = [loop for loop in loops if loop.trip_count == pipeline.microbatches]
+    work = max(fitting, key=_flop, default=None)
     if work is None:
-        raise ConfigError(refusal("stage", stage.name, "it must loop over microbatches"))
+        accepted = f"it must loop over microbatches, {pipeline.microbatches} of them"
+        raise ConfigError(refusal("stage", stage.name, accepted))
     sent = _sent(stage, pipeline)
     blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
     chunk = tuple(_part(item, pipeline.chunks) for item in blocks)
     several = tuple(_numbered(sent, index) for index in range(pipeline.chunks))
     body = (*work.body, *(each for one in several for each in one))
     schedule = (
-        replace(work, trip_count=pipeline.microbatches, body=body),
+        replace(work, body=body),
         Loop(
             name=f"{work.name}.bubble",
             trip_count=pipeline.stages - 1,
@@ -82,6 +86,7 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
         operations=operations,
         memory=memory,
         model_flop=None,
+        notes=(*stage.notes, _NOTE),
     )
 
 

@@ -106,11 +106,14 @@ def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
 def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | None:
     """Bytes of one checkpoint: as given, or the state that the step updates in place.
 
-    A device's buffers that are both argument and result are its parameters and its optimizer's
-    state; every shard has as many (parameters that all shards hold are counted once for each).
+    Where the program does not say how large that is, it is taken from the device's buffers that
+    are both argument and result; every shard has as many (parameters that all shards hold are
+    counted once for each, and state that the data axis divides is not seen).
     """
     if conditions.checkpoint_bytes is not None:
         return conditions.checkpoint_bytes
+    if program.state_bytes is not None:
+        return program.state_bytes
     return program.memory.alias_bytes * state_shards(program) or None
 
 

@@ -29,13 +29,13 @@ _BACKENDS: dict[str, Literal["cuda", "cpu", "tpu"]] = {
 def read_step(
     compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
 ) -> Program:
-    """The program of the compiled step of a run, with the FLOP that its model needs.
+    """The program of the compiled step of a run, with its state and the FLOP of its model.
 
     Raises:
         ProfileError: if the compiler's text cannot be read.
     """
     from scalejax.profile.model_flop import forward_flop
-    from scalejax.step import forward
+    from scalejax.step import forward, state_bytes
 
     function, arguments = forward(run)
     program = read_compiled(
@@ -47,6 +47,7 @@ def read_step(
         # A product forward is two backward: one for either operand's gradient.
         model_flop=3 * forward_flop(function, *arguments),
     )
+    program = replace(program, state_bytes=state_bytes(run, mesh))
     if program.backend == "cpu" and run.config.model.compute_dtype == "bfloat16":
         return replace(program, operations=tuple(map(_in_bf16, program.operations)))
     return program

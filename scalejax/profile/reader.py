@@ -160,7 +160,8 @@ class _Reader:
                 payload_bytes=gathered,
                 group=group,
                 is_async=start.opcode.endswith("-start") and not is_sync,
-                buffer_count=max(1, len(operands)),
+                # The operands of an all-to-all are the parts that go to each member.
+                buffer_count=1 if name == "all_to_all" else max(1, len(operands)),
             ),
             source=self._module.source(start),
         )

@@ -156,6 +156,10 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
 def _recomputes(row: LedgerRow) -> list[str]:
     """What is computed again; where a row of a transformer does not say, as little as fits."""
     stated = row.work.recompute
+    if (row.spread.pipeline or 1) > 1:
+        if stated not in (None, "full"):
+            raise ConfigError(f"a pipeline whose recompute is {stated!r}")
+        return ["full"]  # else the activations under way are more than is counted
     if stated is not None and stated not in ("none", "full"):
         raise ConfigError(f"recompute {stated!r}")
     if row.model.model != "gpt":

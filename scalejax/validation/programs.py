@@ -23,7 +23,7 @@ from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
 from scalejax.validation.widen import narrowed, widened
 
-_ACTIVATION_BYTES = 2  # of bf16, in which stages hand each other what they computed
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""
@@ -158,12 +158,15 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
     """The program of the pipeline of which `stage` is the last one, or why there is none."""
     if not isinstance(run.config.model, GptConfig):
         return "only transformers have stages"
+    if run.split.microbatches == 1:
+        return "a pipeline with a single microbatch, which has no loop to take apart"
     (tokens,) = run.dataset.input_shape
+    element_bytes = _ELEMENT_BYTES[run.config.model.compute_dtype]
     pipeline = Pipeline(
         stages=case.stages,
         chunks=case.chunks,
         microbatches=run.split.microbatches,
-        boundary_bytes=run.split.microbatch * tokens * run.config.model.hidden * _ACTIVATION_BYTES,
+        boundary_bytes=run.split.microbatch * tokens * run.config.model.hidden * element_bytes,
     )
     try:
         return pipelined(stage, pipeline)

@@ -220,6 +220,20 @@ def test_measured_times_have_a_latency_to_halve_too():
     assert gains["links"].speedup == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_host_that_is_the_limit_is_what_to_improve():
+    """A product takes four times as long to set off as to run; half of that, twice the speed."""
+    one = program_of(PRODUCT, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))
+    dispatch = 4 * predict(one, CLUSTER).step_seconds
+    attainable = replace(CLUSTER.chip.attainable, dispatch_seconds=dispatch)
+    slow = replace(CLUSTER, chip=replace(CLUSTER.chip, attainable=attainable))
+
+    gains = {each.name: each for each in explain(one, slow).improvements}
+
+    assert gains["host"].change == "half the host"
+    assert gains["host"].speedup == pytest.approx(2.0)
+    assert gains["chip"].speedup == pytest.approx(1.0)
+
+
 def test_one_node_needs_no_network():
     """Nothing is said of cards that nothing passes."""
     inside = program_of(PRODUCT, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))

@@ -202,6 +202,7 @@ def _cluster(
             "all-reduce of this machine, as measured",
             ring or exchange.Ring(base_seconds=0, hop_seconds=0, bytes_per_second=rate, residual=0),
             source,
+            runs_buffers_one_by_one=is_shared,  # what XLA's CPU runtime does
         ),
         max_device_count=most,
         conditions=conditions,

@@ -6,7 +6,6 @@ Knows no devices: what is timed where is `probes` and `processes`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 from scipy.optimize import nnls
 
@@ -69,7 +68,9 @@ def fit_ring(exchanges: Sequence[Exchange]) -> Ring:
     )
 
 
-def library_of(name: str, title: str, ring: Ring, source: str) -> CommunicationLibrary:
+def library_of(
+    name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool
+) -> CommunicationLibrary:
     """`ring` as a library of one method, within nodes and between them."""
     method = CollectiveMethod(
         algorithm="ring",
@@ -83,7 +84,7 @@ def library_of(name: str, title: str, ring: Ring, source: str) -> CommunicationL
         name=name,
         title=title,
         methods=(method,),
-        runs_buffers_one_by_one=jax.default_backend() == "cpu",
+        runs_buffers_one_by_one=runs_buffers_one_by_one,
         residual=ring.residual,
         sources={"*": source},
     )

@@ -10,8 +10,8 @@ from scalejax.program import Program
 
 FACTOR = 2
 """By how much each part is improved."""
-LATENCY = "latency"
-"""Name of the one part that is better the smaller it is."""
+LATENCY, HOST = "latency", "host"
+"""Names of the parts that are better the less time they take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Improvement:
     @property
     def change(self) -> str:
         """What is done to it, for people: "twice the network"."""
-        return f"{'half' if self.name == LATENCY else 'twice'} the {self.name}"
+        return f"{'half' if self.name in (LATENCY, HOST) else 'twice'} the {self.name}"
 
 
 def improvements(
@@ -66,6 +66,9 @@ def improvements(
         if name != "network" or not is_one_node:
             then = predict(program, change(cluster))
             add(name, meaning, then.step_seconds, fits=then.fits)
+    if dict(now.waterfall).get(HOST):
+        then = predict(program, _with_chips(cluster, _less_dispatch))
+        add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
     if what_if(program).schedule.collectives:
         seconds = _half_latency_seconds(program, cluster)
         add(LATENCY, "of starting exchanges, and of messages", seconds, fits=now.fits)
@@ -114,6 +117,11 @@ def _half_rates(cluster: Cluster) -> Cluster:
 def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
     shared = tuple(replace(each, chip=change(each.chip)) for each in cluster.shared)
     return replace(cluster, chip=change(cluster.chip), shared=shared)
+
+
+def _less_dispatch(chip: Chip) -> Chip:
+    seconds = chip.attainable.dispatch_seconds / FACTOR
+    return replace(chip, attainable=replace(chip.attainable, dispatch_seconds=seconds))
 
 
 def _arithmetic(chip: Chip) -> Chip:

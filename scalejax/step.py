@@ -383,21 +383,27 @@ def _reduced_once(
     """`_gradients`, summed over the data axis once and not once for each microbatch.
 
     Left to itself, the compiler sums the gradient of every microbatch. It is left to itself with
-    BatchNorm, whose statistics are over all devices; and where both fsdp and tensor divide the
-    network, since XLA's partitioner aborts on it beside a data axis of our own (jax 0.10.2).
+    BatchNorm, whose statistics are over all devices; and, beside a data axis of our own (jax
+    0.10.2), where both fsdp and tensor divide the network, since XLA's partitioner aborts, and
+    with fused attention, whose partitioning in JAX does not expect one.
     """
     run = recipe.run
     whole, rows = PartitionSpec(), PartitionSpec(DATA)
-    is_ours = run.layout.data > 1 and 1 in (run.layout.fsdp, run.layout.tensor)
+    is_fused = getattr(run.config.model, "attention", None) == "fused"
+    is_ours = run.layout.data > 1 and 1 in (run.layout.fsdp, run.layout.tensor) and not is_fused
     if run.split.microbatches == 1 or not is_ours or jax.tree.leaves(model_state):
         return _gradients(recipe, bn, params, model_state, batch)
 
     def of_part(params: PyTree, batch: Batch) -> PyTree:
-        params = lax.pcast(params, DATA, to="varying")
         return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
 
     return jax.shard_map(
-        of_part, mesh=mesh, in_specs=(whole, rows), out_specs=whole, axis_names={DATA}
+        of_part,
+        mesh=mesh,
+        in_specs=(whole, rows),
+        out_specs=whole,
+        axis_names={DATA},
+        check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
     )(params, batch)
 
 

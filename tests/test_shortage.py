@@ -10,6 +10,7 @@ from scalejax.documents import JsonValue
 from scalejax.shortage import memory_shortage
 
 IMAGES = Path(shortage.__file__).parent / "examples" / "resnet50_goyal2017.toml"
+ZERO = "layout.zero_stage=1"
 TEXT = {"model.name": "gpt", "data.name": "synthetic_tokens"}
 
 
@@ -21,13 +22,14 @@ def run_on(devices: int, fields: dict[str, JsonValue]) -> ResolvedRun:
 @pytest.mark.parametrize(
     ("devices", "fields", "remedies"),
     [
-        (8, {}, "fewer samples per device, fsdp or microbatches"),
-        (8, TEXT, "fewer samples per device, fsdp, microbatches or remat"),
+        (8, {}, f"fewer samples per device, fsdp, {ZERO} or microbatches"),
+        (8, TEXT, f"fewer samples per device, fsdp, {ZERO}, microbatches or remat"),
         (1, {}, "fewer samples per device or microbatches"),
         (8, {"layout.fsdp": 8}, "fewer samples per device or microbatches"),
         (8, {"layout.mode": "shard_map"}, "fewer samples per device or microbatches"),
         (8, {"batch.microbatches": 32, "layout.fsdp": 8}, "fewer samples per device"),
-        (8, {"batch.per_device_batch": 1}, "fsdp"),
+        (8, {"batch.per_device_batch": 1}, f"fsdp or {ZERO}"),
+        (8, {"batch.per_device_batch": 1, "layout.zero_stage": 1}, "fsdp"),
         (1, {"batch.per_device_batch": 1}, "a smaller network"),
         (1, {**TEXT, "model.remat": "full", "batch.per_device_batch": 1}, "a smaller network"),
     ],

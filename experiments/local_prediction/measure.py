@@ -166,7 +166,8 @@ def main() -> None:
             fits = {name: fit_runs(cluster, runs) for name, cluster in clusters.items()}
             clusters = {name: fit.cluster for name, fit in fits.items()}
             factors = asdict(fits["cluster"].factors)
-            print("factors", {name: round(value, 3) for name, value in factors.items()})
+            fitted = {name: value for name, value in factors.items() if value is not None}
+            print("factors", {name: round(value, 3) for name, value in fitted.items()})
         loads = run_all(PREDICTED, folder)
         rows = [compare(case, folder / case.name, clusters, loads[case]) for case in PREDICTED]
     middle = show(rows)

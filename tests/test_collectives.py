@@ -309,6 +309,14 @@ def test_parameter_servers_on_every_node_by_hand():
     assert seconds == pytest.approx(0.4 + 0.1 + 2e-6 + 20e-6)
 
 
+def test_lone_worker_pushes_to_its_server_and_sums_with_no_one():
+    """1 GB there and back at its eighth of 40 GB/s, two hops of 1 us; a ring of one is silent."""
+    alone = _exchange("all_reduce", GIGABYTE, (1, 1))
+
+    assert collective_seconds(alone, HOSTED) == pytest.approx(0.4 + 2e-6)
+    assert collective_seconds(alone, cluster_of()) == 0.0
+
+
 def test_each_link_of_few_servers_carries_all_workers():
     """4 nodes push 1 GB each to 2 servers: 2 GB in, 2 GB out of each at 10 GB/s."""
     two_servers = dataclasses.replace(PARAMETER_SERVER, servers=2)

@@ -31,11 +31,9 @@ def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     between the members of one node; an all-to-all sends less within the node, and may.
     """
     way = group_route(collective.group.extents, cluster)
-    if way.members == 1:
-        return 0.0
     name = collective.name
     inside = None
-    if way.nodes == 1 or name != "all_to_all":
+    if way.members > 1 and (way.nodes == 1 or name != "all_to_all"):
         inside = collectives.measured_seconds(name, payload, way, cluster)
     if way.nodes == 1 and inside is not None:
         return inside

@@ -111,8 +111,8 @@ class Programs:
         key = (case_key(asked.job), *sizes)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
-            if isinstance(program, Program) and asked.job.run != asked.run:
-                program = widened(program, asked.run)
+            if isinstance(program, Program):
+                program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program
@@ -196,7 +196,8 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
         ConfigError: if the chip cannot run it.
     """
     run = for_chip(case.runs[choice], case.cluster.chip)
-    narrow = narrowed(run) if is_narrow else run
+    has_server = case.row.spread.gradient_exchange == "parameter_server"
+    narrow = narrowed(run, has_server=has_server) if is_narrow else run
     # Whether or not its compiler is here: the archive has what it made.
     target = target_for(case.cluster, narrow.layout.device_count, "cuda")
     return Asked(job=RunJob(run=narrow, target=target), run=run)

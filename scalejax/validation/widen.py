@@ -19,15 +19,20 @@ NARROW = 2
 _TOKEN_BYTES = 4
 
 
-def narrowed(run: ResolvedRun) -> ResolvedRun:
+def narrowed(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     """`run` on the fewest devices and microbatches whose program widens to its own.
 
     Each device sees as many samples at a time. Microbatches of images are left alone, as their
     bytes outside the loop are no longer small.
+
+    Args:
+        run: of which the program is wanted.
+        has_server: whether gradients go through a parameter server. Then a single device sends
+            them too, and its program is that of two, each of which sends.
     """
     config, split = run.config, run.split
     microbatches = min(split.microbatches, NARROW) if run.dataset.is_text else split.microbatches
-    data = min(run.layout.data, NARROW)
+    data = NARROW if has_server else min(run.layout.data, NARROW)
     if (data, microbatches) == (run.layout.data, split.microbatches):
         return run
     samples = split.microbatch * microbatches
@@ -41,12 +46,11 @@ def narrowed(run: ResolvedRun) -> ResolvedRun:
     return resolve(replace(config, batch=batch, layout=layout))
 
 
-def widened(program: Program, run: ResolvedRun) -> Program | None:
-    """`program` of `narrowed(run)` as that of `run`; None if it cannot be told from it.
+def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program | None:
+    """`program` of `narrow`, which is `run` narrowed, as that of `run`; None if it cannot be told.
 
     That is, if more than sums crosses the data axis, or the loop over microbatches is not found.
     """
-    narrow = narrowed(run)
     if narrow == run:
         return program
     operations = _on_more_devices(program, narrow.layout.data, run.layout.data)
@@ -55,7 +59,7 @@ def widened(program: Program, run: ResolvedRun) -> Program | None:
         operations = _with_more_trips(operations, *trips)
     if operations is None:
         return None
-    factor = run.split.global_batch // narrow.split.global_batch
+    batch = run.split.global_batch
     added = run.split.per_device_batch - narrow.split.per_device_batch
     facts = run.dataset
     # Kept once as an argument, and once again divided into microbatches.
@@ -71,9 +75,14 @@ def widened(program: Program, run: ResolvedRun) -> Program | None:
         mesh_axes=((DATA, run.layout.data), *program.mesh_axes[1:]),
         operations=operations,
         memory=memory,
-        global_batch=run.split.global_batch,
-        model_flop=None if program.model_flop is None else program.model_flop * factor,
+        global_batch=batch,
+        model_flop=_of_samples(program.model_flop, narrow.split.global_batch, batch),
     )
+
+
+def _of_samples(flop: int | None, old: int, new: int) -> int | None:
+    """The FLOP of `new` samples, where `old` take `flop`."""
+    return None if flop is None else flop * new // old
 
 
 _Operations = tuple[Operation | Loop, ...]

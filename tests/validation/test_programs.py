@@ -33,7 +33,21 @@ def test_wider_data_axis_changes_groups_and_totals_alone(row):
     (run,) = case(row(RESNET)).runs
 
     assert narrowed(run).layout.data == 2
-    assert widened(program(2), run) == program(16)
+    assert widened(program(2), narrowed(run), run) == program(16)
+
+
+def test_lone_device_sends_its_gradients_to_a_parameter_server(row):
+    """Its program is that of two devices, with groups of one: it pushes and pulls all the same."""
+    server = {"device_count": "1", "data": "1", "gradient_exchange": "parameter_server"}
+    lone = case(row(RESNET | server))
+    (run,) = lone.runs
+    narrow = narrowed(run, has_server=True)
+
+    alone = widened(program(2), narrow, run)
+
+    assert narrow.layout.data == 2
+    assert alone == program(1)
+    assert asked_for(lone, 0, is_narrow=True).job.run == narrow
 
 
 def test_more_microbatches_are_more_trips_through_their_loop(row):
@@ -45,7 +59,7 @@ def test_more_microbatches_are_more_trips_through_their_loop(row):
     assert isinstance(loop, Loop)
     narrow = replace(narrow, operations=(product, replace(loop, trip_count=2)))
 
-    wide = widened(narrow, run)
+    wide = widened(narrow, narrowed(run), run)
 
     assert narrowed(run).split.microbatches == 2
     assert wide is not None
@@ -66,7 +80,7 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
     gather = replace(operation, collective=replace(operation.collective, name="all_gather"))
     narrow = replace(narrow, operations=(narrow.operations[0], replace(loop, body=(gather,))))
 
-    assert widened(narrow, run) is None
+    assert widened(narrow, narrowed(run), run) is None
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from scalejax import metrics
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
 from scalejax.errors import ConfigError, refusal, require_multiple
-from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis
+from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
 from scalejax.model_config import (
     BertConfig,
     CustomConfig,
@@ -63,6 +63,31 @@ class RunConfig:
             _, _, heads = self.model.size
             require_multiple("model.heads", heads, self.layout.tensor, "layout.tensor")
         _require_fitting_data(self.model, self.data)
+        _require_divisible_blocks(self)
+
+
+def _require_divisible_blocks(config: RunConfig) -> None:
+    """Refuse axes that divide the blocks and tokens of a transformer unevenly, or no transformer.
+
+    Raises:
+        ConfigError: naming the axis, and the nearest that divides.
+    """
+    model, layout = config.model, config.layout
+    if not isinstance(model, GptConfig):
+        used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
+        used += ["sequence_parallel"] if layout.sequence_parallel else []
+        for name in used:
+            accepted = f"it splits transformers with stacked blocks (gpt), not {model.name!r}"
+            raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
+        return
+    stages, chunks = layout.pipeline, layout.pipeline_chunks
+    require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
+    if chunks > 1:
+        microbatches = config.batch.microbatches
+        require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
+    (tokens, *_) = facts(config.data).input_shape
+    shared = layout.tensor if layout.sequence_parallel else 1
+    require_multiple("data.tokens", tokens, layout.context * shared, "the parts of a sample")
 
 
 def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
@@ -131,10 +156,11 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         ConfigError: if axes, batch or data do not divide, naming the nearest that do.
     """
     wanted = config.layout
+    others = {axis: getattr(wanted, axis) for axis in MODEL_AXES}
     if wanted.data is not None:
-        layout = Layout(data=wanted.data, fsdp=wanted.fsdp, tensor=wanted.tensor)
+        layout = Layout(data=wanted.data, **others)
     elif device_count is not None:
-        layout = fill_data_axis(device_count, fsdp=wanted.fsdp, tensor=wanted.tensor)
+        layout = fill_data_axis(device_count, **others)
     else:
         raise ConfigError("layout.data is missing: without it the number of devices is needed.")
     if device_count is not None and layout.device_count != device_count:

@@ -3,22 +3,30 @@
 Knows no devices and no arrays; `mesh` turns a `Layout` into a JAX mesh.
 """
 
+import math
 from dataclasses import dataclass
 
 from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
 
+PIPELINE = "pipeline"
+"""Mesh axis over which the layers are split, in stages that take microbatches in turn."""
 DATA = "data"
 """Mesh axis over which the batch is split and parameters are whole."""
 FSDP = "fsdp"
 """Mesh axis over which both the batch and the parameters are split (ZeRO 3)."""
+CONTEXT = "context"
+"""Mesh axis over which the tokens of a sample are split."""
 TENSOR = "tensor"
 """Mesh axis over which the parameters of one layer are split (Megatron)."""
 
-AXES = (DATA, FSDP, TENSOR)
+AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
 """All axes, major to minor: neighbours on the last one are neighbours in a node."""
 
 BATCH_AXES = (DATA, FSDP)
 """The axes that divide the batch."""
+
+MODEL_AXES = (PIPELINE, FSDP, CONTEXT, TENSOR)
+"""The axes that a run must give: the data axis takes the devices that they leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +39,10 @@ class Layout:
     """Devices along the fsdp axis."""
     tensor: int = 1
     """Devices along the tensor axis."""
+    context: int = 1
+    """Devices along the context axis."""
+    pipeline: int = 1
+    """Devices along the pipeline axis: its stages."""
 
     def __post_init__(self) -> None:
         for axis, size in self.axis_sizes.items():
@@ -39,12 +51,12 @@ class Layout:
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Devices along each axis, in the order of `AXES`."""
-        return {DATA: self.data, FSDP: self.fsdp, TENSOR: self.tensor}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def device_count(self) -> int:
         """Devices in the run."""
-        return self.data * self.fsdp * self.tensor
+        return math.prod(self.axis_sizes.values())
 
     @property
     def batch_shards(self) -> int:
@@ -57,15 +69,21 @@ class Layout:
         return " x ".join(used) or "one device"
 
 
-def fill_data_axis(device_count: int, *, fsdp: int, tensor: int) -> Layout:
-    """The layout of `device_count` devices whose data axis takes what fsdp and tensor leave.
+def fill_data_axis(device_count: int, **others: int) -> Layout:
+    """The layout of `device_count` devices whose data axis takes what the other axes leave.
+
+    Args:
+        device_count: devices in the run.
+        others: devices along each axis of `MODEL_AXES`; 1 along those left out.
 
     Raises:
-        ConfigError: if fsdp * tensor does not divide `device_count`.
+        ConfigError: if their product does not divide `device_count`.
     """
     require_at_least("devices", device_count, 1)
-    require_multiple("devices", device_count, fsdp * tensor, "fsdp*tensor")
-    return Layout(data=device_count // (fsdp * tensor), fsdp=fsdp, tensor=tensor)
+    used = [axis for axis in MODEL_AXES if others.get(axis, 1) > 1]
+    taken = math.prod(others[axis] for axis in used)
+    require_multiple("devices", device_count, taken, "*".join(used) or "1")
+    return Layout(data=device_count // taken, **others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +110,7 @@ class BatchSplit:
 
     @property
     def per_device_batch(self) -> int:
-        """Samples per device per update (devices along tensor share the same samples)."""
+        """Samples per device per update; devices along other axes share the same samples."""
         return self.global_batch // self.layout.batch_shards
 
     @property

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.layout import MODEL_AXES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +42,26 @@ class LayoutConfig:
     """How devices are arranged, and how the step is spread over them."""
 
     data: int | None = None
-    """Devices along the data axis; if absent, all that fsdp and tensor leave."""
+    """Devices along the data axis; if absent, all that the other axes leave."""
     fsdp: int = 1
     """Devices along the axis that splits batch and parameters."""
     tensor: int = 1
-    """Devices along the axis that splits layers."""
-    zero_stage: Literal[0, 1] = 0
+    """Devices along the axis that splits each layer."""
+    context: int = 1
+    """Devices along the axis that splits the tokens of a sample (transformers)."""
+    pipeline: int = 1
+    """Stages along the axis that splits the blocks of a transformer; `batch.microbatches` pass
+    through them in turn."""
+    pipeline_chunks: int = 1
+    """Parts of the blocks of one stage, with blocks of the other stages between them
+    (interleaved stages; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    sequence_parallel: bool = False
+    """Whether devices along tensor each hold a part of the tokens between the layers that they
+    share (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
+    zero_stage: Literal[0, 1, 2] = 0
     """What the data axis keeps in parts: 0 nothing, 1 the optimizer's state, each device updating
-    its part of the parameters (Rajbhandari et al. 2020, arXiv 1910.02054). Gradients are summed
-    whole before that, so that half as much again is exchanged as without. fsdp is stage 3."""
+    its part of the parameters, 2 the gradients as well (Rajbhandari et al. 2020, arXiv
+    1910.02054). The fsdp axis is stage 3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
@@ -59,11 +71,11 @@ class LayoutConfig:
     """Samples that share local BatchNorm statistics; if absent, those of one device."""
 
     def __post_init__(self) -> None:
-        for name in ("data", "fsdp", "tensor", "bn_group_size"):
+        for name in ("data", *MODEL_AXES, "pipeline_chunks", "bn_group_size"):
             value = getattr(self, name)
             if value is not None:
                 require_at_least(f"layout.{name}", value, 1)
-        for name in ("fsdp", "tensor"):
+        for name in MODEL_AXES:
             size = getattr(self, name)
             if self.mode != "jit" and size > 1:
                 accepted = f'layout.mode="{self.mode}" spreads over the data axis only; use "jit"'
@@ -71,6 +83,12 @@ class LayoutConfig:
         if self.mode != "jit" and self.zero_stage:
             accepted = f'layout.mode="{self.mode}" keeps all state whole; use "jit"'
             raise ConfigError(refusal("layout.zero_stage", self.zero_stage, accepted))
+        if self.pipeline == 1 and self.pipeline_chunks > 1:
+            accepted = "it needs layout.pipeline above 1"
+            raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
+        if self.tensor == 1 and self.sequence_parallel:
+            accepted = "it needs layout.tensor above 1, between whose devices tokens are split"
+            raise ConfigError(refusal("layout.sequence_parallel", True, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

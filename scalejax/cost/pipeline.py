@@ -16,12 +16,10 @@ everything else is computed again. With chunks a first stage holds more than is 
 from dataclasses import dataclass, replace
 
 from scalejax.errors import ConfigError, refusal, require_at_least
-from scalejax.layout import TENSOR
+from scalejax.layout import PIPELINE, TENSOR
 from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, Program
 
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
-PIPELINE = "pipeline"
-"""The mesh axis along which stages lie."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +80,10 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
     memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
     return replace(
         stage,
-        mesh_axes=((PIPELINE, pipeline.stages), *stage.mesh_axes),
+        mesh_axes=(
+            (PIPELINE, pipeline.stages),
+            *(axis for axis in stage.mesh_axes if axis[0] != PIPELINE),
+        ),
         operations=operations,
         memory=memory,
         model_flop=None,

@@ -15,12 +15,8 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig
 from scalejax.models.attention import causal_attention
-from scalejax.models.network import (
-    Network,
-    PartitionRules,
-    parameter_path,
-    placed_by_row,
-)
+from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.network import Network, PartitionRules, placed_by_row
 from scalejax.models.sharded import gathered, looked_up, product
 
 INIT_STD = 0.02
@@ -155,9 +151,6 @@ def _normalised(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
 class Gpt(Network):
     """Embeddings of tokens and places, blocks, and the token embedding again as output layer.
 
-    The parameters of all blocks are stacked on a first dimension, over which one compiled block
-    is scanned: program and compile time do not grow with depth.
-
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its
     code (github.com/openai/gpt-2), without dropout.
     """
@@ -179,8 +172,7 @@ class Gpt(Network):
 
         self.tokens = embedding(dataset.classes)
         self.places = embedding(dataset.input_shape[0])
-        keys = jax.random.split(rngs.params(), config.layers)
-        self.blocks = nnx.vmap(lambda key: Block(config, rngs=nnx.Rngs(key)))(keys)
+        self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
         self.norm = _layer_norm(config, rngs)
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
@@ -190,17 +182,7 @@ class Gpt(Network):
         places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
         x_BSD = looked_up(tokens_VD, inputs, P(TENSOR, None))
         x_BSD = placed_by_row(x_BSD + places_SD[None, : inputs.shape[1]])
-        structure, stacked = nnx.split(self.blocks)
-        # Before the scan: once, and not for every pass over a block; gradients of all blocks
-        # are then stacked in the compute type too, half the memory of float32.
-        stacked = jax.tree_util.tree_map_with_path(partial(_cast_kernel, self.dtype), stacked)
-
-        def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(structure, layer)(x_BSD), None
-
-        if self.remat == "full":
-            block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
-        x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
+        x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
         # In the compute type, and widened for the loss: so are the products of their gradients.
         logits_BSV = jnp.einsum("bsd,vd->bsv", self.norm(x_BSD), tokens_VD)
         return placed_by_row(logits_BSV).astype(jnp.float32)
@@ -218,12 +200,6 @@ class Gpt(Network):
             (r"tokens/embedding$", TOKENS),
             (r"places/embedding$", PLACES),
         )
-
-
-def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
-    """A matrix in the type that it is multiplied in; biases and norms as they are."""
-    is_kernel = "kernel" in parameter_path(path).split("/")
-    return leaf.astype(dtype) if is_kernel else leaf
 
 
 def _layer_norm(config: GptConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -80,8 +80,9 @@ def case_key(job: RunJob) -> str:
         "topology": job.target.topology,
         "chip": job.target.description.rpartition("device_description_str")[0],
     }
-    if config.layout.zero_stage:
-        material["zero_stage"] = config.layout.zero_stage
+    for name, usual in (("zero_stage", 0), ("sequence_parallel", False), ("pipeline_chunks", 1)):
+        if (value := getattr(config.layout, name)) != usual:
+            material[name] = value
     text = json.dumps(material, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -72,7 +72,9 @@ def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program 
     )
     return replace(
         program,
-        mesh_axes=((DATA, run.layout.data), *program.mesh_axes[1:]),
+        mesh_axes=tuple(
+            (axis, run.layout.data if axis == DATA else size) for axis, size in program.mesh_axes
+        ),
         operations=operations,
         memory=memory,
         global_batch=batch,
@@ -105,7 +107,8 @@ def _on_more_devices(program: Program, old: int, new: int) -> _Operations | None
     """The operations with groups of the data axis grown; None if one does more than sum there."""
     if old == new:
         return program.operations
-    if dict(program.mesh_axes).get(DATA) != old or program.mesh_axes[0][0] != DATA:
+    major = next((axis for axis in program.mesh_axes if axis[1] > 1), None)
+    if major != (DATA, old):
         return None
     if not all(_is_sum(operation) for operation, _ in program.walk() if _crosses(operation)):
         return None

@@ -12,11 +12,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import SyntheticTokensConfig, facts
-from scalejax.layout import AXES, BATCH_AXES
+from scalejax.layout import BATCH_AXES, Layout
+from scalejax.mesh import build_mesh
 from scalejax.model_config import GptConfig
 from scalejax.models import BatchNormScope, build_network, param_specs
 from scalejax.models.gpt import Gpt
@@ -147,8 +148,7 @@ def test_scanned_blocks_equal_blocks_in_a_loop():
 
 def collectives(data: int, fsdp: int, tensor: int) -> Counter[tuple[str, str]]:
     """Collectives of the compiled gradient, by (kind, shape of the first result)."""
-    devices = np.array(jax.devices()).reshape(data, fsdp, tensor)
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = build_mesh(Layout(data=data, fsdp=fsdp, tensor=tensor))
     structure, state = nnx.split(build(), nnx.Param)
     shapes = nnx.to_pure_dict(jax.eval_shape(lambda: state))
     specs = param_specs(shapes, Gpt.partition_rules(), mesh.shape)

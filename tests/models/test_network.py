@@ -6,10 +6,8 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import (
@@ -21,7 +19,8 @@ from scalejax.data_config import (
     facts,
 )
 from scalejax.errors import ConfigError
-from scalejax.layout import AXES
+from scalejax.layout import Layout
+from scalejax.mesh import build_mesh
 from scalejax.model_config import (
     BertConfig,
     CnnConfig,
@@ -176,7 +175,7 @@ def test_a_rule_that_cannot_hold_is_refused():
 
 def test_rows_are_placed_only_where_the_mesh_is_known():
     """The constraint appears under a mesh of ours, and is absent without one."""
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    mesh = build_mesh(Layout(data=2, fsdp=2, tensor=2))
     rows = jax.ShapeDtypeStruct((8, 4), jnp.float32)
 
     def under_mesh(rows):

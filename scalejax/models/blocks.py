@@ -1,0 +1,56 @@
+"""Equal blocks, one after the other, their parameters stacked on a first dimension.
+
+Knows how activations pass from block to block; nothing of what a block does.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax.models.network import parameter_path
+
+Remat = Literal["none", "full"]
+"""Which activations of a block the backward pass computes again: none, or all but its input."""
+_Block = TypeVar("_Block", bound=nnx.Module)
+
+
+def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rngs) -> _Block:
+    """`count` blocks in one, each parameter of shape (count, ...); a key of its own for each."""
+    return nnx.vmap(lambda key: build(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
+
+
+def through_blocks(
+    blocks: nnx.Module, x_BSD: jax.Array, *, dtype: jnp.dtype, remat: Remat
+) -> jax.Array:
+    """The residual stream after every one of the stacked `blocks`, [B, S, D].
+
+    One compiled block is scanned: program and compile time do not grow with depth.
+
+    Args:
+        blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D].
+        x_BSD: the residual stream before the first.
+        dtype: in which matrices are multiplied.
+        remat: what the backward pass computes again.
+    """
+    structure, stacked = nnx.split(blocks)
+    # Before the scan: once, and not for every pass over a block; gradients of all blocks
+    # are then stacked in the compute type too, half the memory of float32.
+    stacked = jax.tree_util.tree_map_with_path(partial(_cast_kernel, dtype), stacked)
+
+    def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
+        return nnx.merge(structure, layer)(x_BSD), None
+
+    if remat == "full":
+        block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
+    x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
+    return x_BSD
+
+
+def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
+    """A matrix in the type that it is multiplied in; biases and norms as they are."""
+    is_kernel = "kernel" in parameter_path(path).split("/")
+    return leaf.astype(dtype) if is_kernel else leaf

@@ -4,9 +4,8 @@ Knows the network, the optimizer and how gradients are reduced over the mesh. Kn
 source, no clock and no cluster: devices come in a mesh, real or only described.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,33 +18,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config import ResolvedRun
 from scalejax.data_config import DatasetFacts
-from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA
 from scalejax.mesh import batch_sharding, replicated
-from scalejax.models import BatchNormScope, attention, build_network, network_class, param_specs
-from scalejax.optimizers import build_optimizer
-from scalejax.schedules import learning_rate_schedule
+from scalejax.models import BatchNormScope
+from scalejax.recipe import Recipe, network_of, recipe_of
+from scalejax.train_state import (
+    PyTree,
+    TrainState,
+    abstract_state,
+    initial_network,
+    shardings_of,
+    state_shapes,
+)
 
-PyTree = Any
-"""Nested dicts and dataclasses of arrays, as JAX means it."""
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
 words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainState:
-    """Everything that an update changes."""
-
-    step: PyTree
-    """Updates made so far, int32."""
-    params: PyTree
-    """Parameters, float32, by path."""
-    model_state: PyTree
-    """Running statistics of BatchNorm, float32, by path."""
-    opt_state: PyTree
-    """State of the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +69,13 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
     Raises:
         ConfigError: if the network cannot be built for the data set.
     """
-    recipe = _recipe(run, mesh)
-    state = _state_shapes(recipe, mesh)
+    recipe = recipe_of(run, mesh)
+    state = state_shapes(recipe, mesh)
     batch = batch_shapes(run, mesh)
-    state_shardings = _shardings_of(state)
+    state_shardings = shardings_of(state)
     function = jax.jit(
         partial(_update, recipe, mesh),
-        in_shardings=(state_shardings, _shardings_of(batch)),
+        in_shardings=(state_shardings, shardings_of(batch)),
         out_shardings=(state_shardings, replicated(mesh)),
         donate_argnums=0,
     )
@@ -96,10 +84,10 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
 
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     """The state before the first update, drawn from the run's seed; the same on any mesh."""
-    recipe = _recipe(run, mesh)
-    shardings = _shardings_of(_state_shapes(recipe, mesh))
+    recipe = recipe_of(run, mesh)
+    shardings = shardings_of(state_shapes(recipe, mesh))
     drawn = (shardings.params, shardings.model_state)
-    params, model_state = jax.jit(partial(_initial_network, recipe), out_shardings=drawn)()
+    params, model_state = jax.jit(partial(initial_network, recipe), out_shardings=drawn)()
     opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
     return TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
@@ -107,8 +95,8 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
-    recipe = _recipe(run, mesh)
-    state = _state_shapes(recipe, mesh)
+    recipe = recipe_of(run, mesh)
+    state = state_shapes(recipe, mesh)
     batch = batch_shapes(run, mesh)
     shape = jax.ShapeDtypeStruct(
         (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
@@ -116,7 +104,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     batch = {**batch, "mask": shape}
     function = jax.jit(
         partial(_with_mesh, mesh, partial(_evaluate, recipe)),
-        in_shardings=_shardings_of((state.params, state.model_state, batch)),
+        in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
     return Evaluation(function=function, batch=batch)
@@ -145,127 +133,10 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     For counting what the model itself needs: no mesh, no gradient, no recompute, and no call of
     a library that a trace does not see into.
     """
-    recipe = _recipe(run)
-    state = _abstract_state(recipe)
+    recipe = recipe_of(run)
+    state = abstract_state(recipe)
     batch = _batch_shapes(run, sharding=None)
     return partial(_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
-
-
-# --- the parts of a run that need no mesh ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """What the step of a run is made of."""
-
-    run: ResolvedRun
-    optimizer: optax.GradientTransformation
-    schedule: optax.Schedule
-
-
-def _recipe(run: ResolvedRun, mesh: Mesh | None = None) -> _Recipe:
-    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone."""
-    device = mesh.devices.flat[0] if mesh is not None else None
-    model = attention.settled(run.config.model, device)
-    run = replace(run, config=replace(run.config, model=model))
-    schedule = learning_rate_schedule(
-        run.config.schedule,
-        global_batch=run.split.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        total_steps=run.total_steps,
-    )
-    stacked = network_class(run.config.model).stacked
-    optimizer = build_optimizer(run.config.optimizer, schedule, stacked=stacked)
-    return _Recipe(run=run, optimizer=optimizer, schedule=schedule)
-
-
-def _build(recipe: _Recipe, bn: BatchNormScope) -> nnx.Module:
-    run = recipe.run
-    rngs = nnx.Rngs(run.config.seed)
-    return build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
-
-
-def _initial_network(recipe: _Recipe) -> tuple[PyTree, PyTree]:
-    """Parameters and running statistics before the first update."""
-    network = _build(recipe, BatchNormScope())
-    try:
-        _, params, statistics = nnx.split(network, nnx.Param, nnx.BatchStat)
-    except ValueError as error:
-        accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
-        raise ConfigError(refusal("model.name", recipe.run.config.model.name, accepted)) from error
-    return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
-
-
-def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
-    """Bytes of the state of `run`, each parameter and moment once, however they are spread."""
-    leaves = jax.tree.leaves(_abstract_state(_recipe(run, mesh)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def _abstract_state(recipe: _Recipe) -> TrainState:
-    """Shapes and types of the state, nothing computed."""
-    params, model_state = jax.eval_shape(partial(_initial_network, recipe))
-    return TrainState(
-        step=jax.ShapeDtypeStruct((), jnp.int32),
-        params=params,
-        model_state=model_state,
-        opt_state=jax.eval_shape(recipe.optimizer.init, params),
-    )
-
-
-def _state_shapes(recipe: _Recipe, mesh: Mesh) -> TrainState:
-    """Shapes of the state with their shardings: optimizer state lies where its parameters do."""
-    shapes = _abstract_state(recipe)
-    whole = replicated(mesh)
-    specs = param_specs(
-        shapes.params,
-        network_class(recipe.run.config.model).partition_rules(),
-        recipe.run.layout.axis_sizes,
-    )
-    params = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
-    is_kept_in_parts = recipe.run.config.layout.zero_stage >= 1
-    shardings = TrainState(
-        step=whole,
-        params=params,
-        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
-        opt_state=optax.tree.map_params(
-            recipe.optimizer,
-            lambda leaf, like: _over_data(leaf, like) if is_kept_in_parts else like,
-            shapes.opt_state,
-            params,
-            transform_non_params=lambda _: whole,
-        ),
-    )
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
-
-
-def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
-    same where no dimension is divisible."""
-    mesh, spec = sharding.mesh, sharding.spec
-    if any(DATA in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
-        return sharding
-    for index, size in enumerate(leaf.shape):
-        entry = spec[index] if index < len(spec) else None
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        parts = math.prod(mesh.shape[axis] for axis in (*axes, DATA))
-        if size % parts == 0:
-            entries = [*spec, *[None] * (leaf.ndim - len(spec))]
-            entries[index] = (*axes, DATA)
-            return NamedSharding(mesh, PartitionSpec(*entries))
-    return sharding
-
-
-def _shardings_of(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
 # --- loss, gradient, update ---
@@ -279,7 +150,7 @@ def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
 
 
 def _sample_metrics(
-    recipe: _Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
+    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Loss and accuracy of each sample, float32 of shape (samples,)."""
     inputs = _normalised(batch["inputs"], recipe.run.dataset)
@@ -292,10 +163,10 @@ def _sample_metrics(
 
 
 def _loss(
-    recipe: _Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
 ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
     """Mean loss of the batch; besides, its accuracy and the running statistics after it."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: _build(recipe, bn)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
     losses, hits = _sample_metrics(recipe, network, batch, is_training=True)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
@@ -303,7 +174,7 @@ def _loss(
 
 
 def _gradients(
-    recipe: _Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Mean gradient over the microbatches, the statistics after the last, mean metrics."""
     microbatches = recipe.run.split.microbatches
@@ -334,7 +205,7 @@ def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
     return dealt.swapaxes(0, 1)
 
 
-def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
+def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
     """`_gradients` of the global batch, reduced over the mesh as the layout's mode says."""
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
@@ -373,7 +244,7 @@ def _mean_gradients(recipe: _Recipe, mesh: Mesh) -> Callable[..., Any]:
 
 
 def _reduced_once(
-    recipe: _Recipe,
+    recipe: Recipe,
     mesh: Mesh,
     bn: BatchNormScope,
     params: PyTree,
@@ -414,7 +285,7 @@ def _with_mesh(mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> 
 
 
 def _update(
-    recipe: _Recipe, mesh: Mesh, state: TrainState, batch: Batch
+    recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
         state.params, state.model_state, batch
@@ -431,9 +302,9 @@ def _update(
 
 
 def _evaluate(
-    recipe: _Recipe, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe, params: PyTree, model_state: PyTree, batch: Batch
 ) -> dict[str, jax.Array]:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: _build(recipe, BatchNormScope())))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
     losses, hits = _sample_metrics(recipe, network, batch, is_training=False)
     mask = batch["mask"]

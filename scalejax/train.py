@@ -46,8 +46,9 @@ from scalejax.run_folder import (
     versions,
 )
 from scalejax.run_programs import RunPrograms, compile_run, predict_run
-from scalejax.step import TrainState, init_state
+from scalejax.step import init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
+from scalejax.train_state import TrainState
 from scalejax.units import format_seconds
 
 

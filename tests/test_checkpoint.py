@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalejax.checkpoint import Checkpoints, load_weights, save_weights
 from scalejax.errors import CheckpointMismatch
-from scalejax.step import TrainState
+from scalejax.train_state import TrainState
 
 
 def state_on(devices, *, optimizer=None, width=8, value=0.0):

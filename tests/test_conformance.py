@@ -26,7 +26,8 @@ from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.mesh import build_mesh
 from scalejax.profile.compiled import read_step
-from scalejax.step import TrainState, build_step, init_state
+from scalejax.step import build_step, init_state
+from scalejax.train_state import TrainState
 
 UPDATES = 5
 RTOL = 1e-5

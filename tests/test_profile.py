@@ -201,7 +201,7 @@ def test_a_program_says_what_it_is(programs):
     """Batch, tokens and mesh come along, so that costing needs nothing else."""
     gpt = programs["gpt"]
 
-    assert gpt.mesh_axes == (("data", 128), ("fsdp", 1), ("tensor", 2))
+    assert {axis: size for axis, size in gpt.mesh_axes if size > 1} == {"data": 128, "tensor": 2}
     assert (gpt.global_batch, gpt.tokens_per_sample) == (SAMPLES * 128, GPT_TOKENS)
     assert gpt.target == {"cuda": "sm_90", "cpu": "cpu"}[gpt.backend]
     assert gpt.compiler.startswith("jax ")

@@ -15,7 +15,7 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.blocks import Remat, stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules, placed_by_row
 from scalejax.models.sharded import gathered, looked_up, product
 
@@ -159,7 +159,7 @@ class Gpt(Network):
 
     def __init__(self, config: GptConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.remat = config.remat
+        self.remat: Remat = config.remat
 
         def embedding(entries: int) -> nnx.Embed:
             return nnx.Embed(

@@ -35,7 +35,8 @@ def read_step(
         ProfileError: if the compiler's text cannot be read.
     """
     from scalejax.profile.model_flop import forward_flop
-    from scalejax.step import forward, state_bytes
+    from scalejax.step import forward
+    from scalejax.train_state import state_bytes
 
     function, arguments = forward(run)
     program = read_compiled(

@@ -1,0 +1,50 @@
+"""What the step of a run is made of: its network, its optimizer, its schedule, for a device.
+
+Knows how a config becomes these; knows no state, no gradient and no mesh but for its device.
+"""
+
+from dataclasses import dataclass, replace
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from scalejax.config import ResolvedRun
+from scalejax.models import BatchNormScope, attention, build_network, network_class
+from scalejax.optimizers import build_optimizer
+from scalejax.schedules import learning_rate_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the step of a run is made of."""
+
+    run: ResolvedRun
+    """What was asked for, the kind of attention decided."""
+    optimizer: optax.GradientTransformation
+    """Of all parameters."""
+    schedule: optax.Schedule
+    """Learning rate by updates made."""
+
+
+def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
+    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone."""
+    device = mesh.devices.flat[0] if mesh is not None else None
+    model = attention.settled(run.config.model, device)
+    run = replace(run, config=replace(run.config, model=model))
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.total_steps,
+    )
+    stacked = network_class(run.config.model).stacked
+    optimizer = build_optimizer(run.config.optimizer, schedule, stacked=stacked)
+    return Recipe(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:
+    """The network as its seed draws it; in a traced function, to be merged with other values."""
+    run = recipe.run
+    rngs = nnx.Rngs(run.config.seed)
+    return build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)

@@ -1,0 +1,124 @@
+"""The state that an update changes: its parts, their shapes, and how they are spread over a mesh.
+
+Knows where parameters and optimizer state lie; nothing of losses and gradients.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from scalejax.config import ResolvedRun
+from scalejax.errors import ConfigError, refusal
+from scalejax.layout import DATA
+from scalejax.mesh import replicated
+from scalejax.models import BatchNormScope, network_class, param_specs
+from scalejax.recipe import Recipe, network_of, recipe_of
+
+PyTree = Any
+"""Nested dicts and dataclasses of arrays, as JAX means it."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Everything that an update changes."""
+
+    step: PyTree
+    """Updates made so far, int32."""
+    params: PyTree
+    """Parameters, float32, by path."""
+    model_state: PyTree
+    """Running statistics of BatchNorm, float32, by path."""
+    opt_state: PyTree
+    """State of the optimizer."""
+
+
+def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
+    """Parameters and running statistics before the first update."""
+    network = network_of(recipe, BatchNormScope())
+    try:
+        _, params, statistics = nnx.split(network, nnx.Param, nnx.BatchStat)
+    except ValueError as error:
+        accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
+        raise ConfigError(refusal("model.name", recipe.run.config.model.name, accepted)) from error
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
+
+
+def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
+    """Bytes of the state of `run`, each parameter and moment once, however they are spread."""
+    leaves = jax.tree.leaves(abstract_state(recipe_of(run, mesh)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def abstract_state(recipe: Recipe) -> TrainState:
+    """Shapes and types of the state, nothing computed."""
+    params, model_state = jax.eval_shape(partial(initial_network, recipe))
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), jnp.int32),
+        params=params,
+        model_state=model_state,
+        opt_state=jax.eval_shape(recipe.optimizer.init, params),
+    )
+
+
+def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
+    """Shapes of the state with their shardings: optimizer state lies where its parameters do."""
+    shapes = abstract_state(recipe)
+    whole = replicated(mesh)
+    specs = param_specs(
+        shapes.params,
+        network_class(recipe.run.config.model).partition_rules(),
+        recipe.run.layout.axis_sizes,
+    )
+    params = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+    is_kept_in_parts = recipe.run.config.layout.zero_stage >= 1
+    shardings = TrainState(
+        step=whole,
+        params=params,
+        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
+        opt_state=optax.tree.map_params(
+            recipe.optimizer,
+            lambda leaf, like: _over_data(leaf, like) if is_kept_in_parts else like,
+            shapes.opt_state,
+            params,
+            transform_non_params=lambda _: whole,
+        ),
+    )
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
+    same where no dimension is divisible."""
+    mesh, spec = sharding.mesh, sharding.spec
+    if any(DATA in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
+        return sharding
+    for index, size in enumerate(leaf.shape):
+        entry = spec[index] if index < len(spec) else None
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        parts = math.prod(mesh.shape[axis] for axis in (*axes, DATA))
+        if size % parts == 0:
+            entries = [*spec, *[None] * (leaf.ndim - len(spec))]
+            entries[index] = (*axes, DATA)
+            return NamedSharding(mesh, PartitionSpec(*entries))
+    return sharding
+
+
+def shardings_of(shapes: PyTree) -> PyTree:
+    """Where each leaf of a tree of shapes lies."""
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)

@@ -80,6 +80,9 @@ def _require_divisible_blocks(config: RunConfig) -> None:
             accepted = f"it splits transformers with stacked blocks (gpt), not {model.name!r}"
             raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
         return
+    if layout.context > 1 and model.attention == "fused":
+        accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
     require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
     if chunks > 1:

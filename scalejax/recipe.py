@@ -29,7 +29,8 @@ class Recipe:
 
 def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
     """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone."""
-    device = mesh.devices.flat[0] if mesh is not None else None
+    # Fused attention wants the queries of all tokens, of which context leaves a device some.
+    device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
     model = attention.settled(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = learning_rate_schedule(

@@ -21,11 +21,13 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import DATA
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
+from scalejax.models.placement import Arrangement, arranged, is_data_manual
 from scalejax.recipe import Recipe, network_of, recipe_of
 from scalejax.train_state import (
     PyTree,
     TrainState,
     abstract_state,
+    data_parts,
     initial_network,
     shardings_of,
     state_shapes,
@@ -103,7 +105,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     batch = {**batch, "mask": shape}
     function = jax.jit(
-        partial(_with_mesh, mesh, partial(_evaluate, recipe)),
+        partial(_arranged, recipe, mesh, partial(_evaluate, recipe)),
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
@@ -156,10 +158,24 @@ def _sample_metrics(
     inputs = _normalised(batch["inputs"], recipe.run.dataset)
     where = {"places": batch["places"]} if "places" in batch else {}
     logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    losses = _cross_entropy(logits, batch["targets"])
     hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions)
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Minus the logarithm of the share of `targets`, float32 of their shape.
+
+    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
+    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
+    0.10.2).
+    """
+    if not is_data_manual():
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
+    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def _loss(
@@ -174,26 +190,49 @@ def _loss(
 
 
 def _gradients(
-    recipe: Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    reduce: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, the statistics after the last, mean metrics."""
-    microbatches = recipe.run.split.microbatches
+    """Mean gradient over the microbatches, the statistics after the last, mean metrics.
+
+    With `reduce`, what is added up is what it makes of the gradient of each microbatch.
+    """
+    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
+    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
     differentiate = jax.value_and_grad(partial(_loss, recipe, bn), has_aux=True)
+
+    def reduced(gradient: PyTree) -> PyTree:
+        return gradient if reduce is None else reduce(gradient)
 
     def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
         total, model_state = carry
         (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
-        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
+        total = jax.tree.map(lambda t, g: t + g / microbatches, total, reduced(gradient))
         return (total, model_state), {"loss": loss, "accuracy": accuracy}
 
     if microbatches == 1:
         (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
-        return gradient, model_state, {"loss": loss, "accuracy": accuracy}
-    zeros = jax.tree.map(lambda p: p * 0, params)  # not jnp.zeros: they must vary as params do
+        return reduced(gradient), model_state, {"loss": loss, "accuracy": accuracy}
+    zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
     (gradient, model_state), metrics = lax.scan(
         accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
     )
     return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _zeros_like(params: PyTree) -> PyTree:
+    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
+    return jax.tree.map(lambda leaf: leaf * 0, params)
+
+
+def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
+    shapes = jax.eval_shape(reduce, params)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
@@ -211,7 +250,7 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
         bn = BatchNormScope(groups=run.bn_groups)
-        return partial(_with_mesh, mesh, partial(_reduced_once, recipe, mesh, bn))
+        return partial(_arranged, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -251,36 +290,50 @@ def _reduced_once(
     model_state: PyTree,
     batch: Batch,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`_gradients`, summed over the data axis once and not once for each microbatch.
+    """`_gradients`, summed over the data axis by the step itself.
 
-    Left to itself, the compiler sums the gradient of every microbatch. It is left to itself with
-    BatchNorm, whose statistics are over all devices; and, beside a data axis of our own (jax
-    0.10.2), where both fsdp and tensor divide the network, since XLA's partitioner aborts, and
-    with fused attention, whose partitioning in JAX does not expect one.
+    Once, and not once for each microbatch as the compiler would; and to where each device needs
+    them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
+    so must sum those of every microbatch. All is left to the compiler with BatchNorm, whose
+    statistics are over all devices.
     """
     run = recipe.run
-    whole, rows = PartitionSpec(), PartitionSpec(DATA)
-    is_fused = getattr(run.config.model, "attention", None) == "fused"
-    is_ours = run.layout.data > 1 and 1 in (run.layout.fsdp, run.layout.tensor) and not is_fused
-    if run.split.microbatches == 1 or not is_ours or jax.tree.leaves(model_state):
+    zero_stage = run.config.layout.zero_stage
+    is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
+    if is_compilers or (run.split.microbatches == 1 and not zero_stage):
         return _gradients(recipe, bn, params, model_state, batch)
+    parts = data_parts(recipe, mesh)
+
+    def scattered(gradient: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
     def of_part(params: PyTree, batch: Batch) -> PyTree:
-        return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
+        reduce = scattered if zero_stage == 2 else None
+        gradient, _, metrics = _gradients(recipe, bn, params, model_state, batch, reduce)
+        gradient = gradient if zero_stage == 2 else scattered(gradient)
+        return gradient, lax.pmean(metrics, DATA)
 
-    return jax.shard_map(
+    gradient, metrics = jax.shard_map(
         of_part,
         mesh=mesh,
-        in_specs=(whole, rows),
-        out_specs=whole,
+        in_specs=(PartitionSpec(), PartitionSpec(DATA)),
+        out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec()),
         axis_names={DATA},
         check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
     )(params, batch)
+    whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, params)
+    return whole, model_state, metrics
 
 
-def _with_mesh(mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> Any:
-    """`function` traced with `mesh` in the context, where networks look for it."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+def _arranged(recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> Any:
+    """`function` traced with `mesh` in the context, and what networks must know of the run."""
+    layout = recipe.run.config.layout
+    arrangement = Arrangement(
+        is_sequence_parallel=layout.sequence_parallel,
+        microbatches=recipe.run.split.microbatches,
+        chunks=layout.pipeline_chunks,
+    )
+    with arranged(mesh.abstract_mesh, arrangement):
         return function(*arguments)
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config import ResolvedRun
@@ -100,6 +101,67 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
         shapes,
         shardings,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPart:
+    """Which part of a parameter's gradient each device along the data axis needs.
+
+    A dimension that other axes divide as well is taken as (their parts, parts of the data axis,
+    rest), so that a device's own part lies within the part of the parameter that it holds.
+    """
+
+    spec: PartitionSpec
+    """How `mean` leaves the gradient over the data axis; of no dimension if it stays whole."""
+    shape: tuple[int, ...] = ()
+    """Of the gradient with that dimension taken apart."""
+    kept: PartitionSpec | None = None
+    """How the other axes divide it then."""
+    dimension: int | None = None
+    """The one over which it is scattered; None if it stays whole."""
+
+    def mean(self, gradient: jax.Array) -> jax.Array:
+        """The device's part of the mean of `gradient` over the data axis."""
+        dimension = self.dimension
+        if dimension is None:
+            return lax.pmean(gradient, DATA)
+
+        def scattered(apart: jax.Array) -> jax.Array:
+            part = lax.psum_scatter(apart, DATA, scatter_dimension=dimension, tiled=True)
+            return part / lax.axis_size(DATA)
+
+        # Each device for what it holds of it: left to the compiler, the other axes are gathered.
+        others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
+        return jax.shard_map(
+            scattered,
+            in_specs=self.kept,
+            out_specs=self.kept,
+            axis_names=others,
+            check_vma=False,
+        )(gradient.reshape(self.shape))
+
+
+def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
+    """A `DataPart` for each parameter: whole, but for what the layout's ZeRO stage keeps apart."""
+    params = state_shapes(recipe, mesh).params
+
+    def part(leaf: jax.ShapeDtypeStruct) -> DataPart:
+        spec = _over_data(leaf, leaf.sharding).spec
+        for index, entry in enumerate(spec):
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            if recipe.run.config.layout.zero_stage and DATA in axes:
+                others = math.prod(mesh.shape[axis] for axis in axes if axis != DATA)
+                split = (others, mesh.shape[DATA], -1)
+                kept = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+                return DataPart(
+                    kept=PartitionSpec(*kept[: index + 1], None, None, *kept[index + 1 :]),
+                    spec=PartitionSpec(*[None] * (index + 1), DATA),
+                    shape=(*leaf.shape[:index], *split, *leaf.shape[index + 1 :]),
+                    dimension=index + 1,
+                )
+        return DataPart(spec=PartitionSpec())
+
+    return jax.tree.map(part, params)
 
 
 def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:

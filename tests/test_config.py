@@ -205,3 +205,35 @@ def test_the_full_edition_is_refused_where_it_is_not_installed(run_toml, monkeyp
 def test_the_example_is_toml():
     """The fixture itself is what a user would write."""
     assert tomllib.loads(RUN)["train"]["epochs"] == 10
+
+
+GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ({"layout.pipeline": 3}, r"model\.layers=4 .* layout\.pipeline\*chunks=3"),
+        ({"layout.pipeline": 2, "layout.pipeline_chunks": 4}, "nearest: 8"),
+        (
+            {"layout.pipeline": 2, "layout.pipeline_chunks": 2, "batch.microbatches": 3},
+            r"batch\.microbatches=3 .* layout\.pipeline=2",
+        ),
+        ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
+        ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
+        ({"layout.context": 5}, "data.tokens=64 .* the parts of a sample=5"),
+        ({"layout.context": 2, "model.attention": "fused"}, "computed unfused"),
+        ({"layout.pipeline": 2, "layout.mode": "shard_map"}, "spreads over the data axis only"),
+    ],
+)
+def test_axes_that_do_not_divide_a_transformer_are_refused(run_toml, fields, refusal):
+    """Before anything is compiled, with what would do."""
+    with pytest.raises(ConfigError, match=refusal):
+        load_config(run_toml, {"model": {"name": "gpt"}, "data": {}, **GPT, **fields})
+
+
+@pytest.mark.parametrize("name", ["pipeline", "context"])
+def test_axes_of_transformers_are_refused_for_other_networks(run_toml, name):
+    """There are no blocks or tokens to divide."""
+    with pytest.raises(ConfigError, match=rf"layout\.{name}=2 .*transformers.*'mlp'"):
+        load_config(run_toml, {f"layout.{name}": 2})

@@ -37,7 +37,7 @@ MODELS = {
     "mlp": {"model": {"name": "mlp", "hidden": [32, 16]}, "data": "images"},
     "cnn": {"model": {"name": "cnn", "channels": [8, 16]}, "data": "images"},
     "gpt": {
-        "model": {"name": "gpt", "layers": 2, "hidden": 32, "heads": 4, "remat": "full"},
+        "model": {"name": "gpt", "layers": 4, "hidden": 32, "heads": 4, "remat": "full"},
         "data": "tokens",
     },
 }
@@ -89,6 +89,29 @@ OPTIMIZERS = {
     "lars": {"name": "lars", "trust_coefficient": 0.01},
     "lamb": {"name": "lamb", "epsilon": 1e-3},
 }
+HYBRIDS = {
+    "data=2 x tensor=2 x pipeline=2": ({"data": 2, "tensor": 2, "pipeline": 2}, 4),
+    "context=4": ({"data": 1, "context": 4}, 1),
+    "fsdp=4 x tensor=2": ({"data": 1, "fsdp": 4, "tensor": 2}, 1),
+    "pipeline=4, 8 microbatches": ({"data": 1, "pipeline": 4}, 8),
+    "pipeline=2, interleaved": ({"data": 1, "pipeline": 2, "pipeline_chunks": 2}, 4),
+    "tensor=4, tokens split": ({"data": 1, "tensor": 4, "sequence_parallel": True}, 1),
+    "ZeRO 1, data=8": ({"data": 8, "zero_stage": 1}, 2),
+    "ZeRO 2, data=4 x tensor=2": ({"data": 4, "tensor": 2, "zero_stage": 2}, 2),
+    "data=2 x fsdp=2 x tensor=2": ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    "data=2 x context=2 x tensor=2": (
+        {"data": 2, "context": 2, "tensor": 2, "sequence_parallel": True},
+        2,
+    ),
+    "fsdp=2 x tensor=2 x pipeline=2": ({"data": 1, "fsdp": 2, "tensor": 2, "pipeline": 2}, 4),
+    "data=2 x context=2 x pipeline=2": ({"data": 2, "context": 2, "pipeline": 2}, 4),
+    "all but context, ZeRO 1": (
+        {"data": 2, "tensor": 2, "pipeline": 2, "sequence_parallel": True, "zero_stage": 1},
+        4,
+    ),
+}
+"""Layouts of transformers alone, with their microbatches; the first few are run by default."""
+QUICK_HYBRIDS = 7
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
 
 
@@ -227,6 +250,21 @@ def test_a_layout_trains_what_one_device_trains(model, layout, optimizer):
     run = run_of(model, optimizer, LAYOUTS[layout])
 
     assert_same(trained(run), on_one_device(model, optimizer, None, 1))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=[] if index < QUICK_HYBRIDS else [pytest.mark.slow])
+        for index, layout in enumerate(HYBRIDS)
+    ],
+)
+def test_stages_and_parts_of_tokens_train_what_one_device_trains(layout):
+    """Pipelines, context, sequence parallelism and ZeRO, and products of them."""
+    axes, microbatches = HYBRIDS[layout]
+    run = run_of("gpt", "adamw", axes, microbatches)
+
+    assert_same(trained(run), on_one_device("gpt", "adamw", None, 1))
 
 
 def zoo_table() -> list[Any]:

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from scalejax.errors import ConfigError, refusal
+from scalejax.layout import DATA, FSDP, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig, ModelConfig
+from scalejax.models.placement import is_data_manual, placed_keys
 
 FUSED_CAPABILITY = (8, 0)
 """Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""
@@ -79,15 +82,30 @@ def causal_attention(
     """What every token takes from itself and those before it, [B, S, H, K].
 
     The softmax is in float32 either way; unfused, scores are rounded to their type before it.
-    "auto" that nobody has settled is unfused.
+    "auto" that nobody has settled is unfused. Over the context axis, queries stay where they are
+    and keys and values of all tokens are gathered.
     """
+    k_BSHK, v_BSHK = placed_keys(k_BSHK), placed_keys(v_BSHK)
     if kind == "fused":
-        return jax.nn.dot_product_attention(
-            q_BSHK, k_BSHK, v_BSHK, is_causal=True, implementation="cudnn"
-        )
+        return _fused(q_BSHK, k_BSHK, v_BSHK)
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK)
     shares_BHST = _shares(scores_BHST, q_BSHK.shape[-1] ** -0.5)
     return jnp.einsum("bhst,bthk->bshk", shares_BHST, v_BSHK)
+
+
+def _fused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
+    """cuDNN's kernel; each device for its own rows and heads where it cannot be left to JAX.
+
+    JAX's own partitioning of it does not expect a data axis that is `shard_map`'s.
+    """
+    attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    if not is_data_manual():
+        return attend(q_BSHK, k_BSHK, v_BSHK)
+    others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
+    split = PartitionSpec(FSDP, None, TENSOR, None)
+    return jax.shard_map(
+        attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
+    )(q_BSHK, k_BSHK, v_BSHK)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import SEPARATOR_TOKEN, DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import BertConfig
-from scalejax.models.network import Network, PartitionRules, placed, placed_by_row
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.placement import placed, placed_by_row
 
 INIT = nnx.initializers.truncated_normal(0.02)
 """Of all weights: deviation 0.02, cut off at two (google-research/bert, modeling.py)."""

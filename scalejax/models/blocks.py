@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from scalejax.layout import PIPELINE
 from scalejax.models.network import parameter_path
+from scalejax.models.placement import axis_size
+from scalejax.models.stages import through_stages
 
 Remat = Literal["none", "full"]
 """Which activations of a block the backward pass computes again: none, or all but its input."""
@@ -46,8 +49,14 @@ def through_blocks(
 
     if remat == "full":
         block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
-    x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
-    return x_BSD
+
+    def scanned(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
+        x_BSD, _ = jax.lax.scan(block, x_BSD, layers)
+        return x_BSD
+
+    if (stages := axis_size(PIPELINE)) > 1:
+        return through_stages(scanned, stacked, x_BSD, stages)
+    return scanned(stacked, x_BSD)
 
 
 def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:

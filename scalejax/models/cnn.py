@@ -11,8 +11,9 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import CnnConfig
 from scalejax.models.convolution import classified, classifier, convolution
-from scalejax.models.network import Network, PartitionRules, placed_by_row
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
+from scalejax.models.placement import placed_by_row
 
 
 class Cnn(Network):

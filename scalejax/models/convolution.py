@@ -6,8 +6,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scalejax.layout import FSDP, TENSOR
-from scalejax.models.network import placed_by_row
 from scalejax.models.normalization import BatchNorm, BatchNormScope
+from scalejax.models.placement import placed_by_row
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 """He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017

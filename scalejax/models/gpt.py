@@ -12,11 +12,17 @@ from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, TENSOR
+from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig
 from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import Remat, stacked_blocks, through_blocks
-from scalejax.models.network import Network, PartitionRules, placed_by_row
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.placement import (
+    placed_between,
+    placed_for_head,
+    placed_for_layer,
+    placed_residual,
+)
 from scalejax.models.sharded import gathered, looked_up, product
 
 INIT_STD = 0.02
@@ -59,8 +65,8 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
         qkv_BSNHK = _linear(self.is_recomputed, self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD)
-        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(qkv_BSNHK, axis=2)
-        mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind)
+        q_BSHK, k_BSHK, v_BSHK = map(placed_between, jnp.unstack(qkv_BSNHK, axis=2))
+        mixed_BSHK = placed_between(causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind))
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
         return _linear(self.is_recomputed, self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD)
 
@@ -88,7 +94,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        inner_BSF = _gelu(_linear(self.is_recomputed, self.up, "bsd,df->bsf", UP, x_BSD))
+        inner_BSF = _linear(self.is_recomputed, self.up, "bsd,df->bsf", UP, x_BSD)
+        inner_BSF = _gelu(placed_between(inner_BSF))
         return _linear(self.is_recomputed, self.down, "bsf,fd->bsd", DOWN, inner_BSF)
 
 
@@ -131,10 +138,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
-        x_BSD = x_BSD + self.attention(_normalised(self.attention_norm, x_BSD))
-        x_BSD = placed_by_row(x_BSD)
-        normalised_BSD = _normalised(self.feed_forward_norm, x_BSD)
-        return placed_by_row(x_BSD + self.feed_forward(normalised_BSD))
+        normalised_BSD = placed_for_layer(_normalised(self.attention_norm, x_BSD))
+        x_BSD = placed_residual(x_BSD + self.attention(normalised_BSD))
+        normalised_BSD = placed_for_layer(_normalised(self.feed_forward_norm, x_BSD))
+        return placed_residual(x_BSD + self.feed_forward(normalised_BSD))
 
 
 def _normalised(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
@@ -180,23 +187,25 @@ class Gpt(Network):
         # Gathered over fsdp here, once: both ends of the network use the token embedding.
         tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
         places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
-        x_BSD = looked_up(tokens_VD, inputs, P(TENSOR, None))
-        x_BSD = placed_by_row(x_BSD + places_SD[None, : inputs.shape[1]])
+        x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
+        x_BSD = placed_residual(x_BSD + places_SD[None, : inputs.shape[1]])
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
         # In the compute type, and widened for the loss: so are the products of their gradients.
-        logits_BSV = jnp.einsum("bsd,vd->bsv", self.norm(x_BSD), tokens_VD)
-        return placed_by_row(logits_BSV).astype(jnp.float32)
+        normalised_BSD = placed_for_head(self.norm(x_BSD))
+        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, tokens_VD)
+        return placed_for_head(logits_BSV).astype(jnp.float32)
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Those of the constants above, a dimension for the layers before them."""
+        """Those of the constants above; before them the layers, split over the stages."""
         return (
-            (r"qkv/kernel$", P(None, *QKV)),
-            (r"qkv/bias$", P(None, None, TENSOR, None)),
-            (r"projection/kernel$", P(None, *PROJECTION)),
-            (r"up/kernel$", P(None, *UP)),
-            (r"up/bias$", P(None, TENSOR)),
-            (r"down/kernel$", P(None, *DOWN)),
+            (r"qkv/kernel$", P(PIPELINE, *QKV)),
+            (r"qkv/bias$", P(PIPELINE, None, TENSOR, None)),
+            (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
+            (r"up/kernel$", P(PIPELINE, *UP)),
+            (r"up/bias$", P(PIPELINE, TENSOR)),
+            (r"down/kernel$", P(PIPELINE, *DOWN)),
+            (r"^blocks/", P(PIPELINE)),
             (r"tokens/embedding$", TOKENS),
             (r"places/embedding$", PLACES),
         )

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import MlpConfig
-from scalejax.models.network import Network, PartitionRules, placed_by_row
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.placement import placed_by_row
 
 
 class Mlp(Network):

@@ -6,7 +6,6 @@ parameters are split over a mesh; it knows no mesh, no batch size and no optimiz
 
 import importlib
 import inspect
-import math
 import os
 import re
 import sys
@@ -17,14 +16,14 @@ from typing import Any, ClassVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.layout import AXES, BATCH_AXES, DATA
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
+from scalejax.models.placement import divisible
 
 PartitionRules = tuple[tuple[str, PartitionSpec], ...]
 """Regular expressions on paths of parameters, and the mesh axes that split each dimension."""
@@ -64,74 +63,6 @@ class Network(nnx.Module):
         return ()
 
 
-def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`array`, held as `spec` says (a dimension that its axes do not divide stays whole).
-
-    Where parameters are split over fsdp, the compiler may move either the parameters to the rows
-    of the batch or the rows to the parameters; a network settles here for the first. It needs
-    the mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing where there
-    is none of ours, or where its axes are `shard_map`'s. The data axis alone may be
-    `shard_map`'s: each part of the batch is then placed on the axes that are left.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not _is_ours(mesh):
-        return array
-    if DATA in mesh.manual_axes:
-        spec = _without(DATA, spec)
-    return jax.lax.with_sharding_constraint(
-        array, _divisible("an activation", spec, array.shape, mesh.shape)
-    )
-
-
-def _without(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """`spec`, with nothing split over `axis`."""
-    return PartitionSpec(
-        *(
-            tuple(name for name in entry if name != axis)
-            if isinstance(entry, tuple)
-            else None
-            if entry == axis
-            else entry
-            for entry in spec
-        )
-    )
-
-
-def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
-    """`layer` of `rows` [batch, ...], computed by every device for its own rows, its parameters
-    whole everywhere; where `placed` changes nothing, `layer(rows)`.
-
-    For what XLA cannot divide: of a depthwise convolution whose rows are split over data, and
-    which devices along tensor repeat, it adds the repetitions to the gradient of the kernel.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not _is_ours(mesh) or mesh.manual_axes:
-        return layer(rows)  # type: ignore[operator]  a layer
-    structure, params = nnx.split(layer)
-
-    def apply(params: nnx.State, rows: jax.Array) -> jax.Array:
-        return nnx.merge(structure, params)(rows)
-
-    split = PartitionSpec(BATCH_AXES)
-    specs = (PartitionSpec(), split)
-    return jax.shard_map(apply, in_specs=specs, out_specs=split)(params, rows)
-
-
-def _is_ours(mesh: jax.sharding.AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a layout, and leaves all, or all but data, to the compiler."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if kinds.get(DATA) == AxisType.Manual:
-        kinds[DATA] = AxisType.Auto
-    return all(kinds.get(axis) == AxisType.Auto for axis in AXES)
-
-
-def placed_by_row(activations: jax.Array) -> jax.Array:
-    """`activations` [batch, ...], rows divided over the axes that divide the batch; the other
-    dimensions as the compiler sees fit."""
-    rest = (PartitionSpec.UNCONSTRAINED,) * (activations.ndim - 1)
-    return placed(activations, PartitionSpec(BATCH_AXES, *rest))
-
-
 def parameter_path(path: tuple[Any, ...]) -> str:
     """The "/"-joined name of a leaf, from its path in a JAX tree."""
     return keystr(path, simple=True, separator="/")
@@ -155,39 +86,10 @@ def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[s
         name = parameter_path(path)
         for pattern, rule in rules:
             if re.search(pattern, name):
-                return _divisible(name, rule, leaf.shape, axis_sizes)
+                return divisible(name, rule, leaf.shape, axis_sizes)
         return PartitionSpec()
 
     return tree_map_with_path(spec, params_shapes)
-
-
-def _divisible(
-    name: str, rule: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
-) -> PartitionSpec:
-    """`rule`, without the axes that do not divide their dimension: of several, the minor first."""
-    if len(rule) > len(shape):
-        accepted = f"the parameter has {len(shape)} dimensions, its partition rule {len(rule)}"
-        raise ConfigError(refusal(name, shape, accepted))
-    kept = []
-    for size, axes in zip(shape, rule, strict=False):
-        names = _axis_names(axes)
-        for axis in names:
-            if axis not in axis_sizes:
-                raise ConfigError(unknown_name(f"partition rule of {name}", axis, axis_sizes))
-        while size % math.prod(axis_sizes[axis] for axis in names):
-            names = names[:-1]
-        if names == _axis_names(axes):
-            kept.append(axes)  # also None, and "as the compiler sees fit"
-        else:
-            kept.append(names or None)
-    return PartitionSpec(*kept)
-
-
-def _axis_names(entry: Any) -> tuple[str, ...]:
-    """The axes in one entry of a `PartitionSpec`."""
-    if isinstance(entry, str):
-        return (entry,)
-    return entry if isinstance(entry, tuple) else ()
 
 
 def import_network(path: str) -> type[Network]:

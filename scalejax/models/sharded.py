@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalejax.layout import FSDP
-from scalejax.models.network import placed
+from scalejax.layout import FSDP, TENSOR
+from scalejax.models.placement import axis_size, is_data_manual, placed
 
 
 def _brought(parameter: jax.Array, kept: PartitionSpec) -> jax.Array:
@@ -69,7 +69,30 @@ def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.
         indices: of any shape; those beyond the table mean its last row.
         used: how the gathered table is split.
     """
+    if is_data_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
+        return _looked_up_by_part(table, indices)
     return jnp.take(_summed(table, used), indices, axis=0, mode="clip")
+
+
+def _looked_up_by_part(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Every device along tensor looks up what its part of the table holds, and all add up.
+
+    It is what the compiler makes of a lookup too; beside a data axis of our own and two others
+    its partitioner aborts (XLA's spmd_partitioner_util.cc:497, jax 0.10.2).
+    """
+
+    def part(table: jax.Array, indices: jax.Array) -> jax.Array:
+        rows = table.shape[0]
+        place = jnp.minimum(indices, rows * jax.lax.axis_size(TENSOR) - 1)
+        place -= rows * jax.lax.axis_index(TENSOR)
+        is_here = (place >= 0) & (place < rows)
+        found = jnp.take(table, jnp.where(is_here, place, 0), axis=0)
+        return jax.lax.psum(jnp.where(is_here[..., None], found, 0), TENSOR)
+
+    specs = (PartitionSpec(TENSOR, None), PartitionSpec())
+    return jax.shard_map(
+        part, in_specs=specs, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False
+    )(table, indices)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

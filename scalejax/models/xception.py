@@ -13,8 +13,9 @@ from scalejax.models.convolution import (
     classifier,
     max_pool,
 )
-from scalejax.models.network import Network, PartitionRules, per_device, placed_by_row
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
+from scalejax.models.placement import per_device, placed_by_row
 
 STEM = (32, 64)
 """Channels of the two whole convolutions at the entry."""

@@ -39,7 +39,7 @@ from scalejax.models import (
     param_specs,
     parameter_path,
 )
-from scalejax.models.network import placed_by_row
+from scalejax.models.placement import placed_by_row
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
 TOKENS = facts(SyntheticTokensConfig(tokens=8, vocabulary=32))

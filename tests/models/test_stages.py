@@ -1,0 +1,100 @@
+"""Promises of pipeline stages: the same function, in so many ticks, each stage with its blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalejax.config import RunConfig, resolve
+from scalejax.documents import build
+from scalejax.layout import PIPELINE, Layout
+from scalejax.mesh import build_mesh
+from scalejax.models.placement import Arrangement, arranged, arrangement
+from scalejax.models.stages import through_stages
+from scalejax.step import build_step
+
+LAYERS, ROWS, TOKENS, WIDTH = 12, 12, 2, 3
+
+
+def blocks(factors: jax.Array, x_BSD: jax.Array) -> jax.Array:
+    """Each block bends what it is given, so that the order of blocks matters."""
+    return jax.lax.scan(lambda x, factor: (jnp.sin(factor * x) + x, None), x_BSD, factors)[0]
+
+
+FACTORS = jnp.linspace(0.5, 1.5, LAYERS)
+ACTIVATIONS = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, TOKENS, WIDTH)), jnp.float32)
+
+
+def staged(stages: int, chunks: int, microbatches: int):
+    """The function through stages, on a mesh of so many devices."""
+    mesh = build_mesh(Layout(pipeline=stages))
+    arrangement = Arrangement(microbatches=microbatches, chunks=chunks)
+
+    def function(factors, x_BSD):
+        with arranged(mesh.abstract_mesh, arrangement):
+            return through_stages(blocks, factors, x_BSD, stages)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches"),
+    [(2, 1, 1), (3, 1, 4), (4, 1, 6), (2, 3, 2), (3, 2, 6), (4, 3, 12)],
+)
+def test_stages_compute_what_blocks_in_a_row_do(stages, chunks, microbatches):
+    """Values and gradients, whether or not microbatches fill the pipeline."""
+    function = staged(stages, chunks, microbatches)
+
+    def total(of):
+        return jax.value_and_grad(lambda f, x: jnp.sum(of(f, x) ** 2), argnums=(0, 1))
+
+    ours = jax.jit(total(function))(FACTORS, ACTIVATIONS)
+    expected = total(blocks)(FACTORS, ACTIVATIONS)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), ours, expected)
+
+
+@pytest.mark.parametrize(("chunks", "microbatches", "ticks"), [(1, 6, 6 + 2), (2, 6, 12 + 2)])
+def test_a_pipeline_takes_a_tick_per_microbatch_and_chunk_and_the_bubble(
+    chunks, microbatches, ticks
+):
+    """Three stages stand still for two ticks, of a whole stage or of half of one."""
+    jaxpr = jax.make_jaxpr(staged(3, chunks, microbatches))(FACTORS, ACTIVATIONS)
+    scans = [each for each in jaxpr.eqns if each.primitive.name == "scan"]
+
+    assert [scan.params["length"] for scan in scans] == [ticks]
+
+
+def test_a_stage_holds_its_own_blocks_alone(run_of_gpt):
+    """Parameters and Adam's moments of the blocks are divided by the stages, embeddings not."""
+    step, stages = run_of_gpt
+    for tree in (step.state.params, step.state.opt_state):
+        paths = jax.tree_util.tree_leaves_with_path(tree)
+        of_blocks = [leaf for path, leaf in paths if "blocks" in jax.tree_util.keystr(path)]
+        assert of_blocks
+        for leaf in of_blocks:
+            assert leaf.sharding.shard_shape(leaf.shape)[0] == leaf.shape[0] // stages
+            assert PIPELINE in leaf.sharding.spec
+
+
+@pytest.fixture(scope="module")
+def run_of_gpt():
+    """The step of a transformer of four blocks in two stages."""
+    tables = {
+        "model": {"name": "gpt", "layers": 4, "hidden": 16, "heads": 2},
+        "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16},
+        "batch": {"global_batch": 8, "microbatches": 2},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "layout": {"data": 1, "pipeline": 2},
+    }
+    run = resolve(build(RunConfig, tables))
+    return build_step(run, build_mesh(run.layout)), 2
+
+
+def test_an_arrangement_ends_with_its_context():
+    """Networks that are built afterwards know nothing of it."""
+    with arranged(build_mesh(Layout()).abstract_mesh, Arrangement(chunks=2)):
+        assert arrangement().chunks == 2
+
+    assert arrangement() == Arrangement()

@@ -29,7 +29,7 @@ from scalejax.errors import ConfigError, DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.hardware.calibrated import FARTHEST
 from scalejax.layout import AXES, BATCH_AXES
-from scalejax.program import Program
+from scalejax.program import Program, without_bubble
 from scalejax.units import TFLOP
 
 Scaling = Literal["weak", "strong"]
@@ -140,7 +140,7 @@ def predict(
     """
     _require_devices(program, cluster)
     cluster = as_used(cluster, program)
-    costs = what_if(program)
+    costs, working = what_if(program), what_if(without_bubble(program))
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
         times = costs.timeline(cluster, scales)
@@ -185,7 +185,7 @@ def predict(
         peak_memory_bytes=memory.peak_bytes,
         memory_bytes=memory.memory_bytes,
         fits=memory.fits,
-        waterfall=_waterfall(times, conditions, losses),
+        waterfall=_waterfall(times, working.timeline(cluster, NOMINAL), conditions, losses),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
         notes=_notes(program, cluster, matmul_type, has_band=spread is not None),
@@ -274,23 +274,31 @@ def _run_seconds(epoch_seconds: float | None, epochs: int | None, losses: RunTer
 
 
 def _waterfall(
-    times: Timeline, conditions: StepTerms, losses: RunTerms
+    times: Timeline, working: Timeline, conditions: StepTerms, losses: RunTerms
 ) -> tuple[tuple[str, float | None], ...]:
-    """The terms in the order in which they were added; those that a chip lacks stay out."""
+    """The terms in the order in which they were added; those that a chip lacks stay out.
+
+    Args:
+        times: of the step.
+        working: of the same step if no stage of a pipeline were ever idle.
+        conditions: what comes on top of a step.
+        losses: what comes on top of the steps of a run.
+    """
     exchanges = tuple(
-        (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in times.exposed
+        (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in working.exposed
     )
     optional = (
-        ("contention", times.contention_seconds),
-        ("host", times.host_seconds),
-        ("overhead", times.overhead_seconds),
+        ("contention", working.contention_seconds),
+        ("host", working.host_seconds),
+        ("overhead", working.overhead_seconds),
+        ("bubble", times.step_seconds - working.step_seconds),
     )
     of_step = (conditions.stragglers_seconds, conditions.input_seconds)
     of_run = (losses.checkpoints_seconds, losses.failures_seconds)
     return (
-        ("compute", times.compute_seconds),
-        ("memory", times.memory_seconds),
-        ("launch", times.launch_seconds),
+        ("compute", working.compute_seconds),
+        ("memory", working.memory_seconds),
+        ("launch", working.launch_seconds),
         *exchanges,
         *((name, seconds) for name, seconds in optional if seconds),
         *zip(STEP_CONDITIONS, of_step, strict=True),

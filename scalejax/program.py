@@ -10,7 +10,7 @@ on another, and the two meet at starts and waits.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 CollectiveName = Literal[
@@ -189,6 +189,46 @@ class Program:
             for operation, times in self.walk()
             if operation.collective is not None and operation.collective.name == name
         )
+
+
+BUBBLE = ".bubble"
+"""Ends the names of loops in which a stage of a pipeline has no microbatch to work on."""
+
+
+def with_bubble(
+    operations: tuple[Operation | Loop, ...], *, ticks: int, idle_ticks: int
+) -> tuple[Operation | Loop, ...]:
+    """The schedule of a pipeline, with the trips of its loop in which a stage is idle told apart.
+
+    Args:
+        operations: of a program.
+        ticks: trips of the loop over microbatches.
+        idle_ticks: those of them in which a stage computes what nobody uses.
+    """
+
+    def told_apart(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
+        if not isinstance(item, Loop) or item.trip_count != ticks:
+            return (item,)
+        working = replace(item, trip_count=ticks - idle_ticks)
+        body = tuple(repeated(each, BUBBLE) for each in item.body)
+        return working, Loop(name=item.name + BUBBLE, trip_count=idle_ticks, body=body)
+
+    return tuple(each for item in operations for each in told_apart(item))
+
+
+def without_bubble(program: Program) -> Program:
+    """`program` of a pipeline whose stages always have work; of others, `program` itself."""
+    kept = tuple(item for item in program.operations if not item.name.endswith(BUBBLE))
+    return program if len(kept) == len(program.operations) else replace(program, operations=kept)
+
+
+def repeated(item: Operation | Loop, suffix: str) -> Operation | Loop:
+    """`item` once more: names are unique in a program."""
+    name = item.name + suffix
+    if isinstance(item, Loop):
+        return replace(item, name=name, body=tuple(repeated(each, suffix) for each in item.body))
+    waits_for = item.waits_for and item.waits_for + suffix
+    return replace(item, name=name, waits_for=waits_for)
 
 
 def _walk(operations: tuple[Operation | Loop, ...], times: int) -> Iterator[tuple[Operation, int]]:

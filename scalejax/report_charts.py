@@ -30,6 +30,7 @@ _PART_COLORS = {
     "contention": PALETTE[5],
     "host": PALETTE[7],
     "overhead": "#8c6d46",
+    "bubble": "#4d6b53",
     "stragglers": PALETTE[6],
     "input": "#5560c8",
     "checkpoints": "#93a84f",

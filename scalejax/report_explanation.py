@@ -25,6 +25,7 @@ _MEANINGS = {
     "contention": "compute slowed by exchanges beside it",
     "host": "devices waiting for the host to set off operations",
     "overhead": "time of the step that is in none of its operations",
+    "bubble": "stages of a pipeline that have no microbatch to work on",
     "stragglers": "waiting for the slowest device",
     "input": "waiting for data",
     "checkpoints": "on top of each step: writing checkpoints",
@@ -38,6 +39,7 @@ _KINDS = {
     "host": ("the chip", 1),
     "overhead": ("the chip", 1),
     "contention": ("communication", 3),
+    "bubble": ("communication", 3),
 }
 _OTHER = ("the site", 4)
 

@@ -294,13 +294,13 @@ def _reduced_once(
 
     Once, and not once for each microbatch as the compiler would; and to where each device needs
     them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
-    so must sum those of every microbatch. All is left to the compiler with BatchNorm, whose
-    statistics are over all devices.
+    so must sum those of every microbatch. Left to the compiler are a single microbatch, whose
+    sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
     """
     run = recipe.run
     zero_stage = run.config.layout.zero_stage
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
-    if is_compilers or (run.split.microbatches == 1 and not zero_stage):
+    if is_compilers or (run.split.microbatches == 1 and zero_stage < 2):
         return _gradients(recipe, bn, params, model_state, batch)
     parts = data_parts(recipe, mesh)
 

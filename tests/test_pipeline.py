@@ -7,7 +7,8 @@ from program_cases import PAPER, matmul, program_of
 
 from scalejax.cost import Pipeline, pipelined, timeline
 from scalejax.errors import ConfigError
-from scalejax.program import Loop, Program
+from scalejax.predict import predict
+from scalejax.program import Loop, Program, with_bubble, without_bubble
 
 
 def stage() -> Program:
@@ -80,3 +81,26 @@ def test_a_pipeline_of_nothing_is_refused(changed):
     """At least two stages, a chunk, a microbatch."""
     with pytest.raises(ConfigError, match=next(iter(changed))):
         pipeline(**changed)
+
+
+def test_bubble_is_a_term_of_its_own():
+    """3 trips of 9 ms; the terms still add up to the step, and stages without one have none."""
+    program = pipelined(stage(), pipeline())
+    terms = dict(predict(program, PAPER).waterfall)
+    working = dict(predict(without_bubble(program), PAPER).waterfall)
+
+    assert terms["bubble"] == pytest.approx(27e-3, rel=1e-3)
+    assert {name: terms[name] for name in working} == working
+    assert "bubble" not in working
+
+
+def test_ticks_without_work_are_told_apart():
+    """Of 11 ticks of a compiled pipeline, 3 are idle: the same step in other words."""
+    ticks = Loop(name="ticks", trip_count=11, body=(matmul("product", 4),))
+    whole = program_of(ticks, matmul("update", 1))
+    told = replace(whole, operations=with_bubble(whole.operations, ticks=11, idle_ticks=3))
+
+    times = timeline(told, PAPER).step_seconds
+    assert times == pytest.approx(timeline(whole, PAPER).step_seconds)
+    assert times - timeline(without_bubble(told), PAPER).step_seconds == pytest.approx(12e-3)
+    assert without_bubble(whole) is whole

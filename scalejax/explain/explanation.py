@@ -9,7 +9,7 @@ from scalejax.explain.unexpected import UnexpectedCollective, unexpected_collect
 from scalejax.explain.words import in_words
 from scalejax.hardware import Cluster
 from scalejax.predict import RUN_CONDITIONS, predict
-from scalejax.program import Program
+from scalejax.program import Program, without_bubble
 
 MOST_OPERATIONS = 10
 """Costliest operations that an explanation names, unless told otherwise."""
@@ -112,7 +112,7 @@ def explain(
         DoesNotFit: if the mesh has more devices than the cluster.
     """
     prediction = predict(program, cluster)
-    device = device_terms(program, cluster)
+    device = device_terms(without_bubble(program), cluster)
     rest = [entry for entry in prediction.waterfall if entry[0] not in _DEVICE_TERMS]
     every = charges(program, cluster)
     costliest = sorted(every, key=lambda charge: -charge.step_seconds)[:most_operations]

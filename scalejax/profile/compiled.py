@@ -13,7 +13,7 @@ from scalejax.errors import ProfileError
 from scalejax.profile.hlo import parse_module
 from scalejax.profile.reader import read_program
 from scalejax.profile.workspace import convolution_workspace_bytes
-from scalejax.program import Loop, MemoryUse, Operation, Program
+from scalejax.program import Loop, MemoryUse, Operation, Program, with_bubble
 
 if TYPE_CHECKING:
     import jax
@@ -49,6 +49,10 @@ def read_step(
         model_flop=3 * forward_flop(function, *arguments),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
+    if (idle_ticks := run.layout.pipeline - 1) > 0:
+        ticks = run.split.microbatches * run.config.layout.pipeline_chunks + idle_ticks
+        operations = with_bubble(program.operations, ticks=ticks, idle_ticks=idle_ticks)
+        program = replace(program, operations=operations)
     if program.backend == "cpu" and run.config.model.compute_dtype == "bfloat16":
         return replace(program, operations=tuple(map(_in_bf16, program.operations)))
     return program

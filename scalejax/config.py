@@ -16,11 +16,15 @@ from scalejax.errors import ConfigError, refusal, require_multiple
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
 from scalejax.model_config import (
     BertConfig,
+    CausalConfig,
     CustomConfig,
     GptConfig,
     ImageNetworkConfig,
+    LlamaConfig,
     ModelConfig,
+    VitConfig,
 )
+from scalejax.presets import with_preset
 from scalejax.training_config import (
     BatchConfig,
     LayoutConfig,
@@ -57,13 +61,24 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
-        if isinstance(self.model, GptConfig):
-            require_multiple("model.heads", self.model.heads, self.layout.tensor, "layout.tensor")
-        if isinstance(self.model, BertConfig):
-            _, _, heads = self.model.size
-            require_multiple("model.heads", heads, self.layout.tensor, "layout.tensor")
+        for name, count in _divided_heads(self.model):
+            require_multiple(f"model.{name}", count, self.layout.tensor, "layout.tensor")
         _require_fitting_data(self.model, self.data)
         _require_divisible_blocks(self)
+
+
+def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
+    """The fields of `model` that count heads, which the tensor axis divides, and their values."""
+    match model:
+        case GptConfig() | VitConfig():
+            return [("heads", model.heads)]
+        case LlamaConfig():
+            return [("heads", model.heads), ("kv_heads", model.kv_heads)]
+        case BertConfig():
+            _, _, heads = model.size
+            return [("heads", heads)]
+        case _:
+            return []
 
 
 def _require_divisible_blocks(config: RunConfig) -> None:
@@ -73,11 +88,13 @@ def _require_divisible_blocks(config: RunConfig) -> None:
         ConfigError: naming the axis, and the nearest that divides.
     """
     model, layout = config.model, config.layout
-    if not isinstance(model, GptConfig):
+    if not isinstance(model, CausalConfig):
         used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
         used += ["sequence_parallel"] if layout.sequence_parallel else []
         for name in used:
-            accepted = f"it splits transformers with stacked blocks (gpt), not {model.name!r}"
+            accepted = (
+                f"it splits transformers with stacked blocks (gpt, llama), not {model.name!r}"
+            )
             raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
         return
     if layout.context > 1 and model.attention == "fused":
@@ -104,8 +121,14 @@ def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
     match model:
         case CustomConfig():
             return
-        case GptConfig():
+        case GptConfig() | LlamaConfig():
             wants = "text"
+        case VitConfig():
+            wants = "images"
+            if not dataset.is_text:
+                for side in dataset.input_shape[:2]:
+                    require_multiple("data.image_size", side, model.patch, "model.patch")
+                return
         case BertConfig():
             wants = "text with hidden words"
             if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
@@ -203,6 +226,8 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
 def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config in a `run.toml`, with fields replaced.
 
+    `model.name` may be that of a published size (`scalejax.presets`).
+
     Args:
         path: the file.
         overrides: values by dotted field name, such as {"train.epochs": 3}. One of
@@ -217,7 +242,7 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
         replaced = dict.fromkeys(_BATCHES) | replaced
     for name, value in replaced.items():
         _replace(tables, name.split("."), value)
-    return build(RunConfig, tables)
+    return _built(tables)
 
 
 def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunConfig:
@@ -230,7 +255,12 @@ def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunCon
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
     for name, value in overrides.items():
         _replace(tables, name.split("."), value)
-    return build(RunConfig, tables)
+    return _built(tables)
+
+
+def _built(tables: dict[str, JsonValue]) -> RunConfig:
+    """The config in `tables`, whose model may be named as it was published."""
+    return build(RunConfig, with_preset(tables))
 
 
 def parse_value(text: str) -> JsonValue:

@@ -5,7 +5,7 @@ Kept apart from `models/` so that reading a config, or a cached program, needs n
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
@@ -16,6 +16,12 @@ ComputeType = Literal["bfloat16", "float32"]
 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
+
+Remat = Literal["none", "selective", "full"]
+"""What the backward pass of a transformer computes again instead of keeping it. selective: of
+attention, scores, softmax and mixing, which take most memory for least work (Korthikanti et al.
+2022, arXiv 2205.05198, section 5; fused attention does so in any case). full: each block, all but
+its input."""
 
 OptionValue = bool | int | float | str
 """What an option of a user's own model may hold."""
@@ -93,7 +99,11 @@ class ImageNetworkConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptConfig:
-    """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2)."""
+    """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
+
+    Published sizes have names, which stand for this one and its fields: `name = "gpt3-175b"`,
+    and any of the fields beside it (`scalejax.presets`).
+    """
 
     name: Literal["gpt"] = "gpt"
     """Selects this network."""
@@ -103,8 +113,13 @@ class GptConfig:
     """Width of the residual stream."""
     heads: int = 4
     """Attention heads; must divide `hidden`."""
-    remat: Literal["none", "full"] = "none"
-    """Whether the backward pass computes each block again instead of keeping its activations."""
+    ffn_hidden: int | None = None
+    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    tied_embeddings: bool = True
+    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
     attention: AttentionKind = "auto"
     """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, bfloat16).
     unfused: products and softmax apart. auto: fused where the device has it."""
@@ -114,7 +129,95 @@ class GptConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
             require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_at_least("model.ffn_hidden", self.inner_width, 1)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
+
+    @property
+    def inner_width(self) -> int:
+        """Width between the two linear layers of a block."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
+    no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
+
+    Published sizes have names: `name = "llama3-8b"` (`scalejax.presets`).
+    """
+
+    name: Literal["llama"] = "llama"
+    """Selects this network."""
+    layers: int = 4
+    """Transformer blocks, scanned."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Heads of queries; must divide `hidden`, into an even number."""
+    kv_heads: int = 2
+    """Heads of keys and values, each for `heads / kv_heads` of queries."""
+    ffn_hidden: int = 352
+    """Width between the linear layers of a block, of which two lead there and one back."""
+    rope_theta: float = 500_000.0
+    """Base of the angles by which places turn queries and keys (Llama 3: 500,000)."""
+    norm_epsilon: float = 1e-5
+    """Added to a mean square before its root."""
+    tied_embeddings: bool = False
+    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    attention: AttentionKind = "auto"
+    """As of gpt: fused, unfused, or fused where the device has it."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_above("model.rope_theta", self.rope_theta, 0)
+        require_above("model.norm_epsilon", self.norm_epsilon, 0)
+        # A place turns numbers of a head in pairs.
+        require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
+        require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig:
+    """A bidirectional transformer over the patches of an image, with a class token (Dosovitskiy
+    et al. 2020, arXiv 2010.11929); the defaults are its ViT-B/16.
+
+    Published sizes have names: `name = "vit-l/16"` (`scalejax.presets`).
+    """
+
+    name: Literal["vit"] = "vit"
+    """Selects this network."""
+    patch: int = 16
+    """Pixels along a side of a patch; must divide those of the image."""
+    layers: int = 12
+    """Transformer blocks, scanned."""
+    hidden: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Attention heads; must divide `hidden`."""
+    ffn_hidden: int | None = None
+    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "layers", "hidden", "heads"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_at_least("model.ffn_hidden", self.inner_width, 1)
+        require_multiple("model.hidden", self.hidden, self.heads, "heads")
+
+    @property
+    def inner_width(self) -> int:
+        """Width between the two linear layers of a block."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +234,9 @@ class BertConfig:
     """Attention heads, a divisor of the width; left out: as published."""
     max_tokens: int = 512
     """Places that have an embedding: the longest example."""
-    remat: Literal["none", "full"] = "none"
-    """Whether the backward pass computes each block again instead of keeping its activations."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
@@ -179,8 +283,20 @@ ModelConfig = Annotated[
     | ResNetConfig
     | ImageNetworkConfig
     | GptConfig
+    | LlamaConfig
     | BertConfig
+    | VitConfig
     | CustomConfig,
     Field(discriminator="name"),
 ]
 """One of the networks, told apart by `name`."""
+
+NETWORK_NAMES: frozenset[str] = frozenset(
+    name
+    for config in get_args(get_args(ModelConfig)[0])
+    for name in get_args(get_type_hints(config)["name"])
+)
+"""Every `name` of a network."""
+
+CausalConfig = GptConfig | LlamaConfig
+"""The transformers that learn the next token, their blocks stacked."""

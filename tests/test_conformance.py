@@ -60,6 +60,14 @@ ZOO = {
         },
         "data": "masked",
     },
+    "llama": {
+        "model": {"name": "llama", "layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4},
+        "data": "tokens",
+    },
+    "vit": {
+        "model": {"name": "vit", "patch": 4, "layers": 2, "hidden": 32, "heads": 4},
+        "data": "16 px",
+    },
 }
 """The networks that take long to compile: one optimizer each, and most rows slow."""
 DATA = {
@@ -269,7 +277,13 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(layout):
 
 def zoo_table() -> list[Any]:
     """Rows of every network of the zoo and every layout; those that take seconds by default."""
-    quick = {("alexnet", "data=2 x fsdp=4"), ("bert_base", "data=2 x tensor=4")}
+    quick = {
+        ("alexnet", "data=2 x fsdp=4"),
+        ("bert_base", "data=2 x tensor=4"),
+        ("llama", "fsdp=8"),
+        ("llama", "data=2 x tensor=4"),
+        ("vit", "data=8"),
+    }
     return [
         pytest.param(*row, marks=[] if row in quick else [pytest.mark.slow])
         for row in itertools.product(ZOO, LAYOUTS)
@@ -284,7 +298,7 @@ def test_a_layout_trains_a_published_network_as_one_device_does(model, layout):
     The 40 BatchNorms of Xception, one after the other, carry rounding further: its parameters
     may differ by ten times as much, which is still twenty times less than one update changes.
     """
-    optimizer = "adamw" if model.startswith("bert") else "sgd"
+    optimizer = "adamw" if model in ("bert_base", "bert_large", "llama", "vit") else "sgd"
     run = run_of(model, optimizer, LAYOUTS[layout])
 
     rtol = 10 * RTOL if model == "xception" else RTOL
@@ -388,11 +402,12 @@ def test_microbatches_change_nothing_but_rounding(model, mode):
     "layout",
     [{"data": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 2}],
 )
-def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(layout):
+@pytest.mark.parametrize("model", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(model, layout):
     """Gradients are summed over data once, of parts that other axes split further."""
-    run = run_of("gpt", "sgd", layout, microbatches=4)
+    run = run_of(model, "sgd", layout, microbatches=4)
 
-    assert_same(trained(run), on_one_device("gpt", "sgd", None, 1))
+    assert_same(trained(run), on_one_device(model, "sgd", None, 1))
 
 
 def test_gradients_of_microbatches_cross_the_data_axis_once():

@@ -29,6 +29,7 @@ ARITHMETIC = {
     "model_config": 2,
     "data_config": 2,
     "training_config": 2,
+    "presets": 3,
     "cost": 3,
     "predict": 4,
     "trace_export": 4,

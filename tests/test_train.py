@@ -390,3 +390,50 @@ def test_plain_lines_tell_the_same_story(finished, capsys):
     ending = r"completed: 18 steps in [^;]+; median step [\d.]+ \w+, predicted [\d.]+ \w+"
     assert re.fullmatch(ending, lines[-1])
     assert RunRecord.load(record.folder.path).status == "completed"
+
+
+LLAMA = """
+[model]
+name = "llama3-8b"
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+ffn_hidden = 48
+remat = "selective"
+
+[data]
+name = "synthetic_tokens"
+tokens = 8
+vocabulary = 32
+train_examples = 64
+test_examples = 8
+
+[batch]
+global_batch = 16
+
+[optimizer]
+name = "adamw"
+
+[schedule]
+base_learning_rate = 0.01
+
+[train]
+epochs = 1
+
+[layout]
+tensor = 2
+"""
+
+
+def test_a_small_llama_trains_and_goes_on(tmp_path):
+    """Named as published, split over tensor; its stacked blocks survive a checkpoint."""
+    (tmp_path / "run.toml").write_text(LLAMA)
+    config, longer = (load_config(tmp_path / "run.toml", {"train.epochs": n}) for n in (1, 2))
+    train(config, tmp_path / "run", device_count=2, reporter=Silent())
+
+    record = train(longer, tmp_path / "run", device_count=2, resume=True, reporter=Silent())
+
+    statuses = [change.status for change in record.statuses]
+    assert statuses == ["started", "completed", "resumed", "completed"]
+    assert record.statuses[-1].step == 8

@@ -9,15 +9,18 @@ from scalejax.model_config import (
     CustomConfig,
     GptConfig,
     ImageNetworkConfig,
+    LlamaConfig,
     MlpConfig,
     ModelConfig,
     ResNetConfig,
+    VitConfig,
 )
 from scalejax.models.alexnet import AlexNet
 from scalejax.models.bert import Bert
 from scalejax.models.cnn import Cnn
 from scalejax.models.gpt import Gpt
 from scalejax.models.inception import Inception
+from scalejax.models.llama import Llama
 from scalejax.models.mlp import Mlp
 from scalejax.models.network import (
     Network,
@@ -30,6 +33,7 @@ from scalejax.models.network import (
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.resnet import ResNet
 from scalejax.models.vgg import Vgg
+from scalejax.models.vit import Vit
 from scalejax.models.xception import Xception
 
 __all__ = [
@@ -69,8 +73,12 @@ def network_class(model: ModelConfig) -> type[Network]:
             return IMAGE_NETWORKS[model.name]
         case GptConfig():
             return Gpt
+        case LlamaConfig():
+            return Llama
         case BertConfig():
             return Bert
+        case VitConfig():
+            return Vit
         case CustomConfig():
             return import_network(model.path)
 
@@ -94,7 +102,11 @@ def build_network(
             return IMAGE_NETWORKS[model.name](model, dataset, bn=bn, rngs=rngs)
         case GptConfig():
             return Gpt(model, dataset, rngs=rngs)
+        case LlamaConfig():
+            return Llama(model, dataset, rngs=rngs)
         case BertConfig():
             return Bert(model, dataset, rngs=rngs)
+        case VitConfig():
+            return Vit(model, dataset, rngs=rngs)
         case CustomConfig():
             return build_custom(model, dataset, bn=bn, rngs=rngs)

@@ -1,10 +1,11 @@
-"""Causal attention, fused into one kernel where the device has it, and which one a run takes.
+"""Attention, fused into one kernel where the device has it, and which one a run takes.
 
 Fused is cuDNN's: the scores [B, H, S, S] are never written to memory, neither forward nor
 backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused is the reference: products
 and softmax apart, on any device and in any type.
 
-Shapes: B batch, S tokens that look, T tokens looked at, H heads, K size of a head.
+Shapes: B batch, S tokens that look, T tokens looked at, H heads, G heads of keys and values,
+R heads of queries for each of those, K size of a head.
 """
 
 from dataclasses import replace
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA, FSDP, TENSOR
-from scalejax.model_config import AttentionKind, GptConfig, ModelConfig
+from scalejax.model_config import AttentionKind, CausalConfig, ModelConfig, Remat
 from scalejax.models.placement import is_data_manual, placed_keys
 
 FUSED_CAPABILITY = (8, 0)
@@ -39,7 +40,7 @@ def settled(model: ModelConfig, device: Any | None) -> ModelConfig:
     Raises:
         ConfigError: if fused attention is asked for by name and the device does not have it.
     """
-    if not isinstance(model, GptConfig) or model.attention == "unfused":
+    if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return model
     lacks = _missing(model, device) if device is not None else None
     if device is not None and lacks is None:
@@ -50,7 +51,7 @@ def settled(model: ModelConfig, device: Any | None) -> ModelConfig:
     return replace(model, attention="unfused")
 
 
-def _missing(model: GptConfig, device: Any) -> str | None:
+def _missing(model: CausalConfig, device: Any) -> str | None:
     """What keeps `model` from fused attention on `device`; None if nothing."""
     capability = _capability(device)
     if capability is None or capability < FUSED_CAPABILITY:
@@ -75,37 +76,75 @@ def _capability(device: Any) -> tuple[int, int] | None:
 
 def causal_attention(
     q_BSHK: jax.Array,
-    k_BSHK: jax.Array,
-    v_BSHK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
     kind: AttentionKind,
+    *,
+    remat: Remat = "none",
 ) -> jax.Array:
     """What every token takes from itself and those before it, [B, S, H, K].
 
     The softmax is in float32 either way; unfused, scores are rounded to their type before it.
     "auto" that nobody has settled is unfused. Over the context axis, queries stay where they are
     and keys and values of all tokens are gathered.
+
+    Args:
+        q_BSHK: queries.
+        k_BSGK: keys, for each of which there are as many queries: H is a multiple of G.
+        v_BSGK: values.
+        kind: one kernel, or products and softmax apart.
+        remat: "selective" keeps queries, keys and values alone for the backward pass.
     """
-    k_BSHK, v_BSHK = placed_keys(k_BSHK), placed_keys(v_BSHK)
-    if kind == "fused":
-        return _fused(q_BSHK, k_BSHK, v_BSHK)
+    k_BSGK, v_BSGK = placed_keys(k_BSGK), placed_keys(v_BSGK)
+    if kind == "fused":  # keeps no more than that in any case
+        return _fused(q_BSHK, k_BSGK, v_BSGK)
+    unfused = _unfused if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
+    if remat == "selective":
+        unfused = jax.checkpoint(unfused, prevent_cse=False)  # a scan already prevents it
+    return unfused(q_BSHK, k_BSGK, v_BSGK)
+
+
+def full_attention(
+    q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, *, remat: Remat
+) -> jax.Array:
+    """What every token takes from all of them, [B, S, H, K]; `remat` as for `causal_attention`."""
+    attend = jax.nn.dot_product_attention
+    if remat == "selective":
+        attend = jax.checkpoint(attend, prevent_cse=False)
+    return attend(q_BSHK, k_BSHK, v_BSHK)
+
+
+def _unfused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
     scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK)
     shares_BHST = _shares(scores_BHST, q_BSHK.shape[-1] ** -0.5)
     return jnp.einsum("bhst,bthk->bshk", shares_BHST, v_BSHK)
 
 
-def _fused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:
+def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
     """cuDNN's kernel; each device for its own rows and heads where it cannot be left to JAX.
 
     JAX's own partitioning of it does not expect a data axis that is `shard_map`'s.
     """
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     if not is_data_manual():
-        return attend(q_BSHK, k_BSHK, v_BSHK)
+        return attend(q_BSHK, k_BSGK, v_BSGK)
     others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
     split = PartitionSpec(FSDP, None, TENSOR, None)
     return jax.shard_map(
         attend, in_specs=split, out_specs=split, axis_names=others, check_vma=False
-    )(q_BSHK, k_BSHK, v_BSHK)
+    )(q_BSHK, k_BSGK, v_BSGK)
+
+
+def _grouped(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+    """Several heads of queries for each of keys and values, of which no copies are made."""
+    batch, tokens, heads, size = q_BSHK.shape
+    groups = k_BSGK.shape[2]
+    q_BSGRK = q_BSHK.reshape(batch, tokens, groups, heads // groups, size)
+    scores_BGRST = jnp.einsum("bsgrk,btgk->bgrst", q_BSGRK, k_BSGK)
+    scores_BHST = scores_BGRST.reshape(batch, heads, *scores_BGRST.shape[3:])
+    shares_BHST = _shares(scores_BHST, size**-0.5)
+    shares_BGRST = shares_BHST.reshape(scores_BGRST.shape)
+    return jnp.einsum("bgrst,btgk->bsgrk", shares_BGRST, v_BSGK).reshape(q_BSHK.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

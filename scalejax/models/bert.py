@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import SEPARATOR_TOKEN, DatasetFacts
 from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import BertConfig
+from scalejax.model_config import BertConfig, Remat
+from scalejax.models.attention import full_attention
 from scalejax.models.network import Network, PartitionRules
+from scalejax.models.normalization import normalised
 from scalejax.models.placement import placed, placed_by_row
 
 INIT = nnx.initializers.truncated_normal(0.02)
@@ -30,6 +32,7 @@ class Attention(nnx.Module):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
         _, hidden, heads = config.size
+        self.remat: Remat = config.remat
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
         self.qkv = nnx.LinearGeneral(
             hidden, (3, heads, hidden // heads), dtype=dtype, kernel_init=INIT, rngs=rngs
@@ -46,7 +49,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from all of them, [B, S, D]."""
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
-        return self.projection(jax.nn.dot_product_attention(q_BSHK, k_BSHK, v_BSHK))
+        return self.projection(full_attention(q_BSHK, k_BSHK, v_BSHK, remat=self.remat))
 
 
 class Block(nnx.Module):
@@ -64,9 +67,9 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The tokens after this block, [B, S, D]."""
         summed_BSD = placed_by_row(x_BSD + self.attention(x_BSD))
-        x_BSD = _normalised(self.attention_norm, summed_BSD)
+        x_BSD = normalised(self.attention_norm, summed_BSD)
         summed_BSD = placed_by_row(x_BSD + self.down(_gelu(self.up(x_BSD))))
-        return _normalised(self.feed_forward_norm, summed_BSD)
+        return normalised(self.feed_forward_norm, summed_BSD)
 
 
 class MaskedWordHead(nnx.Module):
@@ -103,7 +106,7 @@ class Bert(Network):
 
     def __init__(self, config: BertConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
-        self.remat = config.remat
+        self.remat: Remat = config.remat
         layers, hidden, _ = config.size
 
         def embedding(entries: int) -> nnx.Embed:
@@ -172,16 +175,6 @@ def _gelu(x: jax.Array) -> jax.Array:
     """GELU by the error function, as BERT has it; its backward pass computes it again from `x`,
     for otherwise a scan would keep several intermediate results of the width of `x`."""
     return jax.nn.gelu(x, approximate=False)
-
-
-def _normalised(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
-    """`norm` of `x`, also computed again in the backward pass."""
-    structure, params = nnx.split(norm)
-
-    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
-        return nnx.merge(structure, params)(x)
-
-    return jax.checkpoint(apply, prevent_cse=False)(params, x)
 
 
 def _layer_norm(config: BertConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -5,19 +5,18 @@ Knows how activations pass from block to block; nothing of what a block does.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from scalejax.layout import PIPELINE
+from scalejax.model_config import Remat
 from scalejax.models.network import parameter_path
 from scalejax.models.placement import axis_size
 from scalejax.models.stages import through_stages
 
-Remat = Literal["none", "full"]
-"""Which activations of a block the backward pass computes again: none, or all but its input."""
 _Block = TypeVar("_Block", bound=nnx.Module)
 
 
@@ -37,7 +36,7 @@ def through_blocks(
         blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D].
         x_BSD: the residual stream before the first.
         dtype: in which matrices are multiplied.
-        remat: what the backward pass computes again.
+        remat: what the backward pass computes again; "selective" is the business of a block.
     """
     structure, stacked = nnx.split(blocks)
     # Before the scan: once, and not for every pass over a block; gradients of all blocks

@@ -13,17 +13,18 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
-from scalejax.model_config import AttentionKind, GptConfig
+from scalejax.model_config import AttentionKind, GptConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import Remat, stacked_blocks, through_blocks
+from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules
+from scalejax.models.normalization import normalised
 from scalejax.models.placement import (
     placed_between,
     placed_for_head,
     placed_for_layer,
     placed_residual,
 )
-from scalejax.models.sharded import gathered, looked_up, product
+from scalejax.models.sharded import gathered, linear, looked_up
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -45,7 +46,7 @@ class Attention(nnx.Module):
         dtype = jnp.dtype(config.compute_dtype)
         head_size = config.hidden // config.heads
         self.kind: AttentionKind = config.attention
-        self.is_recomputed = config.remat == "full"
+        self.remat: Remat = config.remat
         # Heads are a dimension of their own, so that the tensor axis divides them and no more.
         self.qkv = nnx.LinearGeneral(
             config.hidden,
@@ -64,28 +65,29 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
-        qkv_BSNHK = _linear(self.is_recomputed, self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD)
+        qkv_BSNHK = linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat)
         q_BSHK, k_BSHK, v_BSHK = map(placed_between, jnp.unstack(qkv_BSNHK, axis=2))
-        mixed_BSHK = placed_between(causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind))
+        mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
+        mixed_BSHK = placed_between(mixed_BSHK)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
-        return _linear(self.is_recomputed, self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD)
+        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers, four times as wide between, with GELU (the tanh form of GPT-2)."""
+    """Two linear layers, usually four times as wide between, with GELU (the tanh form of GPT-2)."""
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
-        self.is_recomputed = config.remat == "full"
+        self.remat: Remat = config.remat
         self.up = nnx.Linear(
             config.hidden,
-            4 * config.hidden,
+            config.inner_width,
             dtype=dtype,
             kernel_init=nnx.initializers.normal(INIT_STD),
             rngs=rngs,
         )
         self.down = nnx.Linear(
-            4 * config.hidden,
+            config.inner_width,
             config.hidden,
             dtype=dtype,
             kernel_init=_residual_init(config),
@@ -94,30 +96,8 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        inner_BSF = _linear(self.is_recomputed, self.up, "bsd,df->bsf", UP, x_BSD)
-        inner_BSF = _gelu(placed_between(inner_BSF))
-        return _linear(self.is_recomputed, self.down, "bsf,fd->bsd", DOWN, inner_BSF)
-
-
-def _linear(
-    is_recomputed: bool,
-    layer: nnx.Linear | nnx.LinearGeneral,
-    equation: str,
-    kept: P,
-    x: jax.Array,
-) -> jax.Array:
-    """`layer` applied to `x` in its type, the kernel being kept in parts.
-
-    Where the block is computed again in its backward pass, the kernel that is gathered for that
-    serves both; else it is gathered for each, and not kept in between.
-    """
-    kernel = layer.kernel[...].astype(x.dtype)
-    bias = layer.bias[...].astype(x.dtype)  # type: ignore[index]  every layer here has one
-    if is_recomputed:
-        result = jnp.einsum(equation, x, gathered(kernel, kept))
-    else:
-        result = product(equation, kept, x, kernel)
-    return result + jnp.expand_dims(bias, (0, 1))
+        inner_BSF = placed_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat))
+        return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
@@ -138,25 +118,15 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
-        normalised_BSD = placed_for_layer(_normalised(self.attention_norm, x_BSD))
+        normalised_BSD = placed_for_layer(normalised(self.attention_norm, x_BSD))
         x_BSD = placed_residual(x_BSD + self.attention(normalised_BSD))
-        normalised_BSD = placed_for_layer(_normalised(self.feed_forward_norm, x_BSD))
+        normalised_BSD = placed_for_layer(normalised(self.feed_forward_norm, x_BSD))
         return placed_residual(x_BSD + self.feed_forward(normalised_BSD))
 
 
-def _normalised(norm: nnx.LayerNorm, x: jax.Array) -> jax.Array:
-    """`norm` of `x`, whose backward pass computes it again from `x`: it would keep six
-    intermediate results otherwise, half of them in float32."""
-    structure, params = nnx.split(norm)
-
-    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
-        return nnx.merge(structure, params)(x)
-
-    return jax.checkpoint(apply, prevent_cse=False)(params, x)
-
-
 class Gpt(Network):
-    """Embeddings of tokens and places, blocks, and the token embedding again as output layer.
+    """Embeddings of tokens and places, blocks, and the token embedding again as output layer, or
+    one of its own.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its
     code (github.com/openai/gpt-2), without dropout.
@@ -181,18 +151,24 @@ class Gpt(Network):
         self.places = embedding(dataset.input_shape[0])
         self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
         self.norm = _layer_norm(config, rngs)
+        self.is_tied = config.tied_embeddings
+        if not self.is_tied:
+            self.output = embedding(dataset.classes)
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
-        # Gathered over fsdp here, once: both ends of the network use the token embedding.
+        # Gathered over fsdp here, once: both ends of the network may use the token embedding.
         tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
         places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
         x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
         x_BSD = placed_residual(x_BSD + places_SD[None, : inputs.shape[1]])
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
+        output_VD = tokens_VD
+        if not self.is_tied:
+            output_VD = gathered(self.output.embedding[...].astype(self.dtype), TOKENS)
         # In the compute type, and widened for the loss: so are the products of their gradients.
         normalised_BSD = placed_for_head(self.norm(x_BSD))
-        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, tokens_VD)
+        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
         return placed_for_head(logits_BSV).astype(jnp.float32)
 
     @staticmethod
@@ -206,7 +182,7 @@ class Gpt(Network):
             (r"up/bias$", P(PIPELINE, TENSOR)),
             (r"down/kernel$", P(PIPELINE, *DOWN)),
             (r"^blocks/", P(PIPELINE)),
-            (r"tokens/embedding$", TOKENS),
+            (r"(tokens|output)/embedding$", TOKENS),
             (r"places/embedding$", PLACES),
         )
 

@@ -1,4 +1,5 @@
-"""Batch normalisation whose statistics cover the samples one asks for, in every mode of a step.
+"""Batch normalisation whose statistics cover the samples one asks for, in every mode of a step,
+and how the norms of transformers are applied.
 
 Knows groups of samples and the name of a mesh axis; nothing of meshes, layouts or steps.
 """
@@ -96,3 +97,14 @@ class BatchNorm(nnx.Module):
 
 def _moved(running: jax.Array, of_groups: jax.Array) -> jax.Array:
     return MOMENTUM * running + (1 - MOMENTUM) * of_groups.mean(0)
+
+
+def normalised(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
+    """`norm` of `x`, whose backward pass computes it again from `x`: it would keep six
+    intermediate results otherwise, half of them in float32."""
+    structure, params = nnx.split(norm)
+
+    def apply(params: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(structure, params)(x)
+
+    return jax.checkpoint(apply, prevent_cse=False)(params, x)

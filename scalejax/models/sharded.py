@@ -11,9 +11,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from scalejax.layout import FSDP, TENSOR
+from scalejax.model_config import Remat
 from scalejax.models.placement import axis_size, is_data_manual, placed
 
 
@@ -149,3 +151,31 @@ def _product_backward(
 
 
 _product.defvjp(_product_forward, _product_backward)
+
+
+def linear(
+    layer: nnx.Linear | nnx.LinearGeneral,
+    equation: str,
+    kept: PartitionSpec,
+    x: jax.Array,
+    remat: Remat,
+) -> jax.Array:
+    """`layer` applied to `x` in its type, the kernel being kept in parts.
+
+    Where the block is computed again in its backward pass, the kernel that is gathered for that
+    serves both; else it is gathered for each, and not kept in between.
+
+    Args:
+        layer: a kernel, and maybe a bias.
+        equation: of the einsum of `x` and the kernel.
+        kept: how the kernel is split.
+        x: rows of the batch, [B, S, ...].
+        remat: what the backward pass of the block computes again.
+    """
+    kernel = layer.kernel[...].astype(x.dtype)
+    bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
+    if remat == "full":
+        result = jnp.einsum(equation, x, gathered(kernel, kept))
+    else:
+        result = product(equation, kept, x, kernel)
+    return result if bias is None else result + jnp.expand_dims(bias, (0, 1))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Chip, Cluster
-from scalejax.model_config import GptConfig
+from scalejax.model_config import CausalConfig
 from scalejax.profile.cache import cached_program, keep, user_folder
 from scalejax.profile.compiled import read_compiled, read_step
 from scalejax.profile.job import Compiled, FunctionJob, RunJob
@@ -126,7 +126,7 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     model = run.config.model
     if chip.cuda is None or chip.cuda.compute_capability >= OLDEST_CAPABILITY:
         return run
-    if not isinstance(model, GptConfig) or model.attention == "unfused":
+    if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return run
     if model.attention == "fused":
         accepted = f'{chip.name} is older than fused attention; use "auto" or "unfused"'

@@ -23,7 +23,7 @@ from typing import Any
 from scalejax import documents
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, ScalejaxError, refusal
-from scalejax.model_config import GptConfig
+from scalejax.model_config import CausalConfig
 from scalejax.profile.job import Compiled, FunctionJob, Job, Refused, RunJob
 from scalejax.profile.target import CUDNN_VERSION, Target
 from scalejax.program import Program
@@ -101,7 +101,7 @@ def _describe_cudnn(target: Target) -> bool:
 def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
     """`run` as this JAX can compile it without a GPU, and what a reader must know of that."""
     model = run.config.model
-    if not isinstance(model, GptConfig) or model.attention == "unfused":
+    if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return run, ()
     config = replace(run.config, model=replace(model, attention="unfused"))
     note = "this JAX cannot compile fused attention without a GPU: costed unfused, too slow"

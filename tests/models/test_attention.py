@@ -1,5 +1,6 @@
 """Which attention a run takes, by device, type and size of a head."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalejax.errors import ConfigError
-from scalejax.model_config import AttentionKind, ComputeType, GptConfig, MlpConfig
+from scalejax.model_config import AttentionKind, ComputeType, GptConfig, LlamaConfig, MlpConfig
 from scalejax.models.attention import causal_attention, settled
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
@@ -46,15 +47,31 @@ def test_wide_heads_are_fused_on_newer_chips_only():
     assert settled(gpt(hidden=4 * 100), H100) == gpt("unfused", hidden=4 * 100)
 
 
+def test_llama_takes_what_gpt_takes():
+    """By the size of a head, and whatever its heads of keys."""
+    small = LlamaConfig(hidden=512, heads=4, kv_heads=2, compute_dtype="bfloat16")
+
+    assert settled(small, H100) == replace(small, attention="fused")
+    assert settled(small, V100) == replace(small, attention="unfused")
+    assert settled(small, None) == replace(small, attention="unfused")
+    with pytest.raises(ConfigError, match="multiple of 8 and at most 128, not 192"):
+        settled(replace(small, hidden=768, attention="fused"), A100)
+
+
 def test_unfused_stays_unfused():
     """Asked for by name, on any device; and other networks have no attention."""
     assert settled(gpt("unfused"), H100) == gpt("unfused")
     assert settled(MlpConfig(), H100) == MlpConfig()
 
 
-def test_unfused_attention_is_jax_s_own():
-    """Values and gradients, in float32, against `jax.nn.dot_product_attention`."""
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 12, 3, 8)) for i in range(3))
+@pytest.mark.parametrize("pairs", [6, 2, 1])
+def test_unfused_attention_is_jax_s_own(pairs):
+    """Values and gradients, in float32, against `jax.nn.dot_product_attention`; several heads of
+    queries may read one of keys."""
+    q, k, v = (
+        jax.random.normal(jax.random.key(index), (2, 12, heads, 8))
+        for index, heads in enumerate((6, pairs, pairs))
+    )
     weights = jax.random.normal(jax.random.key(3), q.shape)
 
     def ours(q, k, v):

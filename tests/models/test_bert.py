@@ -1,7 +1,7 @@
 """bert: its published sizes, segments, direction, and that only the masked places are read."""
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 
 from scalejax.data import open_source
 from scalejax.data_config import SEPARATOR_TOKEN, MaskedTokensConfig, facts
-from scalejax.model_config import BertConfig
+from scalejax.model_config import BertConfig, Remat
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.bert import Bert
 from scalejax.profile.model_flop import forward_flop
@@ -22,9 +22,9 @@ EXAMPLES = open_source(DATA, "train", seed=0).take(np.arange(4))
 
 
 @cache
-def build() -> Bert:
+def build(remat: Remat = "none") -> Bert:
     """A small network."""
-    config = BertConfig(name="bert_base", layers=2, hidden=32, heads=4, max_tokens=16)
+    config = BertConfig(name="bert_base", layers=2, hidden=32, heads=4, max_tokens=16, remat=remat)
 
     @nnx.jit  # op by op it would take seconds
     def built():
@@ -106,3 +106,24 @@ def test_what_follows_a_separator_is_of_the_second_segment():
 
     segment = jnp.repeat(network.segments.embedding[...], 3, axis=0)[None]
     np.testing.assert_allclose(embedded, segment, atol=1e-6)
+
+
+def test_recompute_changes_no_gradient():
+    """Of the scores of attention, or of whole blocks."""
+    gradients = []
+    remats: tuple[Remat, ...] = ("none", "selective", "full")
+    for remat in remats:
+        structure, params = nnx.split(build(remat), nnx.Param)
+
+        def loss(params: nnx.State, structure: nnx.GraphDef = structure) -> jax.Array:
+            network = cast(Any, nnx.merge(structure, params))
+            inputs, places = EXAMPLES["inputs"], EXAMPLES["places"]
+            return jnp.square(network(inputs, places=places, is_training=True)).mean()
+
+        gradients.append(jax.jit(jax.grad(loss))(params))
+
+    for others in gradients[1:]:
+        # the same sums in another order of fusions
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-7), gradients[0], others
+        )

@@ -27,9 +27,11 @@ from scalejax.model_config import (
     CustomConfig,
     GptConfig,
     ImageNetworkConfig,
+    LlamaConfig,
     MlpConfig,
     ModelConfig,
     ResNetConfig,
+    VitConfig,
 )
 from scalejax.models import (
     BatchNormScope,
@@ -51,6 +53,10 @@ SMALL = [
     pytest.param(CnnConfig(channels=(4, 8)), FASHION, id="cnn"),
     pytest.param(ResNetConfig(name="resnet18"), FASHION, id="resnet18"),
     pytest.param(GptConfig(layers=2, hidden=16, heads=2), TOKENS, id="gpt"),
+    pytest.param(
+        LlamaConfig(layers=2, hidden=16, heads=4, kv_heads=2, ffn_hidden=32), TOKENS, id="llama"
+    ),
+    pytest.param(VitConfig(patch=7, layers=2, hidden=32, heads=2), FASHION, id="vit"),
     pytest.param(
         BertConfig(name="bert_base", layers=2, hidden=16, heads=2, max_tokens=8), HIDDEN, id="bert"
     ),

@@ -21,7 +21,8 @@ NETWORKS = {
     "inception_v3": ({"width": 1 / 8}, 75),
     "xception": ({"width": 1 / 16}, 32),
     "bert_base": (SMALL_BERT, None),
-    "bert_large": (SMALL_BERT | {"remat": "full"}, None),
+    "bert_large": (SMALL_BERT | {"remat": "selective"}, None),
+    "vit": ({"patch": 4, "layers": 2, "hidden": 32, "heads": 4}, 16),
 }
 """Options, and pixels of an image."""
 

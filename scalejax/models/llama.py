@@ -1,0 +1,207 @@
+"""A decoder-only transformer of Llama's kind, its blocks scanned, and its split over a mesh.
+
+Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads of keys and values,
+K size of a head, F width between the linear layers.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Initializer
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data_config import DatasetFacts
+from scalejax.layout import FSDP, PIPELINE, TENSOR
+from scalejax.model_config import AttentionKind, LlamaConfig, Remat
+from scalejax.models.attention import causal_attention
+from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.network import Network, PartitionRules
+from scalejax.models.normalization import normalised
+from scalejax.models.placement import (
+    placed_between,
+    placed_for_head,
+    placed_for_layer,
+    placed_residual,
+)
+from scalejax.models.sharded import gathered, linear, looked_up
+
+INIT_STD = 0.02
+"""Standard deviation of initial weights (`initializer_range` of the published checkpoints'
+configs)."""
+
+
+QUERIES, PAIRS = P(FSDP, TENSOR, None), P(FSDP, None, TENSOR, None)
+PROJECTION = DOWN = P((TENSOR, FSDP), None)
+GATED = P(FSDP, None, TENSOR)
+TOKENS = P(TENSOR, FSDP)
+"""How matrices are split: as those of gpt, and heads of keys and values as those of queries."""
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions, several heads of queries for each of keys and
+    values (Ainslie et al. 2023, arXiv 2305.13245); the softmax is in float32."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.kind: AttentionKind = config.attention
+        self.remat: Remat = config.remat
+        self.theta = config.rope_theta
+        head_size = config.hidden // config.heads
+        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
+        self.queries = _layer(config, config.hidden, (config.heads, head_size), rngs)
+        self.pairs = _layer(config, config.hidden, (2, config.kv_heads, head_size), rngs)
+        self.projection = _layer(config, config.hidden, (config.hidden,), rngs, _residual(config))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """What every token takes from itself and those before it, [B, S, D]."""
+        q_BSHK = linear(self.queries, "bsd,dhk->bshk", QUERIES, x_BSD, self.remat)
+        kv_BSNGK = linear(self.pairs, "bsd,dngk->bsngk", PAIRS, x_BSD, self.remat)
+        every = (q_BSHK, *jnp.unstack(kv_BSNGK, axis=2))
+        q_BSHK, k_BSGK, v_BSGK = map(placed_between, every)
+        q_BSHK, k_BSGK = (_rotated(heads, self.theta) for heads in (q_BSHK, k_BSGK))
+        mixed_BSHK = causal_attention(q_BSHK, k_BSGK, v_BSGK, self.kind, remat=self.remat)
+        mixed_BSHK = placed_between(mixed_BSHK)
+        mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
+        return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
+
+
+def _rotated(heads_BSHK: jax.Array, theta: float) -> jax.Array:
+    """Heads whose products depend on how far apart their places are.
+
+    Number i of the first half of a head and number i of the second are turned together, by
+    place x theta^(-2i / K), in float32.
+
+    Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2; the pairs as in Hugging Face's
+    transformers (those of the paper, and of Llama's own code, are neighbours: the same network
+    with the columns of its matrices in another order).
+    """
+    tokens, size = heads_BSHK.shape[1], heads_BSHK.shape[3]
+    places_S = jnp.arange(tokens, dtype=jnp.float32)
+    turns_K = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    angles_SK = places_S[:, None] * turns_K[None, :]
+    cos, sin = (each[None, :, None, :] for each in (jnp.cos(angles_SK), jnp.sin(angles_SK)))
+    one, other = jnp.split(heads_BSHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([one * cos - other * sin, other * cos + one * sin], axis=-1)
+    return turned.astype(heads_BSHK.dtype)
+
+
+class FeedForward(nnx.Module):
+    """Two linear layers whose product, one of them through SiLU, goes through a third
+    (Shazeer 2020, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.remat: Remat = config.remat
+        self.gated = _layer(config, config.hidden, (2, config.ffn_hidden), rngs)
+        self.down = _layer(config, config.ffn_hidden, (config.hidden,), rngs, _residual(config))
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """Each token by itself, [B, S, D]."""
+        gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
+        gate_BSF, up_BSF = map(placed_between, jnp.unstack(gated_BSNF, axis=2))
+        return linear(self.down, "bsf,fd->bsd", DOWN, _swiglu(gate_BSF, up_BSF), self.remat)
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
+def _swiglu(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+    """The gate through SiLU, times the other; computed again in the backward pass."""
+    return jax.nn.silu(gate_BSF) * up_BSF
+
+
+class Block(nnx.Module):
+    """Attention, then the feed-forward layer, each on a normalised copy of the residual."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _rms_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.feed_forward_norm = _rms_norm(config, rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after this block, [B, S, D]."""
+        normalised_BSD = placed_for_layer(normalised(self.attention_norm, x_BSD))
+        x_BSD = placed_residual(x_BSD + self.attention(normalised_BSD))
+        normalised_BSD = placed_for_layer(normalised(self.feed_forward_norm, x_BSD))
+        return placed_residual(x_BSD + self.feed_forward(normalised_BSD))
+
+
+class Llama(Network):
+    """Embeddings of tokens, blocks, and an output layer of its own, or the embedding again.
+
+    Left out: the stretched angles by which Llama 3.1 reads more tokens than it was trained on
+    (a table of K / 2 numbers, no work).
+
+    Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
+    """
+
+    stacked = ("blocks",)
+
+    def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
+        self.dtype = jnp.dtype(config.compute_dtype)
+        self.remat: Remat = config.remat
+        self.is_tied = config.tied_embeddings
+
+        def embedding() -> nnx.Embed:
+            init = nnx.initializers.normal(INIT_STD)
+            return nnx.Embed(dataset.classes, config.hidden, embedding_init=init, rngs=rngs)
+
+        self.tokens = embedding()
+        self.blocks = stacked_blocks(lambda rngs: Block(config, rngs=rngs), config.layers, rngs)
+        self.norm = _rms_norm(config, rngs)
+        if not self.is_tied:
+            self.output = embedding()
+
+    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
+        tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
+        x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
+        x_BSD = placed_residual(x_BSD)
+        x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
+        output_VD = tokens_VD
+        if not self.is_tied:
+            output_VD = gathered(self.output.embedding[...].astype(self.dtype), TOKENS)
+        # In the compute type, and widened for the loss: so are the products of their gradients.
+        normalised_BSD = placed_for_head(self.norm(x_BSD))
+        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
+        return placed_for_head(logits_BSV).astype(jnp.float32)
+
+    @staticmethod
+    def partition_rules() -> PartitionRules:
+        """Those of the constants above; before them the layers, split over the stages."""
+        return (
+            (r"queries/kernel$", P(PIPELINE, *QUERIES)),
+            (r"pairs/kernel$", P(PIPELINE, *PAIRS)),
+            (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
+            (r"gated/kernel$", P(PIPELINE, *GATED)),
+            (r"down/kernel$", P(PIPELINE, *DOWN)),
+            (r"^blocks/", P(PIPELINE)),
+            (r"(tokens|output)/embedding$", TOKENS),
+        )
+
+
+def _layer(
+    config: LlamaConfig,
+    inputs: int,
+    outputs: tuple[int, ...],
+    rngs: nnx.Rngs,
+    init: Initializer | None = None,
+) -> nnx.LinearGeneral:
+    """A linear layer without a bias."""
+    return nnx.LinearGeneral(
+        inputs,
+        outputs,
+        use_bias=False,
+        dtype=jnp.dtype(config.compute_dtype),
+        kernel_init=init or nnx.initializers.normal(INIT_STD),
+        rngs=rngs,
+    )
+
+
+def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    dtype = jnp.dtype(config.compute_dtype)
+    return nnx.RMSNorm(config.hidden, epsilon=config.norm_epsilon, dtype=dtype, rngs=rngs)
+
+
+def _residual(config: LlamaConfig) -> Initializer:
+    """As gpt's: smaller for the two layers per block that add to the residual."""
+    return nnx.initializers.normal(INIT_STD / (2 * config.layers) ** 0.5)

@@ -1,0 +1,231 @@
+"""llama: against a plain reference, its split, recompute, FLOP, and what it refuses."""
+
+import dataclasses
+import math
+from functools import cache, partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from scalejax.config import RunConfig
+from scalejax.data_config import SyntheticTokensConfig, facts
+from scalejax.documents import build as build_config
+from scalejax.errors import ConfigError
+from scalejax.model_config import GptConfig, LlamaConfig, Remat
+from scalejax.models import BatchNormScope, build_network
+from scalejax.models.gpt import Gpt
+from scalejax.models.llama import Llama
+from scalejax.profile.model_flop import forward_flop
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, TOKENS, VOCABULARY, BATCH = 2, 32, 4, 2, 48, 12, 64, 4
+DATASET = facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
+INPUTS = jax.random.randint(jax.random.key(7), (BATCH, TOKENS), 0, VOCABULARY)
+SMALL = LlamaConfig(
+    layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, ffn_hidden=FFN, rope_theta=100.0
+)
+RUN = {
+    "model": {"name": "llama", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 2},
+    "data": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
+    "batch": {"global_batch": 8, "microbatches": 2},
+    "optimizer": {"name": "adamw"},
+    "schedule": {"base_learning_rate": 0.1},
+}
+
+
+@cache
+def build(config: LlamaConfig | GptConfig) -> Llama | Gpt:
+    """A small network; the same one every time, for it holds nothing that changes."""
+
+    @nnx.jit  # op by op it would take seconds
+    def built():
+        return build_network(config, DATASET, bn=BatchNormScope(), rngs=nnx.Rngs(0))
+
+    network = built()
+    assert isinstance(network, Llama | Gpt)
+    return network
+
+
+def loss(params: nnx.State, structure: nnx.GraphDef, inputs: jax.Array) -> jax.Array:
+    """Mean cross-entropy of the next token."""
+    logits = nnx.merge(structure, params)(inputs, is_training=True)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], inputs[:, 1:]).mean()
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Divided by the root of the mean square, and scaled."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def turned(head_SK: np.ndarray, theta: float) -> np.ndarray:
+    """Every number of a head and its partner in the other half as one complex number, turned."""
+    half = head_SK.shape[1] // 2
+    numbers = head_SK[:, :half] + 1j * head_SK[:, half:]
+    angles = np.arange(len(head_SK))[:, None] * theta ** (-np.arange(half) / half)
+    numbers = numbers * np.exp(1j * angles)
+    return np.concatenate([numbers.real, numbers.imag], axis=1)
+
+
+def attended(layer: dict, x_SD: np.ndarray) -> np.ndarray:
+    """Attention of one example, head by head; two heads of queries read one of keys."""
+    mixed = []
+    for head in range(HEADS):
+        pair = head // (HEADS // KV_HEADS)
+        q = turned(x_SD @ layer["queries"]["kernel"][:, head], 100.0)
+        k = turned(x_SD @ layer["pairs"]["kernel"][:, 0, pair], 100.0)
+        v = x_SD @ layer["pairs"]["kernel"][:, 1, pair]
+        scores = q @ k.T / math.sqrt(HIDDEN // HEADS)
+        scores = np.where(np.tril(np.ones_like(scores)), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed.append(shares / shares.sum(-1, keepdims=True) @ v)
+    return np.concatenate(mixed, axis=1) @ layer["projection"]["kernel"]
+
+
+def reference(params: dict, tokens_S: np.ndarray) -> np.ndarray:
+    """The logits of one example, layer by layer, in NumPy."""
+    x = params["tokens"]["embedding"][tokens_S]
+    for index in range(LAYERS):
+        block = jax.tree.map(lambda leaf, i=index: leaf[i], params["blocks"])
+        x = x + attended(block["attention"], rms_norm(x, block["attention_norm"]["scale"]))
+        normal = rms_norm(x, block["feed_forward_norm"]["scale"])
+        gate, up = np.moveaxis(
+            np.tensordot(normal, block["feed_forward"]["gated"]["kernel"], 1), 1, 0
+        )
+        x = x + gate / (1 + np.exp(-gate)) * up @ block["feed_forward"]["down"]["kernel"]
+    return rms_norm(x, params["norm"]["scale"]) @ params["output"]["embedding"].T
+
+
+def test_logits_are_those_of_a_plain_reference():
+    """RoPE, RMSNorm, SwiGLU and grouped queries, written out; scales that are not one."""
+    structure, state = nnx.split(build(SMALL), nnx.Param)
+    key = jax.random.key(1)
+    state = jax.tree.map(  # larger weights, so that attention is not flat
+        lambda leaf: leaf * 5 + 0.1 * jax.random.normal(key, leaf.shape), state
+    )
+    params = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
+
+    found = jax.jit(lambda s, x: nnx.merge(structure, s)(x, is_training=True))(state, INPUTS)
+
+    expected = np.stack([reference(params, np.asarray(row)) for row in INPUTS])
+    # float32 beside float64 in parts; logits are of the order of ten
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_token_changes_no_logit_before_it():
+    """Attention is causal: what comes later cannot be seen."""
+    network = build(SMALL)
+    changed = INPUTS.at[:, 9].set((INPUTS[:, 9] + 1) % VOCABULARY)
+
+    a, b = (
+        nnx.jit(lambda n, x: n(x, is_training=True))(network, tokens)
+        for tokens in (INPUTS, changed)
+    )
+
+    np.testing.assert_array_equal(a[:, :9], b[:, :9])
+    assert not np.allclose(a[:, 9:], b[:, 9:], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_recompute_changes_no_gradient(name):
+    """`selective` makes scores and their mixture once more, `full` all but the last product."""
+    small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
+    gradients, flop = {}, {}
+    remats: tuple[Remat, ...] = ("none", "selective", "full")
+    for remat in remats:
+        structure, params = nnx.split(build(dataclasses.replace(small, remat=remat)), nnx.Param)
+        gradient_of = partial(jax.grad(loss), structure=structure, inputs=INPUTS)
+        gradients[remat] = jax.jit(gradient_of)(params)
+        flop[remat] = forward_flop(gradient_of, params)
+
+    scores = 2 * BATCH * TOKENS * LAYERS * TOKENS * HIDDEN
+    # The mixture itself is not made again: its value is kept, and its operands are what is needed.
+    assert flop["selective"] - flop["none"] in (scores, 2 * scores)
+    assert flop["full"] > flop["selective"]
+    for remat in ("selective", "full"):
+        jax.tree.map(
+            # the same sums in another order of fusions
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
+            gradients["none"],
+            gradients[remat],
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_selective_recompute_keeps_no_scores(name):
+    """Nothing of [B, H, S, S] leaves the forward scan."""
+    small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
+    kept = {}
+    remats: tuple[Remat, ...] = ("none", "selective")
+    for remat in remats:
+        structure, params = nnx.split(build(dataclasses.replace(small, remat=remat)), nnx.Param)
+        gradient_of = partial(jax.grad(loss), structure=structure, inputs=INPUTS)
+        equations = jax.make_jaxpr(gradient_of)(params).jaxpr.eqns
+        forward = next(each for each in equations if each.primitive.name == "scan")
+        kept[remat] = [each.aval.shape for each in forward.outvars]
+
+    def scores(shapes: list[tuple[int, ...]]) -> int:
+        return sum(shape[-2:] == (TOKENS, TOKENS) for shape in shapes)
+
+    assert scores(kept["none"]) >= 1
+    assert scores(kept["selective"]) == 0
+
+
+def test_model_flop_are_those_counted_by_hand():
+    """Per token and block: queries and projection h^2 each, keys and values h kv each, three
+    matrices h f, and scores and their mixture s h each, whatever the heads of keys; the output
+    h v."""
+    structure, params = nnx.split(build(SMALL), nnx.Param)
+    flop = forward_flop(lambda p, x: nnx.merge(structure, p)(x, is_training=True), params, INPUTS)
+
+    of_keys = HIDDEN // HEADS * KV_HEADS
+    block = 2 * HIDDEN**2 + 2 * HIDDEN * of_keys + 3 * HIDDEN * FFN + 2 * TOKENS * HIDDEN
+    assert flop == 2 * BATCH * TOKENS * (LAYERS * block + HIDDEN * VOCABULARY)
+
+
+@pytest.mark.parametrize("config", [SMALL, GptConfig(layers=2, hidden=32, heads=4)])
+def test_an_output_layer_of_its_own_is_as_large_as_the_embedding(config):
+    """Tied, there is one table, and gradients of both ends meet in it."""
+    counts = {}
+    for is_tied in (True, False):
+        params = nnx.state(build(dataclasses.replace(config, tied_embeddings=is_tied)), nnx.Param)
+        counts[is_tied] = sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    assert counts[False] - counts[True] == VOCABULARY * HIDDEN
+
+
+def test_a_gpt_s_inner_width_can_be_chosen():
+    """Two matrices and one bias of a block depend on it."""
+    wide, usual = (
+        sum(leaf.size for leaf in jax.tree.leaves(nnx.state(build(config), nnx.Param)))
+        for config in (
+            GptConfig(layers=2, hidden=32, heads=4, ffn_hidden=160),
+            GptConfig(layers=2, hidden=32, heads=4),
+        )
+    )
+
+    assert wide - usual == 2 * (160 - 128) * (2 * 32 + 1)
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"model": {"heads": 8, "kv_heads": 3}}, r"model\.heads=8 .*kv_heads=3 \(nearest: 6 or 9"),
+        ({"model": {"hidden": 72}}, r"model\.hidden=72 .*2\*heads=16 \(nearest: 64 or 80"),
+        ({"model": {"ffn_hidden": 0}}, r"model\.ffn_hidden=0 .*at least 1"),
+        (
+            {"layout": {"tensor": 4}},
+            r"model\.kv_heads=2 .*layout\.tensor=4 \(nearest: 4\)",
+        ),
+        ({"layout": {"pipeline": 3}}, r"model\.layers=4 .*pipeline\*chunks=3 \(nearest: 3 or 6"),
+        ({"layout": {"context": 3}}, r"data\.tokens=8 .*3 \(nearest: 6 or 9"),
+        ({"data": {"name": "synthetic_images"}}, r"model\.name='llama' .*reads text"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(tables, sentence):
+    """Field, value and the nearest that can."""
+    merged = {**RUN, **tables, "model": {**RUN["model"], **tables.get("model", {})}}
+
+    with pytest.raises(ConfigError, match=sentence):
+        build_config(RunConfig, merged)

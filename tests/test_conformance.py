@@ -61,7 +61,7 @@ ZOO = {
         "data": "masked",
     },
     "llama": {
-        "model": {"name": "llama", "layers": 2, "hidden": 64, "heads": 8, "kv_heads": 4},
+        "model": {"name": "llama", "layers": 4, "hidden": 64, "heads": 8, "kv_heads": 4},
         "data": "tokens",
     },
     "vit": {
@@ -261,18 +261,23 @@ def test_a_layout_trains_what_one_device_trains(model, layout, optimizer):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("model", "layout"),
     [
-        pytest.param(layout, marks=[] if index < QUICK_HYBRIDS else [pytest.mark.slow])
+        pytest.param(
+            model,
+            layout,
+            marks=[] if model == "gpt" and index < QUICK_HYBRIDS else [pytest.mark.slow],
+        )
+        for model in ("gpt", "llama")
         for index, layout in enumerate(HYBRIDS)
     ],
 )
-def test_stages_and_parts_of_tokens_train_what_one_device_trains(layout):
+def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
     """Pipelines, context, sequence parallelism and ZeRO, and products of them."""
     axes, microbatches = HYBRIDS[layout]
-    run = run_of("gpt", "adamw", axes, microbatches)
+    run = run_of(model, "adamw", axes, microbatches)
 
-    assert_same(trained(run), on_one_device("gpt", "adamw", None, 1))
+    assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
 
 def zoo_table() -> list[Any]:

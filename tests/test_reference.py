@@ -18,10 +18,10 @@ def test_every_field_is_listed_with_what_it_takes_and_means():
 
 
 def test_every_kind_of_a_table_is_listed():
-    """Seven kinds of model, five of data, four of optimizer."""
+    """Nine kinds of model, five of data, four of optimizer."""
     titles = [table.title for table in run_reference()]
 
-    assert sum(title.startswith("[model]") for title in titles) == 7
+    assert sum(title.startswith("[model]") for title in titles) == 9
     assert sum(title.startswith("[data]") for title in titles) == 5
     assert sum(title.startswith("[optimizer]") for title in titles) == 4
     assert titles[0] == "at the top"

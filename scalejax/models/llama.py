@@ -1,7 +1,7 @@
 """A decoder-only transformer of Llama's kind, its blocks scanned, and its split over a mesh.
 
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads of keys and values,
-K size of a head, F width between the linear layers.
+N heads of queries for each of those and the two, K size of a head, F width between linear layers.
 """
 
 from functools import partial
@@ -32,11 +32,11 @@ INIT_STD = 0.02
 configs)."""
 
 
-QUERIES, PAIRS = P(FSDP, TENSOR, None), P(FSDP, None, TENSOR, None)
+QKV = P(FSDP, TENSOR, None, None)
 PROJECTION = DOWN = P((TENSOR, FSDP), None)
 GATED = P(FSDP, None, TENSOR)
 TOKENS = P(TENSOR, FSDP)
-"""How matrices are split: as those of gpt, and heads of keys and values as those of queries."""
+"""How matrices are split: as those of gpt, heads of queries with their head of keys and values."""
 
 
 class Attention(nnx.Module):
@@ -48,16 +48,18 @@ class Attention(nnx.Module):
         self.remat: Remat = config.remat
         self.theta = config.rope_theta
         head_size = config.hidden // config.heads
-        # Heads are a dimension of their own, so that the tensor axis divides them and no more.
-        self.queries = _layer(config, config.hidden, (config.heads, head_size), rngs)
-        self.pairs = _layer(config, config.hidden, (2, config.kv_heads, head_size), rngs)
+        # One matrix, so that gradients of its operand are summed over tensor once. Heads that
+        # read the same keys are a dimension, so that the tensor axis divides them and no more.
+        per_pair = config.heads // config.kv_heads
+        self.qkv = _layer(config, config.hidden, (config.kv_heads, per_pair + 2, head_size), rngs)
         self.projection = _layer(config, config.hidden, (config.hidden,), rngs, _residual(config))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
-        q_BSHK = linear(self.queries, "bsd,dhk->bshk", QUERIES, x_BSD, self.remat)
-        kv_BSNGK = linear(self.pairs, "bsd,dngk->bsngk", PAIRS, x_BSD, self.remat)
-        every = (q_BSHK, *jnp.unstack(kv_BSNGK, axis=2))
+        qkv_BSGNK = linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat)
+        batch, tokens, _, _, size = qkv_BSGNK.shape
+        q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
+        every = (q_BSHK, qkv_BSGNK[:, :, :, -2], qkv_BSGNK[:, :, :, -1])
         q_BSHK, k_BSGK, v_BSGK = map(placed_between, every)
         q_BSHK, k_BSGK = (_rotated(heads, self.theta) for heads in (q_BSHK, k_BSGK))
         mixed_BSHK = causal_attention(q_BSHK, k_BSGK, v_BSGK, self.kind, remat=self.remat)
@@ -169,8 +171,7 @@ class Llama(Network):
     def partition_rules() -> PartitionRules:
         """Those of the constants above; before them the layers, split over the stages."""
         return (
-            (r"queries/kernel$", P(PIPELINE, *QUERIES)),
-            (r"pairs/kernel$", P(PIPELINE, *PAIRS)),
+            (r"qkv/kernel$", P(PIPELINE, *QKV)),
             (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
             (r"gated/kernel$", P(PIPELINE, *GATED)),
             (r"down/kernel$", P(PIPELINE, *DOWN)),

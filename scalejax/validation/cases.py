@@ -41,12 +41,14 @@ class Case:
     """What it ran on."""
     runs: tuple[ResolvedRun, ...]
     """The run; where the row leaves microbatch or recompute open, those it may mean, of which
-    the first that fits the device's memory is taken, or else the last. Of a pipeline, the run of
-    its last stage."""
+    the first that fits the device's memory is taken, or else the last. Of a pipeline, the runs of
+    its last stage, of which the fastest is taken."""
     stages: int = 1
     """Stages of the pipeline."""
     chunks: int = 1
     """Parts of the layers of one stage."""
+    is_megatron: bool = False
+    """Whether Megatron-LM trained it, or one of its descendants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +71,15 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             runs=tuple(_runs(row)),
             stages=row.spread.pipeline or 1,
             chunks=row.spread.pipeline_chunks or 1,
+            is_megatron=_is_megatron(row),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
+
+
+def _is_megatron(row: LedgerRow) -> bool:
+    """Whether Megatron-LM trained it, or one of its descendants."""
+    return (row.framework or "").startswith("Megatron")
 
 
 def _require_axes(row: LedgerRow) -> None:
@@ -221,7 +229,7 @@ def _data(row: LedgerRow) -> JsonValue:
         }
     if model.seq_len is None or model.vocab is None:
         raise ConfigError("seq_len and vocab are not both stated")
-    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": model.vocab}
+    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": row.model.vocab}
 
 
 def _optimizer(row: LedgerRow) -> JsonValue:

@@ -1,0 +1,64 @@
+"""What Megatron-LM runs otherwise than the compiler, on blocks of two products."""
+
+from dataclasses import replace
+
+from program_cases import fusion, gather, matmul, program_of, wait
+
+from scalejax.program import Loop, Operation, Program
+from scalejax.validation.megatron import recomputed_in_full, with_bare_heads
+
+
+def step_of_blocks(depth: int) -> Program:
+    """Two blocks forward, and back again with the first product computed anew."""
+    last = (matmul("down", 2), gather("sum", 1), fusion("norm", 1), wait("sum"))
+    forward = Loop(name="forward", trip_count=2, body=(matmul("up", 2), *last))
+    back = (matmul("up again", 2), matmul("to input", 4), matmul("to weight", 4))
+    body = (forward, matmul("logits", 1), Loop(name="back", trip_count=2, body=back))
+    for _ in range(depth):
+        body = (Loop(name="microbatches", trip_count=3, body=body),)
+    return program_of(*body, matmul("update", 1))
+
+
+def names(program: Program) -> list[str]:
+    """Of all operations, in order."""
+    return [operation.name for operation, _ in program.walk()]
+
+
+def test_last_product_of_a_block_is_computed_again_and_summed_again():
+    """Before the rest of the backward pass, whether or not in a loop over microbatches."""
+    for depth in (0, 1):
+        whole = names(recomputed_in_full(step_of_blocks(depth)))
+
+        start = whole.index("logits") + 1
+        assert whole[start : start + 4] == ["down.again", "sum.again", "sum-done.again", "up again"]
+        assert len(whole) == len(set(whole)) == len(names(step_of_blocks(depth))) + 3
+
+
+def test_again_waits_for_its_own_sum():
+    """And not for that of the forward pass, long done."""
+    walked = recomputed_in_full(step_of_blocks(0)).walk()
+    waits = {operation.name: operation.waits_for for operation, _ in walked if operation.waits_for}
+
+    assert waits == {"sum-done": "sum", "sum-done.again": "sum.again"}
+
+
+def test_step_without_pairs_of_loops_stays_as_it_is():
+    """A forward pass alone has nothing to compute again."""
+    alone = program_of(Loop(name="forward", trip_count=2, body=(matmul("up", 2),)))
+
+    assert recomputed_in_full(alone) == alone
+
+
+def test_heads_lose_their_padding():
+    """225 wide, padded to 232; products of all heads together are left alone."""
+
+    def product(*shape: int) -> Operation:
+        return replace(matmul(str(shape), 1), shape=shape)
+
+    padded = program_of(
+        Loop(name="blocks", trip_count=2, body=(product(8, 64, 64, 232), product(1, 64, 232, 64)))
+    )
+    shapes = [each.shape for each, _ in with_bare_heads(padded, 225).walk()]
+
+    assert shapes == [(8, 64, 64, 225), (1, 64, 232, 64)]
+    assert with_bare_heads(padded, 224) == padded

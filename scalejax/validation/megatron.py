@@ -7,9 +7,14 @@ the 96 B s l h^2 FLOP of a step (Narayanan et al. 2021, arXiv 2104.04473, eq. 3)
 saves a twelfth.
 
 A compiler pads heads to a width that the matrix units can load; PyTorch hands the products to the
-library as they are. Knows nothing of hardware.
+library as they are.
+
+Megatron-LM drops a tenth of the attention's scores unless told otherwise (attention_dropout in
+megatron/arguments.py), by a kernel of its own after the softmax. Our networks drop nothing.
+Knows nothing of hardware.
 """
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -29,6 +34,9 @@ def recomputed_in_full(program: Program) -> Program:
     return replace(program, operations=_in_full(program.operations))
 
 
+_SCORE_BYTES, _MASK_BYTES = 2, 1
+
+
 def with_bare_heads(program: Program, width: int) -> Program:
     """`program` with its products of single heads as wide as heads are, not padded.
 
@@ -42,6 +50,40 @@ def with_bare_heads(program: Program, width: int) -> Program:
     if padded == width:
         return program
     return replace(program, operations=_bare(program.operations, padded, width))
+
+
+def with_attention_dropout(program: Program, tokens: int) -> Program:
+    """`program` with a kernel after each product that makes scores: forward, again, and back.
+
+    It reads and writes the scores, 2 bytes each, and a mask of a byte. Left out: the dropout of
+    activations, which Megatron-LM fuses with an addition that is there anyway.
+
+    Args:
+        program: the compiled step, its attention not fused.
+        tokens: length of a sequence.
+    """
+    return replace(program, operations=_dropping(program.operations, tokens))
+
+
+def _dropping(items: _Items, tokens: int) -> _Items:
+    changed: list[Operation | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            changed.append(replace(item, body=_dropping(item.body, tokens)))
+            continue
+        changed.append(item)
+        if item.kind == "matmul" and item.shape[1:3] == (tokens, tokens) and item.shape[0] > 1:
+            scores = math.prod(item.shape[:3])
+            changed.append(
+                Operation(
+                    name=f"{item.name}.dropout",
+                    kind="fusion",
+                    dtype=item.dtype,
+                    read_bytes=_SCORE_BYTES * scores,
+                    write_bytes=(_SCORE_BYTES + _MASK_BYTES) * scores,
+                )
+            )
+    return tuple(changed)
 
 
 def _bare(items: _Items, padded: int, width: int) -> _Items:

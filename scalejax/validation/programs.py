@@ -22,7 +22,11 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
-from scalejax.validation.megatron import recomputed_in_full, with_bare_heads
+from scalejax.validation.megatron import (
+    recomputed_in_full,
+    with_attention_dropout,
+    with_bare_heads,
+)
 from scalejax.validation.widen import narrowed, widened
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
@@ -172,6 +176,9 @@ def _as_megatron(program: Program, run: ResolvedRun) -> Program:
         return program
     if model.remat == "full":
         program = recomputed_in_full(program)
+    if model.attention == "unfused":
+        (tokens,) = run.dataset.input_shape
+        program = with_attention_dropout(program, tokens)
     return with_bare_heads(program, model.hidden // model.heads)
 
 

@@ -5,7 +5,11 @@ from dataclasses import replace
 from program_cases import fusion, gather, matmul, program_of, wait
 
 from scalejax.program import Loop, Operation, Program
-from scalejax.validation.megatron import recomputed_in_full, with_bare_heads
+from scalejax.validation.megatron import (
+    recomputed_in_full,
+    with_attention_dropout,
+    with_bare_heads,
+)
 
 
 def step_of_blocks(depth: int) -> Program:
@@ -62,3 +66,15 @@ def test_heads_lose_their_padding():
 
     assert shapes == [(8, 64, 64, 225), (1, 64, 232, 64)]
     assert with_bare_heads(padded, 224) == padded
+
+
+def test_scores_are_dropped_by_a_kernel_of_their_own():
+    """8 heads of 64 x 64: 32,768 scores read, and written with a byte of mask, 5 bytes each."""
+    scores = replace(matmul("qk", 1), shape=(8, 64, 64, 32))
+    values = replace(matmul("av", 1), shape=(8, 64, 32, 64))
+    step = program_of(Loop(name="blocks", trip_count=2, body=(scores, values)))
+
+    walked = [operation for operation, _ in with_attention_dropout(step, 64).walk()]
+
+    assert [each.name for each in walked] == ["qk", "qk.dropout", "av"]
+    assert (walked[1].read_bytes, walked[1].write_bytes) == (65_536, 98_304)

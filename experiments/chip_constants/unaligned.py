@@ -17,7 +17,7 @@ from scalejax.hardware import Chip, load_chip
 from scalejax.validation import CompiledCase, compile_cases, read_ledger, validation, with_chips
 
 CHIPS = ("a100-80gb", "a100-40gb")
-CANDIDATES = (None, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65)
+CANDIDATES = (None, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75)
 _ALIGNED = 8
 
 

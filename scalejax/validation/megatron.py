@@ -11,13 +11,17 @@ library as they are.
 
 Megatron-LM drops a tenth of the attention's scores unless told otherwise (attention_dropout in
 megatron/arguments.py), by a kernel of its own after the softmax. Our networks drop nothing.
-Knows nothing of hardware.
+
+Trained in fp16, its gradients are fp16 too, and are summed as they are
+(accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which bf16 alone turns on;
+communication_data_type of DeepSpeed). Ours are f32. Knows nothing of hardware.
 """
 
 import math
 from dataclasses import replace
 from itertools import pairwise
 
+from scalejax.layout import DATA
 from scalejax.program import Loop, Operation, Program
 
 _Items = tuple[Operation | Loop, ...]
@@ -50,6 +54,29 @@ def with_bare_heads(program: Program, width: int) -> Program:
     if padded == width:
         return program
     return replace(program, operations=_bare(program.operations, padded, width))
+
+
+def with_half_gradients(program: Program) -> Program:
+    """`program` with gradients of half the bytes where they are summed over the data axis.
+
+    Left out: that they are also added up in fp16 over microbatches, 1 to 2 % of a step.
+    """
+    return replace(program, operations=tuple(map(_halved, program.operations)))
+
+
+def _halved(item: Operation | Loop) -> Operation | Loop:
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(map(_halved, item.body)))
+    exchange = item.collective
+    if exchange is None or exchange.name != "all_reduce" or item.dtype != "f32":
+        return item
+    if DATA not in exchange.group.axes:
+        return item
+    return replace(
+        item,
+        dtype="f16",
+        collective=replace(exchange, payload_bytes=exchange.payload_bytes // 2),
+    )
 
 
 def with_attention_dropout(program: Program, tokens: int) -> Program:

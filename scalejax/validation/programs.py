@@ -26,6 +26,7 @@ from scalejax.validation.megatron import (
     recomputed_in_full,
     with_attention_dropout,
     with_bare_heads,
+    with_half_gradients,
 )
 from scalejax.validation.widen import narrowed, widened
 
@@ -58,7 +59,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
-        self._widened: dict[tuple[str, int, int, int, int, bool], Program | str | None] = {}
+        self._widened: dict[tuple[str | int | bool, ...], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -121,13 +122,13 @@ class Programs:
         None if it cannot be widened to them."""
         split = asked.run.split
         sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
-        key = (case_key(asked.job), *sizes, case.is_megatron)
+        key = (case_key(asked.job), *sizes, case.is_megatron and case.row.work.precision)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program):
                 program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
-                program = _as_megatron(program, asked.run)
+                program = _as_megatron(program, asked.run, case)
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program
@@ -169,7 +170,7 @@ class Programs:
         run_jobs(jobs, on_done, lambda index, error: answer(index, one_line(error)))
 
 
-def _as_megatron(program: Program, run: ResolvedRun) -> Program:
+def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
     """`program` of `run` with what Megatron-LM does otherwise than the compiler."""
     model = run.config.model
     if not isinstance(model, GptConfig):
@@ -179,6 +180,8 @@ def _as_megatron(program: Program, run: ResolvedRun) -> Program:
     if model.attention == "unfused":
         (tokens,) = run.dataset.input_shape
         program = with_attention_dropout(program, tokens)
+    if case.row.work.precision == "fp16":
+        program = with_half_gradients(program)
     return with_bare_heads(program, model.hidden // model.heads)
 
 

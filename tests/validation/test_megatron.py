@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ledger_cases import GPT, case
 from program_cases import fusion, gather, matmul, program_of, wait
 
 from scalejax.program import Collective, DeviceGroup, Loop, Operation, Program
@@ -11,6 +12,9 @@ from scalejax.validation.megatron import (
     with_bare_heads,
     with_half_gradients,
 )
+
+OTHER = GPT | {"fsdp": "2", "tensor": "4", "vocab": "50257"}
+MEGATRON = OTHER | {"framework": "Megatron-DeepSpeed"}
 
 
 def step_of_blocks(depth: int) -> Program:
@@ -98,3 +102,14 @@ def test_gradients_of_half_precision_are_half_as_many_bytes():
 
     halved = [each.collective for each, _ in with_half_gradients(step).walk()]
     assert [each.payload_bytes for each in halved if each is not None] == [400, 800, 800]
+
+
+def test_table_of_words_is_padded_where_it_is_divided(row):
+    """Over 4 devices to a multiple of 512; alone, or by others, as stated."""
+
+    def words(cells: dict[str, str]) -> int:
+        return case(row(cells)).runs[0].dataset.classes
+
+    assert words(MEGATRON) == 50_688
+    assert words(MEGATRON | {"tensor": "1", "fsdp": "8"}) == 50_257
+    assert words(OTHER) == 50_257

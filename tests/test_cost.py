@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from program_cases import NO_MEMORY, PAPER, fusion
 
 from scalejax.cost import collective_seconds, memory_verdict, operation_time
-from scalejax.hardware import load_chip, load_cluster
+from scalejax.hardware import Chip, load_chip, load_cluster
 from scalejax.program import Collective, DeviceGroup, Operation
 
 ATTAINABLE = CHIP.attainable
@@ -40,6 +40,20 @@ def test_small_products_are_slower_per_flop_than_large_ones():
 
     assert small.seconds == pytest.approx(2e-6)
     assert large.seconds == pytest.approx(10e-3, rel=1e-3)
+
+
+def test_half_precision_that_matrix_units_cannot_load_runs_without_them():
+    """200 GFLOP of heads 225 wide: at half of 10 TFLOP/s in f32 40 ms, and not 2 at 100."""
+    attainable = replace(CHIP.attainable, unaligned_fraction=0.5)
+    chip = replace(CHIP, attainable=attainable)
+    heads = Operation(name="qk", kind="matmul", dtype="bf16", flop=2 * 10**11)
+
+    def milliseconds(width: int, on: Chip) -> float:
+        return operation_time(replace(heads, shape=(8, 64, 64, width)), on).busy_seconds * 1e3
+
+    assert milliseconds(225, chip) == pytest.approx(40)
+    assert milliseconds(232, chip) == pytest.approx(2)
+    assert milliseconds(225, CHIP) == pytest.approx(2)
 
 
 def test_fused_attention_has_a_rate_of_its_own():

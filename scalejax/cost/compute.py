@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.cost.convolution import convolution_time
-from scalejax.cost.matmul import Product, ProductTime, Shape, compulsory_bytes, product_time
+from scalejax.cost.matmul import (
+    Product,
+    ProductTime,
+    Shape,
+    compulsory_bytes,
+    is_unaligned,
+    product_time,
+)
 from scalejax.cost.measured import measured_seconds
 from scalejax.hardware import Chip
 from scalejax.program import Operation
@@ -70,6 +77,9 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
     elif operation.kind == "matmul":
         shape = _product_shape(operation.shape)
         fraction = attainable.matmul_fraction * attainable.sustained_fraction
+        if attainable.unaligned_fraction is not None and is_unaligned(shape, operation.dtype):
+            rate = chip.peak_flop_per_second["f32"] * attainable.unaligned_fraction
+            fraction = rate / chip.peak(operation.dtype)
     if shape is not None:
         moved_bytes = max(moved_bytes, compulsory_bytes(shape, chip.rate_type(operation.dtype)))
     product = Product(

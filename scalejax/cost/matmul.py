@@ -130,6 +130,22 @@ def compulsory_bytes(shape: Shape, kind: RateType) -> int:
     return batch * ((m + n) * k * operand + m * n * result)
 
 
+_ALIGNED_ELEMENTS = 8  # 16 bytes of two-byte elements
+
+
+def is_unaligned(shape: Shape | None, dtype: str) -> bool:
+    """Whether rows of half precision start where matrix units cannot load them.
+
+    Those load 16 bytes at once. A product with a side that is no multiple of that, here of any
+    operand, runs without them.
+
+    Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 2.2.
+    """
+    if shape is None or dtype not in ("bf16", "f16"):
+        return False
+    return any(size % _ALIGNED_ELEMENTS for size in shape[1:])
+
+
 @lru_cache(maxsize=65536)
 def log_residual(table: str, kind: RateType, shape: Shape) -> float:
     """Logarithm of the time of a product over that of the form; 0 for a type without a table.

@@ -75,7 +75,10 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
     streams.run(schedule.events)
     streams.drain()
     attainable = cluster.chip.attainable
-    streams.add_rest("wait for the host", attainable.dispatch_seconds * schedule.dispatches)
+    dispatch = attainable.dispatch_seconds * schedule.dispatches
+    if cluster.conditions.launches_block:
+        dispatch += streams.now
+    streams.add_rest("wait for the host", dispatch)
     streams.add_overhead(attainable.step_overhead_seconds)
     return Recording(
         moments=tuple(sorted(streams.moments, key=lambda moment: moment.start_seconds)),

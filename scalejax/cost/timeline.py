@@ -66,6 +66,8 @@ class Timeline:
     """Time of the step that is in none of its operations."""
     communication_seconds: float
     """Time that collectives took, hidden or not."""
+    launches_block: bool = False
+    """Whether the host waits for each operation before it sets off the next."""
 
     @property
     def exposed_seconds(self) -> float:
@@ -76,17 +78,23 @@ class Timeline:
     def device_seconds(self) -> float:
         """Time of a step in which all collectives were free."""
         alone = math.fsum((self.compute_seconds, self.memory_seconds, self.launch_seconds))
-        return max(alone, self.dispatch_seconds) + self.overhead_seconds
+        return alone + self._waits_for_host(alone) + self.overhead_seconds
 
     @property
     def host_seconds(self) -> float:
         """Time that devices wait for the host to set off their operations."""
-        return max(0.0, self.dispatch_seconds - self._walked_seconds)
+        return self._waits_for_host(self._walked_seconds)
 
     @property
     def step_seconds(self) -> float:
         """Time of the step."""
-        return max(self._walked_seconds, self.dispatch_seconds) + self.overhead_seconds
+        return self._walked_seconds + self.host_seconds + self.overhead_seconds
+
+    def _waits_for_host(self, busy_seconds: float) -> float:
+        """Time beyond `busy_seconds` until the host has set off all operations."""
+        if self.launches_block:
+            return self.dispatch_seconds
+        return max(0.0, self.dispatch_seconds - busy_seconds)
 
     @property
     def _walked_seconds(self) -> float:
@@ -179,6 +187,7 @@ class WhatIf:
             dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
             overhead_seconds=attainable.step_overhead_seconds * scales.launch,
             communication_seconds=float(exchanges @ schedule.collective_runs),
+            launches_block=cluster.conditions.launches_block,
         )
 
     def _chip_times(self, chip: Chip) -> _ChipTimes:

@@ -92,6 +92,9 @@ class Attainable:
     sustained_fraction: float = 1.0
     """Share of the rate of single products that those of a long step reach: clocks fall under
     load, which benchmarks of microseconds do not see."""
+    unaligned_fraction: float | None = None
+    """Share of peak f32 FLOP/s that products of half precision reach whose sides are no multiples
+    of 16 bytes, which matrix units cannot load; None if they are as fast as others."""
     attention_fraction: float = 0.4
     """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
     backward, what a causal mask skips not counted."""
@@ -116,6 +119,7 @@ class Attainable:
             "filter_gradient_share",
             "depthwise_fraction",
             "sustained_fraction",
+            "unaligned_fraction",
             "attention_fraction",
             "memory_fraction",
         ):

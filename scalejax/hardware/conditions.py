@@ -1,7 +1,8 @@
 """What a run meets beside its own arithmetic: slow devices, slow input, checkpoints, failures.
 
-Facts of a site rather than of its hardware, so that no catalogue entry has them: a user who
-knows them writes them into the cluster file, and what is None stays unknown in every figure.
+Facts of a site rather than of its hardware, so that no catalogue entry has them, but for one
+that is named after a run: a user who knows them writes them into the cluster file, and what is
+None stays unknown in every figure.
 """
 
 from dataclasses import dataclass, fields
@@ -15,6 +16,9 @@ class RunConditions:
 
     step_cv: float | None = None
     """Standard deviation of one device's step time over its mean, from step to step."""
+    launches_block: bool = False
+    """Whether the host waits for each operation before it sets off the next, as with
+    CUDA_LAUNCH_BLOCKING=1, instead of running ahead."""
     input_samples_per_second: float | None = None
     """Samples that one node can read, decode and hand to its devices."""
     checkpoint_bytes: float | None = None
@@ -35,8 +39,13 @@ class RunConditions:
         for name in ("step_cv", "restart_seconds"):
             if (value := getattr(self, name)) is not None:
                 require_at_least(f"conditions.{name}", value, 0)
-        for name in (field.name for field in fields(self)):
-            if name not in ("step_cv", "restart_seconds") and getattr(self, name) is not None:
+        others = {field.name for field in fields(self)} - {
+            "step_cv",
+            "restart_seconds",
+            "launches_block",
+        }
+        for name in sorted(others):
+            if getattr(self, name) is not None:
                 require_above(f"conditions.{name}", getattr(self, name), 0)
         if self.step_cv is not None and self.step_cv >= 1:
             accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"

@@ -26,6 +26,8 @@ BERT_VOCABULARY, BERT_TOKENS, BERT_MASKED = 30_522, 128, 0.15
 """Values of a token of the published BERT (Devlin et al. 2018, arXiv 1810.04805, and its code),
 the length at which nine tenths of its training are done, and the share of words that are hidden;
 where a row does not say."""
+_WORDS_OF_DEVICE = 128
+"""Megatron-LM's default of make-vocab-size-divisible-by (megatron/arguments.py)."""
 _COMPUTE_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "bfloat16", "bf16": "bfloat16"}
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16."""
@@ -41,12 +43,14 @@ class Case:
     """What it ran on."""
     runs: tuple[ResolvedRun, ...]
     """The run; where the row leaves microbatch or recompute open, those it may mean, of which
-    the first that fits the device's memory is taken, or else the last. Of a pipeline, the run of
-    its last stage."""
+    the first that fits the device's memory is taken, or else the last. Of a pipeline, the runs of
+    its last stage, of which the fastest is taken."""
     stages: int = 1
     """Stages of the pipeline."""
     chunks: int = 1
     """Parts of the layers of one stage."""
+    is_megatron: bool = False
+    """Whether Megatron-LM trained it, or one of its descendants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +73,15 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             runs=tuple(_runs(row)),
             stages=row.spread.pipeline or 1,
             chunks=row.spread.pipeline_chunks or 1,
+            is_megatron=_is_megatron(row),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
+
+
+def _is_megatron(row: LedgerRow) -> bool:
+    """Whether Megatron-LM trained it, or one of its descendants."""
+    return (row.framework or "").startswith("Megatron")
 
 
 def _require_axes(row: LedgerRow) -> None:
@@ -221,7 +231,21 @@ def _data(row: LedgerRow) -> JsonValue:
         }
     if model.seq_len is None or model.vocab is None:
         raise ConfigError("seq_len and vocab are not both stated")
-    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": model.vocab}
+    return {"name": "synthetic_tokens", "tokens": model.seq_len, "vocabulary": _vocabulary(row)}
+
+
+def _vocabulary(row: LedgerRow) -> int | None:
+    """Words of the embedding table.
+
+    Megatron-LM pads it to a multiple of 128 for each device of the tensor axis (its
+    make-vocab-size-divisible-by) and divides it. Undivided it stays as stated: the compiler
+    pads its products by itself, and the difference is below 0.1 % of a step.
+    """
+    words, devices = row.model.vocab, row.spread.tensor or 1
+    if words is None or devices == 1 or not _is_megatron(row):
+        return words
+    multiple = _WORDS_OF_DEVICE * devices
+    return -(-words // multiple) * multiple
 
 
 def _optimizer(row: LedgerRow) -> JsonValue:

@@ -52,7 +52,7 @@ def cluster_of(row: LedgerRow) -> Cluster:
     exchange = row.spread.gradient_exchange
     if exchange not in (None, "all_reduce", "parameter_server"):
         raise ConfigError(f"gradient_exchange {exchange!r}")
-    named = _words(row.source_locator or "")
+    named = _words(f"{row.source} {row.source_locator or ''}")
     cluster = _cluster(row.machine, named, row.work.precision, exchange or "all_reduce")
     if row.device_count > cluster.devices_per_node and cluster.network is None:
         raise ConfigError("it spans nodes, and no network is stated")
@@ -122,8 +122,9 @@ def _distance(
 
 
 def _words(text: str) -> frozenset[str]:
-    """Words that may name a system: "dgx", "gce", "ec2"."""
-    return frozenset(word for word in re.findall(r"[a-z0-9]+", text.lower()) if len(word) > 2)
+    """Words that may name a system: "dgx", "gce", "ec2"; not numbers, such as that of a row."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    return frozenset(word for word in words if len(word) > 2 and not word.isdigit())
 
 
 def _link_kind(name: str | None) -> LinkKind | None:

@@ -5,11 +5,12 @@ the size of the data axis or in the number of microbatches included. A case that
 compiler refuses is skipped and the others go on.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
-from scalejax.cost import Pipeline, memory_verdict, pipelined
+from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
 from scalejax.model_config import GptConfig
@@ -21,6 +22,12 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
+from scalejax.validation.megatron import (
+    recomputed_in_full,
+    with_attention_dropout,
+    with_bare_heads,
+    with_half_gradients,
+)
 from scalejax.validation.widen import narrowed, widened
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
@@ -52,7 +59,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
-        self._widened: dict[tuple[str, int, int, int, int], Program | str | None] = {}
+        self._widened: dict[tuple[str | int | bool, ...], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -63,19 +70,26 @@ class Programs:
         """The program of each case, or why there is none.
 
         Of the runs that a case may mean, the first whose program fits the device's memory is
-        taken, or else the last.
+        taken, or else the last. Of a pipeline, that of those which fit whose step is shortest:
+        the largest microbatch may leave too few of them to fill the stages, and nobody would
+        run that.
         """
         answers: list[Program | str] = [""] * len(cases)
+        shortest = [math.inf] * len(cases)
         open_cases, choice = list(range(len(cases))), 0
         while open_cases:
             tried = self._try(cases, open_cases, choice)
+            still_open = []
             for index in open_cases:
-                answers[index] = tried[index]
-            open_cases = [
-                index
-                for index in open_cases
-                if choice + 1 < len(cases[index].runs) and not _fits(tried[index], cases[index])
-            ]
+                case, answer = cases[index], tried[index]
+                seconds = _fitting_seconds(answer, case)
+                if seconds is not None and seconds < shortest[index]:
+                    shortest[index], answers[index] = seconds, answer
+                elif shortest[index] == math.inf:
+                    answers[index] = answer
+                if choice + 1 < len(case.runs) and (seconds is None or case.stages > 1):
+                    still_open.append(index)
+            open_cases = still_open
             choice += 1
         return answers
 
@@ -108,11 +122,13 @@ class Programs:
         None if it cannot be widened to them."""
         split = asked.run.split
         sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
-        key = (case_key(asked.job), *sizes)
+        key = (case_key(asked.job), *sizes, case.is_megatron and case.row.work.precision)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program):
                 program = widened(program, asked.job.run, asked.run)
+            if isinstance(program, Program) and case.is_megatron:
+                program = _as_megatron(program, asked.run, case)
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program
@@ -152,6 +168,21 @@ class Programs:
             answer(index, compiled.program)
 
         run_jobs(jobs, on_done, lambda index, error: answer(index, one_line(error)))
+
+
+def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
+    """`program` of `run` with what Megatron-LM does otherwise than the compiler."""
+    model = run.config.model
+    if not isinstance(model, GptConfig):
+        return program
+    if model.remat == "full":
+        program = recomputed_in_full(program)
+    if model.attention == "unfused":
+        (tokens,) = run.dataset.input_shape
+        program = with_attention_dropout(program, tokens)
+    if case.row.work.precision == "fp16":
+        program = with_half_gradients(program)
+    return with_bare_heads(program, model.hidden // model.heads)
 
 
 def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
@@ -211,8 +242,14 @@ def _compilable(job: RunJob) -> RunJob:
     return replace(job, target=stand_in)
 
 
-def _fits(answer: Program | str, case: Case) -> bool:
-    """Whether the program is there and fits; what the compiler refuses has often no room."""
-    if isinstance(answer, str):
-        return False
-    return memory_verdict(answer.memory, case.cluster.chip).fits
+def _fitting_seconds(answer: Program | str, case: Case) -> float | None:
+    """Time of a step of the program; None if it is not there or does not fit.
+
+    What the compiler refuses has often no room. Where a case leaves nothing to choose between,
+    the time is not asked for, and 0.
+    """
+    if isinstance(answer, str) or not memory_verdict(answer.memory, case.cluster.chip).fits:
+        return None
+    if case.stages == 1 or len(case.runs) == 1:
+        return 0.0
+    return timeline(answer, case.cluster).step_seconds

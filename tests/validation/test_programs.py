@@ -14,6 +14,7 @@ from ledger_cases import (
     operation_count,
     program,
 )
+from program_cases import matmul, program_of
 
 from scalejax.errors import ConfigError
 from scalejax.profile.workers import run_jobs
@@ -206,3 +207,20 @@ def test_first_run_that_fits_is_taken(row):
     (found,) = Programs(Archive(lines)).find([case(open_row)])
 
     assert found == program(1)
+
+
+def test_fastest_run_of_a_pipeline_that_fits_is_taken(row):
+    """4 samples in 8 stages: of one at a time, 4 + 7 ms; of two, 2 (2 + 7) ms; 4 have no loop."""
+    cells = {"fsdp": "1", "pipeline": "8", "microbatch": "", "recompute": "full"}
+    open_row = row(GPT | cells | {"global_batch": "4"})
+    lines = {}
+    for choice in range(3):
+        narrow = asked_for(case(open_row), choice, is_narrow=True).job.run.split
+        work = matmul("block", narrow.microbatch)
+        loop = Loop(name="work", trip_count=narrow.microbatches, body=(work,))
+        lines |= archive_for(open_row, program_of(loop, devices=1), choice).lines
+
+    (found,) = Programs(Archive(lines), compiles=False).find([case(open_row)])
+
+    assert isinstance(found, Program)
+    assert [loop.trip_count for loop in found.operations if isinstance(loop, Loop)] == [4, 7]

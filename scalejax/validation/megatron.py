@@ -14,7 +14,8 @@ megatron/arguments.py), by a kernel of its own after the softmax. Our networks d
 
 Trained in fp16, its gradients are fp16 too, and are summed as they are
 (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which bf16 alone turns on;
-communication_data_type of DeepSpeed). Ours are f32. Knows nothing of hardware.
+communication_data_type of DeepSpeed); so are the parameters that ZeRO gathers. Ours are f32.
+Knows nothing of hardware.
 """
 
 import math
@@ -38,6 +39,7 @@ def recomputed_in_full(program: Program) -> Program:
     return replace(program, operations=_in_full(program.operations))
 
 
+_OF_STATE = ("all_reduce", "all_gather")
 _SCORE_BYTES, _MASK_BYTES = 2, 1
 
 
@@ -57,7 +59,8 @@ def with_bare_heads(program: Program, width: int) -> Program:
 
 
 def with_half_gradients(program: Program) -> Program:
-    """`program` with gradients of half the bytes where they are summed over the data axis.
+    """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
+    parameters.
 
     Left out: that they are also added up in fp16 over microbatches, 1 to 2 % of a step.
     """
@@ -68,7 +71,7 @@ def _halved(item: Operation | Loop) -> Operation | Loop:
     if isinstance(item, Loop):
         return replace(item, body=tuple(map(_halved, item.body)))
     exchange = item.collective
-    if exchange is None or exchange.name != "all_reduce" or item.dtype != "f32":
+    if exchange is None or exchange.name not in _OF_STATE or item.dtype != "f32":
         return item
     if DATA not in exchange.group.axes:
         return item

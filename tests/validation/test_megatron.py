@@ -5,7 +5,7 @@ from dataclasses import replace
 from ledger_cases import GPT, case
 from program_cases import fusion, gather, matmul, program_of, wait
 
-from scalejax.program import Collective, DeviceGroup, Loop, Operation, Program
+from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, Program
 from scalejax.validation.megatron import (
     recomputed_in_full,
     with_attention_dropout,
@@ -85,23 +85,26 @@ def test_scores_are_dropped_by_a_kernel_of_their_own():
     assert (walked[1].read_bytes, walked[1].write_bytes) == (65_536, 98_304)
 
 
-def test_gradients_of_half_precision_are_half_as_many_bytes():
-    """Where they are summed over the data axis; other sums and other types stay as they are."""
+def test_gradients_and_parameters_of_half_precision_are_half_as_many_bytes():
+    """On the data axis, summed or gathered; other axes and other types stay as they are."""
 
-    def summed(name: str, axis: str, dtype: str) -> Operation:
+    def exchanged(
+        name: str, axis: str, dtype: str, kind: CollectiveName = "all_reduce"
+    ) -> Operation:
         group = DeviceGroup(extents=((2, 1),), axes=(axis,))
-        exchange = Collective(name="all_reduce", payload_bytes=800, group=group, is_async=True)
+        exchange = Collective(name=kind, payload_bytes=800, group=group, is_async=True)
         return Operation(name=name, kind="collective", dtype=dtype, collective=exchange)
 
     sums = (
-        summed("gradient", "data", "f32"),
-        summed("activation", "tensor", "f32"),
-        summed("half", "data", "bf16"),
+        exchanged("gradient", "data", "f32"),
+        exchanged("parameters", "data", "f32", "all_gather"),
+        exchanged("activation", "tensor", "f32"),
+        exchanged("half", "data", "bf16"),
     )
     step = program_of(Loop(name="microbatches", trip_count=2, body=sums))
 
     halved = [each.collective for each, _ in with_half_gradients(step).walk()]
-    assert [each.payload_bytes for each in halved if each is not None] == [400, 800, 800]
+    assert [each.payload_bytes for each in halved if each is not None] == [400, 400, 800, 800]
 
 
 def test_table_of_words_is_padded_where_it_is_divided(row):

@@ -12,7 +12,7 @@ from scalejax.documents import JsonValue, save_text
 from scalejax.hardware import Cluster
 from scalejax.program import Operation, Program
 
-_PROCESSES: dict[StreamName, int] = {"compute": 1, "communication": 2}
+_PROCESSES: dict[StreamName, int] = {"compute": 1, "links": 2, "network": 3}
 
 
 def write_trace(

@@ -12,7 +12,7 @@ from scalejax.cost import timeline
 from scalejax.cost.recording import record
 from scalejax.errors import ConfigError
 from scalejax.hardware import RunConditions
-from scalejax.program import Loop, Operation
+from scalejax.program import DeviceGroup, Loop, Operation
 
 
 def milliseconds(*operations: Operation | Loop) -> float:
@@ -59,9 +59,24 @@ def test_a_synchronous_collective_holds_up_compute():
     assert milliseconds(gather("g", 3, is_async=False), matmul("m", 5)) == 8
 
 
-def test_collectives_queue_on_one_stream():
+def test_collectives_on_the_same_wires_queue():
     """Two of 3 ms started together behind 4 ms of work: the second ends at 6 ms."""
     assert milliseconds(gather("a", 3), gather("b", 3), matmul("m", 4), wait("a"), wait("b")) == 6
+
+
+def test_exchanges_between_nodes_run_beside_those_within_them():
+    """Other wires: 3 ms on the links are over long before as many bytes have crossed."""
+    within, between = gather("links", 3), gather("network", 3)
+    assert between.collective is not None
+    far = DeviceGroup(extents=((2, PAPER.devices_per_node),), axes=("data",))
+    between = replace(between, collective=replace(between.collective, group=far))
+    alone = milliseconds(between, wait("network"))
+
+    assert alone > 3
+    together = (between, within, wait("links"), matmul("m", 1), wait("network"))
+    assert milliseconds(*together) == alone
+    waits = dict(timeline(program_of(*together), PAPER).exposed_by_name)
+    assert waits["links"] == pytest.approx(3e-3)
 
 
 def test_a_synchronous_collective_queues_behind_an_asynchronous_one():

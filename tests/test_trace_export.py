@@ -39,7 +39,7 @@ def test_moments_by_hand():
         if moment.iteration == (1,)
     ]
     assert sorted(of_second) == [
-        ("g", "communication", 3, "communication"),
+        ("g", "links", 3, "communication"),
         ("m", "compute", 3, "compute"),
         ("wait for g", "compute", 5, "wait"),
     ]
@@ -59,7 +59,7 @@ def test_a_recording_ends_when_the_step_does(items: tuple[Operation | Loop, ...]
 
     step_seconds = timeline(program, cluster).step_seconds
     assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-9)
-    for stream in ("compute", "communication"):
+    for stream in ("compute", "links", "network"):
         own = [moment for moment in recording.moments if moment.stream == stream]
         assert all(a.end_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(own))
 
@@ -116,7 +116,7 @@ def test_a_trace_holds_what_its_viewers_read(tmp_path: Path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     events = {event["name"]: event for event in trace["traceEvents"] if event["ph"] == "X"}
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert names == {"compute (predicted)", "communication (predicted)"}
+    assert names == {"compute (predicted)", "links (predicted)", "network (predicted)"}
     assert events["m"]["ts"] == 0
     assert events["m"]["dur"] == pytest.approx(2000)
     assert events["m"]["args"]["source"] == "model.py:7"

@@ -23,6 +23,11 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     return seconds
 
 
+def wires(collective: Collective, cluster: Cluster) -> int:
+    """0 where an exchange stays within nodes, on their links; 1 where it crosses the network."""
+    return int(group_route(collective.group.extents, cluster).nodes > 1)
+
+
 def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
     """Time of an exchange of one buffer of `payload` bytes.
 

@@ -7,7 +7,7 @@ last event ends when the step does.
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.cost.communication import collective_seconds
+from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import operation_time
 from scalejax.cost.occupancy import as_used
 from scalejax.cost.schedule import Event, Repeat, Schedule, Start
@@ -15,7 +15,7 @@ from scalejax.cost.streams import Streams
 from scalejax.hardware import Cluster
 from scalejax.program import Operation, Program
 
-StreamName = Literal["compute", "communication"]
+StreamName = Literal["compute", "links", "network"]
 MOST_EVENTS = 50_000
 """Events in one recording, unless told otherwise: a trace of 15 MB."""
 
@@ -128,6 +128,7 @@ class _RecordedStreams(Streams):
         super().__init__(
             [time.seconds for time in self._times],
             [collective_seconds(each, cluster) for each in schedule.collectives],
+            [wires(each, cluster) for each in schedule.collectives],
             cluster.chip.attainable.contention_fraction,
         )
 
@@ -153,7 +154,8 @@ class _RecordedStreams(Streams):
     def start(self, event: Start) -> tuple[float, float]:
         begin, end = super().start(event)
         operation = self._collectives[event.name]
-        self._add(event.name, "communication", begin, end, "communication", operation)
+        stream = "network" if self._collective_wires[event.collective] else "links"
+        self._add(event.name, stream, begin, end, "communication", operation)
         return begin, end
 
     def repeat(self, loop: Repeat) -> None:

@@ -1,7 +1,6 @@
 """Where the time of one step goes: its operations costed, then walked on two streams.
 
-`WhatIf` keeps a program ready to be costed on many clusters. Left out: collectives of different
-groups could overlap each other (see `streams`).
+`WhatIf` keeps a program ready to be costed on many clusters.
 """
 
 import math
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scalejax.cost.communication import collective_seconds
+from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import operation_time
 from scalejax.cost.occupancy import as_used
 from scalejax.cost.schedule import Schedule
@@ -172,6 +171,7 @@ class WhatIf:
         streams = Streams(
             schedule.segment_seconds(busy + launch).tolist(),
             exchanges.tolist(),
+            [wires(each, cluster) for each in schedule.collectives],
             attainable.contention_fraction,
         )
         streams.run(schedule.events)

@@ -3,6 +3,7 @@
 from scalejax.cost.charges import Charge, charges, device_terms
 from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
+from scalejax.cost.float8 import in_float8
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used
 from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined
@@ -28,6 +29,7 @@ __all__ = [
     "charges",
     "collective_seconds",
     "device_terms",
+    "in_float8",
     "memory_verdict",
     "operation_time",
     "pipelined",

@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec
 
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import Remat
-from scalejax.models.placement import axis_size, is_data_manual, placed
+from scalejax.models.placement import (
+    arrangement,
+    axis_size,
+    is_data_manual,
+    placed,
+    placed_for_layer,
+)
 
 
 def _brought(parameter: jax.Array, kept: PartitionSpec) -> jax.Array:
@@ -153,6 +159,28 @@ def _product_backward(
 _product.defvjp(_product_forward, _product_backward)
 
 
+def _is_summed(kept: PartitionSpec) -> bool:
+    """Whether devices along tensor each make a summand of the product, not a part of it."""
+    return TENSOR in (kept[0] if isinstance(kept[0], tuple) else (kept[0],))
+
+
+@jax.custom_vjp
+def _with_whole_gradient(product_BSD: jax.Array) -> jax.Array:
+    """`product_BSD`, whose gradient each device along tensor has for all tokens.
+
+    In a sequence-parallel run the sum is scattered over tokens. Its gradient is gathered here,
+    once, for the gradients of both operands; left to itself the compiler gathers the operand
+    for that of the kernel, and computes the whole of it everywhere.
+    """
+    return product_BSD
+
+
+_with_whole_gradient.defvjp(
+    lambda product_BSD: (product_BSD, None),
+    lambda _, gradient_BSD: (placed_for_layer(gradient_BSD),),
+)
+
+
 def linear(
     layer: nnx.Linear | nnx.LinearGeneral,
     equation: str,
@@ -178,4 +206,6 @@ def linear(
         result = jnp.einsum(equation, x, gathered(kernel, kept))
     else:
         result = product(equation, kept, x, kernel)
+    if arrangement().is_sequence_parallel and _is_summed(kept):
+        result = _with_whole_gradient(result)
     return result if bias is None else result + jnp.expand_dims(bias, (0, 1))

@@ -18,6 +18,8 @@ from scalejax.validation.ledger import LedgerRow
 
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
 """Height and width of the images of networks that do not read 224 x 224."""
+_CAUSAL = ("gpt", "llama")
+"""Networks whose sizes a row states, and which may be recomputed."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
@@ -28,9 +30,15 @@ the length at which nine tenths of its training are done, and the share of words
 where a row does not say."""
 _WORDS_OF_DEVICE = 128
 """Megatron-LM's default of make-vocab-size-divisible-by (megatron/arguments.py)."""
-_COMPUTE_TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "bfloat16", "bf16": "bfloat16"}
+_COMPUTE_TYPES = {
+    "fp32": "float32",
+    "tf32": "float32",
+    "fp16": "bfloat16",
+    "bf16": "bfloat16",
+    "fp8": "bfloat16",
+}
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
-without it is costed at its rates for f16."""
+without it is costed at its rates for f16. Linear layers in fp8 are derived from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,19 +99,12 @@ def _require_axes(row: LedgerRow) -> None:
         ConfigError: naming what it is.
     """
     spread = row.spread
-    if (spread.context or 1) > 1:
-        raise ConfigError(f"a context axis (context={spread.context})")
+    if (spread.context or 1) > 1 and row.work.attention != "unfused":
+        raise ConfigError(f"fused attention over a context axis (context={spread.context})")
     if (spread.pipeline or 1) > 1 and row.model.model != "gpt":
         raise ConfigError(f"a pipeline of {row.model.model!r}")
-    if spread.zero_stage == 2:
-        raise ConfigError("ZeRO stage 2, which shards gradients besides the optimizer's state")
-    if spread.sequence_parallel and (spread.tensor or 1) > 1:
-        raise ConfigError("sequence parallelism over the tensor axis")
-    if row.work.recompute == "selective":
-        raise ConfigError("selective recompute")
-    product = math.prod(
-        size or 1 for size in (spread.data, spread.fsdp, spread.tensor, spread.pipeline)
-    )
+    axes = (spread.data, spread.fsdp, spread.tensor, spread.context, spread.pipeline)
+    product = math.prod(size or 1 for size in axes)
     if spread.data is not None and product != row.device_count:
         raise ConfigError(f"its axes multiply to {product}, not to {row.device_count} devices")
 
@@ -115,7 +116,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
         ConfigError: if it means none that scalejax can build.
     """
     compute_type = _COMPUTE_TYPES.get(row.work.precision)
-    if compute_type is None:
+    if compute_type is None or (row.work.precision == "fp8" and row.model.model not in _CAUSAL):
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []
@@ -131,13 +132,21 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "data": row.spread.data,
                     "fsdp": row.spread.fsdp or 1,
                     "tensor": row.spread.tensor or 1,
-                    "zero_stage": 1 if row.spread.zero_stage == 1 else 0,
+                    "context": row.spread.context or 1,
+                    "sequence_parallel": _is_sequence_parallel(row),
+                    # Stage 3 is the fsdp axis.
+                    "zero_stage": row.spread.zero_stage if row.spread.zero_stage in (1, 2) else 0,
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
             devices = row.device_count // (row.spread.pipeline or 1)
             runs.append(resolve(build(RunConfig, tables), devices))
     return runs
+
+
+def _is_sequence_parallel(row: LedgerRow) -> bool:
+    """Whether it says so, and there is something to share tokens between."""
+    return bool(row.spread.sequence_parallel) and (row.spread.tensor or 1) > 1
 
 
 def _per_device_batch(row: LedgerRow) -> int:
@@ -147,7 +156,8 @@ def _per_device_batch(row: LedgerRow) -> int:
         return work.per_device_batch
     if not work.global_batch:
         raise ConfigError("neither per_device_batch nor global_batch is stated")
-    shards = row.device_count // (spread.tensor or 1) // (spread.pipeline or 1)
+    sharing = (spread.tensor or 1) * (spread.context or 1) * (spread.pipeline or 1)
+    shards = row.device_count // sharing
     if shards == 0 or work.global_batch % shards:
         raise ConfigError(f"a global batch of {work.global_batch} over {shards} devices")
     return work.global_batch // shards
@@ -170,11 +180,11 @@ def _recomputes(row: LedgerRow) -> list[str]:
         if stated not in (None, "full"):
             raise ConfigError(f"a pipeline whose recompute is {stated!r}")
         return ["full"]  # else the activations under way are more than is counted
-    if stated is not None and stated not in ("none", "full"):
+    if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
-    if row.model.model != "gpt":
-        if stated == "full":
-            raise ConfigError(f"full recompute of {row.model.model!r}")
+    if row.model.model not in _CAUSAL:
+        if stated in ("selective", "full"):
+            raise ConfigError(f"{stated} recompute of {row.model.model!r}")
         return ["none"]
     return ["none", "full"] if stated is None else [stated]
 
@@ -188,16 +198,22 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     model = row.model
     if model.model not in _network_names():
         raise ConfigError(f"no network {model.model!r}")
-    if model.model != "gpt":
+    if model.model not in _CAUSAL:
         return {"name": model.model, "compute_dtype": compute_type}
     if model.layers is None or model.hidden is None or model.heads is None:
         raise ConfigError("layers, hidden and heads are not all stated")
-    if model.kv_heads not in (None, model.heads):
+    sizes: dict[str, JsonValue] = {}
+    if model.model == "llama":
+        if model.ffn_hidden is None:
+            raise ConfigError("ffn_hidden of a llama is not stated")
+        sizes = {"kv_heads": model.kv_heads or model.heads, "ffn_hidden": model.ffn_hidden}
+    elif model.kv_heads not in (None, model.heads):
         raise ConfigError(f"{model.kv_heads} heads of keys for {model.heads} of queries")
-    if model.ffn_hidden not in (None, 4 * model.hidden):
-        raise ConfigError(f"ffn_hidden={model.ffn_hidden}, where 4 x hidden is built")
+    elif model.ffn_hidden not in (None, 4 * model.hidden):
+        sizes = {"ffn_hidden": model.ffn_hidden}
     return {
-        "name": "gpt",
+        **sizes,
+        "name": model.model,
         "layers": -(-model.layers // (row.spread.pipeline or 1)),  # the longest stage's
         "hidden": model.hidden,
         "heads": model.heads,
@@ -261,4 +277,4 @@ def _network_names() -> set[str]:
     union, *_ = get_args(ModelConfig)
     return {
         name for config in get_args(union) for name in get_args(config.__annotations__["name"])
-    } - {"custom", "llama", "vit"}
+    } - {"custom", "vit"}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
-from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
+from scalejax.cost import Pipeline, in_float8, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
 from scalejax.model_config import GptConfig
@@ -122,13 +122,16 @@ class Programs:
         None if it cannot be widened to them."""
         split = asked.run.split
         sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
-        key = (case_key(asked.job), *sizes, case.is_megatron and case.row.work.precision)
+        derived = (case.is_megatron, case.row.work.precision)
+        key = (case_key(asked.job), *sizes, *derived)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program):
                 program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
                 program = _as_megatron(program, asked.run, case)
+            if isinstance(program, Program) and case.row.work.precision == "fp8":
+                program = in_float8(program)
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from ledger_cases import GPT, RESNET, case
 
-from scalejax.model_config import GptConfig
+from scalejax.model_config import GptConfig, LlamaConfig
 from scalejax.validation import (
     Skipped,
 )
@@ -54,7 +54,6 @@ def test_what_a_row_leaves_open_is_tried_in_order(row):
         ({"precision": "tf32"}, "precision 'tf32', which v100 does not have"),
         ({"pipeline": "4"}, "a pipeline of 'resnet50'"),
         ({"context": "2"}, "a context axis"),
-        ({"zero_stage": "2"}, "ZeRO stage 2"),
         ({"recompute": "selective"}, "selective recompute"),
         ({"data": "4"}, "its axes multiply to 4, not to 16 devices"),
         ({"per_device_batch": "", "global_batch": ""}, "neither per_device_batch nor global_batch"),
@@ -67,6 +66,23 @@ def test_row_that_cannot_be_expressed_is_skipped_with_a_reason(change, reason, r
 
     assert isinstance(found, Skipped)
     assert reason in found.reason
+
+
+LLAMA = {"model": "llama", "layers": "2", "hidden": "64", "heads": "8", "kv_heads": "2"}
+LLAMA |= {"ffn_hidden": "192", "vocab": "256", "seq_len": "64", "precision": "bf16"}
+
+
+def test_llama_is_built_as_its_row_says(row):
+    """Sizes, what is recomputed, how it is spread; stage 3 is the fsdp axis."""
+    spread = {"device_count": "16", "data": "1", "fsdp": "8", "tensor": "2", "zero_stage": "3"}
+    spread |= {"sequence_parallel": "1", "recompute": "selective"}
+    (run,) = case(row(GPT | LLAMA | spread)).runs
+    model = run.config.model
+
+    assert isinstance(model, LlamaConfig)
+    assert (model.kv_heads, model.ffn_hidden, model.remat) == (2, 192, "selective")
+    assert run.config.layout.sequence_parallel
+    assert run.config.layout.zero_stage == 0
 
 
 def test_network_is_the_rows_own(row):

@@ -20,8 +20,8 @@ AttentionKind = Literal["auto", "fused", "unfused"]
 Remat = Literal["none", "selective", "full"]
 """What the backward pass of a transformer computes again instead of keeping it. selective: of
 attention, scores, softmax and mixing, which take most memory for least work (Korthikanti et al.
-2022, arXiv 2205.05198, section 5; fused attention does so in any case). full: each block, all but
-its input."""
+2022, arXiv 2205.05198, section 5; fused attention does so in any case), and what the activation
+function of gpt and llama makes. full: each block, all but its input."""
 
 OptionValue = bool | int | float | str
 """What an option of a user's own model may hold."""

@@ -58,6 +58,16 @@ def through_blocks(
     return scanned(stacked, x_BSD)
 
 
+def kept_without_inner(
+    narrowed: Callable[..., jax.Array], remat: Remat
+) -> Callable[..., jax.Array]:
+    """`narrowed`, the activation function and the linear layer after it; recomputed selectively,
+    it keeps for its backward pass what it reads, and not what the function makes of that."""
+    if remat != "selective":
+        return narrowed
+    return jax.checkpoint(narrowed, prevent_cse=False)  # a scan already prevents it
+
+
 def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
     """A matrix in the type that it is multiplied in; biases and norms as they are."""
     is_kernel = "kernel" in parameter_path(path).split("/")

@@ -15,7 +15,7 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.blocks import kept_without_inner, stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.placement import (
@@ -97,7 +97,11 @@ class FeedForward(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
         inner_BSF = placed_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat))
-        return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)
+
+        def narrowed(inner_BSF: jax.Array) -> jax.Array:
+            return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)
+
+        return kept_without_inner(narrowed, self.remat)(inner_BSF)
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it

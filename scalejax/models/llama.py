@@ -16,7 +16,7 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, LlamaConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.blocks import kept_without_inner, stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.placement import (
@@ -101,7 +101,11 @@ class FeedForward(nnx.Module):
         """Each token by itself, [B, S, D]."""
         gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
         gate_BSF, up_BSF = map(placed_between, jnp.unstack(gated_BSNF, axis=2))
-        return linear(self.down, "bsf,fd->bsd", DOWN, _swiglu(gate_BSF, up_BSF), self.remat)
+
+        def narrowed(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
+            return linear(self.down, "bsf,fd->bsd", DOWN, _swiglu(gate_BSF, up_BSF), self.remat)
+
+        return kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF)
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it

@@ -31,6 +31,7 @@ ARITHMETIC = {
     "training_config": 2,
     "cost": 3,
     "predict": 4,
+    "transformer_program": 4,
     "trace_export": 4,
     "config": 5,
     "profile": 7,

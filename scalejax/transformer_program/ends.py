@@ -1,0 +1,228 @@
+"""What a step does outside its blocks: casts, embeddings, logits and loss, sums, the update.
+
+As in `block`, read off compiled programs and derived from shapes. Left out: fusions of scalars.
+"""
+
+from functools import lru_cache
+
+from scalejax.layout import DATA, FSDP, TENSOR
+from scalejax.program import Operation
+from scalejax.transformer_program.block import kept_bytes
+from scalejax.transformer_program.operations import Writer
+from scalejax.transformer_program.shape import (
+    Part,
+    Strategy,
+    TransformerShape,
+    parameters_of_device,
+    part_of,
+    stage_layout,
+    sum_axes,
+    sums_once,
+)
+
+_KEPT = 4096
+_COMBINED_BYTES = 30 * 1024**2
+"""Buffers up to this size are put together for one all-reduce, which copies them (XLA,
+xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold)."""
+_F32_BYTES = 4
+_VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
+
+
+def _writer(prefix: str, part: Part) -> Writer:
+    dtype = "bf16" if part.shape.element_bytes == 2 else "f32"
+    return Writer(prefix, dtype, part.layout)
+
+
+def _table_elements(part: Part) -> int:
+    """Of the token embedding, as one device of a tensor group uses it."""
+    return part.shape.vocabulary * part.shape.hidden // part.layout.tensor
+
+
+def _place_elements(part: Part) -> int:
+    shape = part.shape
+    return shape.tokens * shape.hidden if shape.has_learned_positions else 0
+
+
+@lru_cache(maxsize=_KEPT)
+def embedding(part: Part, layers: int) -> tuple[Operation, ...]:
+    """What comes before the blocks: matrices cast to the compute type, tokens looked up.
+
+    Args:
+        part: of the microbatch.
+        layers: blocks of the stage.
+    """
+    write, fsdp, used = _writer("embedding", part), part.layout.fsdp, part.shape.element_bytes
+    casts = used != _F32_BYTES
+    own = part.matrix_bytes // fsdp * layers
+    if casts:
+        for name, size in zip(("qkv", "projection", "up", "down"), part.matrices, strict=True):
+            one = size // fsdp * layers
+            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
+        table = _table_elements(part) // fsdp
+        write.fusion("tokens.cast", table * _F32_BYTES, table * used)
+    tables = (_table_elements(part) + _place_elements(part)) * used
+    if fsdp > 1 and part.shape.has_learned_positions:
+        write.fusion("places.cast", tables // fsdp // 4, tables // fsdp // 8)
+    write.start("gather_tables", "all_gather", tables, (FSDP,), buffers=2)
+    write.fusion("gradients.zero", 0, own)
+    write.fusion("kept.zero", 0, layers * kept_bytes(part))
+    write.wait("gather_tables")
+    stream = part.stream_bytes
+    write.fusion("lookup", stream + _place_elements(part) * used, stream)
+    if part.layout.tensor > 1:
+        write.exchange("lookup.sum", "all_reduce", stream, (TENSOR,))
+        write.fusion("places.add", stream + _place_elements(part) * used, stream)
+    return write.done()
+
+
+@lru_cache(maxsize=_KEPT)
+def logits(part: Part, layers: int) -> tuple[Operation, ...]:
+    """What comes between the passes over the blocks: norm, logits, loss, and its gradient."""
+    write, shape, rows = _writer("logits", part), part.shape, part.rows
+    tensor, stream = part.layout.tensor, part.kept_stream_bytes
+    width = shape.vocabulary // tensor
+    size = rows * width * shape.element_bytes
+    wide = rows * width * _F32_BYTES
+    write.fusion("norm.statistics", stream, rows * 8)
+    write.fusion("norm.apply", stream, stream)
+    if part.sequence_parallel:
+        write.exchange("gather_tokens", "all_gather", part.stream_bytes, (TENSOR,))
+    write.matmul("product", (1, rows, width, shape.hidden))
+    write.fusion("largest", size, rows * 8)
+    # The likeliest token, for the accuracy: a value and an index from every part.
+    write.exchange("largest.gather", "all_gather", rows * 8 * tensor, (TENSOR,))
+    write.fusion("sum", size, rows * _F32_BYTES)
+    write.exchange("sum.sum", "all_reduce", rows * 8, (TENSOR,))
+    write.fusion("loss.gradient", size, wide)
+    if shape.element_bytes != _F32_BYTES:
+        write.fusion("loss.gradient.cast", wide, size)
+    write.matmul("input_gradient", (1, rows, shape.hidden, width))
+    kind = "reduce_scatter" if part.sequence_parallel else "all_reduce"
+    write.exchange("input_gradient.sum", kind, part.stream_bytes, (TENSOR,))
+    write.fusion("norm.gradient.statistics", 2 * stream, 2 * stream)
+    write.fusion("norm.gradient", 2 * stream, stream)
+    write.fusion("norm.scale.gradient", 2 * stream, shape.hidden * _F32_BYTES)
+    if part.recompute != "full" and not shape.is_fused:
+        for name in ("queries", "keys", "values"):
+            write.copy(f"{name}.transpose", layers * part.head_bytes)
+    return write.done()
+
+
+@lru_cache(maxsize=_KEPT)
+def embedding_gradient(part: Part, layers: int, is_accumulated: bool) -> tuple[Operation, ...]:
+    """What comes after the blocks: the embedding's gradient, sums, and gradients accumulated.
+
+    Args:
+        part: of the microbatch; its layout says over which devices all of this is summed.
+        layers: blocks of the stage.
+        is_accumulated: whether gradients are added up in float32 over microbatches.
+    """
+    write, shape, layout = _writer("embedding.gradient", part), part.shape, part.layout
+    width, used = shape.vocabulary // layout.tensor, shape.element_bytes
+    write.matmul("tokens", (1, width, shape.hidden, part.rows))
+    write.copy("tokens.scatter", part.stream_bytes)
+    _sum_tables(write, part, layers)
+    if is_accumulated:
+        own = part.matrix_bytes // layout.fsdp // used * layers
+        own += (_table_elements(part) + _place_elements(part)) // layout.fsdp
+        write.fusion("accumulate", own * (_F32_BYTES + used), own * _F32_BYTES)
+        for index in range(_VECTOR_UPDATES):
+            write.copy(f"accumulate.{index}", layers * shape.hidden * _F32_BYTES)
+    return write.done()
+
+
+def _sum_tables(write: Writer, part: Part, layers: int) -> None:
+    """Sums of the gradients that no block has summed: of embeddings, biases and norms."""
+    layout, along = part.layout, sum_axes(part.layout)
+    both = (*along, FSDP)
+    used = part.shape.element_bytes
+    norms = (layers * part.norm_elements + part.norm_elements // 2) * _F32_BYTES + 8
+    biases = layers * part.small_elements * used
+    table, places = _table_elements(part) * used, _place_elements(part) * used
+    write.start("sum.norms", "all_reduce", norms, both)
+    if layout.fsdp == 1:
+        write.start("sum", "all_reduce", table + places + biases, along)
+    elif not along:
+        # Its two uses are scattered apart where tensor divides the table.
+        uses = 2 if layout.tensor > 1 else 1
+        write.start("scatter", "reduce_scatter", uses * table + places, (FSDP,), buffers=3)
+        write.start("sum", "all_reduce", biases, both)
+    elif layout.tensor == 1:
+        write.start("scatter", "reduce_scatter", 2 * table + places, (FSDP,), buffers=3)
+        write.wait("scatter")
+        write.start("sum", "all_reduce", biases, both)
+        write.start("sum.parts", "all_reduce", (table + places) // layout.fsdp, along)
+    else:
+        write.start("scatter", "reduce_scatter", table, (FSDP,))
+        write.wait("scatter")
+        write.start("sum", "all_reduce", table + places + biases, both)
+        write.start("sum.parts", "all_reduce", table // layout.fsdp, along)
+    for name in ("sum.norms", "scatter", "sum", "sum.parts"):
+        if not any(each.name.endswith(f"{name}.done") for each in write.operations):
+            write.wait(name)
+
+
+@lru_cache(maxsize=_KEPT)
+def zeros(part: Part, own: int) -> tuple[Operation, ...]:
+    """What comes before the first microbatch: somewhere to add gradients up in."""
+    write = _writer("accumulator", part)
+    write.copy("zero", own * _F32_BYTES)
+    for index in range(_VECTOR_UPDATES):
+        write.copy(f"zero.{index}", part.shape.hidden * _F32_BYTES)
+    return write.done()
+
+
+def accumulator_elements(shape: TransformerShape, strategy: Strategy) -> int:
+    """Gradients that a device adds up over microbatches; 0 where there is a single one."""
+    if strategy.split.microbatches == 1 and strategy.layout.pipeline == 1:
+        return 0
+    return parameters_of_device(shape, strategy)
+
+
+@lru_cache(maxsize=_KEPT)
+def update(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
+    """What comes after the last microbatch: the sum over the batch, and the optimizer."""
+    part, layout = part_of(shape, strategy), stage_layout(strategy.layout)
+    dtype = "bf16" if shape.element_bytes == 2 else "f32"
+    write = Writer("update", dtype, layout)
+    own = parameters_of_device(shape, strategy)
+    accumulated = accumulator_elements(shape, strategy) > 0
+    gradient_bytes = _F32_BYTES if accumulated else shape.element_bytes
+    if accumulated and sums_once(shape, strategy):
+        _sum_once(write, part, strategy, own)
+    parts = layout.data if strategy.zero_stage else 1
+    state = 1 + strategy.moments
+    sizes = [each // shape.element_bytes for each in part.matrices]
+    layers = shape.layers // strategy.layout.pipeline
+    names = ("qkv", "projection", "up", "down")
+    counts = {name: size * layers // layout.fsdp for name, size in zip(names, sizes, strict=True)}
+    counts["tables"] = max(0, own - sum(counts.values()))
+    for name, count in counts.items():
+        one = count // parts
+        write.fusion(name, one * (state * _F32_BYTES + gradient_bytes), one * state * _F32_BYTES)
+    for index in range(_VECTOR_UPDATES):
+        write.copy(f"vectors.{index}", layers * shape.hidden * _F32_BYTES)
+    if strategy.zero_stage:
+        write.start("gather", "all_gather", own * _F32_BYTES, (DATA,), dtype="f32", buffers=16)
+        write.wait("gather")
+    return write.done()
+
+
+def _sum_once(write: Writer, part: Part, strategy: Strategy, own: int) -> None:
+    """The sum of accumulated gradients; small ones copied together before, apart after."""
+    along = sum_axes(strategy.layout)
+    if not along:
+        return
+    used = part.shape.element_bytes
+    layers = part.shape.layers // strategy.layout.pipeline
+    stacks = [layers * size // used // part.layout.fsdp * _F32_BYTES for size in part.matrices]
+    large = sum(size for size in stacks if size > _COMBINED_BYTES)
+    combined = max(0, own * _F32_BYTES - large)
+    write.copy("sum.concatenate", combined)
+    payload = own * _F32_BYTES + 8
+    if strategy.zero_stage == 2 and DATA in along:
+        write.exchange("sum", "reduce_scatter", payload, along)
+    else:
+        write.start("sum", "all_reduce", payload, along, dtype="f32")
+        write.wait("sum")
+    write.copy("sum.slice", combined)

@@ -5,7 +5,7 @@ from scalejax.cost.communication import collective_seconds
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used
-from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined
+from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined, sent_between_stages
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
 from scalejax.cost.uncertainty import Band, band, residuals
@@ -33,6 +33,7 @@ __all__ = [
     "pipelined",
     "residuals",
     "run_terms",
+    "sent_between_stages",
     "step_terms",
     "timeline",
     "what_if",

@@ -23,8 +23,8 @@ from scalejax.transformer_program.shape import (
     Recompute,
     Strategy,
     TransformerShape,
-    part_of,
     parameters_of_device,
+    part_of,
     stage_layout,
 )
 
@@ -136,4 +136,5 @@ def pipeline_of(shape: TransformerShape, strategy: Strategy) -> Pipeline | None:
         chunks=strategy.pipeline_chunks,
         microbatches=strategy.split.microbatches,
         boundary_bytes=part_of(shape, strategy).stream_bytes,
+        is_boundary_divided=strategy.sequence_parallel,
     )

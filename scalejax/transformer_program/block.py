@@ -98,10 +98,15 @@ class _Block:
             payload = self.part.stream_bytes
             self.write.exchange(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
 
-    def sum_over_tensor(self, name: str) -> None:
-        """The sum after a product that it divides by rows."""
+    def start_sum_over_tensor(self, name: str) -> None:
+        """The sum after a product that it divides by rows, begun."""
         kind = "reduce_scatter" if self.part.sequence_parallel else "all_reduce"
-        self.write.exchange(f"{name}.sum", kind, self.part.stream_bytes, (TENSOR,))
+        self.write.start(f"{name}.sum", kind, self.part.stream_bytes, (TENSOR,))
+
+    def sum_over_tensor(self, name: str) -> None:
+        """The same, waited for at once."""
+        self.start_sum_over_tensor(name)
+        self.write.wait(f"{name}.sum")
 
 
 def _matrices(block: _Block) -> None:
@@ -252,23 +257,35 @@ def _attention_gradients(block: _Block) -> None:
     size = part.kept_stream_bytes
     block.gather_tokens("projection.gradient")
     write.matmul("projection.input_gradient", (1, rows, block.head_width, block.hidden))
-    write.matmul("projection.gradient", (1, block.head_width, block.hidden, rows))
     _score_gradients(block)
     write.copy("qkv.concatenate", part.qkv_bytes)
     if not part.shape.is_fused:
         write.copy("qkv.transpose.0", part.qkv_bytes)
         write.copy("qkv.transpose.1", part.qkv_bytes)
-    write.fusion("qkv.bias.gradient", part.qkv_bytes, block.hidden * 4)
-    write.matmul("qkv.gradient", (1, block.qkv_width, block.hidden, rows))
-    _start_sum(block)
-    write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
-    block.sum_over_tensor("qkv.input_gradient")
+    _projection_gradients(block)
     # Products of float32 for the gradient of the norm's scale, of both norms.
     wide = 4 // part.shape.element_bytes * size
     write.fusion("attention.norm.gradient.statistics", 2 * size, wide)
     write.fusion("attention.norm.gradient", 3 * size + wide, size + wide)
     for index in range(2):
         write.fusion(f"attention.norm.scale.gradient.{index}", wide, block.hidden * 4)
+
+
+def _projection_gradients(block: _Block) -> None:
+    """Gradients of the attention's matrices, beside the sum of that of what they multiplied; or,
+    where tensor divides nothing, beside the sum of the matrices' own."""
+    part, write, rows = block.part, block.write, block.rows
+    if block.tensor > 1:
+        write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
+        block.start_sum_over_tensor("qkv.input_gradient")
+    write.matmul("projection.gradient", (1, block.head_width, block.hidden, rows))
+    write.matmul("qkv.gradient", (1, block.qkv_width, block.hidden, rows))
+    write.fusion("qkv.bias.gradient", part.qkv_bytes, block.hidden * 4)
+    _start_sum(block)
+    if block.tensor > 1:
+        write.wait("qkv.input_gradient.sum")
+    else:
+        write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
 
 
 def _score_gradients(block: _Block) -> None:

@@ -98,7 +98,9 @@ def logits(part: Part, layers: int) -> tuple[Operation, ...]:
         write.fusion("loss.gradient.cast", wide, size)
     write.matmul("input_gradient", (1, rows, shape.hidden, width))
     kind = "reduce_scatter" if part.sequence_parallel else "all_reduce"
-    write.exchange("input_gradient.sum", kind, part.stream_bytes, (TENSOR,))
+    write.start("input_gradient.sum", kind, part.stream_bytes, (TENSOR,))
+    write.matmul("tokens.gradient", (1, width, shape.hidden, rows))
+    write.wait("input_gradient.sum")
     write.fusion("norm.gradient.statistics", 2 * stream, 2 * stream)
     write.fusion("norm.gradient", 2 * stream, stream)
     write.fusion("norm.scale.gradient", 2 * stream, shape.hidden * _F32_BYTES)
@@ -118,8 +120,7 @@ def embedding_gradient(part: Part, layers: int, is_accumulated: bool) -> tuple[O
         is_accumulated: whether gradients are added up in float32 over microbatches.
     """
     write, shape, layout = _writer("embedding.gradient", part), part.shape, part.layout
-    width, used = shape.vocabulary // layout.tensor, shape.element_bytes
-    write.matmul("tokens", (1, width, shape.hidden, part.rows))
+    used = shape.element_bytes
     write.copy("tokens.scatter", part.stream_bytes)
     _sum_tables(write, part, layers)
     if is_accumulated:

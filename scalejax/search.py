@@ -9,14 +9,13 @@ network of JAX, no compiler, no files.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from scalejax.cost import (
     StepTerms,
     Timeline,
-    as_used,
     collective_seconds,
     memory_verdict,
     operation_time,
@@ -31,12 +30,15 @@ from scalejax.layout import BatchSplit, Layout
 from scalejax.program import MemoryUse, Operation, Program
 from scalejax.transformer_program import (
     AMPERE_WORKSPACE_BYTES,
+    Held,
     Recompute,
     Strategy,
     TransformerShape,
     memory_use,
+    part_of,
     pieces,
     pipeline_of,
+    update_piece,
 )
 
 Objective = Literal["time", "cost", "memory"]
@@ -45,12 +47,14 @@ Objective = Literal["time", "cost", "memory"]
 HOPPER_WORKSPACE_BYTES = 32 * 1024**2
 """See `AMPERE_WORKSPACE_BYTES`."""
 _HOPPER = (9, 0)
-_TOLD_EVERY = 2000  # strategies
+_TOLD_EVERY = 500  # groups of strategies
 _SECONDS_PER_HOUR = 3600.0
+
+_NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
 
 Axes = tuple[str, ...]
 OnProgress = Callable[[int, int], None]
-"""Called with the number of strategies that have been costed, and of all that fit."""
+"""Called with the number of groups of like strategies that have been costed, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,24 +123,20 @@ def search(
     for count in device_counts:
         require_at_least("devices", count, 1)
         _require_devices(count, cluster)
-    considered, fitting = 0, []
-    workspace = workspace_bytes(cluster.chip)
-    free = cluster.chip.memory_bytes - cluster.chip.runtime_reserve_bytes
+    considered = 0
+    fitting: list[tuple[_Group, list[Strategy]]] = []
     for count in device_counts:
-        for way in _ways(shape, count, global_batch):
-            considered += 1
-            if _least_state_bytes(shape, way, moments) > free:
-                continue
-            strategy = way.strategy(global_batch, moments)
-            memory = memory_use(shape, strategy, workspace_bytes=workspace)
-            if memory_verdict(memory, cluster.chip).fits:
-                fitting.append((strategy, memory))
+        for group in _groups(shape, count, global_batch):
+            considered += len(group.zero_stages) * len(group.chunk_counts)
+            fits = _fitting(shape, group, global_batch, moments, cluster.chip)
+            if fits:
+                fitting.append((group, fits))
     costs = StrategyCosts(shape, cluster)
-    ranked = []
-    for index, (strategy, memory) in enumerate(fitting):
+    ranked: list[Candidate] = []
+    for index, (_, fits) in enumerate(fitting):
         if index % _TOLD_EVERY == 0:
             on_progress(index, len(fitting))
-        ranked.append(costs.candidate(strategy, memory))
+        ranked += costs.candidates(fits)
     on_progress(len(fitting), len(fitting))
     ranked.sort(key=_KEYS[objective])
     nearest = None
@@ -185,44 +185,53 @@ def strategies(
     moments: Literal[0, 1, 2] = 2,
 ) -> Iterator[Strategy]:
     """Every strategy that divides network, samples and devices evenly."""
-    for way in _ways(shape, device_count, global_batch):
-        yield way.strategy(global_batch, moments)
+    for group in _groups(shape, device_count, global_batch):
+        yield from group.strategies(global_batch, moments)
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
-    """A strategy before it is built: most are dropped for their memory."""
+class _Group:
+    """Strategies whose microbatches are alike: they differ in ZeRO stage and chunks."""
 
     layout: Layout
     microbatches: int
     recompute: Recompute
-    zero_stage: Literal[0, 1, 2]
     sequence_parallel: bool
-    chunks: int
+    zero_stages: tuple[Literal[0, 1, 2], ...]
+    chunk_counts: tuple[int, ...]
 
-    def strategy(self, global_batch: int, moments: Literal[0, 1, 2]) -> Strategy:
+    def strategies(self, global_batch: int, moments: Literal[0, 1, 2]) -> Iterator[Strategy]:
+        for zero_stage in self.zero_stages:
+            for chunks in self.chunk_counts:
+                yield self.strategy(global_batch, moments, zero_stage, chunks)
+
+    def strategy(
+        self,
+        global_batch: int,
+        moments: Literal[0, 1, 2],
+        zero_stage: Literal[0, 1, 2],
+        chunks: int,
+    ) -> Strategy:
         return Strategy(
             split=BatchSplit(
                 global_batch=global_batch, layout=self.layout, microbatches=self.microbatches
             ),
             recompute=self.recompute,
-            zero_stage=self.zero_stage,
+            zero_stage=zero_stage,
             sequence_parallel=self.sequence_parallel,
-            pipeline_chunks=self.chunks,
+            pipeline_chunks=chunks,
             moments=moments,
         )
 
 
-def _ways(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[_Way]:
+def _groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[_Group]:
     for layout in _layouts(shape, device_count, global_batch):
-        per_device = global_batch // layout.batch_shards
-        zero_stages = get_args(Literal[0, 1, 2]) if layout.data > 1 else (0,)
-        for microbatches in _divisors(per_device):
-            for chunks in _chunk_counts(shape, layout, microbatches):
-                for recompute in _recomputes(shape):
-                    for stage in zero_stages:
-                        for parallel in _sequence_parallel(shape, layout):
-                            yield _Way(layout, microbatches, recompute, stage, parallel, chunks)
+        stages: tuple[Literal[0, 1, 2], ...] = (0, 1, 2) if layout.data > 1 else (0,)
+        for microbatches in _divisors(global_batch // layout.batch_shards):
+            chunks = _chunk_counts(shape, layout, microbatches)
+            for recompute in _recomputes(shape):
+                for parallel in _sequence_parallel(shape, layout):
+                    yield _Group(layout, microbatches, recompute, parallel, stages, chunks)
 
 
 def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
@@ -266,11 +275,30 @@ def _divisors(number: int) -> tuple[int, ...]:
     return tuple(each for each in range(1, number + 1) if number % each == 0)
 
 
-def _least_state_bytes(shape: TransformerShape, way: _Way, moments: int) -> float:
-    """Below what any device needs: matrices and their moments, and nothing else."""
-    layout = way.layout
-    own = shape.layers * sum(shape.matrices) / (layout.pipeline * layout.tensor * layout.fsdp)
-    return 4 * own * (1 + moments / (layout.data if way.zero_stage else 1))
+def _fitting(
+    shape: TransformerShape,
+    group: _Group,
+    global_batch: int,
+    moments: Literal[0, 1, 2],
+    chip: Chip,
+) -> list[Strategy]:
+    """Those of a group that fit; most need no more than a look at what they must hold."""
+    free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
+    layout = group.layout
+    least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
+    if 4 * least * (1 + moments / layout.data) > free:
+        return []
+    part = part_of(shape, group.strategy(global_batch, moments, 0, 1))
+    held = Held(part, layout, group.microbatches, moments)
+    return [
+        group.strategy(global_batch, moments, zero_stage, chunks)
+        for zero_stage in group.zero_stages
+        for chunks in group.chunk_counts
+        if held.batch_bytes
+        + held.state_bytes(zero_stage)
+        + held.temporary_bytes(zero_stage, chunks)
+        <= free
+    ]
 
 
 def _nearest(
@@ -304,17 +332,45 @@ def _require_devices(count: int, cluster: Cluster) -> None:
 # --- what a strategy takes ---
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PieceTime:
-    """Where the time of one run of a piece goes; as `Timeline`."""
+    """Where the time of operations goes; as `Timeline`."""
 
     compute_seconds: float
     memory_seconds: float
     launch_seconds: float
     contention_seconds: float
-    exposed: tuple[tuple[Axes, float], ...]
     communication_seconds: float
-    dispatches: int
+    dispatches: float
+    exposed: dict[Axes, float]
+
+    def times(self, runs: int) -> "_PieceTime":
+        """So many runs of them."""
+        return _PieceTime(
+            self.compute_seconds * runs,
+            self.memory_seconds * runs,
+            self.launch_seconds * runs,
+            self.contention_seconds * runs,
+            self.communication_seconds * runs,
+            self.dispatches * runs,
+            {axes: seconds * runs for axes, seconds in self.exposed.items()},
+        )
+
+
+def _summed(parts: Sequence[_PieceTime]) -> _PieceTime:
+    exposed: dict[Axes, float] = {}
+    for part in parts:
+        for axes, seconds in part.exposed.items():
+            exposed[axes] = exposed.get(axes, 0.0) + seconds
+    return _PieceTime(
+        sum([part.compute_seconds for part in parts]),
+        sum([part.memory_seconds for part in parts]),
+        sum([part.launch_seconds for part in parts]),
+        sum([part.contention_seconds for part in parts]),
+        sum([part.communication_seconds for part in parts]),
+        sum([part.dispatches for part in parts]),
+        exposed,
+    )
 
 
 class StrategyCosts:
@@ -324,81 +380,76 @@ class StrategyCosts:
         """Nothing is costed yet."""
         self._shape = shape
         self._cluster = cluster
+        self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         # Kept with its operations, whose id no other tuple can then get.
         self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}
 
-    def candidate(self, strategy: Strategy, memory: MemoryUse) -> Candidate:
-        """What `strategy` takes, given what it holds.
+    def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
+        """What each of some strategies takes, which differ in ZeRO stage and chunks alone.
 
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
-        stub = _without_operations(self._shape, strategy, memory)
-        cluster = as_used(self._cluster, stub)
-        times = self._timeline(strategy, cluster)
-        added = step_terms(stub, cluster, times.step_seconds)
+        first = strategies[0]
+        parts = pieces(self._shape, first)
+        count, layers = first.split.microbatches, self._shape.layers // first.layout.pipeline
+        once = self._piece(parts.before)
+        each = (self._piece(parts.embedding), self._piece(parts.logits))
+        every = _summed((*each, self._piece(parts.embedding_gradient)))
+        block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
+        shared = _summed((once, every.times(count), block.times(count * layers)))
+        part = part_of(self._shape, first)
+        held = Held(part, first.layout, count, first.moments)
+        return [self._candidate(strategy, shared, block, layers, held) for strategy in strategies]
+
+    def _candidate(
+        self, strategy: Strategy, shared: _PieceTime, block: _PieceTime, layers: int, held: Held
+    ) -> Candidate:
+        """What `shared`, the bubble, what is sent, and the update come to."""
+        terms = [shared, self._piece(update_piece(self._shape, strategy))]
+        pipeline = pipeline_of(self._shape, strategy)
+        if pipeline is not None:
+            layout, stages = strategy.layout, pipeline.stages
+            sent = sent_between_stages(pipeline, layout.tensor, layout.device_count // stages)
+            handed_on = pipeline.microbatches * pipeline.chunks + stages - 1
+            terms.append(block.times((stages - 1) * (layers // pipeline.chunks)))
+            terms.append(self._piece(sent).times(handed_on))
+        times = _timeline(_summed(terms), self._cluster)
+        stub = _without_operations(self._shape, strategy)
+        added = step_terms(stub, self._cluster, times.step_seconds)
+        peak = held.batch_bytes + held.state_bytes(strategy.zero_stage) + self._reserve_bytes
         return Candidate(
             strategy=strategy,
             step_seconds=math.fsum(
                 (times.step_seconds, added.stragglers_seconds or 0.0, added.input_seconds or 0.0)
             ),
-            peak_memory_bytes=memory_verdict(memory, cluster.chip).peak_bytes,
+            peak_memory_bytes=peak
+            + held.temporary_bytes(strategy.zero_stage, strategy.pipeline_chunks),
             terms=_terms(times, added),
         )
 
-    def _timeline(self, strategy: Strategy, cluster: Cluster) -> Timeline:
-        sums: dict[str, float] = defaultdict(float)
-        exposed: dict[Axes, float] = defaultdict(float)
-        for operations, runs in self._runs(strategy):
-            piece = self._piece(operations, cluster)
-            for name in _SUMMED:
-                sums[name] += runs * getattr(piece, name)
-            for axes, seconds in piece.exposed:
-                exposed[axes] += runs * seconds
-        attainable = cluster.chip.attainable
-        return Timeline(
-            compute_seconds=sums["compute_seconds"],
-            memory_seconds=sums["memory_seconds"],
-            launch_seconds=sums["launch_seconds"],
-            contention_seconds=sums["contention_seconds"],
-            exposed_by_name=(),
-            exposed=tuple(sorted(exposed.items())),
-            dispatch_seconds=attainable.dispatch_seconds * sums["dispatches"],
-            overhead_seconds=attainable.step_overhead_seconds,
-            communication_seconds=sums["communication_seconds"],
-        )
-
-    def _runs(self, strategy: Strategy) -> list[tuple[tuple[Operation, ...], int]]:
-        """The pieces of a step, and how often each of them runs; as `pipelined` has them."""
-        parts = pieces(self._shape, strategy)
-        count, stages = strategy.split.microbatches, strategy.layout.pipeline
-        layers = self._shape.layers // stages
-        blocks = count * layers
-        runs = [(parts.before, 1), (parts.update, 1), (parts.embedding, count)]
-        runs += [(parts.logits, count), (parts.embedding_gradient, count)]
-        pipeline = pipeline_of(self._shape, strategy)
-        if pipeline is not None:
-            blocks += (stages - 1) * (layers // pipeline.chunks)
-            layout = strategy.layout
-            sent = sent_between_stages(pipeline, layout.tensor, layout.device_count // stages)
-            runs.append((sent, count * pipeline.chunks + stages - 1))
-        return [*runs, (parts.forward, blocks), (parts.backward, blocks)]
-
-    def _piece(self, operations: tuple[Operation, ...], cluster: Cluster) -> _PieceTime:
+    def _piece(self, operations: tuple[Operation, ...]) -> _PieceTime:
         known = self._known.get(id(operations))
-        if known is None or known[0] is not operations:
-            known = self._known[id(operations)] = operations, _piece_time(operations, cluster)
+        if known is None:
+            time = _piece_time(operations, self._cluster)
+            known = self._known[id(operations)] = operations, time
         return known[1]
 
 
-_SUMMED = (
-    "compute_seconds",
-    "memory_seconds",
-    "launch_seconds",
-    "contention_seconds",
-    "communication_seconds",
-    "dispatches",
-)
+def _timeline(sums: _PieceTime, cluster: Cluster) -> Timeline:
+    """The whole step, from the sums of its pieces."""
+    attainable = cluster.chip.attainable
+    return Timeline(
+        compute_seconds=sums.compute_seconds,
+        memory_seconds=sums.memory_seconds,
+        launch_seconds=sums.launch_seconds,
+        contention_seconds=sums.contention_seconds,
+        exposed_by_name=(),
+        exposed=tuple(sorted(sums.exposed.items())),
+        dispatch_seconds=attainable.dispatch_seconds * sums.dispatches,
+        overhead_seconds=attainable.step_overhead_seconds,
+        communication_seconds=sums.communication_seconds,
+    )
 
 
 def _piece_time(operations: tuple[Operation, ...], cluster: Cluster) -> _PieceTime:
@@ -439,13 +490,13 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster) -> _PieceTi
         memory_seconds=busy["memory"],
         launch_seconds=launch,
         contention_seconds=streams.contention_seconds,
-        exposed=tuple(exposed.items()),
+        exposed=dict(exposed),
         communication_seconds=math.fsum(exchanges),
         dispatches=dispatches,
     )
 
 
-def _without_operations(shape: TransformerShape, strategy: Strategy, memory: MemoryUse) -> Program:
+def _without_operations(shape: TransformerShape, strategy: Strategy) -> Program:
     """What the conditions of a run depend on: devices and samples."""
     return Program(
         name="transformer train step",
@@ -454,7 +505,7 @@ def _without_operations(shape: TransformerShape, strategy: Strategy, memory: Mem
         compiler="none",
         mesh_axes=tuple(strategy.layout.axis_sizes.items()),
         operations=(),
-        memory=memory,
+        memory=_NO_MEMORY,
         global_batch=strategy.split.global_batch,
         tokens_per_sample=shape.tokens,
     )

@@ -11,6 +11,7 @@ from scalejax.cost import Pipeline, pipelined
 from scalejax.program import Loop, Operation, Program
 from scalejax.transformer_program.block import block_backward, block_forward
 from scalejax.transformer_program.ends import (
+    Update,
     accumulator_elements,
     embedding,
     embedding_gradient,
@@ -18,27 +19,29 @@ from scalejax.transformer_program.ends import (
     update,
     zeros,
 )
-from scalejax.transformer_program.memory import AMPERE_WORKSPACE_BYTES, memory_use
+from scalejax.transformer_program.memory import AMPERE_WORKSPACE_BYTES, Held, memory_use
 from scalejax.transformer_program.shape import (
     Recompute,
     Strategy,
     TransformerShape,
-    parameters_of_device,
     part_of,
     stage_layout,
+    sums_once,
 )
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
+    "Held",
     "Pieces",
     "Recompute",
     "Strategy",
     "TransformerShape",
     "memory_use",
-    "parameters_of_device",
+    "part_of",
     "pieces",
     "pipeline_of",
     "transformer_program",
+    "update_piece",
 ]
 
 
@@ -64,17 +67,32 @@ class Pieces:
 
 def pieces(shape: TransformerShape, strategy: Strategy) -> Pieces:
     """The operations of a device of the last stage, which computes logits as well."""
-    part = part_of(shape, strategy)
-    layers = shape.layers // strategy.layout.pipeline
-    accumulated = accumulator_elements(shape, strategy)
+    part, layout = part_of(shape, strategy), strategy.layout
+    layers = shape.layers // layout.pipeline
+    accumulated = accumulator_elements(shape, layout, strategy.split.microbatches)
     return Pieces(
-        before=zeros(part, accumulated) if accumulated else (),
+        before=zeros(shape, accumulated) if accumulated else (),
         embedding=embedding(part, layers),
         forward=block_forward(part),
-        logits=logits(part, layers),
+        logits=logits(part),
         backward=block_backward(part),
         embedding_gradient=embedding_gradient(part, layers, accumulated > 0),
-        update=update(shape, strategy),
+        update=update_piece(shape, strategy),
+    )
+
+
+def update_piece(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
+    """What a device does once, after the last microbatch."""
+    microbatches, layout = strategy.split.microbatches, strategy.layout
+    return update(
+        Update(
+            shape=shape,
+            layout=layout,
+            zero_stage=strategy.zero_stage,
+            moments=strategy.moments,
+            is_accumulated=accumulator_elements(shape, layout, microbatches) > 0,
+            is_summed_once=sums_once(shape, strategy),
+        )
     )
 
 

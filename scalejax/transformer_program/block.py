@@ -14,7 +14,7 @@ from scalejax.program import Operation
 from scalejax.transformer_program.operations import Writer
 from scalejax.transformer_program.shape import Part, sum_axes
 
-_KEPT = 4096  # blocks that a search meets again
+_KEPT = 65536  # blocks that a search meets again
 _STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
 _MATRICES = ("qkv", "projection", "up", "down")
 
@@ -201,6 +201,7 @@ def _kept(part: Part) -> list[tuple[str, int]]:
     return kept
 
 
+@lru_cache(maxsize=_KEPT)
 def kept_bytes(part: Part) -> int:
     """Bytes that one block keeps of one microbatch for its backward pass."""
     kept = part.kept_stream_bytes

@@ -3,28 +3,28 @@
 As in `block`, read off compiled programs and derived from shapes. Left out: fusions of scalars.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
-from scalejax.layout import DATA, FSDP, TENSOR
+from scalejax.layout import DATA, FSDP, TENSOR, Layout
 from scalejax.program import Operation
 from scalejax.transformer_program.block import kept_bytes
 from scalejax.transformer_program.operations import Writer
 from scalejax.transformer_program.shape import (
     Part,
-    Strategy,
     TransformerShape,
     parameters_of_device,
-    part_of,
     stage_layout,
     sum_axes,
-    sums_once,
 )
 
-_KEPT = 4096
+_KEPT = 65536
 _COMBINED_BYTES = 30 * 1024**2
 """Buffers up to this size are put together for one all-reduce, which copies them (XLA,
 xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold)."""
-_F32_BYTES = 4
+_F32, _F32_BYTES = "f32", 4
+_MATRICES = ("qkv", "projection", "up", "down")
 _VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
 
 
@@ -55,7 +55,7 @@ def embedding(part: Part, layers: int) -> tuple[Operation, ...]:
     casts = used != _F32_BYTES
     own = part.matrix_bytes // fsdp * layers
     if casts:
-        for name, size in zip(("qkv", "projection", "up", "down"), part.matrices, strict=True):
+        for name, size in zip(_MATRICES, part.matrices, strict=True):
             one = size // fsdp * layers
             write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
         table = _table_elements(part) // fsdp
@@ -76,7 +76,7 @@ def embedding(part: Part, layers: int) -> tuple[Operation, ...]:
 
 
 @lru_cache(maxsize=_KEPT)
-def logits(part: Part, layers: int) -> tuple[Operation, ...]:
+def logits(part: Part) -> tuple[Operation, ...]:
     """What comes between the passes over the blocks: norm, logits, loss, and its gradient."""
     write, shape, rows = _writer("logits", part), part.shape, part.rows
     tensor, stream = part.layout.tensor, part.kept_stream_bytes
@@ -104,9 +104,6 @@ def logits(part: Part, layers: int) -> tuple[Operation, ...]:
     write.fusion("norm.gradient.statistics", 2 * stream, 2 * stream)
     write.fusion("norm.gradient", 2 * stream, stream)
     write.fusion("norm.scale.gradient", 2 * stream, shape.hidden * _F32_BYTES)
-    if part.recompute != "full" and not shape.is_fused:
-        for name in ("queries", "keys", "values"):
-            write.copy(f"{name}.transpose", layers * part.head_bytes)
     return write.done()
 
 
@@ -121,6 +118,9 @@ def embedding_gradient(part: Part, layers: int, is_accumulated: bool) -> tuple[O
     """
     write, shape, layout = _writer("embedding.gradient", part), part.shape, part.layout
     used = shape.element_bytes
+    if part.recompute != "full" and not shape.is_fused:
+        for name in ("queries", "keys", "values"):
+            write.copy(f"{name}.transpose", layers * part.head_bytes)
     write.copy("tokens.scatter", part.stream_bytes)
     _sum_tables(write, part, layers)
     if is_accumulated:
@@ -164,66 +164,78 @@ def _sum_tables(write: Writer, part: Part, layers: int) -> None:
 
 
 @lru_cache(maxsize=_KEPT)
-def zeros(part: Part, own: int) -> tuple[Operation, ...]:
-    """What comes before the first microbatch: somewhere to add gradients up in."""
-    write = _writer("accumulator", part)
+def zeros(shape: TransformerShape, own: int) -> tuple[Operation, ...]:
+    """What comes before the first microbatch: somewhere to add `own` gradients up in."""
+    write = Writer("accumulator", _F32, Layout())
     write.copy("zero", own * _F32_BYTES)
     for index in range(_VECTOR_UPDATES):
-        write.copy(f"zero.{index}", part.shape.hidden * _F32_BYTES)
+        write.copy(f"zero.{index}", shape.hidden * _F32_BYTES)
     return write.done()
 
 
-def accumulator_elements(shape: TransformerShape, strategy: Strategy) -> int:
+def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:
     """Gradients that a device adds up over microbatches; 0 where there is a single one."""
-    if strategy.split.microbatches == 1 and strategy.layout.pipeline == 1:
+    if microbatches == 1 and layout.pipeline == 1:
         return 0
-    return parameters_of_device(shape, strategy)
+    return parameters_of_device(shape, layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """All that the end of a step depends on."""
+
+    shape: TransformerShape
+    """The network."""
+    layout: Layout
+    """All devices."""
+    zero_stage: Literal[0, 1, 2]
+    """What the data axis keeps in parts."""
+    moments: Literal[0, 1, 2]
+    """Arrays that the optimizer keeps."""
+    is_accumulated: bool
+    """Whether gradients were added up in float32."""
+    is_summed_once: bool
+    """Whether they are not summed over the batch yet."""
 
 
 @lru_cache(maxsize=_KEPT)
-def update(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
+def update(end: Update) -> tuple[Operation, ...]:
     """What comes after the last microbatch: the sum over the batch, and the optimizer."""
-    part, layout = part_of(shape, strategy), stage_layout(strategy.layout)
-    dtype = "bf16" if shape.element_bytes == 2 else "f32"
-    write = Writer("update", dtype, layout)
-    own = parameters_of_device(shape, strategy)
-    accumulated = accumulator_elements(shape, strategy) > 0
-    gradient_bytes = _F32_BYTES if accumulated else shape.element_bytes
-    if accumulated and sums_once(shape, strategy):
-        _sum_once(write, part, strategy, own)
-    parts = layout.data if strategy.zero_stage else 1
-    state = 1 + strategy.moments
-    sizes = [each // shape.element_bytes for each in part.matrices]
-    layers = shape.layers // strategy.layout.pipeline
-    names = ("qkv", "projection", "up", "down")
-    counts = {name: size * layers // layout.fsdp for name, size in zip(names, sizes, strict=True)}
+    shape, whole = end.shape, end.layout
+    layout = stage_layout(whole)
+    write = Writer("update", "bf16" if shape.element_bytes == 2 else _F32, layout)
+    own = parameters_of_device(shape, whole)
+    layers = shape.layers // whole.pipeline
+    counts = {
+        name: size // layout.tensor // layout.fsdp * layers
+        for name, size in zip(_MATRICES, shape.matrices, strict=True)
+    }
+    gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
+    if end.is_accumulated and end.is_summed_once:
+        _sum_once(write, end, own, [count * _F32_BYTES for count in counts.values()])
     counts["tables"] = max(0, own - sum(counts.values()))
+    parts = layout.data if end.zero_stage else 1
+    state = (1 + end.moments) * _F32_BYTES
     for name, count in counts.items():
-        one = count // parts
-        write.fusion(name, one * (state * _F32_BYTES + gradient_bytes), one * state * _F32_BYTES)
+        write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     for index in range(_VECTOR_UPDATES):
         write.copy(f"vectors.{index}", layers * shape.hidden * _F32_BYTES)
-    if strategy.zero_stage:
-        write.start("gather", "all_gather", own * _F32_BYTES, (DATA,), dtype="f32", buffers=16)
+    if end.zero_stage:
+        write.start("gather", "all_gather", own * _F32_BYTES, (DATA,), dtype=_F32, buffers=16)
         write.wait("gather")
     return write.done()
 
 
-def _sum_once(write: Writer, part: Part, strategy: Strategy, own: int) -> None:
+def _sum_once(write: Writer, end: Update, own: int, stacks: list[int]) -> None:
     """The sum of accumulated gradients; small ones copied together before, apart after."""
-    along = sum_axes(strategy.layout)
+    along = sum_axes(end.layout)
     if not along:
         return
-    used = part.shape.element_bytes
-    layers = part.shape.layers // strategy.layout.pipeline
-    stacks = [layers * size // used // part.layout.fsdp * _F32_BYTES for size in part.matrices]
     large = sum(size for size in stacks if size > _COMBINED_BYTES)
     combined = max(0, own * _F32_BYTES - large)
     write.copy("sum.concatenate", combined)
-    payload = own * _F32_BYTES + 8
-    if strategy.zero_stage == 2 and DATA in along:
-        write.exchange("sum", "reduce_scatter", payload, along)
-    else:
-        write.start("sum", "all_reduce", payload, along, dtype="f32")
-        write.wait("sum")
+    is_scattered = end.zero_stage == 2 and DATA in along
+    kind = "reduce_scatter" if is_scattered else "all_reduce"
+    write.start("sum", kind, own * _F32_BYTES + 8, along, dtype=_F32)
+    write.wait("sum")
     write.copy("sum.slice", combined)

@@ -4,11 +4,14 @@ Knows how many elements each matrix has and what of them one device holds; no op
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
 from scalejax.layout import CONTEXT, DATA, BatchSplit, Layout
 from scalejax.model_config import ComputeType
+
+_KEPT = 65536  # what a search meets again
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass of a block computes again: nothing, the scores of unfused attention, or
@@ -254,40 +257,58 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     return strategy.split.microbatches > 1 and not is_divided and not shape.is_fused
 
 
+@lru_cache(maxsize=_KEPT)
 def stage_layout(layout: Layout) -> Layout:
     """The devices of one stage."""
     return replace(layout, pipeline=1)
 
 
+@lru_cache(maxsize=_KEPT)
 def sum_axes(layout: Layout) -> tuple[str, ...]:
     """Axes of more than one device along which parameters are whole and gradients summed."""
-    return tuple(axis for axis in (DATA, CONTEXT) if layout.axis_sizes[axis] > 1)
+    return tuple(axis for axis in (DATA, CONTEXT) if getattr(layout, axis) > 1)
 
 
 def part_of(shape: TransformerShape, strategy: Strategy) -> Part:
     """What one microbatch of one block comes to on one device."""
-    layout = stage_layout(strategy.layout)
-    if sums_once(shape, strategy):
-        layout = replace(layout, data=1)
-    return Part(
-        shape=shape,
-        layout=layout,
-        samples=strategy.split.microbatch,
-        recompute=strategy.recompute,
-        sequence_parallel=strategy.sequence_parallel,
+    return _part(
+        shape,
+        strategy.layout,
+        strategy.split.microbatch,
+        strategy.recompute,
+        strategy.sequence_parallel,
+        sums_once(shape, strategy),
     )
 
 
-def parameters_of_device(shape: TransformerShape, strategy: Strategy) -> int:
+@lru_cache(maxsize=_KEPT)
+def _part(
+    shape: TransformerShape,
+    layout: Layout,
+    samples: int,
+    recompute: Recompute,
+    sequence_parallel: bool,
+    is_summed_once: bool,
+) -> Part:
+    return Part(
+        shape=shape,
+        layout=replace(layout, pipeline=1, data=1 if is_summed_once else layout.data),
+        samples=samples,
+        recompute=recompute,
+        sequence_parallel=sequence_parallel,
+    )
+
+
+@lru_cache(maxsize=_KEPT)
+def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     """Parameters that one device holds, of the blocks of its stage and of the embeddings.
 
     What `models.gpt` splits is divided by tensor and fsdp; norms, and the biases after a sum over
     tensor, are whole. The token embedding counts on every stage: the first looks up in it and the
     last multiplies by it.
     """
-    layout = strategy.layout
     parts = layout.tensor * layout.fsdp
-    part = part_of(shape, strategy)
+    part = _part(shape, layout, 1, "none", False, True)
     layers = shape.layers // layout.pipeline
     blocks = layers * (sum(shape.matrices) // parts + part.small_elements + part.norm_elements)
     tables = shape.vocabulary * shape.hidden // parts

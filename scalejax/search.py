@@ -10,7 +10,7 @@ network of JAX, no compiler, no files.
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.cost import (
@@ -57,7 +57,7 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of groups of like strategies that have been costed, and of all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Candidate:
     """A strategy that fits, and what it takes."""
 
@@ -67,8 +67,6 @@ class Candidate:
     """Time of one step."""
     peak_memory_bytes: int
     """Most memory held at once on one device."""
-    terms: tuple[tuple[str, float], ...]
-    """(term, seconds) of the step, those of the waterfall of `predict`."""
 
     @property
     def samples_per_second(self) -> float:
@@ -161,13 +159,21 @@ def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(front)
 
 
-def losses(candidate: Candidate, winner: Candidate) -> tuple[tuple[str, float], ...]:
-    """(term, seconds) by which each part of a step is longer than the winner's, or shorter, the
-    largest first; what is alike in both is left out."""
-    own, best = dict(candidate.terms), dict(winner.terms)
-    names = dict.fromkeys((*own, *best))
-    changes = [(name, own.get(name, 0.0) - best.get(name, 0.0)) for name in names]
-    least = 1e-3 * winner.step_seconds
+def losses(
+    own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
+) -> tuple[tuple[str, float], ...]:
+    """(term, seconds) by which each part of a step is longer than the best step's, or shorter.
+
+    The largest first; what is alike to a thousandth of the best step is left out.
+
+    Args:
+        own: `StrategyCosts.terms` of a strategy.
+        best: those of the winner.
+    """
+    mine, winners = dict(own), dict(best)
+    names = dict.fromkeys((*mine, *winners))
+    changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
+    least = 1e-3 * math.fsum(winners.values())
     return tuple(sorted((each for each in changes if abs(each[1]) > least), key=lambda e: -e[1]))
 
 
@@ -344,6 +350,12 @@ class _PieceTime:
     dispatches: float
     exposed: dict[Axes, float]
 
+    @property
+    def walked_seconds(self) -> float:
+        """Time of both streams."""
+        alone = self.compute_seconds + self.memory_seconds + self.launch_seconds
+        return alone + self.contention_seconds + sum(self.exposed.values())
+
     def times(self, runs: int) -> "_PieceTime":
         """So many runs of them."""
         return _PieceTime(
@@ -383,6 +395,7 @@ class StrategyCosts:
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         # Kept with its operations, whose id no other tuple can then get.
         self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}
+        self._known_sent: dict[tuple[int, ...], _PieceTime] = {}
 
     def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
         """What each of some strategies takes, which differ in ZeRO stage and chunks alone.
@@ -391,42 +404,84 @@ class StrategyCosts:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
         first = strategies[0]
-        parts = pieces(self._shape, first)
-        count, layers = first.split.microbatches, self._shape.layers // first.layout.pipeline
-        once = self._piece(parts.before)
-        each = (self._piece(parts.embedding), self._piece(parts.logits))
-        every = _summed((*each, self._piece(parts.embedding_gradient)))
-        block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
-        shared = _summed((once, every.times(count), block.times(count * layers)))
-        part = part_of(self._shape, first)
-        held = Held(part, first.layout, count, first.moments)
-        return [self._candidate(strategy, shared, block, layers, held) for strategy in strategies]
-
-    def _candidate(
-        self, strategy: Strategy, shared: _PieceTime, block: _PieceTime, layers: int, held: Held
-    ) -> Candidate:
-        """What `shared`, the bubble, what is sent, and the update come to."""
-        terms = [shared, self._piece(update_piece(self._shape, strategy))]
-        pipeline = pipeline_of(self._shape, strategy)
-        if pipeline is not None:
-            layout, stages = strategy.layout, pipeline.stages
-            sent = sent_between_stages(pipeline, layout.tensor, layout.device_count // stages)
-            handed_on = pipeline.microbatches * pipeline.chunks + stages - 1
-            terms.append(block.times((stages - 1) * (layers // pipeline.chunks)))
-            terms.append(self._piece(sent).times(handed_on))
-        times = _timeline(_summed(terms), self._cluster)
-        stub = _without_operations(self._shape, strategy)
-        added = step_terms(stub, self._cluster, times.step_seconds)
-        peak = held.batch_bytes + held.state_bytes(strategy.zero_stage) + self._reserve_bytes
-        return Candidate(
-            strategy=strategy,
-            step_seconds=math.fsum(
-                (times.step_seconds, added.stragglers_seconds or 0.0, added.input_seconds or 0.0)
-            ),
-            peak_memory_bytes=peak
-            + held.temporary_bytes(strategy.zero_stage, strategy.pipeline_chunks),
-            terms=_terms(times, added),
+        shared, block = self._shared(first)
+        held = Held(
+            part_of(self._shape, first), first.layout, first.split.microbatches, first.moments
         )
+        stub = _without_operations(self._shape, first)
+        updates = {
+            stage: self._piece(update_piece(self._shape, replace(first, zero_stage=stage)))
+            for stage in {each.zero_stage for each in strategies}
+        }
+        found = []
+        for each in strategies:
+            bubble, handed_on = self._bubble(each)
+            sent = self._sent(each) if handed_on else None
+            walked = shared.walked_seconds + updates[each.zero_stage].walked_seconds
+            dispatches = shared.dispatches + updates[each.zero_stage].dispatches
+            if sent is not None:
+                walked += bubble * block.walked_seconds + handed_on * sent.walked_seconds
+                dispatches += bubble * block.dispatches + handed_on * sent.dispatches
+            attainable = self._cluster.chip.attainable
+            seconds = max(walked, attainable.dispatch_seconds * dispatches)
+            seconds += attainable.step_overhead_seconds
+            added = step_terms(stub, self._cluster, seconds)
+            seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
+            peak = held.batch_bytes + held.state_bytes(each.zero_stage) + self._reserve_bytes
+            peak += held.temporary_bytes(each.zero_stage, each.pipeline_chunks)
+            found.append(Candidate(each, seconds, peak))
+        return found
+
+    def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
+        """(term, seconds) of the step of `strategy`: those of the waterfall of `predict` that are
+        known, and take time."""
+        shared, block = self._shared(strategy)
+        bubble, handed_on = self._bubble(strategy)
+        parts = [shared, self._piece(update_piece(self._shape, strategy)), block.times(bubble)]
+        if handed_on:
+            parts.append(self._sent(strategy).times(handed_on))
+        times = _timeline(_summed(parts), self._cluster)
+        stub = _without_operations(self._shape, strategy)
+        return _terms(times, step_terms(stub, self._cluster, times.step_seconds))
+
+    def _shared(self, strategy: Strategy) -> tuple["_PieceTime", "_PieceTime"]:
+        """What all microbatches take, and of it one block, forward and backward."""
+        parts = pieces(self._shape, strategy)
+        count, layers = strategy.split.microbatches, self._layers(strategy)
+        ends = (parts.embedding, parts.logits, parts.embedding_gradient)
+        every = _summed([self._piece(each) for each in ends])
+        block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
+        once = self._piece(parts.before)
+        return _summed((once, every.times(count), block.times(count * layers))), block
+
+    def _layers(self, strategy: Strategy) -> int:
+        return self._shape.layers // strategy.layout.pipeline
+
+    def _bubble(self, strategy: Strategy) -> tuple[int, int]:
+        """(blocks in the bubble, microbatches handed on), as `pipelined` counts them."""
+        stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
+        if stages == 1:
+            return 0, 0
+        handed_on = strategy.split.microbatches * chunks + stages - 1
+        return (stages - 1) * (self._layers(strategy) // chunks), handed_on
+
+    def _sent(self, strategy: Strategy) -> "_PieceTime":
+        """What one microbatch hands from stage to stage."""
+        layout = strategy.layout
+        boundary = part_of(self._shape, strategy).stream_bytes
+        key = layout.pipeline, layout.tensor, layout.device_count, boundary
+        key = (*key, strategy.sequence_parallel)
+        if key not in self._known_sent:
+            pipeline = pipeline_of(self._shape, strategy)
+            operations = (
+                ()
+                if pipeline is None
+                else sent_between_stages(
+                    pipeline, layout.tensor, layout.device_count // layout.pipeline
+                )
+            )
+            self._known_sent[key] = _piece_time(operations, self._cluster)
+        return self._known_sent[key]
 
     def _piece(self, operations: tuple[Operation, ...]) -> _PieceTime:
         known = self._known.get(id(operations))

@@ -3,7 +3,7 @@
 Decides what of a run the closed form can say; relates what it says to what the compiler says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,8 +59,8 @@ class SearchReport:
     """What was searched, for people."""
     objective: Objective
     """What is least."""
-    global_batch: int
-    """Samples of an update."""
+    global_batch: int | None
+    """Samples of an update; None where nothing fits."""
     considered: int
     """Strategies that the devices can be divided into."""
     fitting: int
@@ -114,13 +114,9 @@ def search_run(
     *,
     global_batch: int | None = None,
     objective: Objective = "time",
-    price_per_device_hour: float | None = None,
-    top: int = 10,
-    confirm: int = 3,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    on_case: OnCase = nothing_said,
-) -> tuple[SearchReport, Found]:
-    """The best strategies for `config`; its layout, microbatches and remat are replaced.
+) -> Found:
+    """The strategies for `config` that fit; its layout, microbatches and remat are replaced.
 
     Args:
         config: network, data, batch and optimizer.
@@ -128,23 +124,17 @@ def search_run(
         device_counts: numbers of devices to choose from.
         global_batch: samples of an update; that of `config` unless given.
         objective: what is least.
-        price_per_device_hour: of one device, in any currency.
-        top: strategies that are told of in full.
-        confirm: of these, the first that are compiled.
         on_progress: see `search`.
-        on_case: told of what is compiled.
 
     Raises:
         ConfigError: if the network is not known in closed form, or the batch is not given.
         DoesNotFit: if the cluster has fewer devices.
-        ProfileError: if the compiler refuses a step.
     """
-    shape = shape_of(config, cluster.chip)
-    batch = global_batch or config.batch.global_batch
+    batch = config.batch.global_batch if global_batch is None else global_batch
     if batch is None:
         raise ConfigError("batch.global_batch is missing: give --global-batch.")
-    found = search(
-        shape,
+    return search(
+        shape_of(config, cluster.chip),
         cluster,
         device_counts,
         batch,
@@ -152,44 +142,73 @@ def search_run(
         moments=_MOMENTS[config.optimizer.name],
         on_progress=on_progress,
     )
+
+
+def report_search(
+    config: RunConfig,
+    cluster: Cluster,
+    found: Found,
+    *,
+    objective: Objective = "time",
+    price_per_device_hour: float | None = None,
+    top: int = 10,
+    confirm: int = 3,
+    on_case: OnCase = nothing_said,
+) -> SearchReport:
+    """The best of what was found, the first of them compiled.
+
+    Args:
+        config: what was searched.
+        cluster: where.
+        found: by `search_run`.
+        objective: what was least.
+        price_per_device_hour: of one device, in any currency.
+        top: strategies that are told of in full.
+        confirm: of these, the first that are compiled.
+        on_case: told of what is compiled.
+    """
     best = found.ranked[:top]
-    confirmed = _confirmed(config, cluster, best[:confirm], on_case)
-    costs = StrategyCosts(shape, cluster)
-    winner = costs.terms(best[0].strategy) if best else ()
-    ranked = []
-    for index, each in enumerate(best):
-        answer = confirmed[index] if index < len(confirmed) else None
-        program = transformer_program(
-            shape, each.strategy, workspace_bytes=workspace_bytes(cluster.chip)
-        )
-        price = None
-        if price_per_device_hour is not None:
-            price = 1e6 * each.device_hours_per_sample * price_per_device_hour
-        ranked.append(
-            Ranked(
-                prediction=predict(program, cluster),
-                strategy=each.strategy,
-                price=price,
-                losses=losses(costs.terms(each.strategy), winner) if index else (),
-                confirmed=answer if isinstance(answer, Prediction) else None,
-                note=answer if isinstance(answer, str) else None,
-            )
-        )
+    answers = _confirmed(config, cluster, best[:confirm], on_case)
+    answers += [None] * (len(best) - len(answers))
     front = pareto(found.ranked)
-    nearest = found.nearest and (in_words(found.nearest[0]), found.nearest[1])
-    report = SearchReport(
+    return SearchReport(
         title=f"{config.model.name} on {cluster.title}",
         objective=objective,
-        global_batch=batch,
+        global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
         fitting=len(found.ranked),
-        ranked=tuple(ranked),
+        ranked=tuple(_ranked(config, cluster, best, answers, price_per_device_hour)),
         front=tuple(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
-        nearest=nearest,
+        nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
     )
-    return report, found
+
+
+def _ranked(
+    config: RunConfig,
+    cluster: Cluster,
+    best: Sequence[Candidate],
+    answers: Sequence[Prediction | str | None],
+    price_per_device_hour: float | None,
+) -> Iterator[Ranked]:
+    """Each of the best in full: the whole program is written down and predicted."""
+    shape, workspace = shape_of(config, cluster.chip), workspace_bytes(cluster.chip)
+    costs = StrategyCosts(shape, cluster)
+    winner = costs.terms(best[0].strategy) if best else ()
+    for each, answer in zip(best, answers, strict=True):
+        program = transformer_program(shape, each.strategy, workspace_bytes=workspace)
+        price = None
+        if price_per_device_hour is not None:
+            price = 1e6 * each.device_hours_per_sample * price_per_device_hour
+        yield Ranked(
+            prediction=predict(program, cluster),
+            strategy=each.strategy,
+            price=price,
+            losses=losses(costs.terms(each.strategy), winner),
+            confirmed=answer if isinstance(answer, Prediction) else None,
+            note=answer if isinstance(answer, str) else None,
+        )
 
 
 def in_words(strategy: Strategy) -> str:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalejax.cli import main
+from scalejax.config import load_config
 from scalejax.errors import ConfigError, DoesNotFit
 from scalejax.hardware import load_cluster
 from scalejax.predict import predict
+from scalejax.profile import has_cuda_compiler
 from scalejax.search import StrategyCosts, losses, pareto, search, strategies, workspace_bytes
+from scalejax.searched_run import not_trained, run_of, shape_of
 from scalejax.transformer_program import TransformerShape, transformer_program
 
 CLUSTER = load_cluster("selene")
@@ -85,6 +89,19 @@ def test_numbers_are_those_of_predict():
         assert each.peak_memory_bytes == whole.peak_memory_bytes
         terms = {name: seconds for name, seconds in whole.waterfall if seconds}
         assert dict(costs.terms(each.strategy)) == pytest.approx(terms, rel=1e-6, abs=1e-12)
+
+
+def test_numbers_of_a_large_network_are_those_of_predict():
+    """GPT-3, whose devices are slower than their host, on any stages: bubble and sends count."""
+    costs = StrategyCosts(GPT3, CLUSTER)
+    some = list(islice(strategies(GPT3, 96, 96), 0, None, 1499))
+    for each in some:
+        (candidate,) = costs.candidates([each])
+        whole = predict(transformer_program(GPT3, each), CLUSTER)
+
+        assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert {each.layout.pipeline > 1 for each in some} == {True, False}
+    assert {each.pipeline_chunks > 1 for each in some} == {True, False}
 
 
 def test_ranking_is_by_the_objective_and_all_of_it_fits():
@@ -180,6 +197,33 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         "search.json",
         "time_and_memory.png",
     }
+
+
+def test_winner_is_a_run_that_can_be_trained(tmp_path: Path):
+    """Its layout, microbatches and recompute are those of the strategy."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    config = load_config(path)
+    shape = shape_of(config, CLUSTER.chip)
+    for each in strategies(shape, 4, 8):
+        if not_trained(each) is None:
+            run = run_of(config, each)
+
+            assert (run.layout, run.split) == (each.layout, each.split)
+            assert run.config.model.remat == each.recompute
+            assert run.config.layout.zero_stage == each.zero_stage
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_winners_are_confirmed_by_the_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """On one device nothing is left out of what the trainer does."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "1"]
+    assert main([*command, "--confirm", "1"]) == 0
+    assert "1: compiled, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_sums_over_tensor_are_one_for_each_half_of_a_block_and_way():
 
     assert whole.collective_bytes("all_reduce") == (4 * 4 + 2) * u + 128 * 8
     assert divided.collective_bytes("reduce_scatter") == (4 * 4 + 1) * u
+    assert divided.collective_bytes("all_gather") == (4 * 4 + 1) * u + 128 * 8 * 2
     assert divided.collective_bytes("all_reduce") == u + 128 * 8
 
 

@@ -12,6 +12,7 @@ from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
 from scalejax.config import load_config
 from scalejax.errors import DoesNotFit, require_at_least
+from scalejax.transformer_program import Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class Search(RunFileCommand):
         """Search, compile the winners, print the table, write the figures."""
         from scalejax import search_tables
         from scalejax.plots import save_pareto
-        from scalejax.searched_run import search_run
+        from scalejax.searched_run import report_search, search_run
 
         require_at_least("top", self.top, 1)
         require_at_least("confirm", self.confirm, 0)
@@ -55,29 +56,27 @@ class Search(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         counts = tuple(parse_counts(self.devices))
         config = load_config(self.run_file, overrides)
-        with waiting.searching() as on_progress, waiting.compiling(self.confirm) as on_case:
-            report, found = search_run(
+        with waiting.searching() as on_progress:
+            found = search_run(
                 config,
                 cluster,
                 counts,
                 global_batch=self.global_batch,
                 objective=self.objective,
+                on_progress=on_progress,
+            )
+        if not found.ranked:
+            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title))
+        with waiting.compiling(min(self.confirm, self.top)) as on_case:
+            report = report_search(
+                config,
+                cluster,
+                found,
+                objective=self.objective,
                 price_per_device_hour=self.price_per_device_hour,
                 top=self.top,
                 confirm=self.confirm,
-                on_progress=on_progress,
                 on_case=on_case,
-            )
-        if report.nearest is not None:
-            strategy, ratio = report.nearest
-            raise DoesNotFit(
-                f"no strategy fits {self.devices} of {cluster.title}; "
-                f"the nearest needs {ratio:.2g}x the memory: {strategy}."
-            )
-        if not report.ranked:
-            raise DoesNotFit(
-                f"no strategy divides {report.global_batch} samples, the network and "
-                f"{self.devices} devices evenly."
             )
         tables.show(search_tables.searched(report))
         for path in (self.json, self.output and self.output / "search.json"):
@@ -88,3 +87,15 @@ class Search(RunFileCommand):
             plot = self.output / "time_and_memory.png"
             save_pareto(found.ranked, path=plot, title=report.title)
             print(f"wrote {plot}")
+
+    def _nothing_fits(self, nearest: tuple[Strategy, float] | None, title: str) -> str:
+        """No answer as an answer: how far it is."""
+        if nearest is None:
+            return f"no strategy divides network and samples evenly over {self.devices} devices."
+        from scalejax.searched_run import in_words
+
+        strategy, ratio = nearest
+        return (
+            f"no strategy fits {self.devices} devices of {title}; "
+            f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
+        )

@@ -210,7 +210,7 @@ def test_winner_is_a_run_that_can_be_trained(tmp_path: Path):
             run = run_of(config, each)
 
             assert (run.layout, run.split) == (each.layout, each.split)
-            assert run.config.model.remat == each.recompute
+            assert getattr(run.config.model, "remat", None) == each.recompute
             assert run.config.layout.zero_stage == each.zero_stage
 
 

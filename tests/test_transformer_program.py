@@ -11,9 +11,11 @@ from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.hardware import load_cluster
 from scalejax.layout import BatchSplit, Layout
+from scalejax.model_config import GptConfig
 from scalejax.predict import predict
 from scalejax.profile import has_cuda_compiler, profile
 from scalejax.program import Program
+from scalejax.searched_run import shape_of
 from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 from scalejax.transformer_program.block import block_backward, block_forward
 
@@ -74,21 +76,12 @@ def run_of(case: dict) -> ResolvedRun:
 
 def closed_form(run: ResolvedRun) -> Program:
     """The same run from its dimensions."""
-    model, dataset = run.config.model, run.dataset
-    shape = TransformerShape(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        kv_heads=model.heads,
-        ffn_hidden=4 * model.hidden,
-        vocabulary=dataset.classes,
-        tokens=dataset.input_shape[0],
-        is_fused=model.attention == "fused",
-        compute_dtype=model.compute_dtype,
-    )
+    model = run.config.model
+    assert isinstance(model, GptConfig)
     strategy = Strategy(
         split=run.split, recompute=model.remat, zero_stage=run.config.layout.zero_stage
     )
+    shape = shape_of(run.config, CLUSTER.chip)
     return transformer_program(shape, strategy)
 
 
@@ -130,6 +123,7 @@ def test_is_what_the_compiler_makes(case: dict):
     assert products(own) == products(compiled)
     assert own.flop == compiled.flop
     assert own.model_flop == compiled.model_flop
+    assert compiled.state_bytes is not None
     assert own.state_bytes == pytest.approx(compiled.state_bytes, rel=1e-6)  # a step counter
     assert bytes_by_axes(own) == pytest.approx(bytes_by_axes(compiled), rel=0.03)
     assert moved_bytes(own) == pytest.approx(moved_bytes(compiled), rel=0.05)

@@ -9,6 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from scalejax.errors import ConfigError, refusal
+from scalejax.search import Candidate, pareto
+from scalejax.units import GIB
 from scalejax.validation import LedgerRow, RowResult
 
 if TYPE_CHECKING:
@@ -106,6 +108,51 @@ def save_scatter(
     axes.set_xlabel("measured seconds per step")
     axes.set_ylabel("predicted seconds per step")
     axes.grid(alpha=0.3)
+    _save(figure, path)
+
+
+def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> None:
+    """Draw the memory of strategies against the time of their steps, and the front of those that
+    no other beats in both.
+
+    Args:
+        candidates: those that fit.
+        path: the picture; its suffix says which format.
+        title: what was searched.
+
+    Raises:
+        ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
+    """
+    require_plot_format("output", path)
+    front = pareto(tuple(candidates))
+    figure = _figure(7, 4.5)
+    axes = figure.add_subplot(xscale="log")
+    stride = max(1, len(candidates) // _MOST_POINTS)
+    shown = candidates[::stride]
+    every = f"one in {stride:,} of " if stride > 1 else ""
+    axes.scatter(
+        [each.step_seconds for each in shown],
+        [each.peak_memory_bytes / GIB for each in shown],
+        s=6,
+        alpha=0.4,
+        linewidths=0,
+        label=f"{every}{len(candidates):,} strategies that fit",
+    )
+    axes.plot(
+        [each.step_seconds for each in front],
+        [each.peak_memory_bytes / GIB for each in front],
+        color="C3",
+        marker="o",
+        markersize=4,
+        drawstyle="steps-post",
+        label="none is faster with less memory",
+    )
+    axes.set_xlabel("predicted seconds per step")
+    axes.set_ylabel("memory of a device, GiB")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     _save(figure, path)
 
 

@@ -92,6 +92,27 @@ def compiling_programs() -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
+def searching() -> Iterator[Callable[[int, int], None]]:
+    """A display of how far a search is, on standard error.
+
+    Yields:
+        What to call with the number of parts that are done, and of all there are.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("searching", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, visible=done < total)
+
+        yield show
+
+
+@contextmanager
 def measuring(stages: int) -> Iterator[Callable[[str], None]]:
     """A display of what is being measured, on standard error.
 

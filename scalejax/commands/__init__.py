@@ -14,6 +14,7 @@ from scalejax.commands.runs import (
     SchedulePlot,
     Train,
 )
+from scalejax.commands.searching import Search
 
 __all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
 
@@ -21,6 +22,7 @@ Command = (
     Train
     | Predict
     | Explain
+    | Search
     | Report
     | ConfigShow
     | ConfigFields
@@ -36,6 +38,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "predict": Predict,
     "explain": Explain,
+    "search": Search,
     "report": Report,
     "config show": ConfigShow,
     "config fields": ConfigFields,

@@ -52,7 +52,7 @@ class Predict(RunFileCommand):
 
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
-        counts = _parse_counts(self.devices)
+        counts = parse_counts(self.devices)
         programs: list[Program] = []
         with waiting.compiling(len(set(counts))) as on_case:
             prediction = study(
@@ -277,7 +277,7 @@ def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Ov
     return with_conditions(cluster, values), rest
 
 
-def _parse_counts(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     """The numbers in "8,64,256".
 
     Raises:

@@ -1,12 +1,12 @@
 """What a program costs on a cluster: compute, communication, their overlap, memory."""
 
 from scalejax.cost.charges import Charge, charges, device_terms
-from scalejax.cost.communication import collective_seconds
+from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.float8 import in_float8
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used
-from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined
+from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined, sent_between_stages
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
 from scalejax.cost.uncertainty import Band, band, residuals
@@ -35,7 +35,9 @@ __all__ = [
     "pipelined",
     "residuals",
     "run_terms",
+    "sent_between_stages",
     "step_terms",
     "timeline",
     "what_if",
+    "wires",
 ]

@@ -14,6 +14,7 @@ everything else is computed again. With chunks a first stage holds more than is 
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.layout import PIPELINE, TENSOR
@@ -34,6 +35,8 @@ class Pipeline:
     """Parts of the samples of a device group, one after the other."""
     boundary_bytes: int
     """What one microbatch hands from stage to stage."""
+    is_boundary_divided: bool = False
+    """Whether devices along the tensor axis hold parts of it (sequence parallelism)."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline.stages", self.stages, 2)
@@ -58,7 +61,8 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
     if work is None:
         accepted = f"it must loop over microbatches, {pipeline.microbatches} of them"
         raise ConfigError(refusal("stage", stage.name, accepted))
-    sent = _sent(stage, pipeline)
+    tensor = dict(stage.mesh_axes).get(TENSOR, 1)
+    sent = sent_between_stages(pipeline, tensor, stage.device_count)
     blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
     chunk = tuple(_part(item, pipeline.chunks) for item in blocks)
     several = tuple(_numbered(sent, index) for index in range(pipeline.chunks))
@@ -120,21 +124,26 @@ def _renamed(items: tuple[Operation | Loop, ...]) -> tuple[Operation | Loop, ...
     )
 
 
-def _sent(stage: Program, pipeline: Pipeline) -> tuple[Operation, ...]:
+@lru_cache(maxsize=4096)
+def sent_between_stages(
+    pipeline: Pipeline, tensor: int, stage_devices: int
+) -> tuple[Operation, ...]:
     """What a stage sends and takes for one microbatch: activations on, gradients back.
 
     Devices along the tensor axis each send their part of what they all hold, and gather the
-    parts again (the same, section 4.1).
+    parts again (the same, section 4.1); where they hold parts only, there is nothing to gather.
+
+    Args:
+        pipeline: the stages.
+        tensor: devices along the tensor axis.
+        stage_devices: devices of one stage.
     """
-    sizes = dict(stage.mesh_axes)
-    tensor = sizes.get(TENSOR, 1)
     part = -(-pipeline.boundary_bytes // tensor)
-    stride = stage.device_count
     operations = []
     for way in ("forward", "backward"):
-        along = DeviceGroup(extents=((pipeline.stages, stride),), axes=(PIPELINE,))
+        along = DeviceGroup(extents=((pipeline.stages, stage_devices),), axes=(PIPELINE,))
         operations.append(_exchange(f"send.{way}", "collective_permute", part, along))
-        if tensor > 1:
+        if tensor > 1 and not pipeline.is_boundary_divided:
             group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
             operations.append(
                 _exchange(f"gather.{way}", "all_gather", pipeline.boundary_bytes, group)

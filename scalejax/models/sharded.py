@@ -7,6 +7,7 @@ parameter is kept (ZeRO 3; Rajbhandari et al. 2020, arXiv 1910.02054). All of it
 compute type.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -78,11 +79,15 @@ def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.
         used: how the gathered table is split.
     """
     if is_data_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
-        return _looked_up_by_part(table, indices)
+        return _looked_up_by_part(table, indices, used)  # type: ignore[return-value]  likewise
     return jnp.take(_summed(table, used), indices, axis=0, mode="clip")
 
 
-def _looked_up_by_part(table: jax.Array, indices: jax.Array) -> jax.Array:
+_TABLE, _WHOLE = PartitionSpec(TENSOR, None), PartitionSpec()
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _looked_up_by_part(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.Array:
     """Every device along tensor looks up what its part of the table holds, and all add up.
 
     It is what the compiler makes of a lookup too; beside a data axis of our own and two others
@@ -90,17 +95,49 @@ def _looked_up_by_part(table: jax.Array, indices: jax.Array) -> jax.Array:
     """
 
     def part(table: jax.Array, indices: jax.Array) -> jax.Array:
-        rows = table.shape[0]
-        place = jnp.minimum(indices, rows * jax.lax.axis_size(TENSOR) - 1)
-        place -= rows * jax.lax.axis_index(TENSOR)
-        is_here = (place >= 0) & (place < rows)
-        found = jnp.take(table, jnp.where(is_here, place, 0), axis=0)
+        is_here, place = _places(table.shape[0], indices)
+        found = jnp.take(table, place, axis=0)
         return jax.lax.psum(jnp.where(is_here[..., None], found, 0), TENSOR)
 
-    specs = (PartitionSpec(TENSOR, None), PartitionSpec())
-    return jax.shard_map(
-        part, in_specs=specs, out_specs=PartitionSpec(), axis_names={TENSOR}, check_vma=False
-    )(table, indices)
+    return _over_tensor(part, (_TABLE, _WHOLE), _WHOLE)(table, indices)
+
+
+def _looked_up_forward(
+    table: jax.Array, indices: jax.Array, used: PartitionSpec
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _looked_up_by_part(table, indices, used), (table, indices)  # type: ignore[return-value]
+
+
+def _looked_up_backward(
+    used: PartitionSpec, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None]:
+    table, indices = saved
+
+    def part(table: jax.Array, indices: jax.Array, gradient: jax.Array) -> jax.Array:
+        is_here, place = _places(table.shape[0], indices)
+        own = jnp.where(is_here[..., None], gradient, 0)
+        return jnp.zeros_like(table).at[place].add(own)
+
+    specs = (_TABLE, _WHOLE, _WHOLE)
+    return placed(_over_tensor(part, specs, _TABLE)(table, indices, gradient), used), None
+
+
+_looked_up_by_part.defvjp(_looked_up_forward, _looked_up_backward)
+
+
+def _places(rows: int, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of `indices` a device's `rows` of the table hold, and where; 0 for the others."""
+    place = jnp.minimum(indices, rows * jax.lax.axis_size(TENSOR) - 1)
+    place -= rows * jax.lax.axis_index(TENSOR)
+    is_here = (place >= 0) & (place < rows)
+    return is_here, jnp.where(is_here, place, 0)
+
+
+def _over_tensor(
+    part: Callable[..., jax.Array], specs: tuple[PartitionSpec, ...], out: PartitionSpec
+) -> Callable[..., jax.Array]:
+    """`part`, run by each device along tensor for itself; the other axes as they are."""
+    return jax.shard_map(part, in_specs=specs, out_specs=out, axis_names={TENSOR}, check_vma=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -1,0 +1,98 @@
+"""Search every strategy for GPT-3 on 1536 A100, and find the published layout among them.
+
+python experiments/search_gpt3/run.py [--fused] [--devices N]
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+from scalejax.hardware import load_cluster
+from scalejax.metrics import mfu
+from scalejax.search import Candidate, StrategyCosts, losses, search
+from scalejax.searched_run import in_words
+from scalejax.transformer_program import TransformerShape
+from scalejax.units import GIB, TFLOP
+
+HERE = Path(__file__).parent
+CLUSTER = load_cluster("selene")
+SHOWN = 10
+
+
+def main() -> None:
+    """Search, print, write results.json."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fused", action="store_true", help="attention in one kernel")
+    parser.add_argument("--devices", type=int, default=1536)
+    arguments = parser.parse_args()
+    shape = TransformerShape(
+        layers=96,
+        hidden=12288,
+        heads=96,
+        kv_heads=96,
+        ffn_hidden=4 * 12288,
+        vocabulary=51200,
+        tokens=2048,
+        is_fused=arguments.fused,
+    )
+    began, began_cpu = time.perf_counter(), time.process_time()
+    found = search(shape, CLUSTER, (arguments.devices,), 1536)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    ranked = found.ranked
+    print(
+        f"{found.considered:,} strategies, {len(ranked):,} fit: {seconds:.1f} s elapsed, "
+        f"{cpu:.1f} s of one core, {found.considered / cpu:,.0f} strategies a second of it "
+        f"(load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
+    )
+    rows = [describe(place, each, shape) for place, each in enumerate(ranked[:SHOWN], start=1)]
+    published = [(place, each) for place, each in enumerate(ranked, start=1) if is_published(each)]
+    rows += [describe(place, each, shape) for place, each in published]
+    for row in rows:
+        print(
+            f"{row['place']:>7,} {row['place'] / len(ranked):7.2%} {row['seconds']:7.2f} s "
+            f"{row['samples_per_second']:6.1f} samples/s {row['tflop_per_second']:4.0f} TFLOP/s "
+            f"{row['gib']:5.1f} GiB  {row['strategy']}"
+        )
+    costs = StrategyCosts(shape, CLUSTER)
+    if published:
+        changes = losses(costs.terms(published[0][1].strategy), costs.terms(ranked[0].strategy))
+        print("published against the best:")
+        print(", ".join(f"{change:+.2f} s {name}" for name, change in changes))
+    name = "results_fused.json" if arguments.fused else "results.json"
+    (HERE / name).write_text(
+        json.dumps({"considered": found.considered, "fitting": len(ranked), "rows": rows}, indent=1)
+        + "\n"
+    )
+
+
+def is_published(each: Candidate) -> bool:
+    """Tensor 8, pipeline 16, data 12, microbatches of 1, full recompute, interleaved."""
+    strategy, layout = each.strategy, each.strategy.layout
+    return (
+        (layout.tensor, layout.pipeline, layout.data) == (8, 16, 12)
+        and strategy.split.microbatch == 1
+        and strategy.recompute == "full"
+        and strategy.pipeline_chunks > 1
+        and strategy.zero_stage == 0
+        and not strategy.sequence_parallel
+    )
+
+
+def describe(place: int, each: Candidate, shape: TransformerShape) -> dict:
+    """A row of the table: throughput in samples, and in FLOP of the model on each device."""
+    devices = each.strategy.layout.device_count
+    flop = shape.model_flop(each.strategy.split.global_batch)
+    return {
+        "place": place,
+        "strategy": in_words(each.strategy),
+        "seconds": round(each.step_seconds, 3),
+        "samples_per_second": round(each.samples_per_second, 2),
+        "tflop_per_second": round(mfu(flop, each.step_seconds, devices, TFLOP), 1),
+        "gib": round(each.peak_memory_bytes / GIB, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

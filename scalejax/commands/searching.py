@@ -1,0 +1,101 @@
+"""The command that searches for the best way to spread a step.
+
+Starts without JAX, and imports it when it runs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from scalejax import documents, tables, waiting
+from scalejax.commands.command import Overrides, RunFileCommand, flag
+from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
+from scalejax.config import load_config
+from scalejax.errors import DoesNotFit, require_at_least
+from scalejax.transformer_program import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search(RunFileCommand):
+    """Rank every way to spread a transformer's step over devices.
+
+    Every division into data, fsdp, tensor, context and pipeline, with chunks, microbatches,
+    recompute and ZeRO stages, that fits the memory; the first are compiled and confirmed. A flag
+    with a dot replaces a field of the file, or of --conditions.
+    """
+
+    cluster: Annotated[str, flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[str, flag("N,N,...")]
+    """Number of devices, or several to choose from, such as 64 or 64,128,256."""
+    global_batch: Annotated[int | None, flag("B")] = None
+    """Samples of an update; by default that of the file."""
+    objective: Literal["time", "cost", "memory"] = "time"
+    """What is least: the time of a step, device-hours of a sample, or memory."""
+    price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
+    """Of one device, in any currency: adds the price of a million samples."""
+    top: Annotated[int, flag("K")] = 10
+    """Strategies in the table."""
+    confirm: Annotated[int, flag("K")] = 3
+    """Of these, the first that are compiled."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Where the figures and the plot of time against memory go."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Search, compile the winners, print the table, write the figures."""
+        from scalejax import search_tables
+        from scalejax.plots import save_pareto
+        from scalejax.searched_run import report_search, search_run
+
+        require_at_least("top", self.top, 1)
+        require_at_least("confirm", self.confirm, 0)
+        if self.price_per_device_hour is not None:
+            require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        counts = tuple(parse_counts(self.devices))
+        config = load_config(self.run_file, overrides)
+        with waiting.searching() as on_progress:
+            found = search_run(
+                config,
+                cluster,
+                counts,
+                global_batch=self.global_batch,
+                objective=self.objective,
+                on_progress=on_progress,
+            )
+        if not found.ranked:
+            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title))
+        with waiting.compiling(min(self.confirm, self.top)) as on_case:
+            report = report_search(
+                config,
+                cluster,
+                found,
+                objective=self.objective,
+                price_per_device_hour=self.price_per_device_hour,
+                top=self.top,
+                confirm=self.confirm,
+                on_case=on_case,
+            )
+        tables.show(search_tables.searched(report))
+        for path in (self.json, self.output and self.output / "search.json"):
+            if path is not None:
+                documents.save(report, path)
+                print(f"wrote {path}")
+        if self.output is not None:
+            plot = self.output / "time_and_memory.png"
+            save_pareto(found.ranked, path=plot, title=report.title)
+            print(f"wrote {plot}")
+
+    def _nothing_fits(self, nearest: tuple[Strategy, float] | None, title: str) -> str:
+        """No answer as an answer: how far it is."""
+        if nearest is None:
+            return f"no strategy divides network and samples evenly over {self.devices} devices."
+        from scalejax.searched_run import in_words
+
+        strategy, ratio = nearest
+        return (
+            f"no strategy fits {self.devices} devices of {title}; "
+            f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
+        )

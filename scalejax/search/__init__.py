@@ -1,0 +1,196 @@
+"""Searches over strategies: which spread of a transformer over devices is best, and by how much.
+
+Every strategy that the devices can be divided into is held against the memory of one, and what
+fits is costed, as `predict` would cost its whole `Program`. Arithmetic on plain data; knows no
+network of JAX, no compiler, no files.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax.cost import memory_verdict
+from scalejax.errors import DoesNotFit, require_at_least
+from scalejax.hardware import Chip, Cluster
+from scalejax.search.costs import Candidate, StrategyCosts, workspace_bytes
+from scalejax.search.groups import Group, groups, strategies
+from scalejax.transformer_program import (
+    Held,
+    Strategy,
+    TransformerShape,
+    memory_use,
+    part_of,
+)
+
+__all__ = [
+    "Candidate",
+    "Found",
+    "Objective",
+    "StrategyCosts",
+    "losses",
+    "pareto",
+    "search",
+    "strategies",
+    "workspace_bytes",
+]
+
+Objective = Literal["time", "cost", "memory"]
+"""What is least: the time of a step, device-hours (or their price) of a sample, memory."""
+
+_TOLD_EVERY = 500  # groups of strategies
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of groups of like strategies that have been costed, and of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found."""
+
+    ranked: tuple[Candidate, ...]
+    """All strategies that fit, the best first."""
+    considered: int
+    """Strategies that the devices can be divided into."""
+    nearest: tuple[Strategy, float] | None
+    """Where none fits, the one that needs least memory, and how many times what there is."""
+
+
+def search(
+    shape: TransformerShape,
+    cluster: Cluster,
+    device_counts: tuple[int, ...],
+    global_batch: int,
+    *,
+    objective: Objective = "time",
+    moments: Literal[0, 1, 2] = 2,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Found:
+    """Every strategy that fits, the best first.
+
+    Args:
+        shape: the network.
+        cluster: the devices.
+        device_counts: how many of them; strategies for all counts are ranked together.
+        global_batch: samples of an update.
+        objective: what is least.
+        moments: arrays like the parameters that the optimizer keeps.
+        on_progress: told now and then.
+
+    Raises:
+        ConfigError: if there are no devices, or no samples.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    require_at_least("global_batch", global_batch, 1)
+    for count in device_counts:
+        require_at_least("devices", count, 1)
+        _require_devices(count, cluster)
+    considered = 0
+    fitting: list[tuple[Group, list[Strategy]]] = []
+    for count in device_counts:
+        for group in groups(shape, count, global_batch):
+            considered += len(group)
+            fits = _fitting(shape, group, global_batch, moments, cluster.chip)
+            if fits:
+                fitting.append((group, fits))
+    costs = StrategyCosts(shape, cluster)
+    ranked: list[Candidate] = []
+    for index, (_, fits) in enumerate(fitting):
+        if index % _TOLD_EVERY == 0:
+            on_progress(index, len(fitting))
+        ranked += costs.candidates(fits)
+    on_progress(len(fitting), len(fitting))
+    ranked.sort(key=_KEYS[objective])
+    nearest = None
+    if not ranked:
+        nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
+    return Found(ranked=tuple(ranked), considered=considered, nearest=nearest)
+
+
+_KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {
+    "time": lambda each: (each.step_seconds, each.peak_memory_bytes),
+    "cost": lambda each: (each.device_hours_per_sample, each.step_seconds),
+    "memory": lambda each: (each.peak_memory_bytes, each.step_seconds),
+}
+
+
+def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    front: list[Candidate] = []
+    for each in sorted(candidates, key=_KEYS["time"]):
+        if not front or each.peak_memory_bytes < front[-1].peak_memory_bytes:
+            front.append(each)
+    return tuple(front)
+
+
+def losses(
+    own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
+) -> tuple[tuple[str, float], ...]:
+    """(term, seconds) by which each part of a step is longer than the best step's, or shorter.
+
+    The largest first; what is alike to a thousandth of the best step is left out.
+
+    Args:
+        own: `StrategyCosts.terms` of a strategy.
+        best: those of the winner.
+    """
+    mine, winners = dict(own), dict(best)
+    names = dict.fromkeys((*mine, *winners))
+    changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
+    least = 1e-3 * math.fsum(winners.values())
+    return tuple(sorted((each for each in changes if abs(each[1]) > least), key=lambda e: -e[1]))
+
+
+def _fitting(
+    shape: TransformerShape,
+    group: Group,
+    global_batch: int,
+    moments: Literal[0, 1, 2],
+    chip: Chip,
+) -> list[Strategy]:
+    """Those of a group that fit; most need no more than a look at what they must hold."""
+    free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
+    layout = group.layout
+    least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
+    if 4 * least * (1 + moments / layout.data) > free:
+        return []
+    part = part_of(shape, group.strategy(global_batch, moments, 0, 1))
+    held = Held(part, layout, group.microbatches, moments)
+    return [
+        group.strategy(global_batch, moments, zero_stage, chunks)
+        for zero_stage in group.zero_stages
+        for chunks in group.chunk_counts
+        if held.batch_bytes
+        + held.state_bytes(zero_stage)
+        + held.temporary_bytes(zero_stage, chunks)
+        <= free
+    ]
+
+
+def _nearest(
+    shape: TransformerShape,
+    cluster: Cluster,
+    device_counts: tuple[int, ...],
+    global_batch: int,
+    moments: Literal[0, 1, 2],
+) -> tuple[Strategy, float] | None:
+    """The strategy that needs least memory, and how many times what there is."""
+    workspace = workspace_bytes(cluster.chip)
+    best: tuple[Strategy, float] | None = None
+    for count in device_counts:
+        for strategy in strategies(shape, count, global_batch, moments=moments):
+            memory = memory_use(shape, strategy, workspace_bytes=workspace)
+            verdict = memory_verdict(memory, cluster.chip)
+            ratio = verdict.peak_bytes / verdict.memory_bytes
+            if best is None or ratio < best[1]:
+                best = strategy, ratio
+    return best
+
+
+def _require_devices(count: int, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and count > most:
+        raise DoesNotFit(f"devices={count} is refused: {cluster.name} has at most {most}.")

@@ -1,0 +1,105 @@
+"""A search on a terminal: what won, by how much, and why the next ones lose; fits 80 columns."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from scalejax.layout import AXES
+from scalejax.searched_run import Ranked, SearchReport
+from scalejax.tables import figures
+from scalejax.transformer_program import Strategy
+from scalejax.units import format_bytes, format_count, format_fraction, format_seconds
+
+_LOSSES_SHOWN = 3
+_SHORT = {"none": "-", "selective": "part", "full": "full"}
+
+
+def searched(report: SearchReport) -> Iterator[RenderableType]:
+    """The ranked table, what the compiler says of the first, and why the others lose."""
+    yield Text.assemble(
+        (report.title, "bold"),
+        f"\n{report.global_batch} samples per step; least {report.objective}. "
+        f"{report.considered:,} strategies, of which {report.fitting:,} fit.",
+    )
+    if not report.ranked:
+        return
+    yield _ranking(report)
+    yield (
+        "pp x v: stages and chunks; b: samples of a microbatch; re: recompute; Z: ZeRO stage, "
+        "with s the tokens are split over tensor."
+    )
+    yield _confirmation(report)
+    yield _why(report)
+
+
+def _ranking(report: SearchReport) -> RenderableType:
+    has_price = any(each.price is not None for each in report.ranked)
+    headings = ["", *(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
+    headings += ["step", "samples/s", "MFU", "memory"]
+    table = figures(*headings, *(["price/1M"] if has_price else []))
+    for place, each in enumerate(report.ranked, start=1):
+        one = each.prediction
+        row = [f"{place}", *_strategy(each.strategy), format_seconds(one.step_seconds)]
+        row += [format_count(one.samples_per_second), format_fraction(one.mfu)]
+        row.append(format_bytes(one.peak_memory_bytes))
+        if has_price:
+            row.append("n/a" if each.price is None else f"{each.price:.4g}")
+        table.add_row(*row)
+    return table
+
+
+_AXIS_HEADINGS = {
+    "pipeline": "pp x v",
+    "data": "data",
+    "fsdp": "fsdp",
+    "context": "ctx",
+    "tensor": "tp",
+}
+
+
+def _strategy(strategy: Strategy) -> list[str]:
+    sizes = {axis: str(size) for axis, size in strategy.layout.axis_sizes.items()}
+    if strategy.pipeline_chunks > 1:
+        sizes["pipeline"] += f" x {strategy.pipeline_chunks}"
+    zero = f"{strategy.zero_stage}{'s' if strategy.sequence_parallel else ''}"
+    return [
+        *sizes.values(), f"{strategy.split.microbatch}", _SHORT[strategy.recompute], zero
+    ]  # fmt: skip
+
+
+def _confirmation(report: SearchReport) -> RenderableType:
+    lines = []
+    for place, each in enumerate(report.ranked, start=1):
+        if each.confirmed is not None:
+            own, compiled = each.prediction, each.confirmed
+            change = own.step_seconds / compiled.step_seconds - 1
+            lines.append(
+                f"{place}: compiled, {format_seconds(compiled.step_seconds)} and "
+                f"{format_bytes(compiled.peak_memory_bytes)}; the closed form is "
+                f"{change:+.1%} off in time"
+            )
+        elif each.note is not None:
+            lines.append(f"{place}: not compiled: {each.note}")
+    return "\n".join(lines) or "None was compiled."
+
+
+def _why(report: SearchReport) -> RenderableType:
+    lines = []
+    for place, each in enumerate(report.ranked[1:], start=2):
+        lines.append(f"{place} against 1: {_changes(each)}")
+    return "\n".join(lines) or "No other strategy fits."
+
+
+def _changes(each: Ranked) -> str:
+    """Where it loses, and with what it makes some of that good."""
+    if not each.losses:
+        return "the same to a thousandth, and more memory"
+    slower = [change for change in each.losses if change[1] > 0]
+    faster = [change for change in reversed(each.losses) if change[1] < 0]
+    shown = (*slower[:_LOSSES_SHOWN], *faster[:1])
+    return ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"

@@ -1,0 +1,303 @@
+"""A run of which only network, data and batch are given: searched, and its winners compiled.
+
+Decides what of a run the closed form can say; relates what it says to what the compiler says.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scalejax.compilation import OnCase, compile_cases, nothing_said
+from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.data_config import facts
+from scalejax.errors import ConfigError, ScalejaxError, refusal
+from scalejax.hardware import Chip, Cluster
+from scalejax.model_config import CausalConfig, LlamaConfig
+from scalejax.predict import Prediction, predict
+from scalejax.profile import ProfileJob, has_cuda_compiler
+from scalejax.program import Program
+from scalejax.search import (
+    Candidate,
+    Found,
+    Objective,
+    StrategyCosts,
+    losses,
+    pareto,
+    search,
+    workspace_bytes,
+)
+from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
+
+_MOMENTS: dict[str, Literal[0, 1, 2]] = {"adamw": 2, "lamb": 2, "lars": 1, "sgd": 1}
+_FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
+_FUSED_HEAD, _WIDE_HEAD = 128, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """One strategy of the table."""
+
+    prediction: Prediction
+    """What its closed form comes to."""
+    strategy: Strategy
+    """How the step is spread."""
+    price: float | None
+    """Of a million samples; None without a price of a device-hour."""
+    losses: tuple[tuple[str, float], ...]
+    """(term, seconds) by which its step is longer than the first's; empty for the first."""
+    confirmed: Prediction | None
+    """What the compiled step comes to; None if it was not compiled."""
+    note: str | None
+    """Why it was not compiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchReport:
+    """What a search found for a run."""
+
+    title: str
+    """What was searched, for people."""
+    objective: Objective
+    """What is least."""
+    global_batch: int | None
+    """Samples of an update; None where nothing fits."""
+    considered: int
+    """Strategies that the devices can be divided into."""
+    fitting: int
+    """Those that fit."""
+    ranked: tuple[Ranked, ...]
+    """The best, in order."""
+    front: tuple[tuple[str, float, int], ...]
+    """(strategy, seconds, bytes) of those that no other beats in both time and memory."""
+    nearest: tuple[str, float] | None
+    """Where none fits: the strategy that needs least memory, and how many times what there is."""
+
+
+def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
+    """The dimensions of the network of `config`, as it would run on `chip`.
+
+    Raises:
+        ConfigError: if it is no transformer whose blocks are all alike.
+    """
+    model = config.model
+    if not isinstance(model, CausalConfig):
+        accepted = "search knows gpt and llama in closed form; use predict"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    dataset = facts(config.data)
+    is_llama = isinstance(model, LlamaConfig)
+    return TransformerShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads if isinstance(model, LlamaConfig) else model.heads,
+        ffn_hidden=model.ffn_hidden if isinstance(model, LlamaConfig) else model.inner_width,
+        is_gated=is_llama,
+        has_tied_embeddings=model.tied_embeddings,
+        has_learned_positions=not is_llama,
+        vocabulary=dataset.classes,
+        tokens=dataset.input_shape[0],
+        is_fused=model.attention != "unfused" and has_fused_attention(model, chip),
+        compute_dtype=model.compute_dtype,
+    )
+
+
+def has_fused_attention(model: CausalConfig, chip: Chip) -> bool:
+    """Whether `chip` has one kernel for the attention of `model`."""
+    capability = (0, 0) if chip.cuda is None else chip.cuda.compute_capability
+    if capability < _FUSED_CAPABILITY or model.compute_dtype != "bfloat16":
+        return False
+    largest = _WIDE_HEAD if capability >= _WIDE_CAPABILITY else _FUSED_HEAD
+    size = model.hidden // model.heads
+    return size % 8 == 0 and size <= largest
+
+
+def search_run(
+    config: RunConfig,
+    cluster: Cluster,
+    device_counts: tuple[int, ...],
+    *,
+    global_batch: int | None = None,
+    objective: Objective = "time",
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Found:
+    """The strategies for `config` that fit; its layout, microbatches and remat are replaced.
+
+    Args:
+        config: network, data, batch and optimizer.
+        cluster: where it would run.
+        device_counts: numbers of devices to choose from.
+        global_batch: samples of an update; that of `config` unless given.
+        objective: what is least.
+        on_progress: see `search`.
+
+    Raises:
+        ConfigError: if the network is not known in closed form, or the batch is not given.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    batch = config.batch.global_batch if global_batch is None else global_batch
+    if batch is None:
+        raise ConfigError("batch.global_batch is missing: give --global-batch.")
+    return search(
+        shape_of(config, cluster.chip),
+        cluster,
+        device_counts,
+        batch,
+        objective=objective,
+        moments=_MOMENTS[config.optimizer.name],
+        on_progress=on_progress,
+    )
+
+
+def report_search(
+    config: RunConfig,
+    cluster: Cluster,
+    found: Found,
+    *,
+    objective: Objective = "time",
+    price_per_device_hour: float | None = None,
+    top: int = 10,
+    confirm: int = 3,
+    on_case: OnCase = nothing_said,
+) -> SearchReport:
+    """The best of what was found, the first of them compiled.
+
+    Args:
+        config: what was searched.
+        cluster: where.
+        found: by `search_run`.
+        objective: what was least.
+        price_per_device_hour: of one device, in any currency.
+        top: strategies that are told of in full.
+        confirm: of these, the first that are compiled.
+        on_case: told of what is compiled.
+    """
+    best = found.ranked[:top]
+    answers = _confirmed(config, cluster, best[:confirm], on_case)
+    answers += [None] * (len(best) - len(answers))
+    front = pareto(found.ranked)
+    return SearchReport(
+        title=f"{config.model.name} on {cluster.title}",
+        objective=objective,
+        global_batch=best[0].strategy.split.global_batch if best else None,
+        considered=found.considered,
+        fitting=len(found.ranked),
+        ranked=tuple(_ranked(config, cluster, best, answers, price_per_device_hour)),
+        front=tuple(
+            (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
+        ),
+        nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
+    )
+
+
+def _ranked(
+    config: RunConfig,
+    cluster: Cluster,
+    best: Sequence[Candidate],
+    answers: Sequence[Prediction | str | None],
+    price_per_device_hour: float | None,
+) -> Iterator[Ranked]:
+    """Each of the best in full: the whole program is written down and predicted."""
+    shape, workspace = shape_of(config, cluster.chip), workspace_bytes(cluster.chip)
+    costs = StrategyCosts(shape, cluster)
+    winner = costs.terms(best[0].strategy) if best else ()
+    for each, answer in zip(best, answers, strict=True):
+        program = transformer_program(shape, each.strategy, workspace_bytes=workspace)
+        price = None
+        if price_per_device_hour is not None:
+            price = 1e6 * each.device_hours_per_sample * price_per_device_hour
+        yield Ranked(
+            prediction=predict(program, cluster),
+            strategy=each.strategy,
+            price=price,
+            losses=losses(costs.terms(each.strategy), winner),
+            confirmed=answer if isinstance(answer, Prediction) else None,
+            note=answer if isinstance(answer, str) else None,
+        )
+
+
+def in_words(strategy: Strategy) -> str:
+    """A strategy on one line; what divides or recomputes nothing is left out."""
+    parts = [str(strategy.layout), f"microbatch {strategy.split.microbatch}"]
+    if strategy.pipeline_chunks > 1:
+        parts.append(f"{strategy.pipeline_chunks} chunks")
+    if strategy.recompute != "none":
+        parts.append(f"{strategy.recompute} recompute")
+    if strategy.zero_stage:
+        parts.append(f"ZeRO {strategy.zero_stage}")
+    if strategy.sequence_parallel:
+        parts.append("sequence parallel")
+    return ", ".join(parts)
+
+
+def not_trained(strategy: Strategy, shape: TransformerShape) -> str | None:
+    """What the trainer has no way to do of `strategy`; None if it has all."""
+    if strategy.layout.context > 1 and shape.is_fused:
+        return "the trainer has no fused attention over context"
+    return None
+
+
+def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
+    """`config`, spread as `strategy` says.
+
+    Raises:
+        ConfigError: if the two do not go together.
+    """
+    layout = strategy.layout
+    fields = {f"layout.{axis}": size for axis, size in layout.axis_sizes.items()}
+    config = replace(
+        config,
+        batch=replace(
+            config.batch,
+            global_batch=strategy.split.global_batch,
+            per_device_batch=None,
+            microbatches=strategy.split.microbatches,
+        ),
+    )
+    return resolve(
+        with_fields(
+            config,
+            {
+                **fields,
+                "layout.zero_stage": strategy.zero_stage,
+                "layout.sequence_parallel": strategy.sequence_parallel,
+                "layout.pipeline_chunks": strategy.pipeline_chunks,
+                "model.remat": strategy.recompute,
+            },
+        ),
+        layout.device_count,
+    )
+
+
+def _confirmed(
+    config: RunConfig, cluster: Cluster, best: tuple[Candidate, ...], on_case: OnCase
+) -> list[Prediction | str]:
+    """What the compiled step of each of the best comes to, or why it was not compiled."""
+    answers: dict[int, Prediction | str] = {}
+    jobs: dict[int, ProfileJob] = {}
+    shape = shape_of(config, cluster.chip)
+    needs_compiler = cluster.chip.cuda is not None and not has_cuda_compiler()
+    for index, each in enumerate(best):
+        reason = not_trained(each.strategy, shape)
+        if reason is None and needs_compiler:
+            reason = "no compiler for GPUs is installed (scalejax[gpu-target])"
+        if reason is not None:
+            answers[index] = reason
+            continue
+        try:
+            run = run_of(config, each.strategy)
+        except ConfigError as error:
+            answers[index] = str(error)
+        else:
+            jobs[index] = ProfileJob(run=run, cluster=cluster)
+    for index, job in jobs.items():
+        compiled = _compiled(job, in_words(best[index].strategy), on_case)
+        answers[index] = compiled if isinstance(compiled, str) else predict(compiled, cluster)
+    return [answers[index] for index in range(len(best))]
+
+
+def _compiled(job: ProfileJob, case: str, on_case: OnCase) -> Program | str:
+    """The compiled step, or what the compiler says: one refusal leaves the others standing."""
+    try:
+        return compile_cases([job], [case], on_case)[0]
+    except ScalejaxError as error:
+        return " ".join(str(error).split())

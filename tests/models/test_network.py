@@ -47,7 +47,7 @@ FASHION = facts(FashionMnistConfig(edition="embedded"))
 TOKENS = facts(SyntheticTokensConfig(tokens=8, vocabulary=32))
 HIDDEN = facts(MaskedTokensConfig(tokens=8, masked=2, vocabulary=32))
 PHOTOGRAPHS = facts(SyntheticImagesConfig(image_size=75, classes=8))
-AXIS_SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
+AXIS_SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "context": 1, "tensor": 2}
 SMALL = [
     pytest.param(MlpConfig(hidden=(16, 8)), FASHION, id="mlp"),
     pytest.param(CnnConfig(channels=(4, 8)), FASHION, id="cnn"),

@@ -17,11 +17,13 @@ from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill
 from scalejax.model_config import (
     BertConfig,
     CausalConfig,
+    CnnConfig,
     CustomConfig,
     GptConfig,
     ImageNetworkConfig,
     LlamaConfig,
     ModelConfig,
+    ResNetConfig,
     VitConfig,
 )
 from scalejax.presets import with_preset
@@ -65,6 +67,13 @@ class RunConfig:
             require_multiple(f"model.{name}", count, self.layout.tensor, "layout.tensor")
         _require_fitting_data(self.model, self.data)
         _require_divisible_blocks(self)
+        has_batch_norm = isinstance(self.model, CnnConfig | ResNetConfig) or self.model.name in (
+            "inception_v3",
+            "xception",
+        )
+        if self.layout.zero_stage == 2 and has_batch_norm:
+            accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
+            raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
 
 def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:

@@ -19,7 +19,8 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
     """The ranked table, what the compiler says of the first, and why the others lose."""
     yield Text.assemble(
         (report.title, "bold"),
-        f"\n{report.global_batch} samples per step; least {report.objective}. "
+        f"\n{report.devices} devices, {report.global_batch} samples per step; "
+        f"least {report.objective}. "
         f"{report.considered:,} strategies, of which {report.fitting:,} fit.",
     )
     if not report.ranked:
@@ -30,6 +31,7 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
         "with s the tokens are split over tensor."
     )
     yield _confirmation(report)
+    yield f"Run the first with {' '.join(_flags(report.ranked[0].strategy))}"
     yield _why(report)
 
 
@@ -77,22 +79,50 @@ def _confirmation(report: SearchReport) -> RenderableType:
             lines.append(
                 f"{place}: compiled, {format_seconds(compiled.step_seconds)} and "
                 f"{format_bytes(compiled.peak_memory_bytes)}; the closed form is "
-                f"{change:+.1%} off in time"
+                f"{change:+.1%} off in time{_misfit(each)}"
             )
         elif each.note is not None:
             lines.append(f"{place}: not compiled: {each.note}")
     return "\n".join(lines) or "None was compiled."
 
 
+def _flags(strategy: Strategy) -> list[str]:
+    """What to give `scalejax train` or `predict`, beside the file, for this strategy."""
+    fields = {f"layout.{axis}": size for axis, size in strategy.layout.axis_sizes.items()}
+    fields |= {
+        "layout.pipeline_chunks": strategy.pipeline_chunks,
+        "layout.zero_stage": strategy.zero_stage,
+        "layout.sequence_parallel": str(strategy.sequence_parallel).lower(),
+        "batch.microbatches": strategy.split.microbatches,
+        "model.remat": strategy.recompute,
+    }
+    return [f"--{name} {value}" for name, value in fields.items()]
+
+
+def _misfit(each: Ranked) -> str:
+    """What to say of a compiled step that does not fit."""
+    if each.confirmed is None or each.confirmed.fits:
+        return ""
+    if each.strategy.layout.pipeline > 1:
+        return "; it does not fit: what trains here holds all microbatches (GPipe), not 1F1B's few"
+    return "; it does not fit"
+
+
 def _why(report: SearchReport) -> RenderableType:
     lines = []
     for place, each in enumerate(report.ranked[1:], start=2):
-        lines.append(f"{place} against 1: {_changes(each)}")
-    return "\n".join(lines) or "No other strategy fits."
+        lines.append(f"{place} against 1: {_changes(each, report)}")
+    if not lines:
+        return "No other strategy fits." if report.fitting == 1 else ""
+    return "\n".join(lines)
 
 
-def _changes(each: Ranked) -> str:
+def _changes(each: Ranked, report: SearchReport) -> str:
     """Where it loses, and with what it makes some of that good."""
+    one, first = each.prediction, report.ranked[0].prediction
+    if report.objective == "memory" and one.peak_memory_bytes != first.peak_memory_bytes:
+        more = one.peak_memory_bytes - first.peak_memory_bytes
+        return f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}"
     if not each.losses:
         return "the same to a thousandth, and more memory"
     slower = [change for change in each.losses if change[1] > 0]

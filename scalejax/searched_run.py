@@ -26,9 +26,9 @@ from scalejax.search import (
     search,
     workspace_bytes,
 )
+from scalejax.training_config import OptimizerConfig, SgdConfig
 from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
-_MOMENTS: dict[str, Literal[0, 1, 2]] = {"adamw": 2, "lamb": 2, "lars": 1, "sgd": 1}
 _FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
 _FUSED_HEAD, _WIDE_HEAD = 128, 256
 
@@ -57,6 +57,8 @@ class SearchReport:
 
     title: str
     """What was searched, for people."""
+    devices: str
+    """Numbers of devices that were searched: "64, 128"."""
     objective: Objective
     """What is least."""
     global_batch: int | None
@@ -143,9 +145,16 @@ def search_run(
         device_counts,
         batch,
         objective=objective,
-        moments=_MOMENTS[config.optimizer.name],
+        moments=_moments(config.optimizer),
         on_progress=on_progress,
     )
+
+
+def _moments(optimizer: OptimizerConfig) -> Literal[0, 1, 2]:
+    """Arrays like the parameters that it keeps."""
+    if isinstance(optimizer, SgdConfig):
+        return 1 if optimizer.momentum else 0
+    return 2 if optimizer.name in ("adamw", "lamb") else 1
 
 
 def report_search(
@@ -174,9 +183,14 @@ def report_search(
     best = found.ranked[:top]
     answers = _confirmed(config, cluster, best[:confirm], on_case)
     answers += [None] * (len(best) - len(answers))
+    best, answers = _in_order(best, answers, objective)
     front = pareto(found.ranked)
     return SearchReport(
         title=f"{config.model.name} on {cluster.title}",
+        devices=", ".join(
+            str(count)
+            for count in sorted({each.strategy.layout.device_count for each in found.ranked})
+        ),
         objective=objective,
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
@@ -187,6 +201,27 @@ def report_search(
         ),
         nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
     )
+
+
+def _in_order(
+    best: Sequence[Candidate], answers: Sequence[Prediction | str | None], objective: Objective
+) -> tuple[list[Candidate], list[Prediction | str | None]]:
+    """The best as their compiled steps rank them: those that fit by what they come to, then those
+    that were not compiled, and last those that turned out not to fit."""
+
+    def key(item: tuple[Candidate, Prediction | str | None]) -> tuple[int, float]:
+        candidate, answer = item
+        if not isinstance(answer, Prediction):
+            return 1, 0.0
+        if not answer.fits:
+            return 2, 0.0
+        if objective == "memory":
+            return 0, float(answer.peak_memory_bytes)
+        devices = candidate.strategy.layout.device_count if objective == "cost" else 1
+        return 0, answer.step_seconds * devices
+
+    pairs = sorted(zip(best, answers, strict=True), key=key)
+    return [candidate for candidate, _ in pairs], [answer for _, answer in pairs]
 
 
 def _ranked(
@@ -229,13 +264,6 @@ def in_words(strategy: Strategy) -> str:
     return ", ".join(parts)
 
 
-def not_trained(strategy: Strategy, shape: TransformerShape) -> str | None:
-    """What the trainer has no way to do of `strategy`; None if it has all."""
-    if strategy.layout.context > 1 and shape.is_fused:
-        return "the trainer has no fused attention over context"
-    return None
-
-
 def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
     """`config`, spread as `strategy` says.
 
@@ -274,11 +302,10 @@ def _confirmed(
     """What the compiled step of each of the best comes to, or why it was not compiled."""
     answers: dict[int, Prediction | str] = {}
     jobs: dict[int, ProfileJob] = {}
-    shape = shape_of(config, cluster.chip)
     needs_compiler = cluster.chip.cuda is not None and not has_cuda_compiler()
     for index, each in enumerate(best):
-        reason = not_trained(each.strategy, shape)
-        if reason is None and needs_compiler:
+        reason = None
+        if needs_compiler:
             reason = "no compiler for GPUs is installed (scalejax[gpu-target])"
         if reason is not None:
             answers[index] = reason

@@ -16,9 +16,11 @@ from scalejax.cost import charges
 from scalejax.explain import Explanation, explain, match_trace
 from scalejax.hardware import Link, Network, load_cluster
 from scalejax.hardware.cluster import Algorithm
+from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
 from scalejax.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
 from scalejax.report_explanation import render, waterfall
+from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
 HALF = replace(CHIP.attainable, matmul_fraction=0.5, memory_fraction=0.5, launch_seconds=10e-6)
 CLUSTER = cluster_of(
@@ -413,3 +415,31 @@ def test_the_figures_survive_a_file(tmp_path, explained):
     documents.save(compared, path)
 
     assert documents.load(Explanation, path) == compared
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"pipeline": 4, "tensor": 2, "sequence_parallel": True},
+        {"context": 4, "data": 2},
+        {"data": 4, "fsdp": 2, "zero_stage": 1},
+    ],
+)
+def test_what_every_axis_of_a_transformer_exchanges_is_called_for(axes):
+    """Hand-overs between stages, keys over context, ZeRO's parameters: nothing is unexpected."""
+    shape = TransformerShape(
+        layers=8,
+        hidden=1024,
+        heads=8,
+        kv_heads=8,
+        ffn_hidden=4096,
+        vocabulary=8192,
+        tokens=512,
+        is_fused=False,
+    )
+    spread = {name: value for name, value in axes.items() if name not in Layout().axis_sizes}
+    layout = Layout(**{name: value for name, value in axes.items() if name not in spread})
+    split = BatchSplit(global_batch=8 * layout.batch_shards, layout=layout, microbatches=4)
+    program = transformer_program(shape, Strategy(split=split, **spread))
+
+    assert explain(program, load_cluster("dgx-h100")).unexpected == ()

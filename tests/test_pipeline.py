@@ -1,6 +1,7 @@
 """Pipelines from one of their stages, by hand: work of all microbatches, and the bubble."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from program_cases import PAPER, matmul, program_of
@@ -19,7 +20,7 @@ def stage() -> Program:
     return replace(program_of(work, matmul("update", 1)), mesh_axes=(("data", 2),))
 
 
-def pipeline(**changed: int) -> Pipeline:
+def pipeline(**changed: Any) -> Pipeline:
     """4 stages, 8 microbatches, nothing to send."""
     return Pipeline(**{"stages": 4, "microbatches": 8, "boundary_bytes": 0, **changed})
 

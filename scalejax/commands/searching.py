@@ -11,8 +11,20 @@ from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
 from scalejax.config import load_config
-from scalejax.errors import DoesNotFit, require_at_least
+from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.layout import MODEL_AXES
 from scalejax.transformer_program import Strategy
+
+_OPEN: Overrides = {
+    **{f"layout.{axis}": 1 for axis in MODEL_AXES},
+    "layout.data": None,
+    "layout.pipeline_chunks": 1,
+    "layout.sequence_parallel": False,
+    "layout.zero_stage": 0,
+    "layout.mode": "jit",
+    "batch.microbatches": 1,
+}
+"""What a search varies: of the file it is not even checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +32,9 @@ class Search(RunFileCommand):
     """Rank every way to spread a transformer's step over devices.
 
     Every division into data, fsdp, tensor, context and pipeline, with chunks, microbatches,
-    recompute and ZeRO stages, that fits the memory; the first are compiled and confirmed. A flag
-    with a dot replaces a field of the file, or of --conditions.
+    recompute and ZeRO stages, that fits the memory; the first are compiled and confirmed. What the
+    file says of its layout, microbatches and remat is replaced. A flag with a dot replaces a
+    field of the file, or of --conditions.
     """
 
     cluster: Annotated[str, flag("CLUSTER")]
@@ -54,8 +67,10 @@ class Search(RunFileCommand):
         if self.price_per_device_hour is not None:
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
-        counts = tuple(parse_counts(self.devices))
-        config = load_config(self.run_file, overrides)
+        counts = tuple(dict.fromkeys(parse_counts(self.devices)))
+        config = load_config(self.run_file, {**overrides, **_OPEN})
+        if self.output is not None:
+            _make_folder(self.output)
         with waiting.searching() as on_progress:
             found = search_run(
                 config,
@@ -99,3 +114,15 @@ class Search(RunFileCommand):
             f"no strategy fits {self.devices} devices of {title}; "
             f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
         )
+
+
+def _make_folder(path: Path) -> None:
+    """Have a folder to write to, before the work is done that it is for.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(refusal("output", str(path), f"it must be a folder ({error})")) from error

@@ -15,6 +15,8 @@ def as_used(cluster: Cluster, program: Program) -> Cluster:
     What is taken into account is taken out, so that doing it again changes nothing.
     """
     chip = _shared_chip(cluster, program.device_count)
+    if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
+        chip = _aligned(chip)
     if chip.measured is not None and chip.measured.first_touch:
         seconds = chip.measured.first_touch_seconds(program.memory.temporary_bytes)
         overhead = chip.attainable.step_overhead_seconds + seconds
@@ -26,6 +28,11 @@ def as_used(cluster: Cluster, program: Program) -> Cluster:
     if chip is cluster.chip and not cluster.shared:
         return cluster
     return replace(cluster, chip=chip, shared=())
+
+
+def _aligned(chip: Chip) -> Chip:
+    """`chip` for programs of the CPU's compiler, which does not pad sides that the chip's does."""
+    return replace(chip, attainable=replace(chip.attainable, unaligned_fraction=None))
 
 
 def _shared_chip(cluster: Cluster, device_count: int) -> Chip:

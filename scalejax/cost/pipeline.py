@@ -18,7 +18,16 @@ from functools import lru_cache
 
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.layout import PIPELINE, TENSOR
-from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, Program
+from scalejax.program import (
+    BUBBLE,
+    Collective,
+    CollectiveName,
+    DeviceGroup,
+    Loop,
+    Operation,
+    Program,
+    repeated,
+)
 
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 
@@ -70,9 +79,12 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
     schedule = (
         replace(work, body=body),
         Loop(
-            name=f"{work.name}.bubble",
+            name=work.name + BUBBLE,
             trip_count=pipeline.stages - 1,
-            body=(*_renamed(chunk), *_numbered(sent, pipeline.chunks)),
+            body=(
+                *(repeated(item, BUBBLE) for item in chunk),
+                *_numbered(sent, pipeline.chunks),
+            ),
         ),
     )
     operations = tuple(
@@ -105,23 +117,6 @@ def _part(item: Operation | Loop, chunks: int) -> Operation | Loop:
     if isinstance(item, Loop):
         return replace(item, trip_count=max(1, round(item.trip_count / chunks)))
     return item
-
-
-def _renamed(items: tuple[Operation | Loop, ...]) -> tuple[Operation | Loop, ...]:
-    """The same once more: names are unique in a program."""
-    return tuple(
-        replace(
-            item,
-            name=f"{item.name}.bubble",
-            **({"body": _renamed(item.body)} if isinstance(item, Loop) else {}),
-            **(
-                {"waits_for": f"{item.waits_for}.bubble"}
-                if isinstance(item, Operation) and item.waits_for is not None
-                else {}
-            ),
-        )
-        for item in items
-    )
 
 
 @lru_cache(maxsize=4096)

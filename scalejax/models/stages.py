@@ -30,8 +30,8 @@ def through_stages(
 ) -> jax.Array:
     """The residual stream after all blocks, [B, S, D].
 
-    Parameters are kept in the order of the network whatever the chunks, so that a checkpoint
-    fits any layout; with several chunks each step deals them out to the stages first.
+    Parameters are kept in the order of the network whatever the chunks, so that saved ones mean
+    the same for any layout; with several chunks each step deals them out to the stages first.
 
     Args:
         blocks: maps (parameters of some blocks, stacked; residual stream) to what they make of it.
@@ -44,11 +44,7 @@ def through_stages(
     rows_MBSD = _by_stage(_split(x_BSD, microbatches), leading=(None,))
     here = jnp.arange(stages)
 
-    def work(chunk: jax.Array, layers: Any, x_BSD: jax.Array) -> jax.Array:
-        mine = jax.tree.map(lambda leaf: leaf[chunk] if chunks > 1 else leaf[0], layers)
-        return blocks(mine, x_BSD)
-
-    every = jax.vmap(work, in_axes=(0, 1, 0), spmd_axis_name=PIPELINE)
+    every = jax.vmap(blocks, spmd_axis_name=PIPELINE)
 
     def tick(state_PBSD: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
         group, place = jnp.divmod(time, stages * chunks)
@@ -59,7 +55,7 @@ def through_stages(
             is_entering[:, None, None, None], rows_MBSD[entering][None], handed_PBSD
         )
         chunk = jnp.maximum(time - here, 0) // stages % chunks
-        state_PBSD = _by_stage(every(chunk, dealt, _by_stage(state_PBSD)))
+        state_PBSD = _by_stage(every(_at_work(dealt, chunk), _by_stage(state_PBSD)))
         return state_PBSD, state_PBSD
 
     empty = _by_stage(jnp.zeros((stages, *rows_MBSD.shape[1:]), x_BSD.dtype))
@@ -76,6 +72,33 @@ def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
     """[layers, ...] as [chunks, stages, layers of a chunk, ...], held by the stages."""
     leaf = leaf.reshape(chunks, stages, -1, *leaf.shape[1:])
     return placed(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
+
+
+def _at_work(dealt: Any, chunk_P: jax.Array) -> Any:
+    """The layers that each stage computes now, [stages, layers of a chunk, ...].
+
+    Each stage picks for itself: XLA's partitioner makes scatters that its own verifier refuses of
+    the gradient of one pick for all (jax 0.10.2, for GPUs).
+
+    Args:
+        dealt: parameters as `_dealt` leaves them.
+        chunk_P: the chunk of each stage.
+    """
+    if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(dealt)):
+        return jax.tree.map(lambda leaf: leaf[0], dealt)
+
+    def pick(dealt: Any, chunk: jax.Array) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk[0], keepdims=False), dealt
+        )
+
+    return jax.shard_map(
+        pick,
+        in_specs=(P(None, PIPELINE), P(PIPELINE)),
+        out_specs=P(PIPELINE),
+        axis_names={PIPELINE},
+        check_vma=False,
+    )(dealt, chunk_P)
 
 
 def _by_stage(activations: jax.Array, leading: tuple[str | None, ...] = (PIPELINE,)) -> jax.Array:

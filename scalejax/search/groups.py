@@ -87,7 +87,11 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
     for pipeline in _divisors(math.gcd(device_count, shape.layers)):
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):
-            for context in _divisors(math.gcd(stage // tensor, shape.tokens)):
+            # Fused attention wants the queries of all tokens, where it is trained here.
+            contexts = (
+                (1,) if shape.is_fused else _divisors(math.gcd(stage // tensor, shape.tokens))
+            )
+            for context in contexts:
                 shards = stage // tensor // context
                 if global_batch % shards:
                     continue
@@ -114,4 +118,5 @@ def _sequence_parallel(shape: TransformerShape, layout: Layout) -> tuple[bool, .
 
 
 def _divisors(number: int) -> tuple[int, ...]:
-    return tuple(each for each in range(1, number + 1) if number % each == 0)
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(sorted({*low, *(number // each for each in low)}))

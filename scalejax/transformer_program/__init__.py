@@ -1,8 +1,11 @@
 """The step of a transformer in closed form: the `Program` that the compiler would give, at once.
 
 From dimensions and a strategy to operations, collectives and memory in under a millisecond, for
-searches over thousands of strategies; tests hold it against compiled programs. Knows shapes and
-how XLA divides them; no compiler, no hardware and no seconds.
+searches over thousands of strategies. Tests hold products, bytes, exchanges and memory of gpt
+against compiled programs, on all axes but the pipeline's: that one is 1F1B, and what trains is
+GPipe. Left out are fusions of scalars and single vectors, a quarter to a third of all operations:
+where launches or the host take most of a step, as in small networks on A100, it comes out up to
+a third too short. Knows shapes and how XLA divides them; no compiler, no hardware, no seconds.
 """
 
 from dataclasses import dataclass, replace

@@ -9,6 +9,9 @@ from scalejax.program import Collective, CollectiveName, DeviceGroup, Operation
 _F32 = "f32"
 
 
+_PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
+
+
 class Writer:
     """Collects operations whose names start alike."""
 
@@ -44,7 +47,14 @@ class Writer:
         self.fusion(name, size, size)
 
     def matmul(self, name: str, shape: tuple[int, int, int, int], extra_read: int = 0) -> None:
-        """A product of (batch, m, n, k), each operand and the result moved once."""
+        """A product of (batch, m, n, k), each operand and the result moved once.
+
+        In half precision sides are padded to what matrix units load, as XLA does.
+        """
+        if self._dtype != _F32:
+            batch, *sides = shape
+            m, n, k = (-(-side // _PADDED_TO) * _PADDED_TO for side in sides)
+            shape = batch, m, n, k
         batch, m, n, k = shape
         size = self._element_bytes * batch
         self.operations.append(

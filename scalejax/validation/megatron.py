@@ -39,7 +39,7 @@ def recomputed_in_full(program: Program) -> Program:
     return replace(program, operations=_in_full(program.operations))
 
 
-_OF_STATE = ("all_reduce", "all_gather")
+_OF_STATE = ("all_reduce", "reduce_scatter", "all_gather")
 _SCORE_BYTES, _MASK_BYTES = 2, 1
 
 

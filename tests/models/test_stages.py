@@ -8,7 +8,7 @@ import pytest
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
 from scalejax.layout import PIPELINE, Layout
-from scalejax.mesh import build_mesh
+from scalejax.mesh import build_mesh, replicated
 from scalejax.models.placement import Arrangement, arranged, arrangement
 from scalejax.models.stages import through_stages
 from scalejax.step import build_step
@@ -48,7 +48,8 @@ def test_stages_compute_what_blocks_in_a_row_do(stages, chunks, microbatches):
     def total(of):
         return jax.value_and_grad(lambda f, x: jnp.sum(of(f, x) ** 2), argnums=(0, 1))
 
-    ours = jax.jit(total(function))(FACTORS, ACTIVATIONS)
+    everywhere = replicated(build_mesh(Layout(pipeline=stages)))
+    ours = jax.jit(total(function), in_shardings=everywhere)(FACTORS, ACTIVATIONS)
     expected = total(blocks)(FACTORS, ACTIVATIONS)
 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), ours, expected)

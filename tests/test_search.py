@@ -14,11 +14,12 @@ from scalejax.cli import main
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, DoesNotFit
 from scalejax.hardware import load_cluster
+from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
 from scalejax.profile import has_cuda_compiler
 from scalejax.search import StrategyCosts, losses, pareto, search, strategies, workspace_bytes
 from scalejax.searched_run import run_of, shape_of
-from scalejax.transformer_program import TransformerShape, transformer_program
+from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
 CLUSTER = load_cluster("selene")
 SHAPE = TransformerShape(
@@ -68,13 +69,24 @@ def test_axes_multiply_to_the_devices(devices: int, global_batch: int):
 
 
 def test_two_devices_by_hand():
-    """One sample: two stages (of 8 blocks in one chunk), or two along tensor with tokens whole or
-    divided; data and fsdp have nothing to divide. Each with the three kinds of recompute. Two
-    contexts besides, where attention is not fused."""
-    unfused = dataclasses.replace(SHAPE, is_fused=False)
+    """One sample: two stages (of 8 blocks in one chunk), two contexts, or two along tensor with
+    tokens whole or divided; data and fsdp have nothing to divide. Each with the three kinds of
+    recompute."""
+    found = list(strategies(SHAPE, 2, 1))
 
-    assert len(list(strategies(SHAPE, 2, 1))) == (1 + 2) * 3
-    assert len(list(strategies(unfused, 2, 1))) == (1 + 2 + 1) * 3
+    assert len(found) == (1 + 1 + 2) * 3
+
+
+def test_attention_over_context_is_not_fused():
+    """Nor is it where it is trained: two contexts cost the same whatever the chip has."""
+    fused = dataclasses.replace(SHAPE, is_fused=True)
+    unfused = dataclasses.replace(SHAPE, is_fused=False)
+    layout = Layout(context=2)
+    over_two = Strategy(split=BatchSplit(global_batch=2, layout=layout))
+
+    one, other = (transformer_program(shape, over_two) for shape in (fused, unfused))
+    assert one.operations == other.operations
+    assert one.memory == other.memory
 
 
 def test_numbers_are_those_of_predict():

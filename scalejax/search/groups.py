@@ -87,11 +87,7 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
     for pipeline in _divisors(math.gcd(device_count, shape.layers)):
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):
-            # Fused attention wants the queries of all tokens, where it is trained here.
-            contexts = (
-                (1,) if shape.is_fused else _divisors(math.gcd(stage // tensor, shape.tokens))
-            )
-            for context in contexts:
+            for context in _divisors(math.gcd(stage // tensor, shape.tokens)):
                 shards = stage // tensor // context
                 if global_batch % shards:
                     continue

@@ -285,8 +285,10 @@ def _part(
     sequence_parallel: bool,
     is_summed_once: bool,
 ) -> Part:
+    # As the trainer has it: fused attention wants the queries of all tokens.
+    is_fused = shape.is_fused and layout.context == 1
     return Part(
-        shape=shape,
+        shape=replace(shape, is_fused=is_fused),
         layout=replace(layout, pipeline=1, data=1 if is_summed_once else layout.data),
         samples=samples,
         recompute=recompute,

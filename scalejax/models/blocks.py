@@ -1,6 +1,6 @@
 """Equal blocks, one after the other, their parameters stacked on a first dimension.
 
-Knows how activations pass from block to block; nothing of what a block does.
+Knows how activations pass through a block and on to the next; nothing of what its layers do.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,34 @@ from flax import nnx
 from scalejax.layout import PIPELINE
 from scalejax.model_config import Remat
 from scalejax.models.network import parameter_path
-from scalejax.models.placement import axis_size
+from scalejax.models.normalization import normalised
+from scalejax.models.placement import axis_size, placed_for_layer, placed_residual
 from scalejax.models.stages import through_stages
 
 _Block = TypeVar("_Block", bound=nnx.Module)
+
+
+class PreNormBlock(nnx.Module):
+    """Attention, then the feed-forward layer, each on a normalised copy of the residual."""
+
+    attention_norm: nnx.LayerNorm | nnx.RMSNorm
+    """Of what attention reads."""
+    attention: nnx.Module
+    """Maps [B, S, D] to [B, S, D]."""
+    feed_forward_norm: nnx.LayerNorm | nnx.RMSNorm
+    """Of what the feed-forward layer reads."""
+    feed_forward: nnx.Module
+    """Maps [B, S, D] to [B, S, D]."""
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        """The residual stream after this block, [B, S, D]."""
+        for norm, layer in (
+            (self.attention_norm, self.attention),
+            (self.feed_forward_norm, self.feed_forward),
+        ):
+            normalised_BSD = placed_for_layer(normalised(norm, x_BSD))
+            x_BSD = placed_residual(x_BSD + layer(normalised_BSD))  # type: ignore[operator]
+        return x_BSD
 
 
 def stacked_blocks(build: Callable[[nnx.Rngs], _Block], count: int, rngs: nnx.Rngs) -> _Block:

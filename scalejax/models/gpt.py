@@ -15,9 +15,8 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import kept_without_inner, stacked_blocks, through_blocks
+from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules
-from scalejax.models.normalization import normalised
 from scalejax.models.placement import (
     placed_between,
     placed_for_head,
@@ -111,21 +110,14 @@ def _gelu(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=True)
 
 
-class Block(nnx.Module):
-    """Attention, then the feed-forward layer, each on a normalised copy of the residual."""
+class Block(PreNormBlock):
+    """One of its blocks."""
 
     def __init__(self, config: GptConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _layer_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.feed_forward_norm = _layer_norm(config, rngs)
         self.feed_forward = FeedForward(config, rngs=rngs)
-
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """The residual stream after this block, [B, S, D]."""
-        normalised_BSD = placed_for_layer(normalised(self.attention_norm, x_BSD))
-        x_BSD = placed_residual(x_BSD + self.attention(normalised_BSD))
-        normalised_BSD = placed_for_layer(normalised(self.feed_forward_norm, x_BSD))
-        return placed_residual(x_BSD + self.feed_forward(normalised_BSD))
 
 
 class Gpt(Network):

@@ -28,6 +28,7 @@ from scalejax.train_state import (
     TrainState,
     abstract_state,
     data_parts,
+    gathered_params,
     initial_network,
     shardings_of,
     state_shapes,
@@ -105,7 +106,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     batch = {**batch, "mask": shape}
     function = jax.jit(
-        partial(_arranged, recipe, mesh, partial(_evaluate, recipe)),
+        partial(_arranged, recipe, mesh, partial(_evaluate, recipe, mesh)),
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
@@ -206,6 +207,7 @@ def _gradients(
     differentiate = jax.value_and_grad(partial(_loss, recipe, bn), has_aux=True)
 
     def reduced(gradient: PyTree) -> PyTree:
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
         return gradient if reduce is None else reduce(gradient)
 
     def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
@@ -226,12 +228,12 @@ def _gradients(
 
 def _zeros_like(params: PyTree) -> PyTree:
     """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
-    return jax.tree.map(lambda leaf: leaf * 0, params)
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
 
 
 def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
-    shapes = jax.eval_shape(reduce, params)
+    shapes = jax.eval_shape(reduce, _zeros_like(params))
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
@@ -341,7 +343,7 @@ def _update(
     recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
-        state.params, state.model_state, batch
+        gathered_params(recipe, mesh, state.params), state.model_state, batch
     )
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
     new_state = TrainState(
@@ -355,9 +357,10 @@ def _update(
 
 
 def _evaluate(
-    recipe: Recipe, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
 ) -> dict[str, jax.Array]:
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+    params = gathered_params(recipe, mesh, params)
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
     losses, hits = _sample_metrics(recipe, network, batch, is_training=False)
     mask = batch["mask"]

@@ -19,7 +19,7 @@ from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA
 from scalejax.mesh import replicated
-from scalejax.models import BatchNormScope, network_class, param_specs
+from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
 from scalejax.recipe import Recipe, network_of, recipe_of
 
 PyTree = Any
@@ -70,27 +70,23 @@ def abstract_state(recipe: Recipe) -> TrainState:
 
 
 def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
-    """Shapes of the state with their shardings: optimizer state lies where its parameters do."""
+    """Shapes of the state with their shardings: optimizer state lies where its parameters do.
+
+    With a ZeRO stage that is in parts over data, as Megatron-LM's distributed optimizer has it:
+    what the network reads is gathered from them (`gathered_params`).
+    """
     shapes = abstract_state(recipe)
     whole = replicated(mesh)
-    specs = param_specs(
-        shapes.params,
-        network_class(recipe.run.config.model).partition_rules(),
-        recipe.run.layout.axis_sizes,
-    )
-    params = jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
-    is_kept_in_parts = recipe.run.config.layout.zero_stage >= 1
+    params = _used_shardings(recipe, mesh, shapes.params)
+    if recipe.run.config.layout.zero_stage:
+        params = jax.tree.map(_over_data, shapes.params, params)
     shardings = TrainState(
         step=whole,
         params=params,
         model_state=jax.tree.map(lambda _: whole, shapes.model_state),
         opt_state=optax.tree.map_params(
             recipe.optimizer,
-            lambda leaf, like: _over_data(leaf, like) if is_kept_in_parts else like,
+            lambda _, like: like,
             shapes.opt_state,
             params,
             transform_non_params=lambda _: whole,
@@ -101,6 +97,41 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
         shapes,
         shardings,
     )
+
+
+def _used_shardings(recipe: Recipe, mesh: Mesh, params: PyTree) -> PyTree:
+    """How parameters of these shapes lie while the network reads them: whole over data."""
+    specs = param_specs(
+        params,
+        network_class(recipe.run.config.model).partition_rules(),
+        recipe.run.layout.axis_sizes,
+    )
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
+
+
+def gathered_params(recipe: Recipe, mesh: Mesh, params: PyTree) -> PyTree:
+    """The parameters that the network reads, gathered if the state keeps them in parts over data.
+
+    Those that the network uses in the compute type travel in it: half the bytes of float32, and
+    the only whole copy that a device holds.
+    """
+    model = recipe.run.config.model
+    if not recipe.run.config.layout.zero_stage:
+        return params
+    used = _used_shardings(recipe, mesh, params)
+
+    def gathered(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        if is_cast(model, parameter_path(path)):
+            # Held in its parts as what it is cast to, or the compiler would gather it before.
+            parts = _over_data(leaf, sharding)
+            leaf = lax.with_sharding_constraint(leaf.astype(model.compute_dtype), parts)
+        return lax.with_sharding_constraint(leaf, sharding)
+
+    return jax.tree_util.tree_map_with_path(gathered, params, used)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,16 +174,16 @@ class DataPart:
 
 def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
     """A `DataPart` for each parameter: whole, but for what the layout's ZeRO stage keeps apart."""
-    params = state_shapes(recipe, mesh).params
+    params = abstract_state(recipe).params
 
-    def part(leaf: jax.ShapeDtypeStruct) -> DataPart:
-        spec = _over_data(leaf, leaf.sharding).spec
+    def part(leaf: jax.ShapeDtypeStruct, used: NamedSharding) -> DataPart:
+        spec = _over_data(leaf, used).spec
         for index, entry in enumerate(spec):
             axes = entry if isinstance(entry, tuple) else (entry,)
             if recipe.run.config.layout.zero_stage and DATA in axes:
                 others = math.prod(mesh.shape[axis] for axis in axes if axis != DATA)
                 split = (others, mesh.shape[DATA], -1)
-                kept = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+                kept = (*used.spec, *[None] * leaf.ndim)[: leaf.ndim]
                 return DataPart(
                     kept=PartitionSpec(*kept[: index + 1], None, None, *kept[index + 1 :]),
                     spec=PartitionSpec(*[None] * (index + 1), DATA),
@@ -161,10 +192,10 @@ def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
                 )
         return DataPart(spec=PartitionSpec())
 
-    return jax.tree.map(part, params)
+    return jax.tree.map(part, params, _used_shardings(recipe, mesh, params))
 
 
-def _over_data(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
     same where no dimension is divisible."""
     mesh, spec = sharding.mesh, sharding.spec

@@ -42,6 +42,7 @@ __all__ = [
     "Network",
     "PartitionRules",
     "build_network",
+    "is_cast",
     "network_class",
     "param_specs",
     "parameter_path",
@@ -110,3 +111,14 @@ def build_network(
             return Vit(model, dataset, rngs=rngs)
         case CustomConfig():
             return build_custom(model, dataset, bn=bn, rngs=rngs)
+
+
+def is_cast(model: ModelConfig, path: str) -> bool:
+    """Whether the network uses a parameter in the compute type only, so that each device may be
+    sent it in that; of a user's own network that is not known.
+
+    Args:
+        model: the network.
+        path: of the parameter.
+    """
+    return not isinstance(model, CustomConfig) and path.endswith(("kernel", "embedding"))

@@ -139,17 +139,19 @@ class StrategyCosts:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
         first = strategies[0]
-        shared, block = self._shared(first)
+        stages = {each.zero_stage for each in strategies}
+        shared_of = {stage: self._shared(replace(first, zero_stage=stage)) for stage in stages}
         held = Held(
             part_of(self._shape, first), first.layout, first.split.microbatches, first.moments
         )
         stub = _without_operations(self._shape, first)
         updates = {
             stage: self._piece(update_piece(self._shape, replace(first, zero_stage=stage)))
-            for stage in {each.zero_stage for each in strategies}
+            for stage in stages
         }
         found = []
         for each in strategies:
+            shared, block = shared_of[each.zero_stage]
             bubble, handed_on = self._bubble(each)
             sent = self._sent(each) if handed_on else None
             walked = shared.walked_seconds + updates[each.zero_stage].walked_seconds

@@ -75,7 +75,7 @@ def pieces(shape: TransformerShape, strategy: Strategy) -> Pieces:
     accumulated = accumulator_elements(shape, layout, strategy.split.microbatches)
     return Pieces(
         before=zeros(shape, accumulated) if accumulated else (),
-        embedding=embedding(part, layers),
+        embedding=embedding(part, layers, strategy.zero_stage > 0),
         forward=block_forward(part),
         logits=logits(part),
         backward=block_backward(part),

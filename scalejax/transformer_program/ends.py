@@ -44,17 +44,18 @@ def _place_elements(part: Part) -> int:
 
 
 @lru_cache(maxsize=_KEPT)
-def embedding(part: Part, layers: int) -> tuple[Operation, ...]:
+def embedding(part: Part, layers: int, is_gathered: bool) -> tuple[Operation, ...]:
     """What comes before the blocks: matrices cast to the compute type, tokens looked up.
 
     Args:
         part: of the microbatch.
         layers: blocks of the stage.
+        is_gathered: whether the step has cast them already, to gather them from the parts that
+            ZeRO keeps.
     """
     write, fsdp, used = _writer("embedding", part), part.layout.fsdp, part.shape.element_bytes
-    casts = used != _F32_BYTES
     own = part.matrix_bytes // fsdp * layers
-    if casts:
+    if used != _F32_BYTES and not is_gathered:
         for name, size in zip(_MATRICES, part.matrices, strict=True):
             one = size // fsdp * layers
             write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
@@ -226,9 +227,20 @@ def update(end: Update) -> tuple[Operation, ...]:
     for index in range(_VECTOR_UPDATES):
         write.copy(f"vectors.{index}", layers * shape.hidden * _F32_BYTES)
     if end.zero_stage:
-        write.start("gather", "all_gather", own * _F32_BYTES, (DATA,), dtype=_F32, buffers=16)
-        write.wait("gather")
+        _gather(write, shape.element_bytes, counts, parts)
     return write.done()
+
+
+def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) -> None:
+    """Parameters of the next step, gathered from their parts; cast first, and so travelling in
+    the compute type but for a few vectors. (The step gathers before it uses them: equally long.)
+    """
+    if used_bytes != _F32_BYTES:
+        for name, count in counts.items():
+            write.fusion(f"{name}.cast", count // parts * _F32_BYTES, count // parts * used_bytes)
+    payload = sum(counts.values()) * used_bytes
+    write.start("gather", "all_gather", payload, (DATA,), buffers=16)
+    write.wait("gather")
 
 
 def _sum_once(write: Writer, end: Update, own: int, stacks: list[int]) -> None:

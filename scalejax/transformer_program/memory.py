@@ -62,6 +62,7 @@ class Held:
         self._data, self._stages, self._moments = layout.data, layout.pipeline, moments
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
+        self._is_cast = shape.element_bytes != _F32_BYTES
         self._under_way = min(layout.pipeline, microbatches)
         self._kept = kept_bytes(part) * layers
         self._fixed = _fixed_bytes(part, layers)
@@ -70,13 +71,15 @@ class Held:
 
     def state_bytes(self, zero_stage: int) -> int:
         """Parameters and moments."""
-        return self._own + self._moments * self._own // (self._data if zero_stage else 1)
+        return (1 + self._moments) * self._own // (self._data if zero_stage else 1)
 
     def temporary_bytes(self, zero_stage: int, chunks: int) -> int:
         """All else at its peak."""
         accumulated = self._accumulated // (self._data if zero_stage == 2 else 1)
+        # Cast parameters are among what is fixed; others are arguments, unless kept in parts.
+        gathered = self._own if zero_stage and not self._is_cast else 0
         kept = int(self._kept * self._under_way * held_by_chunks(self._stages, chunks))
-        return self._fixed + accumulated + kept
+        return self._fixed + accumulated + gathered + kept
 
 
 def held_by_chunks(stages: int, chunks: int) -> float:

@@ -17,6 +17,7 @@ from ledger_cases import (
 from program_cases import matmul, program_of
 
 from scalejax.errors import ConfigError
+from scalejax.profile.cache import case_key
 from scalejax.profile.workers import run_jobs
 from scalejax.program import (
     Loop,
@@ -88,10 +89,19 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
 @pytest.mark.parametrize(
     "change",
     [
-        # Four microbatches; the same over fsdp; one, on two nodes.
+        # Four microbatches; the same over fsdp; one, on two nodes; state in parts, on two nodes.
         {"device_count": "4", "data": "2", "tensor": "2", "per_device_batch": "8"},
         {"device_count": "4", "data": "1", "fsdp": "4", "per_device_batch": "8"},
         {"device_count": "16", "data": "8", "tensor": "2", "per_device_batch": "2"},
+        {"device_count": "8", "data": "8", "zero_stage": "1", "per_device_batch": "8"},
+        {
+            "device_count": "16",
+            "data": "8",
+            "tensor": "2",
+            "zero_stage": "1",
+            "per_device_batch": "8",
+        },
+        {"device_count": "8", "data": "8", "zero_stage": "1", "per_device_batch": "2"},
     ],
 )
 def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
@@ -100,11 +110,13 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
     job = asked_for(whole, 0, is_narrow=False).job
 
-    (wide,) = Programs(Archive({})).find([whole])
+    programs = Programs(Archive({}))
+    (wide,) = programs.find([whole])
     compiled: list[Program] = []
     run_jobs([job], lambda _, result: compiled.append(result.program))
 
     assert isinstance(wide, Program)
+    assert case_key(job) not in programs.known
     assert _products_and_exchanges(wide) == _products_and_exchanges(compiled[0])
     # The tokens of the whole batch are divided for the loop, by one small operation or by two.
     assert operation_count(wide) == pytest.approx(operation_count(compiled[0]), rel=0.02)

@@ -196,18 +196,24 @@ def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
 
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """`sharding` with the first dimension of `leaf` that it can over the data axis as well; the
-    same where no dimension is divisible."""
-    mesh, spec = sharding.mesh, sharding.spec
-    if any(DATA in (entry if isinstance(entry, tuple) else (entry,)) for entry in spec):
+    """`sharding` with one dimension of `leaf` split over the data axis as well; the same where no
+    dimension is divisible.
+
+    The largest that nothing splits yet, or else the largest: one that most numbers of devices
+    divide, which the number of layers is not.
+    """
+    mesh = sharding.mesh
+    entries = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
+    axes_of = [
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    ]
+    if any(DATA in axes for axes in axes_of):
         return sharding
-    for index, size in enumerate(leaf.shape):
-        entry = spec[index] if index < len(spec) else None
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        parts = math.prod(mesh.shape[axis] for axis in (*axes, DATA))
-        if size % parts == 0:
-            entries = [*spec, *[None] * (leaf.ndim - len(spec))]
-            entries[index] = (*axes, DATA)
+    for index in sorted(range(leaf.ndim), key=lambda i: (len(axes_of[i]) > 0, -leaf.shape[i])):
+        axes = (*axes_of[index], DATA)
+        if leaf.shape[index] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            entries[index] = axes if len(axes) > 1 else DATA
             return NamedSharding(mesh, PartitionSpec(*entries))
     return sharding
 

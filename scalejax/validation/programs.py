@@ -28,7 +28,7 @@ from scalejax.validation.megatron import (
     with_bare_heads,
     with_half_gradients,
 )
-from scalejax.validation.widen import narrowed, second_narrowed, widened
+from scalejax.validation.widen import narrowed, widened
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
 
@@ -109,7 +109,7 @@ class Programs:
                     asked[index] = asked_for(cases[index], choice, is_narrow=is_narrow)
                 except ScalejaxError as error:
                     answers[index] = one_line(error)
-            self._require(job for each in asked.values() for job in each.jobs)
+            self._require(each.job for each in asked.values())
             for index, each in asked.items():
                 answer = self._answer(each, cases[index])
                 if answer is not None:
@@ -126,11 +126,8 @@ class Programs:
         key = (case_key(asked.job), *sizes, *derived)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
-            second = self.known[case_key(asked.second)] if asked.second else None
-            if isinstance(second, str):
-                program = second
-            elif isinstance(program, Program):
-                program = widened(program, asked.job.run, asked.run, second)
+            if isinstance(program, Program):
+                program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
                 program = _as_megatron(program, asked.run, case)
             if isinstance(program, Program) and case.row.work.precision == "fp8":
@@ -222,15 +219,8 @@ class Asked:
 
     job: RunJob
     """The run on the fewest devices, and with the fewest microbatches, that will do."""
-    second: RunJob | None
-    """The run on more devices that tells, with it, what of the state each holds a part of."""
     run: ResolvedRun
     """The run to which its program is widened."""
-
-    @property
-    def jobs(self) -> tuple[RunJob, ...]:
-        """All that is compiled."""
-        return (self.job,) if self.second is None else (self.job, self.second)
 
 
 def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
@@ -242,18 +232,9 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     run = for_chip(case.runs[choice], case.cluster.chip)
     has_server = case.row.spread.gradient_exchange == "parameter_server"
     narrow = narrowed(run, has_server=has_server) if is_narrow else run
-    second = second_narrowed(run) if is_narrow else None
-    return Asked(
-        job=_job_of(narrow, case),
-        second=None if second is None else _job_of(second, case),
-        run=run,
-    )
-
-
-def _job_of(run: ResolvedRun, case: Case) -> RunJob:
     # Whether or not its compiler is here: the archive has what it made.
-    target = target_for(case.cluster, run.layout.device_count, "cuda")
-    return RunJob(run=run, target=target)
+    target = target_for(case.cluster, narrow.layout.device_count, "cuda")
+    return Asked(job=RunJob(run=narrow, target=target), run=run)
 
 
 def _compilable(job: RunJob) -> RunJob:

@@ -4,13 +4,12 @@ Each device of a data axis does the same to its own samples, and then sums gradi
 others; each microbatch passes through the same loop. The compiler therefore makes the same
 program for any size of the axis from two upwards but for the size of the groups, and for any
 number of microbatches from two upwards but for the trips of the loop. Where the axis keeps state
-in parts (ZeRO), what a device does is of a whole and of a part of it: figures that follow, of any
-size, from those of two sizes. `tests/validation/test_programs.py` holds all three against
-programs that were compiled in full.
+in parts (ZeRO), it does so from the size on at which a part hardly counts.
+`tests/validation/test_programs.py` holds this against programs that were compiled in full.
 """
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from scalejax.config import ResolvedRun, resolve
 from scalejax.layout import DATA
@@ -18,11 +17,10 @@ from scalejax.program import Loop, Operation, Program
 
 NARROW = 2
 """Devices along the data axis, and microbatches, of the program that stands for all more."""
-WIDER = 4
-"""Devices along it of the second program, where state is in parts."""
+NARROW_PARTS = 16
+"""Devices along the data axis, where state is in parts. A step on more updates less than it says,
+by less than a sixteenth of the parameters."""
 _TOKEN_BYTES = 4
-
-_Operations = tuple[Operation | Loop, ...]
 
 
 def narrowed(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
@@ -38,7 +36,7 @@ def narrowed(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     """
     config, split = run.config, run.split
     microbatches = min(split.microbatches, NARROW) if run.dataset.is_text else split.microbatches
-    data = NARROW if has_server else min(run.layout.data, NARROW)
+    data = NARROW if has_server else min(run.layout.data, _narrowest(run))
     if (data, microbatches) == (run.layout.data, split.microbatches):
         return run
     samples = split.microbatch * microbatches
@@ -52,90 +50,21 @@ def narrowed(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     return resolve(replace(config, batch=batch, layout=layout))
 
 
-def second_narrowed(run: ResolvedRun) -> ResolvedRun | None:
-    """`run` on the devices of the second program that its own follows from; None if one will do."""
-    if not run.config.layout.zero_stage or run.layout.data <= WIDER:
-        return None
-    narrow = narrowed(run)
-    batch = replace(narrow.config.batch, global_batch=None)
-    layout = replace(narrow.config.layout, data=WIDER)
-    return resolve(replace(narrow.config, batch=batch, layout=layout))
+def _narrowest(run: ResolvedRun) -> int:
+    return NARROW_PARTS if run.config.layout.zero_stage else NARROW
 
 
-def in_more_parts(first: Program, second: Program, parts: int) -> Program | None:
-    """What `first`, which keeps state in `NARROW` parts, would be with `parts`, but for the groups
-    that exchange; None if `second`, with `WIDER`, does not do the same operations.
-
-    A figure is a + b / parts, of which the two programs tell a and b.
-    """
-    operations = _between(first.operations, second.operations, parts)
-    if operations is None:
-        return None
-    old, new = asdict(first.memory), asdict(second.memory)
-    memory = {name: _of_parts(old[name], new[name], parts) for name in old}
-    return replace(first, operations=operations, memory=replace(first.memory, **memory))
-
-
-def _of_parts(of_narrow: int, of_wider: int, parts: int) -> int:
-    by_part = (of_narrow - of_wider) / (1 / NARROW - 1 / WIDER)
-    return max(0, round(of_wider + by_part * (1 / parts - 1 / WIDER)))
-
-
-def _between(first: _Operations, second: _Operations, parts: int) -> _Operations | None:
-    if len(first) != len(second):
-        return None
-    pairs = [_of_pair(one, other, parts) for one, other in zip(first, second, strict=True)]
-    found = tuple(each for each in pairs if each is not None)
-    return found if len(found) == len(first) else None
-
-
-def _of_pair(one: Operation | Loop, other: Operation | Loop, parts: int) -> Operation | Loop | None:
-    if isinstance(one, Loop) or isinstance(other, Loop):
-        if not isinstance(one, Loop) or not isinstance(other, Loop):
-            return None
-        body = _between(one.body, other.body, parts)
-        if body is None or one.trip_count != other.trip_count:
-            return None
-        return replace(one, body=body)
-    if (one.kind, one.dtype, one.shape) != (other.kind, other.dtype, other.shape):
-        return None
-    collective = one.collective
-    if collective is not None:
-        if other.collective is None or collective.name != other.collective.name:
-            return None
-        payload = _of_parts(collective.payload_bytes, other.collective.payload_bytes, parts)
-        collective = replace(collective, payload_bytes=payload)
-    return replace(
-        one,
-        read_bytes=_of_parts(one.read_bytes, other.read_bytes, parts),
-        write_bytes=_of_parts(one.write_bytes, other.write_bytes, parts),
-        collective=collective,
-    )
-
-
-def widened(
-    program: Program, narrow: ResolvedRun, run: ResolvedRun, second: Program | None = None
-) -> Program | None:
+def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program | None:
     """`program` of `narrow`, which is `run` narrowed, as that of `run`; None if it cannot be told.
 
-    That is, if more than sums crosses the data axis and `second` is not given or does otherwise,
-    or the loop over microbatches is not found.
-
-    Args:
-        program: of `narrow`.
-        narrow: what `narrowed` made of `run`.
-        run: of which the program is wanted.
-        second: that of what `second_narrowed` made of `run`, where it is not None.
+    That is, if more than sums crosses the data axis though state is whole, or the loop over
+    microbatches is not found.
     """
     if narrow == run:
         return program
-    if second is not None:
-        in_parts = in_more_parts(program, second, run.layout.data)
-        if in_parts is None:
-            return None
-        program = in_parts
     old, new = narrow.layout.data, run.layout.data
-    operations = _on_more_devices(program, old, new, is_in_parts=second is not None)
+    is_in_parts = run.config.layout.zero_stage > 0
+    operations = _on_more_devices(program, old, new, is_in_parts=is_in_parts)
     if operations is not None:
         trips = (narrow.split.microbatches, run.split.microbatches)
         operations = _with_more_trips(operations, *trips)
@@ -147,9 +76,10 @@ def widened(
     # Kept once as an argument, and once again divided into microbatches.
     places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
     added_bytes = added * places * _TOKEN_BYTES
+    kept = program.memory.argument_bytes
     memory = replace(
         program.memory,
-        argument_bytes=program.memory.argument_bytes + added_bytes,
+        argument_bytes=(kept * old // new if is_in_parts else kept) + added_bytes,
         temporary_bytes=program.memory.temporary_bytes + added_bytes,
     )
     return replace(
@@ -169,6 +99,9 @@ def _of_samples(flop: int | None, old: int, new: int) -> int | None:
     return None if flop is None else flop * new // old
 
 
+_Operations = tuple[Operation | Loop, ...]
+
+
 def _with_more_trips(operations: _Operations, old: int, new: int) -> _Operations | None:
     """The operations with the loop over microbatches run `new` times; None if there is no one."""
     if old == new:
@@ -186,7 +119,7 @@ def _on_more_devices(
     program: Program, old: int, new: int, *, is_in_parts: bool
 ) -> _Operations | None:
     """The operations with groups of the data axis grown; None if one does more than sum there,
-    and state is not in parts."""
+    unless that is how state in parts is used."""
     if old == new:
         return program.operations
     major = next((axis for axis in program.mesh_axes if axis[1] > 1), None)

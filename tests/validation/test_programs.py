@@ -123,7 +123,7 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     # Of 64 tokens on a device, the update of a 16th and not of a 32nd is much.
     few = 0.06 if "zero_stage" in change else 0.01
     assert moved_bytes(wide) == pytest.approx(moved_bytes(compiled[0]), rel=few)
-    assert wide.memory.peak_bytes == pytest.approx(compiled[0].memory.peak_bytes, rel=0.01)
+    assert wide.memory.peak_bytes == pytest.approx(compiled[0].memory.peak_bytes, rel=few)
     assert wide.mesh_axes == compiled[0].mesh_axes
     assert wide.model_flop == compiled[0].model_flop
 

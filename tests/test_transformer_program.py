@@ -42,6 +42,7 @@ QUICK = {
     "tokens divided, kept": {"tensor": 4, "sequence_parallel": True, "attention": "fused"},
 }  # fmt: skip
 MORE = {
+    "ZeRO 1, one microbatch": {"data": 4, "zero_stage": 1, "attention": "unfused"},
     "ZeRO 2, microbatches": {
         "data": 4, "zero_stage": 2, "microbatches": 4, "attention": "unfused",
     },

@@ -328,8 +328,9 @@ def _start_sum(block: _Block) -> None:
     """Where fsdp does not scatter gradients first, they are summed while the rest is computed."""
     part, along = block.part, sum_axes(block.part.layout)
     if along and part.layout.fsdp == 1:
+        kind = "reduce_scatter" if part.is_scattered else "all_reduce"
         block.write.copy("sum.concatenate", part.matrix_bytes)
-        block.write.start("sum", "all_reduce", part.matrix_bytes, along)
+        block.write.start("sum", kind, part.matrix_bytes, along)
 
 
 def _sum_gradients(block: _Block) -> None:
@@ -350,7 +351,8 @@ def _sum_gradients(block: _Block) -> None:
         write.exchange("scatter", "reduce_scatter", part.matrix_bytes, (FSDP,))
         write.start("sum", "all_reduce", part.matrix_bytes // fsdp, along)
     write.wait("sum")
+    parts = fsdp * part.gradient_parts
     if along:
-        write.copy("sum.slice", part.matrix_bytes // fsdp)
+        write.copy("sum.slice", part.matrix_bytes // parts)
     for name, size in zip(_MATRICES, part.matrices, strict=True):
-        write.copy(f"{name}.stack", size // fsdp)
+        write.copy(f"{name}.stack", size // parts)

@@ -146,7 +146,8 @@ def _sum_tables(write: Writer, part: Part, layers: int) -> None:
     table, places = _table_elements(part) * used, _place_elements(part) * used
     write.start("sum.norms", "all_reduce", norms, both)
     if layout.fsdp == 1:
-        write.start("sum", "all_reduce", table + places + biases, along)
+        kind = "reduce_scatter" if part.is_scattered else "all_reduce"
+        write.start("sum", kind, table + places + biases, along)
     elif not along:
         # Its two uses are scattered apart where tensor divides the table.
         uses = 2 if layout.tensor > 1 else 1

@@ -95,8 +95,9 @@ def held_by_chunks(stages: int, chunks: int) -> float:
 @lru_cache(maxsize=_KEPT)
 def _fixed_bytes(part: Part, layers: int) -> int:
     """The stacks of matrices and gradients, the embedding, and the peak of block and logits."""
-    copies = 1 if part.shape.element_bytes == _F32_BYTES else 2
-    stacks = part.matrix_bytes // part.layout.fsdp * layers * copies
+    stack = part.matrix_bytes // part.layout.fsdp * layers
+    stacks = stack // part.gradient_parts
+    stacks += 0 if part.shape.element_bytes == _F32_BYTES else stack
     return stacks + _table_bytes(part) + max(_block_bytes(part), _logits_bytes(part))
 
 

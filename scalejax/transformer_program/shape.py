@@ -167,6 +167,13 @@ class Part:
     """What the backward pass computes again."""
     sequence_parallel: bool
     """Whether the tensor axis divides tokens between layers."""
+    is_scattered: bool
+    """Whether each device along data keeps its part of the gradients' sum, and no more."""
+
+    @property
+    def gradient_parts(self) -> int:
+        """Parts into which the data axis divides the gradients of a block."""
+        return self.layout.data if self.is_scattered else 1
 
     @property
     def rows(self) -> int:
@@ -266,13 +273,19 @@ def sum_axes(layout: Layout) -> tuple[str, ...]:
 
 def part_of(shape: TransformerShape, strategy: Strategy) -> Part:
     """What one microbatch of one block comes to on one device."""
+    layout, is_summed_once = strategy.layout, sums_once(shape, strategy)
     return _part(
         shape,
-        strategy.layout,
+        layout,
         strategy.split.microbatch,
         strategy.recompute,
         strategy.sequence_parallel,
-        sums_once(shape, strategy),
+        is_summed_once,
+        # As the compiler has it; with fsdp and context it sums in other ways.
+        strategy.zero_stage == 1
+        and not is_summed_once
+        and layout.data > 1
+        and layout.fsdp == layout.context == 1,
     )
 
 
@@ -284,6 +297,7 @@ def _part(
     recompute: Recompute,
     sequence_parallel: bool,
     is_summed_once: bool,
+    is_scattered: bool,
 ) -> Part:
     # As the trainer has it: fused attention wants the queries of all tokens.
     is_fused = shape.is_fused and layout.context == 1
@@ -293,6 +307,7 @@ def _part(
         samples=samples,
         recompute=recompute,
         sequence_parallel=sequence_parallel,
+        is_scattered=is_scattered,
     )
 
 
@@ -305,7 +320,7 @@ def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     last multiplies by it.
     """
     parts = layout.tensor * layout.fsdp
-    part = _part(shape, layout, 1, "none", False, True)
+    part = _part(shape, layout, 1, "none", False, True, False)
     layers = shape.layers // layout.pipeline
     blocks = layers * (sum(shape.matrices) // parts + part.small_elements + part.norm_elements)
     tables = shape.vocabulary * shape.hidden // parts

@@ -76,11 +76,18 @@ def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program 
     # Kept once as an argument, and once again divided into microbatches.
     places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
     added_bytes = added * places * _TOKEN_BYTES
-    kept = program.memory.argument_bytes
+    memory = program.memory
+    if is_in_parts:
+        memory = replace(
+            memory,
+            argument_bytes=memory.argument_bytes * old // new,
+            output_bytes=memory.output_bytes * old // new,
+            alias_bytes=memory.alias_bytes * old // new,
+        )
     memory = replace(
-        program.memory,
-        argument_bytes=(kept * old // new if is_in_parts else kept) + added_bytes,
-        temporary_bytes=program.memory.temporary_bytes + added_bytes,
+        memory,
+        argument_bytes=memory.argument_bytes + added_bytes,
+        temporary_bytes=memory.temporary_bytes + added_bytes,
     )
     return replace(
         program,

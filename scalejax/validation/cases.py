@@ -40,6 +40,9 @@ _COMPUTE_TYPES = {
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
 without it is costed at its rates for f16. Linear layers in fp8 are derived from it."""
 
+_ASYNC_TENSOR = "asynctp"
+"""How a row of torchtitan says that its tensor parallelism is asynchronous."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -59,6 +62,10 @@ class Case:
     """Parts of the layers of one stage."""
     is_megatron: bool = False
     """Whether Megatron-LM trained it, or one of its descendants."""
+    overlaps_tensor: bool = False
+    """Whether what crosses the tensor axis runs beside the products next to it."""
+    overlaps_state: bool = False
+    """Whether the optimizer's exchanges run beside the passes over the network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +89,8 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             stages=row.spread.pipeline or 1,
             chunks=row.spread.pipeline_chunks or 1,
             is_megatron=_is_megatron(row),
+            overlaps_tensor=_is_core(row) or _ASYNC_TENSOR in f"{row.case_id} {row.notes}".lower(),
+            overlaps_state=_is_core(row),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
@@ -90,6 +99,12 @@ def case_of(row: LedgerRow) -> Case | Skipped:
 def _is_megatron(row: LedgerRow) -> bool:
     """Whether Megatron-LM trained it, or one of its descendants."""
     return (row.framework or "").startswith("Megatron")
+
+
+def _is_core(row: LedgerRow) -> bool:
+    """Whether it is of the Megatron-Core of 2024, whose published runs overlap all communication
+    with compute (README of NVIDIA/Megatron-LM, "Training Speed and Scalability")."""
+    return (row.framework or "").startswith("Megatron-Core")
 
 
 def _require_axes(row: LedgerRow) -> None:

@@ -28,6 +28,7 @@ from scalejax.validation.megatron import (
     with_bare_heads,
     with_half_gradients,
 )
+from scalejax.validation.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.validation.widen import narrowed, widened
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
@@ -123,6 +124,7 @@ class Programs:
         split = asked.run.split
         sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
         derived = (case.is_megatron, case.row.work.precision)
+        derived = (*derived, case.overlaps_tensor, case.overlaps_state)
         key = (case_key(asked.job), *sizes, *derived)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
@@ -130,6 +132,10 @@ class Programs:
                 program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
                 program = _as_megatron(program, asked.run, case)
+            if isinstance(program, Program) and case.overlaps_tensor:
+                program = with_overlapped_tensor(program)
+            if isinstance(program, Program) and case.overlaps_state:
+                program = with_overlapped_state(program)
             if isinstance(program, Program) and case.row.work.precision == "fp8":
                 program = in_float8(program)
             if isinstance(program, Program) and case.stages > 1:

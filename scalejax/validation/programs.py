@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
-from scalejax.cost import Pipeline, in_float8, memory_verdict, pipelined, timeline
+from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
-from scalejax.model_config import GptConfig
-from scalejax.profile import for_chip
+from scalejax.model_config import ELEMENT_BYTES, GptConfig
+from scalejax.profile import as_asked, for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
 from scalejax.profile.target import Target, has_cuda_compiler, target_for
@@ -29,8 +29,6 @@ from scalejax.validation.megatron import (
     with_half_gradients,
 )
 from scalejax.validation.widen import narrowed, widened
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""
@@ -130,8 +128,8 @@ class Programs:
                 program = widened(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
                 program = _as_megatron(program, asked.run, case)
-            if isinstance(program, Program) and case.row.work.precision == "fp8":
-                program = in_float8(program)
+            if isinstance(program, Program):
+                program = as_asked(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program
@@ -195,7 +193,7 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
     if run.split.microbatches == 1:
         return "a pipeline with a single microbatch, which has no loop to take apart"
     (tokens,) = run.dataset.input_shape
-    element_bytes = _ELEMENT_BYTES[run.config.model.compute_dtype]
+    element_bytes = ELEMENT_BYTES[run.config.model.compute_dtype]
     pipeline = Pipeline(
         stages=case.stages,
         chunks=case.chunks,

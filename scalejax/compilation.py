@@ -6,10 +6,7 @@ Knows which programs are remembered, and nothing of what they are for.
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from scalejax.profile import ProfileJob, for_chip, profile_many
-from scalejax.profile.cache import cached_program, user_folder
-from scalejax.profile.job import RunJob
-from scalejax.profile.target import target_for
+from scalejax.profile import ProfileJob, profile_many, remembered
 from scalejax.program import Program
 
 Stage = Literal["begun", "compiled", "remembered"]
@@ -43,7 +40,7 @@ def compile_cases(
     """
     programs: dict[int, Program] = {}
     for position, job in enumerate(jobs):
-        program = cached_program(user_folder(), _run_job(job))
+        program = remembered(job)
         if program is not None:
             programs[position] = program
             on_case("remembered", cases[position])
@@ -58,11 +55,3 @@ def compile_cases(
     if missing:
         profile_many([jobs[position] for position in missing], done)
     return [programs[position] for position in range(len(jobs))]
-
-
-def _run_job(job: ProfileJob) -> RunJob:
-    """What `profile_many` makes of `job`."""
-    return RunJob(
-        run=for_chip(job.run, job.cluster.chip),
-        target=target_for(job.cluster, job.run.layout.device_count),
-    )

@@ -11,8 +11,15 @@ from pydantic import Field
 
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least, require_multiple
 
-ComputeType = Literal["bfloat16", "float32"]
+ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
+
+CostedType = Literal[ComputeType, "float8"]
+"""Besides, the type in which a transformer of stacked blocks can be costed, but is not trained:
+linear layers in fp8, the rest in bfloat16."""
+
+ELEMENT_BYTES: dict[CostedType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 2}
+"""Bytes of an activation by compute type; in float8 they stay bfloat16 but for products."""
 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
@@ -121,16 +128,18 @@ class GptConfig:
     """What the backward pass computes again: nothing, scores and softmax of attention, or each
     block."""
     attention: AttentionKind = "auto"
-    """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, bfloat16).
+    """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, 16 bits).
     unfused: products and softmax apart. auto: fused where the device has it."""
-    compute_dtype: ComputeType = "float32"
-    """Element type of activations."""
+    compute_dtype: CostedType = "float32"
+    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
+    bfloat16."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads"):
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_at_least("model.ffn_hidden", self.inner_width, 1)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
+        _require_stack(self)
 
     @property
     def inner_width(self) -> int:
@@ -169,8 +178,9 @@ class LlamaConfig:
     block."""
     attention: AttentionKind = "auto"
     """As of gpt: fused, unfused, or fused where the device has it."""
-    compute_dtype: ComputeType = "float32"
-    """Element type of activations."""
+    compute_dtype: CostedType = "float32"
+    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
+    bfloat16."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
@@ -180,6 +190,7 @@ class LlamaConfig:
         # A place turns numbers of a head in pairs.
         require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
         require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
+        _require_stack(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,3 +311,10 @@ NETWORK_NAMES: frozenset[str] = frozenset(
 
 CausalConfig = GptConfig | LlamaConfig
 """The transformers that learn the next token, their blocks stacked."""
+
+
+def _require_stack(model: CausalConfig) -> None:
+    """Refuse float8 of a single block: which products it casts shows in the loop over blocks."""
+    if model.compute_dtype == "float8" and model.layers == 1:
+        accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
+        raise ConfigError(refusal("model.layers", model.layers, accepted))

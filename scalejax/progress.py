@@ -40,6 +40,15 @@ def reporter_for(stream: TextIO) -> Reporter:
     return ProgressBar(stream) if stream.isatty() else PlainLines(stream)
 
 
+def scaling_in_words(measurement: TrainMeasurement) -> str:
+    """What float16 has made of the run so far, to be put behind other figures; else nothing."""
+    if measurement.loss_scale is None:
+        return ""
+    skipped = measurement.skipped_updates
+    updates = "update" if skipped == 1 else "updates"
+    return f", loss scale {measurement.loss_scale:g}, {skipped} {updates} skipped"
+
+
 class Silent:
     """Says nothing: for processes other than the first, and for tests."""
 
@@ -123,8 +132,7 @@ class ProgressBar:
                 self._task,
                 completed=measurement.step,
                 epoch=measurement.epoch,
-                figures=f"loss {_loss(measurement.loss)}, "
-                f"{format_count(measurement.samples_per_second)} samples/s",
+                figures=_figures(measurement),
             )
         else:
             self.say(_sentence(measurement, self._total_steps))
@@ -136,10 +144,7 @@ class ProgressBar:
 
 def _sentence(measurement: Measurement, total_steps: int) -> str:
     if isinstance(measurement, TrainMeasurement):
-        return (
-            f"step {measurement.step}/{total_steps}: loss {_loss(measurement.loss)}, "
-            f"{format_count(measurement.samples_per_second)} samples/s"
-        )
+        return f"step {measurement.step}/{total_steps}: {_figures(measurement)}"
     if isinstance(measurement, EvaluationMeasurement):
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
@@ -147,6 +152,11 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
             f"test accuracy {format_fraction(measurement.test_accuracy)}"
         )
     return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
+
+
+def _figures(measurement: TrainMeasurement) -> str:
+    rate = format_count(measurement.samples_per_second)
+    return f"loss {_loss(measurement.loss)}, {rate} samples/s{scaling_in_words(measurement)}"
 
 
 def _loss(loss: float | None) -> str:

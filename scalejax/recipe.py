@@ -10,6 +10,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.config import ResolvedRun
+from scalejax.errors import ConfigError, refusal
+from scalejax.loss_scale import with_loss_scale
+from scalejax.model_config import ModelConfig
 from scalejax.models import BatchNormScope, attention, build_network, network_class
 from scalejax.optimizers import build_optimizer
 from scalejax.schedules import learning_rate_schedule
@@ -22,13 +25,18 @@ class Recipe:
     run: ResolvedRun
     """What was asked for, the kind of attention decided."""
     optimizer: optax.GradientTransformation
-    """Of all parameters."""
+    """Of all parameters; in float16, of the gradients of a scaled loss."""
     schedule: optax.Schedule
     """Learning rate by updates made."""
 
 
 def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
-    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone."""
+    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone.
+
+    Raises:
+        ConfigError: if its compute type is for costing only.
+    """
+    _require_trained_type(run.config.model)
     # Fused attention wants the queries of all tokens, of which context leaves a device some.
     device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
     model = attention.settled(run.config.model, device)
@@ -41,7 +49,19 @@ def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
     )
     stacked = network_class(run.config.model).stacked
     optimizer = build_optimizer(run.config.optimizer, schedule, stacked=stacked)
+    if model.compute_dtype == "float16":
+        optimizer = with_loss_scale(optimizer)
     return Recipe(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def _require_trained_type(model: ModelConfig) -> None:
+    """Refuse what can be costed but not trained."""
+    if model.compute_dtype == "float8":
+        accepted = (
+            "it is for costing only: predict, explain and search know what linear layers in fp8 "
+            'take, and nothing trains in them; use "bfloat16"'
+        )
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
 def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:

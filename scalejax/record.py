@@ -31,7 +31,7 @@ class TrainMeasurement:
     kind: Literal["train"] = "train"
     """Selects this kind of line."""
     step: int
-    """Updates made, this one included."""
+    """Updates made, this one and skipped ones included."""
     epoch: float
     """Passes over the data made."""
     loss: float | None
@@ -47,6 +47,11 @@ class TrainMeasurement:
     """Samples trained per second since the line before."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
+    loss_scale: float | None = None
+    """By which the loss of the update was multiplied; None but in float16."""
+    skipped_updates: int | None = None
+    """Updates of the run that were not made, their gradients being too large for float16, this
+    one included; None but in float16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

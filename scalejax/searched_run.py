@@ -12,9 +12,9 @@ from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError, ScalejaxError, refusal
 from scalejax.hardware import Chip, Cluster
-from scalejax.model_config import CausalConfig, LlamaConfig
+from scalejax.model_config import ELEMENT_BYTES, CausalConfig, LlamaConfig
 from scalejax.predict import Prediction, predict
-from scalejax.profile import ProfileJob, has_cuda_compiler
+from scalejax.profile import ProfileJob, has_cuda_compiler, require_type
 from scalejax.program import Program
 from scalejax.search import (
     Candidate,
@@ -79,12 +79,13 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
     """The dimensions of the network of `config`, as it would run on `chip`.
 
     Raises:
-        ConfigError: if it is no transformer whose blocks are all alike.
+        ConfigError: if it is no transformer whose blocks are all alike, or the chip lacks its type.
     """
     model = config.model
     if not isinstance(model, CausalConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
+    require_type(model, chip)
     dataset = facts(config.data)
     is_llama = isinstance(model, LlamaConfig)
     return TransformerShape(
@@ -106,7 +107,7 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
 def has_fused_attention(model: CausalConfig, chip: Chip) -> bool:
     """Whether `chip` has one kernel for the attention of `model`."""
     capability = (0, 0) if chip.cuda is None else chip.cuda.compute_capability
-    if capability < _FUSED_CAPABILITY or model.compute_dtype != "bfloat16":
+    if capability < _FUSED_CAPABILITY or ELEMENT_BYTES[model.compute_dtype] != 2:
         return False
     largest = _WIDE_HEAD if capability >= _WIDE_CAPABILITY else _FUSED_HEAD
     size = model.hidden // model.heads

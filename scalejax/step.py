@@ -5,7 +5,7 @@ source, no clock and no cluster: devices come in a mesh, real or only described.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalejax.config import ResolvedRun
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import DATA
+from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged, is_data_manual
@@ -180,14 +181,21 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def _loss(
-    recipe: Recipe, bn: BatchNormScope, params: PyTree, model_state: PyTree, batch: Batch
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Mean loss of the batch; besides, its accuracy and the running statistics after it."""
+    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
+    statistics after it."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
     losses, hits = _sample_metrics(recipe, network, batch, is_training=True)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    return losses.mean(), (hits.mean(), model_state)
+    loss = losses.mean() if scale is None else losses.mean() * scale
+    return loss, (hits.mean(), model_state)
 
 
 def _gradients(
@@ -196,15 +204,17 @@ def _gradients(
     params: PyTree,
     model_state: PyTree,
     batch: Batch,
+    scale: jax.Array | None,
     reduce: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Mean gradient over the microbatches, the statistics after the last, mean metrics.
 
-    With `reduce`, what is added up is what it makes of the gradient of each microbatch.
+    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
+    added up is what it makes of the gradient of each microbatch.
     """
     is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
     microbatches = 1 if is_pipelined else recipe.run.split.microbatches
-    differentiate = jax.value_and_grad(partial(_loss, recipe, bn), has_aux=True)
+    differentiate = jax.value_and_grad(partial(_loss, recipe, bn, scale=scale), has_aux=True)
 
     def reduced(gradient: PyTree) -> PyTree:
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
@@ -258,29 +268,32 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
     else:
         bn = BatchNormScope(axis_name=DATA)
 
-    def per_device(params: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
+    def per_device(
+        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
+    ) -> PyTree:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        return lax.pmean(_gradients(recipe, bn, params, model_state, batch), DATA)
+        return lax.pmean(_gradients(recipe, bn, params, model_state, batch, scale), DATA)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     # With several processes `pmap` would take the rows of its own process alone; it is
     # `jit(shard_map)` underneath, so there its newer spelling does the same for all.
     if mode == "shard_map" or jax.process_count() > 1:
-        specs = (whole, whole, split)
+        specs = (whole, whole, split, whole)
         return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=whole)
     mapped = jax.pmap(
         per_device,
         axis_name=DATA,
-        in_axes=(None, None, 0),
+        in_axes=(None, None, 0, None),
         out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
         devices=list(mesh.devices.flat),
     )
-    return lambda params, model_state, batch: mapped(
+    return lambda params, model_state, batch, scale: mapped(
         params,
         model_state,
         jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
+        scale,
     )
 
 
@@ -291,6 +304,7 @@ def _reduced_once(
     params: PyTree,
     model_state: PyTree,
     batch: Batch,
+    scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """`_gradients`, summed over the data axis by the step itself.
 
@@ -303,26 +317,26 @@ def _reduced_once(
     zero_stage = run.config.layout.zero_stage
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
     if is_compilers or (run.split.microbatches == 1 and zero_stage < 2):
-        return _gradients(recipe, bn, params, model_state, batch)
+        return _gradients(recipe, bn, params, model_state, batch, scale)
     parts = data_parts(recipe, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
-    def of_part(params: PyTree, batch: Batch) -> PyTree:
+    def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
         reduce = scattered if zero_stage == 2 else None
-        gradient, _, metrics = _gradients(recipe, bn, params, model_state, batch, reduce)
+        gradient, _, metrics = _gradients(recipe, bn, params, model_state, batch, scale, reduce)
         gradient = gradient if zero_stage == 2 else scattered(gradient)
         return gradient, lax.pmean(metrics, DATA)
 
     gradient, metrics = jax.shard_map(
         of_part,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(DATA)),
+        in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()),
         out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec()),
         axis_names={DATA},
         check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
-    )(params, batch)
+    )(params, batch, scale)
     whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, params)
     return whole, model_state, metrics
 
@@ -342,8 +356,10 @@ def _arranged(recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *argumen
 def _update(
     recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
+    before = state.opt_state
+    scale = before.scale if isinstance(before, LossScaled) else None
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
-        gathered_params(recipe, mesh, state.params), state.model_state, batch
+        gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
     new_state = TrainState(
@@ -353,7 +369,27 @@ def _update(
         opt_state=opt_state,
     )
     learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
-    return new_state, {**metrics, "learning_rate": learning_rate}
+    metrics = {**metrics, "learning_rate": learning_rate}
+    if isinstance(before, LossScaled):
+        return _unless_skipped(state, new_state, metrics)
+    return new_state, metrics
+
+
+def _unless_skipped(
+    state: TrainState, new_state: TrainState, metrics: dict[str, jax.Array]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """`new_state`, of which the optimizer has left parameters and moments as they were where a
+    gradient overflowed, with the rest likewise; and the metrics of the loss as it is."""
+    before, after = state.opt_state, new_state.opt_state
+    is_skipped = after.skipped_updates > before.skipped_updates
+    step, model_state = jax.tree.map(
+        partial(jnp.where, is_skipped),
+        (state.step, state.model_state),
+        (new_state.step, new_state.model_state),
+    )
+    scaling = {"loss_scale": before.scale, "skipped_updates": after.skipped_updates}
+    new_state = replace(new_state, step=step, model_state=model_state)
+    return new_state, {**metrics, "loss": metrics["loss"] / before.scale, **scaling}
 
 
 def _evaluate(

@@ -26,7 +26,7 @@ from scalejax.errors import ConfigError
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.processes import StopSignals, first_says, is_first
-from scalejax.progress import Reporter, Silent, reporter_for
+from scalejax.progress import Reporter, Silent, reporter_for, scaling_in_words
 from scalejax.record import (
     EvaluationMeasurement,
     Measurement,
@@ -175,6 +175,7 @@ class _Loop:
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
+        self._scaling = ""
         self._step_times: list[float] = []
         self._restart_clock()
 
@@ -259,6 +260,7 @@ class _Loop:
         step_seconds = (now - self._window_begin) / (self._step - self._window_step)
         self._window_begin, self._window_step = now, self._step
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        skipped = values.get("skipped_updates")
         measurement = TrainMeasurement(
             step=self._step,
             epoch=self._step / self._run.steps_per_epoch,
@@ -268,6 +270,8 @@ class _Loop:
             step_seconds=step_seconds,
             samples_per_second=self._run.split.global_batch / step_seconds,
             elapsed_seconds=self._journal.elapsed_seconds,
+            loss_scale=values.get("loss_scale"),
+            skipped_updates=None if skipped is None else int(skipped),
         )
         self._journal.write(measurement)
         self._note(measurement)
@@ -312,6 +316,7 @@ class _Loop:
         if isinstance(measurement, TrainMeasurement):
             self._last_losses["train"] = measurement.loss
             self._step_times.append(measurement.step_seconds)
+            self._scaling = scaling_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
         wanted, stopping = self._config.early_stopping, self._stopping
@@ -343,7 +348,7 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        took += self._beside_predicted()
+        took += self._beside_predicted() + self._scaling
         if None in self._last_losses.values():
             return "diverged", f"{took}; the loss is not finite"
         if self._has_stopped_early and not self._is_last:

@@ -72,6 +72,7 @@ PROGRAMS = {
     "models": 3,
     "data": 3,
     "optimizers": 4,
+    "loss_scale": 4,
     "recipe": 6,
     "train_state": 7,
     "step": 8,

@@ -17,6 +17,7 @@ from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError, DoesNotFit, ProfileError
 from scalejax.hardware import load_cluster
+from scalejax.predict import predict
 from scalejax.profile import (
     ProfileJob,
     has_cuda_compiler,
@@ -269,14 +270,47 @@ def test_chips_too_old_to_compile_for_share_one_program():
     assert targets[0] == targets[1] != target_for(load_cluster("dgx-a100"), 8, "cuda")
 
 
-def test_a_cpu_stand_in_keeps_the_type_of_products():
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_float16_is_compiled_and_costed_as_such():
+    """The products of bfloat16 in the other type, at its rate on V100 too, which has no other;
+    beside them, what the loss scale needs: every gradient is read once more."""
+    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8}
+    h100, v100 = load_cluster("dgx-h100"), load_cluster("dgx1-v100")
+    runs = {
+        each: resolved("gpt", 8, model={**small, "compute_dtype": each})
+        for each in ("bfloat16", "float16")
+    }
+    jobs = [ProfileJob(run=run, cluster=h100) for run in runs.values()]
+    jobs.append(ProfileJob(run=runs["float16"], cluster=v100))
+
+    bf16, f16, old = profile_many(jobs, cache=None)
+
+    def flop(program: Program) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for item, times in program.walk():
+            if item.flop and item.dtype != "f32":
+                found[item.dtype] = found.get(item.dtype, 0) + item.flop * times
+        return found
+
+    def moved(program: Program) -> int:
+        return sum((item.read_bytes + item.write_bytes) * times for item, times in program.walk())
+
+    assert flop(f16) == {"f16": flop(bf16)["bf16"]}
+    assert set(flop(old)) == {"f16"}
+    parameters = f16.memory.argument_bytes // 8  # in float32, with momentum
+    assert moved(f16) - moved(bf16) == pytest.approx(2 * parameters, rel=0.05)
+    assert predict(f16, h100).matmul_type == predict(old, v100).matmul_type == "f16"
+
+
+@pytest.mark.parametrize(("compute_dtype", "narrow"), [("bfloat16", "bf16"), ("float16", "f16")])
+def test_a_cpu_stand_in_keeps_the_type_of_products(compute_dtype, narrow):
     """A CPU widens bf16; the target would not, and its MFU is against the bf16 peak."""
-    model = {"name": "mlp", "hidden": [32], "compute_dtype": "bfloat16"}
+    model = {"name": "mlp", "hidden": [32], "compute_dtype": compute_dtype}
     run = resolved("mlp", 2, model=model)
 
     program = profile(run, load_cluster("dgx-h100"), cache=None, backend="cpu")
 
-    assert {item.dtype for item, _ in program.walk() if item.flop} == {"bf16"}
+    assert {item.dtype for item, _ in program.walk() if item.flop} == {narrow}
 
 
 def test_more_devices_than_a_cluster_has_are_refused():

@@ -89,13 +89,15 @@ def test_attention_over_context_is_not_fused():
     assert one.memory == other.memory
 
 
-def test_numbers_are_those_of_predict():
+@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float8"])
+def test_numbers_are_those_of_predict(compute_dtype):
     """To rounding, over the whole ranking; and so are the terms."""
-    found = search(SHAPE, CLUSTER, (16,), 32)
-    costs = StrategyCosts(SHAPE, CLUSTER)
+    shape = dataclasses.replace(SHAPE, compute_dtype=compute_dtype)
+    found = search(shape, CLUSTER, (16,), 32)
+    costs = StrategyCosts(shape, CLUSTER)
     for each in found.ranked[:: len(found.ranked) // 25]:
         program = transformer_program(
-            SHAPE, each.strategy, workspace_bytes=workspace_bytes(CLUSTER.chip)
+            shape, each.strategy, workspace_bytes=workspace_bytes(CLUSTER.chip)
         )
         whole = predict(program, CLUSTER)
 

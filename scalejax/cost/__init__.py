@@ -3,7 +3,7 @@
 from scalejax.cost.charges import Charge, charges, device_terms
 from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import OperationTime, operation_time
-from scalejax.cost.float8 import in_float8
+from scalejax.cost.float8 import in_float8, with_float8_products
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used
 from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined, sent_between_stages
@@ -40,4 +40,5 @@ __all__ = [
     "timeline",
     "what_if",
     "wires",
+    "with_float8_products",
 ]

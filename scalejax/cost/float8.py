@@ -10,6 +10,7 @@ much of what is cast.
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from scalejax.program import Loop, Operation, Program
@@ -38,8 +39,13 @@ def _in_loops(item: Operation | Loop) -> Operation | Loop:
         return item
     if any(isinstance(inner, Loop) for inner in item.body):
         return replace(item, body=tuple(map(_in_loops, item.body)))
-    operations = (inner for inner in item.body if isinstance(inner, Operation))
-    return replace(item, body=tuple(each for inner in operations for each in _cast(inner)))
+    operations = [inner for inner in item.body if isinstance(inner, Operation)]
+    return replace(item, body=with_float8_products(operations))
+
+
+def with_float8_products(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """`operations` of a block, its linear layers in fp8."""
+    return tuple(each for item in operations for each in _cast(item))
 
 
 def _cast(item: Operation) -> tuple[Operation, ...]:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA, FSDP, TENSOR
-from scalejax.model_config import AttentionKind, CausalConfig, ModelConfig, Remat
+from scalejax.model_config import ELEMENT_BYTES, AttentionKind, CausalConfig, ModelConfig, Remat
 from scalejax.models.placement import is_data_manual, placed_keys
 
 FUSED_CAPABILITY = (8, 0)
@@ -56,8 +56,8 @@ def _missing(model: CausalConfig, device: Any) -> str | None:
     capability = _capability(device)
     if capability is None or capability < FUSED_CAPABILITY:
         return "an NVIDIA GPU of compute capability 8.0 or later"
-    if model.compute_dtype != "bfloat16":
-        return 'model.compute_dtype="bfloat16"'
+    if ELEMENT_BYTES[model.compute_dtype] != 2:
+        return 'model.compute_dtype="bfloat16" or "float16"'
     head_size = model.hidden // model.heads
     largest = max(size for oldest, size in _HEAD_SIZES.items() if oldest <= capability)
     if head_size % 8 or head_size > largest:

@@ -81,9 +81,17 @@ class Unit(nnx.Module):
 def max_pool(images: jax.Array, *, size: int, stride: int, padding: int = 0) -> jax.Array:
     """The largest of each square neighbourhood of [batch, height, width, channels]."""
     around = ((0, 0), (padding, padding), (padding, padding), (0, 0))
-    return jax.lax.reduce_window(
-        images, -jnp.inf, jax.lax.max, (1, size, size, 1), (1, stride, stride, 1), around
+    # In float16 XLA takes the gradient apart before it partitions, and gathers the batch for it.
+    is_widened = images.dtype == jnp.float16
+    pooled = jax.lax.reduce_window(
+        images.astype(jnp.float32) if is_widened else images,
+        -jnp.inf,
+        jax.lax.max,
+        (1, size, size, 1),
+        (1, stride, stride, 1),
+        around,
     )
+    return pooled.astype(images.dtype) if is_widened else pooled
 
 
 def classifier(width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> nnx.Linear:

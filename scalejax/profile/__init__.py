@@ -6,23 +6,24 @@ been compiled. Importing this, and reading a cached program, needs no JAX.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal, require_at_least
-from scalejax.hardware import Chip, Cluster
-from scalejax.model_config import CausalConfig
+from scalejax.hardware import Cluster
 from scalejax.profile.cache import cached_program, keep, user_folder
 from scalejax.profile.compiled import read_compiled, read_step
 from scalejax.profile.job import Compiled, FunctionJob, RunJob
-from scalejax.profile.target import OLDEST_CAPABILITY, Backend, has_cuda_compiler, target_for
+from scalejax.profile.stand_in import as_asked, for_chip, require_type
+from scalejax.profile.target import Backend, has_cuda_compiler, target_for
 from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 
 __all__ = [
     "ProfileJob",
+    "as_asked",
     "for_chip",
     "has_cuda_compiler",
     "profile",
@@ -30,6 +31,8 @@ __all__ = [
     "profile_many",
     "read_compiled",
     "read_step",
+    "remembered",
+    "require_type",
 ]
 
 CacheFolder = Path | None | Literal["user"]
@@ -90,19 +93,13 @@ def profile_many(
         DoesNotFit: if a cluster has fewer devices.
     """
     folder = user_folder() if cache == "user" else cache
-    asked = [
-        RunJob(
-            run=for_chip(job.run, job.cluster.chip),
-            target=target_for(job.cluster, job.run.layout.device_count, backend),
-        )
-        for job in jobs
-    ]
+    asked = [_asked(job, backend) for job in jobs]
     programs: dict[int, Program] = {}
 
     def done(position: int, program: Program) -> None:
-        programs[position] = program
+        programs[position] = as_asked(program, jobs[position].run)
         if on_done is not None:
-            on_done(position, program)
+            on_done(position, programs[position])
 
     for position, job in enumerate(asked):
         program = None if folder is None else cached_program(folder, job)
@@ -120,19 +117,21 @@ def profile_many(
     return [programs[position] for position in range(len(asked))]
 
 
-def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
-    """`run` as `chip` itself would train it, where it is compiled for as a newer one: without
-    the fused attention that only the newer one has."""
-    model = run.config.model
-    if chip.cuda is None or chip.cuda.compute_capability >= OLDEST_CAPABILITY:
-        return run
-    if not isinstance(model, CausalConfig) or model.attention == "unfused":
-        return run
-    if model.attention == "fused":
-        accepted = f'{chip.name} is older than fused attention; use "auto" or "unfused"'
-        raise ConfigError(refusal("model.attention", model.attention, accepted))
-    model = replace(model, attention="unfused")
-    return replace(run, config=replace(run.config, model=model))
+def remembered(job: ProfileJob) -> Program | None:
+    """The program of `job`, if it is kept in the user's own folder.
+
+    Raises:
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    program = cached_program(user_folder(), _asked(job))
+    return None if program is None else as_asked(program, job.run)
+
+
+def _asked(job: ProfileJob, backend: Backend | None = None) -> RunJob:
+    return RunJob(
+        run=for_chip(job.run, job.cluster.chip),
+        target=target_for(job.cluster, job.run.layout.device_count, backend),
+    )
 
 
 def profile_function(

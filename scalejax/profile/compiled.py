@@ -26,6 +26,10 @@ _BACKENDS: dict[str, Literal["cuda", "cpu", "tpu"]] = {
 }
 
 
+_NARROW = {"bfloat16": "bf16", "float16": "f16"}
+"""XLA's names of the compute types that a CPU widens."""
+
+
 def read_step(
     compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
 ) -> Program:
@@ -53,17 +57,19 @@ def read_step(
         ticks = run.split.microbatches * run.config.layout.pipeline_chunks + idle_ticks
         operations = with_bubble(program.operations, ticks=ticks, idle_ticks=idle_ticks)
         program = replace(program, operations=operations)
-    if program.backend == "cpu" and run.config.model.compute_dtype == "bfloat16":
-        return replace(program, operations=tuple(map(_in_bf16, program.operations)))
+    narrow = _NARROW.get(run.config.model.compute_dtype)
+    if program.backend == "cpu" and narrow is not None:
+        operations = tuple(_narrowed(item, narrow) for item in program.operations)
+        return replace(program, operations=operations)
     return program
 
 
-def _in_bf16(item: Operation | Loop) -> Operation | Loop:
-    """`item` with its f32 products in bf16: so was asked of a CPU, which widens them, and so a
-    TPU rounds them, where not asked for more precision."""
+def _narrowed(item: Operation | Loop, narrow: str) -> Operation | Loop:
+    """`item` with its f32 products in the type `narrow`: so was asked of a CPU, which widens them,
+    and so, in bf16, a TPU rounds them, where not asked for more precision."""
     if isinstance(item, Loop):
-        return replace(item, body=tuple(map(_in_bf16, item.body)))
-    return replace(item, dtype="bf16") if item.flop and item.dtype == "f32" else item
+        return replace(item, body=tuple(_narrowed(inner, narrow) for inner in item.body))
+    return replace(item, dtype=narrow) if item.flop and item.dtype == "f32" else item
 
 
 def read_compiled(
@@ -99,7 +105,7 @@ def read_compiled(
     compilers = ["jax", "jaxlib"]
     if device.platform == "tpu":
         compilers.append("libtpu")
-        operations = tuple(map(_in_bf16, operations))
+        operations = tuple(_narrowed(item, "bf16") for item in operations)
     return Program(
         name=name,
         backend=_BACKENDS[device.platform],

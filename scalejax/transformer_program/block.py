@@ -9,6 +9,7 @@ fusions of single vectors (biases, gradients of norms) but for their number.
 
 from functools import lru_cache
 
+from scalejax.cost import with_float8_products
 from scalejax.layout import CONTEXT, FSDP, TENSOR
 from scalejax.program import Operation
 from scalejax.transformer_program.operations import Writer
@@ -34,7 +35,7 @@ def block_forward(part: Part) -> tuple[Operation, ...]:
     if part.layout.tensor > 1:
         size = part.kept_stream_bytes
         write.fusion("feed_forward.residual", 3 * size, size)
-    return write.done()
+    return block.done()
 
 
 @lru_cache(maxsize=_KEPT)
@@ -56,7 +57,7 @@ def block_backward(part: Part) -> tuple[Operation, ...]:
     _feed_forward_gradients(block)
     _attention_gradients(block)
     _sum_gradients(block)
-    return block.write.done()
+    return block.done()
 
 
 class _Block:
@@ -64,9 +65,8 @@ class _Block:
 
     def __init__(self, prefix: str, part: Part) -> None:
         shape = part.shape
-        dtype = "bf16" if shape.element_bytes == 2 else "f32"
         self.part = part
-        self.write = Writer(prefix, dtype, part.layout)
+        self.write = Writer(prefix, shape.operand_type, part.layout)
         self.tensor = part.layout.tensor
         self.rows = part.rows
         self.hidden = shape.hidden
@@ -74,6 +74,12 @@ class _Block:
         self.up_width = shape.up_width // self.tensor
         self.inner_width = shape.ffn_hidden // self.tensor
         self.head_width = self.hidden // self.tensor
+
+    def done(self) -> tuple[Operation, ...]:
+        """All that was written, products in fp8 where they are asked for."""
+        operations = self.write.done()
+        is_float8 = self.part.shape.compute_dtype == "float8"
+        return with_float8_products(operations) if is_float8 else operations
 
     def vectors(self, name: str, count: int) -> None:
         """So many fusions of single vectors."""

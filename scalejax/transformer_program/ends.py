@@ -29,8 +29,7 @@ _VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
 
 
 def _writer(prefix: str, part: Part) -> Writer:
-    dtype = "bf16" if part.shape.element_bytes == 2 else "f32"
-    return Writer(prefix, dtype, part.layout)
+    return Writer(prefix, part.shape.operand_type, part.layout)
 
 
 def _table_elements(part: Part) -> int:
@@ -210,7 +209,7 @@ def update(end: Update) -> tuple[Operation, ...]:
     """What comes after the last microbatch: the sum over the batch, and the optimizer."""
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)
-    write = Writer("update", "bf16" if shape.element_bytes == 2 else _F32, layout)
+    write = Writer("update", shape.operand_type, layout)
     own = parameters_of_device(shape, whole)
     layers = shape.layers // whole.pipeline
     counts = {
@@ -223,6 +222,8 @@ def update(end: Update) -> tuple[Operation, ...]:
     counts["tables"] = max(0, own - sum(counts.values()))
     parts = layout.data if end.zero_stage else 1
     state = (1 + end.moments) * _F32_BYTES
+    if shape.compute_dtype == "float16":  # whether every gradient is finite
+        write.fusion("finite", own // parts * gradient_bytes, 0)
     for name, count in counts.items():
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     for index in range(_VECTOR_UPDATES):

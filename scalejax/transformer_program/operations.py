@@ -20,14 +20,14 @@ class Writer:
 
         Args:
             prefix: of the names, unique in a program.
-            dtype: of operands, "bf16" or "f32".
+            dtype: of operands, "bf16", "f16" or "f32".
             layout: whose axes collectives go along.
         """
         self.operations: list[Operation] = []
         """What was written so far."""
         self._prefix = prefix
         self._dtype = dtype
-        self._element_bytes = 2 if dtype == "bf16" else 4
+        self._element_bytes = 4 if dtype == _F32 else 2
         self._layout = layout
 
     def fusion(self, name: str, read: int, write: int) -> None:

@@ -9,9 +9,12 @@ from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
 from scalejax.layout import CONTEXT, DATA, BatchSplit, Layout
-from scalejax.model_config import ComputeType
+from scalejax.model_config import ELEMENT_BYTES, CostedType
 
 _KEPT = 65536  # what a search meets again
+_OPERAND_TYPES: dict[CostedType, str] = {
+    "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8": "bf16",
+}  # fmt: skip
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward pass of a block computes again: nothing, the scores of unfused attention, or
@@ -45,7 +48,7 @@ class TransformerShape:
     """Whether positions are an embedding; if not, queries and keys are rotated."""
     is_fused: bool = True
     """Whether attention is one kernel that keeps no scores."""
-    compute_dtype: ComputeType = "bfloat16"
+    compute_dtype: CostedType = "bfloat16"
     """Element type of activations and products; parameters and their moments are float32."""
 
     def __post_init__(self) -> None:
@@ -57,7 +60,12 @@ class TransformerShape:
     @property
     def element_bytes(self) -> int:
         """Bytes of an activation."""
-        return 2 if self.compute_dtype == "bfloat16" else 4
+        return ELEMENT_BYTES[self.compute_dtype]
+
+    @property
+    def operand_type(self) -> str:
+        """XLA's name of the type of operands, where they are not cast to fp8."""
+        return _OPERAND_TYPES[self.compute_dtype]
 
     @property
     def head_size(self) -> int:

@@ -35,10 +35,10 @@ _COMPUTE_TYPES = {
     "tf32": "float32",
     "fp16": "bfloat16",
     "bf16": "bfloat16",
-    "fp8": "bfloat16",
+    "fp8": "float8",
 }
 """Element type of the program. Half precision is traced as bfloat16, of the same size; a chip
-without it is costed at its rates for f16. Linear layers in fp8 are derived from it."""
+without it is costed at its rates for f16."""
 
 _ASYNC_TENSOR = "asynctp"
 """How a row of torchtitan says that its tensor parallelism is asynchronous."""

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
-from scalejax.cost import Pipeline, in_float8, memory_verdict, pipelined, timeline
+from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
-from scalejax.model_config import GptConfig
-from scalejax.profile import for_chip
+from scalejax.model_config import ELEMENT_BYTES, GptConfig
+from scalejax.profile import as_asked, for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
 from scalejax.profile.target import Target, has_cuda_compiler, target_for
@@ -30,8 +30,6 @@ from scalejax.validation.megatron import (
 )
 from scalejax.validation.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.validation.widen import narrowed, widened
-
-_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}  # of what stages hand each other
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""
@@ -136,8 +134,8 @@ class Programs:
                 program = with_overlapped_tensor(program)
             if isinstance(program, Program) and case.overlaps_state:
                 program = with_overlapped_state(program)
-            if isinstance(program, Program) and case.row.work.precision == "fp8":
-                program = in_float8(program)
+            if isinstance(program, Program):
+                program = as_asked(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
             self._widened[key] = program
@@ -201,7 +199,7 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
     if run.split.microbatches == 1:
         return "a pipeline with a single microbatch, which has no loop to take apart"
     (tokens,) = run.dataset.input_shape
-    element_bytes = _ELEMENT_BYTES[run.config.model.compute_dtype]
+    element_bytes = ELEMENT_BYTES[run.config.model.compute_dtype]
     pipeline = Pipeline(
         stages=case.stages,
         chunks=case.chunks,

@@ -28,6 +28,7 @@ def test_auto_is_fused_where_cudnn_has_it():
     """From compute capability 8.0 on, in 16 bits."""
     assert settled(gpt(), H100) == gpt("fused")
     assert settled(gpt(), A100) == gpt("fused")
+    assert settled(gpt(dtype="float16"), A100) == gpt("fused", dtype="float16")
     assert settled(gpt(), V100) == gpt("unfused")
     assert settled(gpt(), MI300X) == gpt("unfused")
     assert settled(gpt(dtype="float32"), H100) == gpt("unfused", dtype="float32")

@@ -87,7 +87,7 @@ def paths_of(params: dict) -> list[str]:
     return [parameter_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("model", "dataset"), SMALL)
 def test_logits_and_parameters_are_float32(model, dataset, compute_dtype):
     """One logit per class for every target, whatever the compute type."""

@@ -85,9 +85,10 @@ class ConfigFields:
 
     def execute(self) -> None:
         """Print the reference."""
+        from scalejax.presets import PRESETS
         from scalejax.reference import run_reference
 
-        tables.show(tables.reference(run_reference()))
+        tables.show(tables.reference(run_reference(), PRESETS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

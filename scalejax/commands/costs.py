@@ -69,7 +69,7 @@ class Predict(RunFileCommand):
             print(f"wrote {self.trace}; ui.perfetto.dev opens it")
         if self.json is not None:
             documents.save(prediction, self.json)
-            print(f"wrote {self.json}; scalejax report {self.json} draws it")
+            print(f"wrote {self.json}; scalejax report draws it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,9 @@ class Hardware:
 class Calibrate:
     """Measure the devices here, as a cluster to predict with."""
 
-    from_: Annotated[tuple[Path, ...], arg(name="from", metavar="RUN RUN ...")] = ()
+    from_: Annotated[
+        tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
+    ] = ()
     """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
     """What --from fits: a name or a TOML file. By default what was measured here before."""

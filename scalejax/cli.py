@@ -190,11 +190,13 @@ def _wrapped(line: str) -> str:
     plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
     if len(plain) <= width:
         return line
-    title = re.match("error: |usage: ", plain)
+    found = re.match("error: |usage: ", plain)
+    title = found[0] if found else ""
     return textwrap.fill(
-        plain,
+        plain.removeprefix(title),
         width,
-        subsequent_indent=" " * len(title[0] if title else ""),
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
         break_long_words=False,
         break_on_hyphens=False,
     )

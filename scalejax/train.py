@@ -78,12 +78,14 @@ def train(
         traces: which steps to record with the profiler; None for none.
 
     Raises:
-        ConfigError: if the config cannot work here, or the folder holds another run.
+        ConfigError: if the config cannot work here, or the folder holds another run or cannot
+            be written.
         DoesNotFit: if the layout takes more devices than there are.
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
     reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
+    documents.require_writable_folder("folder", folder)
     if device_count is None and config.layout.data is None:
         device_count = jax.device_count()
     run = resolve(config, device_count)

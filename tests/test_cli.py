@@ -189,6 +189,33 @@ def test_what_cannot_work_is_refused(
     assert answer in refused(arguments, capsys)
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("predict {run} --cluster dgx-h100 --devices 8", ("json", "trace")),
+        ("explain {run} --cluster dgx-h100 --devices 8", ("json", "output", "trace-output")),
+        ("search {run} --cluster dgx-h100 --devices 8", ("json", "output")),
+        (f"train {WARMUP}", ("folder",)),
+        ("validate {run}", ("json", "plot")),
+        ("report {run}", ("output",)),
+        ("schedule plot {run}", ("output",)),
+        ("calibrate", ("output",)),
+        ("quickstart", ("folder",)),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused_first(
+    command: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Before any work: there is not even a file to work on. Option and path are named."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "new" / "out.png"
+    for option in options:
+        arguments = f"{command.format(run=tmp_path / 'none.toml')} --{option} {path}"
+
+        answer = refused(arguments, capsys)
+        assert f"{option.replace('-', '_')}='{path}' is refused: '{tmp_path / 'file'}' is" in answer
+
+
 def test_layout_larger_than_the_machine_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -50,6 +50,8 @@ class Predict(RunFileCommand):
         from scalejax.scaling_study import study
         from scalejax.trace_export import write_trace
 
+        documents.require_writable("json", self.json)
+        documents.require_writable("trace", self.trace)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         counts = parse_counts(self.devices)
@@ -101,6 +103,8 @@ class Explain(RunFileCommand):
         from scalejax.recorded_trace import recorded_trace
         from scalejax.trace_export import write_trace
 
+        for name in ("output", "json", "trace_output"):
+            documents.require_writable(name, getattr(self, name))
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
@@ -166,6 +170,7 @@ class Calibrate:
         from scalejax.profile.cache import user_folder
 
         here = user_folder() / "this-machine"
+        documents.require_writable_folder("output", self.output or here)
         if self.from_:
             self._fit(here)
         else:
@@ -222,6 +227,8 @@ class Validate:
         from scalejax.plots import require_plot_format, save_scatter
         from scalejax.validation import compile_cases, read_ledger, validation
 
+        documents.require_writable("json", self.json)
+        documents.require_writable("plot", self.plot)
         if self.plot is not None:
             require_plot_format("plot", self.plot)
         rows = read_ledger(self.ledger)

@@ -11,7 +11,7 @@ from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
 from scalejax.config import load_config
-from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.errors import DoesNotFit, require_at_least
 from scalejax.layout import MODEL_AXES
 from scalejax.transformer_program import Strategy
 
@@ -62,6 +62,8 @@ class Search(RunFileCommand):
         from scalejax.plots import save_pareto
         from scalejax.searched_run import report_search, search_run
 
+        documents.require_writable("json", self.json)
+        documents.require_writable_folder("output", self.output)
         require_at_least("top", self.top, 1)
         require_at_least("confirm", self.confirm, 0)
         if self.price_per_device_hour is not None:
@@ -69,8 +71,6 @@ class Search(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         config = load_config(self.run_file, {**overrides, **_OPEN})
-        if self.output is not None:
-            _make_folder(self.output)
         with waiting.searching() as on_progress:
             found = search_run(
                 config,
@@ -114,15 +114,3 @@ class Search(RunFileCommand):
             f"no strategy fits {self.devices} devices of {title}; "
             f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
         )
-
-
-def _make_folder(path: Path) -> None:
-    """Have a folder to write to, before the work is done that it is for.
-
-    Raises:
-        ConfigError: if it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(refusal("output", str(path), f"it must be a folder ({error})")) from error

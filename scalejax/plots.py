@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.search import Candidate, pareto
-from scalejax.units import GIB
+from scalejax.units import GIB, format_seconds
 from scalejax.validation import LedgerRow, RowResult
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _LEGEND_COLUMNS = 3
 _LEGEND_ROW_INCHES = 0.2
 _FAMILY_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _MARKERS = ("o", "^", "s", "D")  # the next one where there are more families than colours
+_NEAR, _FAR = 5, 300
+"""Times further apart are drawn by their logarithm; beyond the second, powers of ten are named."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -126,7 +128,7 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
     require_plot_format("output", path)
     front = pareto(tuple(candidates))
     figure = _figure(7, 4.5)
-    axes = figure.add_subplot(xscale="log")
+    axes = figure.add_subplot()
     stride = max(1, len(candidates) // _MOST_POINTS)
     shown = candidates[::stride]
     every = f"one in {stride:,} of " if stride > 1 else ""
@@ -147,13 +149,31 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
         drawstyle="steps-post",
         label="none is faster with less memory",
     )
-    axes.set_xlabel("predicted seconds per step")
+    _scale_by_time(axes, [each.step_seconds for each in candidates])
+    axes.set_xlabel("predicted time of a step")
     axes.set_ylabel("memory of a device, GiB")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(each.peak_memory_bytes for each in candidates) / GIB)
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _save(figure, path)
+
+
+def _scale_by_time(axes: "Axes", seconds: Sequence[float]) -> None:
+    """Scale the x axis for times, by their logarithm where they are far apart.
+
+    So few of them are named that their names do not meet.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ratio = max(seconds) / min(seconds)
+    if ratio < _NEAR:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    else:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < _FAR else (1,)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
 
 
 def _draw_lines(axes: "Axes", seconds: Sequence[float]) -> None:

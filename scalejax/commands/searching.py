@@ -60,7 +60,12 @@ class Search(RunFileCommand):
         """Search, compile the winners, print the table, write the figures."""
         from scalejax import search_tables
         from scalejax.plots import save_pareto
-        from scalejax.searched_run import report_search, search_run
+        from scalejax.searched_run import (
+            left_out_notes,
+            report_search,
+            search_run,
+            shape_of,
+        )
 
         documents.require_writable("json", self.json)
         documents.require_writable_folder("output", self.output)
@@ -81,7 +86,9 @@ class Search(RunFileCommand):
                 on_progress=on_progress,
             )
         if not found.ranked:
-            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title))
+            notes = left_out_notes(shape_of(config, cluster.chip), counts)
+            nothing = self._nothing_fits(found.nearest, cluster.title)
+            raise DoesNotFit("\n".join((nothing, *(f"{note}." for note in notes))))
         with waiting.compiling(min(self.confirm, self.top)) as on_case:
             report = report_search(
                 config,

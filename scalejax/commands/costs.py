@@ -12,7 +12,8 @@ from tyro.conf import Positional, arg
 
 from scalejax import documents, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
-from scalejax.config import load_config
+from scalejax.config import given_model_name, load_config
+from scalejax.data_config import facts
 from scalejax.errors import (
     ConfigError,
     UnknownHardware,
@@ -22,6 +23,7 @@ from scalejax.errors import (
 )
 from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
 from scalejax.jax_platform import choose_platform
+from scalejax.presets import costed_note
 from scalejax.program import Program
 
 
@@ -55,6 +57,8 @@ class Predict(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         counts = parse_counts(self.devices)
+        name = given_model_name(self.run_file, overrides)
+        costed = costed_note(name, config.model, facts(config.data))
         programs: list[Program] = []
         with waiting.compiling(len(set(counts))) as on_case:
             prediction = study(
@@ -62,6 +66,7 @@ class Predict(RunFileCommand):
                 cluster,
                 counts,
                 self.scaling,
+                notes=(costed,) if costed else (),
                 on_case=on_case,
                 on_program=programs.append,
             )

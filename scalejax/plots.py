@@ -3,7 +3,7 @@
 The interactive ones of the report are in `report_charts`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -85,16 +85,7 @@ def save_scatter(
     # So high that the axes are a square, to a few per cent: fixed, its words would be cut off.
     figure = _figure(7, 7.5 + _LEGEND_ROW_INCHES * legend_rows)
     axes = figure.add_subplot(xscale="log", yscale="log")
-    for index, (family, pairs) in enumerate(sorted(points.items(), key=lambda item: -len(item[1]))):
-        axes.scatter(
-            *zip(*pairs, strict=True),
-            s=14,
-            alpha=0.6,
-            label=_family_label(family, pairs),
-            linewidths=0,
-            color=_FAMILY_COLORS[index % len(_FAMILY_COLORS)],
-            marker=_MARKERS[index // len(_FAMILY_COLORS) % len(_MARKERS)],
-        )
+    _draw_families(axes, points)
     if points:
         _draw_lines(axes, [each for pairs in points.values() for pair in pairs for each in pair])
         figure.legend(
@@ -157,6 +148,20 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _save(figure, path)
+
+
+def _draw_families(axes: "Axes", points: Mapping[str, list[tuple[float, float]]]) -> None:
+    """Draw (measured, predicted) seconds of each family, the largest first."""
+    for index, (family, pairs) in enumerate(sorted(points.items(), key=lambda item: -len(item[1]))):
+        axes.scatter(
+            *zip(*pairs, strict=True),
+            s=14,
+            alpha=0.6,
+            label=_family_label(family, pairs),
+            linewidths=0,
+            color=_FAMILY_COLORS[index % len(_FAMILY_COLORS)],
+            marker=_MARKERS[index // len(_FAMILY_COLORS) % len(_MARKERS)],
+        )
 
 
 def _scale_by_time(axes: "Axes", seconds: Sequence[float]) -> None:

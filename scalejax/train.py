@@ -67,7 +67,7 @@ def train(
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
-    In one stretch, since the order counts: what may be refused comes before what is written.
+    The order counts: what may be refused comes before what is written.
 
     Args:
         config: the run.
@@ -90,11 +90,7 @@ def train(
         device_count = jax.device_count()
     run = resolve(config, device_count)
     mesh = build_mesh(run.layout)
-    files = RunFolder(path=folder)
-    if first_says(files.holds_run) and not resume:
-        refuse_second_run(files)
-    if resume:
-        refuse_other_run(files, run)
+    files = _admitted(folder, run, resume=resume)
     programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
     with (
         Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
@@ -117,6 +113,20 @@ def train(
             journal.close()
     sync_global_devices("the record is whole")
     return RunRecord.load(folder)
+
+
+def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
+    """The folder of the run.
+
+    Raises:
+        ConfigError: if it holds a run that this one does not go on with.
+    """
+    files = RunFolder(path=folder)
+    if first_says(files.holds_run) and not resume:
+        refuse_second_run(files)
+    if resume:
+        refuse_other_run(files, run)
+    return files
 
 
 class _Journal:

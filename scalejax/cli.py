@@ -1,4 +1,4 @@
-"""The command line: finds the command, reads its flags, words every refusal in one line.
+"""The command line: finds the command, reads its flags, words every refusal in one sentence.
 
 Knows nothing of what the commands do. Starts without JAX.
 """
@@ -8,9 +8,12 @@ import dataclasses
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
+from typing import TextIO
 
 _REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 """Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ScalejaxError as error:
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+            print(_wrapped(f"error: {line}"), file=sys.stderr)
         return _REFUSED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -149,15 +152,54 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
             closest = nearest_name(flag, flags)
             hint = f" (did you mean {closest}?)" if closest else f" (see scalejax {name} --help)"
             raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
-    printed = io.StringIO()
+    told, refused = _Captured(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(refused):
             return tyro.cli(kind, prog=f"scalejax {name}", args=arguments)
     except SystemExit as stop:
         if stop.code == 0:
+            for line in told.text().splitlines():
+                print(_wrapped(line))
             raise
-        message = _first_paragraph(printed.getvalue())
+        message = _first_paragraph(refused.getvalue())
         raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
+
+
+class _Captured(io.TextIOWrapper):
+    """Takes what is meant for a stream, and answers what tyro asks of it before it draws frames."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(io.BytesIO(), encoding=stream.encoding)
+        self._is_terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def text(self) -> str:
+        """What was written."""
+        self.seek(0)
+        return self.read()
+
+
+def _wrapped(line: str) -> str:
+    """`line` on as many as the width of the terminal asks for, indented below its title.
+
+    Words stay whole, so that paths and flags can be copied.
+    """
+    width = shutil.get_terminal_size().columns
+    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
+    if len(plain) <= width:
+        return line
+    found = re.match("error: |usage: ", plain)
+    title = found[0] if found else ""
+    return textwrap.fill(
+        plain.removeprefix(title),
+        width,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _first_paragraph(panel: str) -> str:

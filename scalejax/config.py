@@ -245,13 +245,32 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
     Raises:
         ConfigError: one line per problem.
     """
+    return _built(_tables(path, overrides))
+
+
+def given_model_name(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> str | None:
+    """What `model.name` is in a `run.toml`, as it was given: that of a published size too.
+
+    Args:
+        path: the file.
+        overrides: as of `load_config`.
+
+    Raises:
+        ConfigError: if there is no such file, or it is not TOML.
+    """
+    model = _tables(path, overrides).get("model")
+    name = model.get("name") if isinstance(model, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
     tables, replaced = load_toml(path), dict(overrides or {})
     given = [name for name in _BATCHES if replaced.get(name) is not None]
     if len(given) == 1:
         replaced = dict.fromkeys(_BATCHES) | replaced
     for name, value in replaced.items():
         _replace(tables, name.split("."), value)
-    return _built(tables)
+    return tables
 
 
 def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunConfig:

@@ -9,8 +9,10 @@ import dataclasses
 import json
 import os
 import re
+import tempfile
 import tomllib
 import typing
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -123,6 +125,51 @@ def save_bytes(data: bytes, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):  # what went wrong is told already
             draft.unlink(missing_ok=True)
+
+
+def require_writable(field: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work is done that it is for.
+
+    Nothing is left on the disk; None is no file, and fine.
+
+    Raises:
+        ConfigError: naming the field and what is in the way.
+    """
+    if path is None:
+        return
+    with _naming(field, path):
+        if path.is_dir():
+            raise ConfigError(refusal(field, str(path), "it is a folder, and must be a file"))
+        _require_room(field, path, path.absolute().parent)
+
+
+def require_writable_folder(field: str, path: Path | None) -> None:
+    """As `require_writable`, of a folder, which may be new.
+
+    Raises:
+        ConfigError: naming the field and what is in the way.
+    """
+    if path is not None:
+        with _naming(field, path):
+            _require_room(field, path, path.absolute())
+
+
+def _require_room(field: str, path: Path, folder: Path) -> None:
+    """Refuse `path` unless files can be made in `folder`, or it in the nearest that is there."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, and no folder"))
+    with tempfile.TemporaryFile(dir=there):  # whose rights alone do not say (a superuser's do not)
+        pass
+
+
+@contextlib.contextmanager
+def _naming(field: str, path: Path) -> Iterator[None]:
+    """Turn what the system says of a path into a refusal."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(refusal(field, str(path), f"it cannot be written ({error})")) from error
 
 
 def save_toml(value: object, path: Path) -> None:

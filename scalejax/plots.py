@@ -3,14 +3,14 @@
 The interactive ones of the report are in `report_charts`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.search import Candidate, pareto
-from scalejax.units import GIB
+from scalejax.units import GIB, format_seconds
 from scalejax.validation import LedgerRow, RowResult
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _LEGEND_COLUMNS = 3
 _LEGEND_ROW_INCHES = 0.2
 _FAMILY_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _MARKERS = ("o", "^", "s", "D")  # the next one where there are more families than colours
+_NEAR, _FAR = 5, 300
+"""Times further apart are drawn by their logarithm; beyond the second, powers of ten are named."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -83,16 +85,7 @@ def save_scatter(
     # So high that the axes are a square, to a few per cent: fixed, its words would be cut off.
     figure = _figure(7, 7.5 + _LEGEND_ROW_INCHES * legend_rows)
     axes = figure.add_subplot(xscale="log", yscale="log")
-    for index, (family, pairs) in enumerate(sorted(points.items(), key=lambda item: -len(item[1]))):
-        axes.scatter(
-            *zip(*pairs, strict=True),
-            s=14,
-            alpha=0.6,
-            label=_family_label(family, pairs),
-            linewidths=0,
-            color=_FAMILY_COLORS[index % len(_FAMILY_COLORS)],
-            marker=_MARKERS[index // len(_FAMILY_COLORS) % len(_MARKERS)],
-        )
+    _draw_families(axes, points)
     if points:
         _draw_lines(axes, [each for pairs in points.values() for pair in pairs for each in pair])
         figure.legend(
@@ -126,7 +119,7 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
     require_plot_format("output", path)
     front = pareto(tuple(candidates))
     figure = _figure(7, 4.5)
-    axes = figure.add_subplot(xscale="log")
+    axes = figure.add_subplot()
     stride = max(1, len(candidates) // _MOST_POINTS)
     shown = candidates[::stride]
     every = f"one in {stride:,} of " if stride > 1 else ""
@@ -147,13 +140,45 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
         drawstyle="steps-post",
         label="none is faster with less memory",
     )
-    axes.set_xlabel("predicted seconds per step")
+    _scale_by_time(axes, [each.step_seconds for each in candidates])
+    axes.set_xlabel("predicted time of a step")
     axes.set_ylabel("memory of a device, GiB")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(each.peak_memory_bytes for each in candidates) / GIB)
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _save(figure, path)
+
+
+def _draw_families(axes: "Axes", points: Mapping[str, list[tuple[float, float]]]) -> None:
+    """Draw (measured, predicted) seconds of each family, the largest first."""
+    for index, (family, pairs) in enumerate(sorted(points.items(), key=lambda item: -len(item[1]))):
+        axes.scatter(
+            *zip(*pairs, strict=True),
+            s=14,
+            alpha=0.6,
+            label=_family_label(family, pairs),
+            linewidths=0,
+            color=_FAMILY_COLORS[index % len(_FAMILY_COLORS)],
+            marker=_MARKERS[index // len(_FAMILY_COLORS) % len(_MARKERS)],
+        )
+
+
+def _scale_by_time(axes: "Axes", seconds: Sequence[float]) -> None:
+    """Scale the x axis for times, by their logarithm where they are far apart.
+
+    So few of them are named that their names do not meet.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    ratio = max(seconds) / min(seconds)
+    if ratio < _NEAR:
+        axes.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    else:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < _FAR else (1,)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_seconds(value)))
 
 
 def _draw_lines(axes: "Axes", seconds: Sequence[float]) -> None:

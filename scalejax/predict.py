@@ -154,15 +154,8 @@ def predict(
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
     losses = run_terms(program, cluster, step_seconds)
-    steps = epoch_seconds = None
-    if train_examples is not None and program.global_batch is not None:
-        steps = metrics.steps_per_epoch(train_examples, program.global_batch)
-        epoch_seconds = metrics.epoch_seconds(train_examples, program.global_batch, step_seconds)
-    samples = tokens = None
-    if program.global_batch is not None:
-        samples = metrics.samples_per_second(program.global_batch, step_seconds)
-        if program.tokens_per_sample is not None:
-            tokens = samples * program.tokens_per_sample
+    steps, epoch_seconds = _epoch(program, train_examples, step_seconds)
+    samples, tokens = _per_second(program, step_seconds)
     matmul_type = _matmul_type(program, cluster.chip)
     return Prediction(
         cluster=cluster.name,
@@ -190,6 +183,28 @@ def predict(
         backend=program.backend,
         notes=_notes(program, cluster, matmul_type, has_band=spread is not None),
     )
+
+
+def _epoch(
+    program: Program, train_examples: int | None, step_seconds: float
+) -> tuple[int | None, float | None]:
+    """Steps and time of one pass over the data; None if it, or the batch, is unknown."""
+    if train_examples is None or program.global_batch is None:
+        return None, None
+    return (
+        metrics.steps_per_epoch(train_examples, program.global_batch),
+        metrics.epoch_seconds(train_examples, program.global_batch, step_seconds),
+    )
+
+
+def _per_second(program: Program, step_seconds: float) -> tuple[float | None, float | None]:
+    """Samples and tokens trained per second over all devices; None of what there is not."""
+    if program.global_batch is None:
+        return None, None
+    samples = metrics.samples_per_second(program.global_batch, step_seconds)
+    if program.tokens_per_sample is None:
+        return samples, None
+    return samples, samples * program.tokens_per_sample
 
 
 def scaling_prediction(

@@ -8,6 +8,7 @@ and `data.tokens` of `synthetic_tokens`). No network is built here.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from scalejax.data_config import DatasetFacts
 from scalejax.documents import JsonValue, build
 from scalejax.errors import ConfigError, unknown_name
 from scalejax.model_config import NETWORK_NAMES, ModelConfig
@@ -152,6 +153,35 @@ def published_model(name: str, **replaced: JsonValue) -> ModelConfig:
     if name not in PRESETS:
         raise ConfigError(unknown_name("model.name", name, PRESETS))
     return build(ModelConfig, _spelled_out({"name": name, **replaced}), where="model")  # type: ignore[arg-type]
+
+
+def costed_note(name: str | None, model: ModelConfig, dataset: DatasetFacts) -> str | None:
+    """What of a published network is costed other than it was published; None if nothing is.
+
+    Of its data, which a name does not set, and of its arithmetic: float32 is nobody's who trains
+    a network of a published size.
+
+    Args:
+        name: of the network, as it was given.
+        model: what it stands for.
+        dataset: what it is trained on.
+    """
+    preset = PRESETS.get(name or "")
+    if preset is None:
+        return None
+    parts = []
+    if preset.vocabulary is not None:
+        parts.append(_beside("vocabulary", dataset.classes, preset.vocabulary))
+    if preset.tokens is not None:
+        parts.append(_beside("tokens", dataset.input_shape[0], preset.tokens))
+    is_as_published = not any("published" in part for part in parts)
+    if is_as_published and model.compute_dtype != "float32":
+        return None
+    return f"costs {', '.join((*parts, model.compute_dtype))}"
+
+
+def _beside(what: str, given: int, published: int) -> str:
+    return f"{what} {given}" + ("" if given == published else f" (published: {published})")
 
 
 def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:

@@ -105,6 +105,7 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         accepted = "it must be new or empty; name another with --folder"
         raise ConfigError(refusal("folder", str(folder), accepted))
+    documents.require_writable_folder("folder", folder)
     choose_platform(DEVICE_COUNT)
     _heading("1 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
     records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}

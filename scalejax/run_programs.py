@@ -58,9 +58,10 @@ def predict_run(
     calibrated = calibrated_cluster(mesh)
     # Measured by every process if by one, since it is of all devices at once.
     if first_says(calibrated is not None) and calibrated is not None:
-        cluster, how = calibrated, "by scalejax calibrate"
+        cluster, how = calibrated, "as scalejax calibrate measured these devices"
     else:
-        cluster, how = local_cluster(mesh), "measured in a second; scalejax calibrate does better"
+        cluster = local_cluster(mesh)
+        how = "with devices measured for a second; scalejax calibrate does better"
     if not is_first():
         return
     try:
@@ -78,8 +79,9 @@ def predict_run(
     documents.save(prediction, files.prediction)
     reporter.say(
         f"predicted: {format_seconds(prediction.step_seconds)} a step, "
-        f"{format_seconds(prediction.run_seconds)} for the training steps alone ({how})"
+        f"{format_seconds(prediction.run_seconds)} for the training steps alone,"
     )
+    reporter.say(how)
 
 
 def calibrated_cluster(mesh: Mesh) -> Cluster | None:

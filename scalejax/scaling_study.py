@@ -24,6 +24,7 @@ def study(
     scaling: Scaling,
     *,
     title: str | None = None,
+    notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
     on_program: Callable[[Program], None] = lambda program: None,
 ) -> ScalingPrediction:
@@ -37,6 +38,7 @@ def study(
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
         title: names the study for people; if None, the model and the cluster.
+        notes: what else must be known of every prediction.
         on_case: told of each number of devices that begins to compile, is done, or remembered.
         on_program: called with each compiled step, in rising order of devices.
 
@@ -54,15 +56,19 @@ def study(
     for program in programs:
         on_program(program)
     predictions = [
-        _predicted(run, program, cluster) for run, program in zip(runs, programs, strict=True)
+        _predicted(run, program, cluster, notes)
+        for run, program in zip(runs, programs, strict=True)
     ]
     return scaling_prediction(
         predictions, scaling, title or f"{config.model.name} on {cluster.title}"
     )
 
 
-def _predicted(run: ResolvedRun, program: Program, cluster: Cluster) -> Prediction:
-    """What `program` takes, with a note on what to change about `run` where it does not fit."""
+def _predicted(
+    run: ResolvedRun, program: Program, cluster: Cluster, notes: Sequence[str]
+) -> Prediction:
+    """What `program` takes, with `notes`, and one on what to change about `run` where it does not
+    fit."""
     prediction = predict(
         program,
         cluster,
@@ -74,7 +80,8 @@ def _predicted(run: ResolvedRun, program: Program, cluster: Cluster) -> Predicti
         needed_bytes=prediction.peak_memory_bytes,
         memory_bytes=prediction.memory_bytes,
     )
-    return replace(prediction, notes=(shortage, *prediction.notes)) if shortage else prediction
+    first = (shortage, *notes) if shortage else notes
+    return replace(prediction, notes=(*first, *prediction.notes))
 
 
 def resolve_all(

@@ -28,27 +28,38 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
     yield _ranking(report)
     yield (
         "pp x v: stages and chunks; b: samples of a microbatch; re: recompute; Z: ZeRO stage, "
-        "with s the tokens are split over tensor."
+        f"with s the tokens are split over tensor{_PRICE_LEGEND if _has_price(report) else ''}."
     )
+    if report.notes:
+        yield Text("\n".join(f"Note: {note}." for note in report.notes))
     yield _confirmation(report)
     yield f"Run the first with {' '.join(_flags(report.ranked[0].strategy))}"
     yield _why(report)
 
 
 def _ranking(report: SearchReport) -> RenderableType:
-    has_price = any(each.price is not None for each in report.ranked)
-    headings = ["", *(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
+    has_price, has_counts = _has_price(report), "," in report.devices
+    headings = ["", *(["dev"] if has_counts else [])]
+    headings += [*(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
     headings += ["step", "samples/s", "MFU", "memory"]
-    table = figures(*headings, *(["price/1M"] if has_price else []))
+    table = figures(*headings, *(["price"] if has_price else []))
     for place, each in enumerate(report.ranked, start=1):
         one = each.prediction
-        row = [f"{place}", *_strategy(each.strategy), format_seconds(one.step_seconds)]
+        row = [f"{place}", *([f"{one.device_count}"] if has_counts else [])]
+        row += [*_strategy(each.strategy), format_seconds(one.step_seconds)]
         row += [format_count(one.samples_per_second), format_fraction(one.mfu)]
         row.append(format_bytes(one.peak_memory_bytes))
         if has_price:
             row.append("n/a" if each.price is None else f"{each.price:.4g}")
         table.add_row(*row)
     return table
+
+
+_PRICE_LEGEND = "; price: of a million samples"
+
+
+def _has_price(report: SearchReport) -> bool:
+    return any(each.price is not None for each in report.ranked)
 
 
 _AXIS_HEADINGS = {

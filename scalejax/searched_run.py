@@ -3,6 +3,7 @@
 Decides what of a run the closed form can say; relates what it says to what the compiler says.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +22,8 @@ from scalejax.search import (
     Found,
     Objective,
     StrategyCosts,
+    distinct,
+    left_out,
     losses,
     pareto,
     search,
@@ -73,6 +76,8 @@ class SearchReport:
     """(strategy, seconds, bytes) of those that no other beats in both time and memory."""
     nearest: tuple[str, float] | None
     """Where none fits: the strategy that needs least memory, and how many times what there is."""
+    notes: tuple[str, ...] = ()
+    """What was not searched."""
 
 
 def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
@@ -181,17 +186,15 @@ def report_search(
         confirm: of these, the first that are compiled.
         on_case: told of what is compiled.
     """
-    best = found.ranked[:top]
+    best = distinct(found.ranked)[:top]
     answers = _confirmed(config, cluster, best[:confirm], on_case)
     answers += [None] * (len(best) - len(answers))
     best, answers = _in_order(best, answers, objective)
     front = pareto(found.ranked)
+    counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
         title=f"{config.model.name} on {cluster.title}",
-        devices=", ".join(
-            str(count)
-            for count in sorted({each.strategy.layout.device_count for each in found.ranked})
-        ),
+        devices=", ".join(map(str, counts)),
         objective=objective,
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
@@ -201,6 +204,24 @@ def report_search(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
         nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
+        notes=left_out_notes(shape_of(config, cluster.chip), counts),
+    )
+
+
+def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:
+    """A note on the tensor axes that are not searched, since they do not divide the vocabulary;
+    none where all do.
+
+    The trainer runs them with the token embedding and the logits whole on every device, which
+    nobody wants; Megatron-LM pads the vocabulary instead (arXiv 1909.08053, section 5.1).
+    """
+    sizes = left_out(shape, device_counts)
+    if not sizes:
+        return ()
+    padded = -(-shape.vocabulary // math.lcm(*sizes)) * math.lcm(*sizes)
+    return (
+        f"tensor {', '.join(map(str, sizes))} left out: the vocabulary of {shape.vocabulary:,} "
+        f"does not divide; pad it, as Megatron does, to have them: --data.vocabulary {padded}",
     )
 
 

@@ -5,8 +5,9 @@ in order.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -17,12 +18,14 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
 from scalejax.fit_runs import WIDE_ERROR, Fit
 from scalejax.hardware import Chip, Cluster
+from scalejax.presets import Preset
 from scalejax.reference import TableReference
 from scalejax.units import (
     GB,
     TFLOP,
     UNKNOWN,
     format_bytes,
+    format_count,
     format_seconds,
 )
 from scalejax.validation import Summary, Validation
@@ -205,19 +208,53 @@ def _dropped(resolved: ResolvedRun) -> str:
     return f"{left:,} examples are left over each epoch" if left else ""
 
 
-def reference(sections: Sequence[TableReference]) -> Iterator[RenderableType]:
-    """Every table of a run.toml: its fields, what they take, and what they mean."""
-    for section in sections:
-        fields = Table(box=None, show_header=False, pad_edge=False)
-        fields.add_column(no_wrap=True)
-        fields.add_column()
-        for each in section.fields:
-            if each.accepted and not each.name.endswith(".name"):
-                default = "required" if each.default == "required" else f"default {each.default}"
-                fields.add_row(each.name, f"{each.accepted}; {default}. {each.meaning}")
-        meaning = section.meaning.partition("\n\n")[0].replace("\n", " ")
-        yield Text.assemble((section.title, "bold"), f"\n{meaning}")
-        yield fields
+def reference(
+    sections: Sequence[TableReference], presets: Mapping[str, Preset]
+) -> Iterator[RenderableType]:
+    """Every table of a run.toml: its fields, what they take, and what they mean.
+
+    Args:
+        sections: the tables, in order.
+        presets: published networks by name, which follow those of the model.
+    """
+    for name, kinds in groupby(sections, key=lambda each: each.title.split()[0]):
+        for section in kinds:
+            yield from _section(section)
+        if name == "[model]":
+            yield from _published(presets)
+
+
+def _section(section: TableReference) -> Iterator[RenderableType]:
+    fields = Table(box=None, show_header=False, pad_edge=False)
+    fields.add_column(no_wrap=True)
+    fields.add_column()
+    for each in section.fields:
+        if each.accepted and not each.name.endswith(".name"):
+            default = "required" if each.default == "required" else f"default {each.default}"
+            fields.add_row(each.name, f"{each.accepted}; {default}. {each.meaning}")
+    meaning = section.meaning.partition("\n\n")[0].replace("\n", " ")
+    yield Text.assemble((section.title, "bold"), f"\n{meaning}")
+    yield fields
+
+
+def _published(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
+    """The published networks that `model.name` may be, a line each."""
+    yield Text.assemble(
+        ("[model] name of a published network", "bold"),
+        "\nThe name stands for the network and its sizes, which fields beside it replace; "
+        "vocabulary and tokens, as published, are for data.vocabulary and data.tokens, which the "
+        "name does not set.",
+    )
+    table = figures("model.name", "network", *_SIZES, "vocabulary", "tokens", "params")
+    for name, preset in presets.items():
+        sizes = [preset.sizes.get(size) for size in _SIZES]
+        data = [preset.vocabulary, preset.tokens]
+        cells = ["" if each is None else f"{each}" for each in (*sizes, *data)]
+        table.add_row(name, preset.network, *cells, format_count(preset.parameters))
+    yield table
+
+
+_SIZES = ("layers", "hidden", "heads")
 
 
 def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:

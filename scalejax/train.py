@@ -67,7 +67,7 @@ def train(
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
-    In one stretch, since the order counts: what may be refused comes before what is written.
+    The order counts: what may be refused comes before what is written.
 
     Args:
         config: the run.
@@ -78,21 +78,19 @@ def train(
         traces: which steps to record with the profiler; None for none.
 
     Raises:
-        ConfigError: if the config cannot work here, or the folder holds another run.
+        ConfigError: if the config cannot work here, or the folder holds another run or cannot
+            be written.
         DoesNotFit: if the layout takes more devices than there are.
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
     reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
+    documents.require_writable_folder("folder", folder)
     if device_count is None and config.layout.data is None:
         device_count = jax.device_count()
     run = resolve(config, device_count)
     mesh = build_mesh(run.layout)
-    files = RunFolder(path=folder)
-    if first_says(files.holds_run) and not resume:
-        refuse_second_run(files)
-    if resume:
-        refuse_other_run(files, run)
+    files = _admitted(folder, run, resume=resume)
     programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
     with (
         Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
@@ -115,6 +113,20 @@ def train(
             journal.close()
     sync_global_devices("the record is whole")
     return RunRecord.load(folder)
+
+
+def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
+    """The folder of the run.
+
+    Raises:
+        ConfigError: if it holds a run that this one does not go on with.
+    """
+    files = RunFolder(path=folder)
+    if first_says(files.holds_run) and not resume:
+        refuse_second_run(files)
+    if resume:
+        refuse_other_run(files, run)
+    return files
 
 
 class _Journal:

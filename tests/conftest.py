@@ -13,3 +13,6 @@ hypothesis.settings.register_profile("scalejax", deadline=None)
 hypothesis.settings.load_profile("scalejax")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Compiling is most of what tests do here; how fast their small programs run is not their matter.
+# Workers that compile for a cluster do not inherit this.
+jax.config.update("jax_disable_most_optimizations", True)

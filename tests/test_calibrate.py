@@ -260,8 +260,9 @@ def test_a_fit_is_written_beside_what_was_measured(tmp_path, monkeypatch, capsys
     ],
 )
 def test_what_cannot_be_fitted_is_refused(arguments, refused, tmp_path, monkeypatch, capsys):
-    """In one line, with exit code 2."""
+    """In one sentence, with exit code 2."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
     for name in ("run", "empty"):
         write_run(tmp_path / name)

@@ -1,4 +1,4 @@
-"""What a person types, and the one line that answers what cannot work."""
+"""What a person types, and the one sentence that answers what cannot work."""
 
 import json
 import os
@@ -21,12 +21,12 @@ PER_DEVICE = str(EXAMPLES / "resnet50_goyal2017.toml")
 
 
 def refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which a command line is refused."""
+    """The one sentence with which a command line is refused, as it is before it is wrapped."""
     assert main(arguments.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert re.fullmatch(r"error: [^\n]+\n", printed.err)
-    return printed.err.removeprefix("error: ").rstrip()
+    assert re.fullmatch(r"error: [^\n]+\n(       [^\n]+\n)*", printed.err)
+    return " ".join(printed.err.removeprefix("error: ").split())
 
 
 # --- flags ---
@@ -65,12 +65,17 @@ def test_seed_is_a_field_without_a_dot():
     assert split_overrides(["a.toml", "--seed", "3"]) == (["a.toml"], {"seed": 3})
 
 
-def test_every_command_has_help(capsys: pytest.CaptureFixture[str]):
-    """And the help of all of them lists each one, within 80 columns."""
+def test_every_command_has_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """And the help of all of them lists each one; all within 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
     for name in COMMANDS:
         with pytest.raises(SystemExit, match="0"):
             main([*name.split(), "--help"])
-        assert f"usage: scalejax {name}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert f"usage: scalejax {name}" in shown
+        assert max(map(len, shown.splitlines())) <= 80
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     lines = capsys.readouterr().out.splitlines()
@@ -112,8 +117,21 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
 def test_what_cannot_be_understood_is_refused(
     arguments: str, answer: str, capsys: pytest.CaptureFixture[str]
 ):
-    """In one line that says what would do, with exit code 2."""
+    """In one sentence that says what would do, with exit code 2."""
     assert answer in refused(arguments, capsys)
+
+
+def test_refusals_fit_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """No line is wider; a path stays whole."""
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "a-folder/" * 8 + "none.toml"
+
+    assert main(["hardware", "dgx-h10"]) == 2
+    assert max(map(len, capsys.readouterr().err.splitlines())) <= 60
+    assert main(["config", "show", path]) == 2
+    assert path in capsys.readouterr().err
 
 
 def test_refusal_is_the_same_with_and_without_utf8():
@@ -121,12 +139,13 @@ def test_refusal_is_the_same_with_and_without_utf8():
     command = [sys.executable, "-m", "scalejax", "predict", "x.toml"]
     answers = set()
     for encoding in ("ascii", "utf-8"):
-        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "80"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         answers.add(done.stderr)
 
     assert answers == {
-        "error: missing: --cluster CLUSTER, --devices N,N,... (see scalejax predict --help)\n"
+        "error: missing: --cluster CLUSTER, --devices N,N,... (see scalejax predict\n"
+        "       --help)\n"
     }
 
 
@@ -166,8 +185,35 @@ def test_refusal_is_the_same_with_and_without_utf8():
 def test_what_cannot_work_is_refused(
     arguments: str, answer: str, capsys: pytest.CaptureFixture[str]
 ):
-    """Before any device is touched, in one line, with exit code 2."""
+    """Before any device is touched, in one sentence, with exit code 2."""
     assert answer in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("predict {run} --cluster dgx-h100 --devices 8", ("json", "trace")),
+        ("explain {run} --cluster dgx-h100 --devices 8", ("json", "output", "trace-output")),
+        ("search {run} --cluster dgx-h100 --devices 8", ("json", "output")),
+        (f"train {WARMUP}", ("folder",)),
+        ("validate {run}", ("json", "plot")),
+        ("report {run}", ("output",)),
+        ("schedule plot {run}", ("output",)),
+        ("calibrate", ("output",)),
+        ("quickstart", ("folder",)),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused_first(
+    command: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Before any work: there is not even a file to work on. Option and path are named."""
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "new" / "out.png"
+    for option in options:
+        arguments = f"{command.format(run=tmp_path / 'none.toml')} --{option} {path}"
+
+        answer = refused(arguments, capsys)
+        assert f"{option.replace('-', '_')}='{path}' is refused: '{tmp_path / 'file'}' is" in answer
 
 
 def test_layout_larger_than_the_machine_is_refused(
@@ -179,8 +225,11 @@ def test_layout_larger_than_the_machine_is_refused(
     assert "8" in refused(f"train {WARMUP} --layout.data 16 --folder {folder}", capsys)
 
 
-def test_each_problem_of_a_file_has_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Two mistakes, two lines."""
+def test_each_problem_of_a_file_has_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Two mistakes, two lines, where the terminal is wide enough."""
+    monkeypatch.setenv("COLUMNS", "300")
     text = (
         Path(WARMUP)
         .read_text()

@@ -123,14 +123,6 @@ QUICK_HYBRIDS = 7
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiler():
-    """Compiling is most of these tests; how well the code is optimised is not their matter."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run_of(
     model: str, optimizer: str, layout: dict[str, Any], microbatches: int = 1
 ) -> ResolvedRun:

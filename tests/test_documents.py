@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.documents import build, load, plain, save
+from scalejax.documents import (
+    build,
+    load,
+    plain,
+    require_writable,
+    require_writable_folder,
+    save,
+)
 from scalejax.errors import ConfigError
 from scalejax.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
 
@@ -103,6 +110,38 @@ def test_a_place_that_is_no_place_for_a_file_is_refused(tmp_path, monkeypatch, p
 
     with pytest.raises(ConfigError, match="cannot be written"):
         save(PROGRAM, Path(place))
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("file/new/out.json", "'.*/file' is a file, and no folder"),
+        ("folder", "it is a folder, and must be a file"),
+        ("/proc/new/out.json", "it cannot be written"),
+        ("x" * 300 + "/out.json", "File name too long"),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused(tmp_path, monkeypatch, place, reason):
+    """Whatever is in the way; nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+
+    with pytest.raises(ConfigError, match=f"^json='{place}' is refused: .*{reason}"):
+        require_writable("json", Path(place))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_file_that_can_be_written_is_accepted(tmp_path):
+    """There already, new, in a new folder, or none; and so is a folder."""
+    (tmp_path / "old").write_text("")
+    for path in (tmp_path / "old", tmp_path / "new", tmp_path / "a" / "b" / "new", None):
+        require_writable("json", path)
+    for path in (tmp_path, tmp_path / "a" / "b", None):
+        require_writable_folder("output", path)
+    with pytest.raises(ConfigError, match="is a file, and no folder"):
+        require_writable_folder("output", tmp_path / "old")
 
 
 @dataclass(frozen=True, kw_only=True)

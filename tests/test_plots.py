@@ -1,5 +1,6 @@
 """What a plot says in words beside what it draws."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ from ledger_cases import GPT, RESNET, ledger
 from matplotlib.figure import Figure
 
 from scalejax import plots
+from scalejax.layout import BatchSplit, Layout
+from scalejax.search import Candidate
+from scalejax.transformer_program import Strategy
 from scalejax.validation import RowResult, read_ledger
 
 
@@ -58,6 +62,31 @@ def test_the_title_counts_what_is_left_out(figure: Figure):
     title = figure.axes[0].get_title()
 
     assert title.startswith("ledger.csv: predicted against measured\n4 rows; 1 without")
+
+
+@pytest.mark.parametrize("slowest", [1.02, 1.5, 4, 6, 20, 250, 400, 1e4, 1e6])
+def test_times_of_strategies_are_named_without_meeting(
+    slowest: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Near or far apart: at least two names, none over another."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    strategy = Strategy(split=BatchSplit(global_batch=1, layout=Layout()))
+    few = [
+        Candidate(strategy=strategy, step_seconds=0.0137 * slowest**share, peak_memory_bytes=2**30)
+        for share in (0, 0.5, 1)
+    ]
+
+    plots.save_pareto(few, path=Path("p.png"), title="gpt")
+
+    drawn[0].canvas.draw()
+    axis = drawn[0].axes[0].xaxis
+    low, high = axis.get_view_interval()
+    labels = [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.x0)
+    assert len({label.get_text() for label in labels}) == len(labels) >= 2
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+    assert not axis.get_minorticklabels()
 
 
 def test_the_axes_fill_the_figure(figure: Figure):

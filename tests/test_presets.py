@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
-from scalejax.config import load_config, with_fields
+from scalejax.config import given_model_name, load_config, with_fields
 from scalejax.data_config import (
     MaskedTokensConfig,
     SyntheticImagesConfig,
@@ -16,7 +16,7 @@ from scalejax.data_config import (
 from scalejax.errors import ConfigError
 from scalejax.model_config import BertConfig, GptConfig, LlamaConfig
 from scalejax.models import BatchNormScope, build_network
-from scalejax.presets import PRESETS, published_model
+from scalejax.presets import PRESETS, costed_note, published_model
 
 RUN = """
 [model]
@@ -68,6 +68,30 @@ def test_a_run_may_name_a_published_network(tmp_path):
     assert given == GptConfig(layers=2, hidden=12_288, heads=96)
     assert isinstance(flagged, LlamaConfig)
     assert (flagged.layers, flagged.kv_heads, flagged.remat) == (2, 8, "selective")
+
+
+def test_what_is_costed_other_than_published_is_said(tmp_path):
+    """Data of its own, or float32; nothing where both are as published, or a network has no
+    published name."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(name="gpt3-175b"))
+    published = {
+        "data.vocabulary": 50_257, "data.tokens": 2048, "model.compute_dtype": "bfloat16",
+    }  # fmt: skip
+
+    def note(**changed):
+        overrides = {**published, **changed}
+        config = load_config(path, overrides)
+        return costed_note(given_model_name(path, overrides), config.model, facts(config.data))
+
+    assert note() is None
+    assert note(**{"model.name": "gpt", "data.tokens": 8}) is None
+    assert (
+        note(**{"model.compute_dtype": "float32"}) == "costs vocabulary 50257, tokens 2048, float32"
+    )
+    assert note(**{"data.tokens": 1024}) == (
+        "costs vocabulary 50257, tokens 1024 (published: 2048), bfloat16"
+    )
 
 
 def test_a_published_network_of_the_default_size_keeps_what_is_given(tmp_path):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from scalejax.profile import (
     profile_function,
     profile_many,
 )
-from scalejax.profile.target import target_for
+from scalejax.profile.target import Backend, target_for
 from scalejax.program import Loop, Program
 
 DEVICES = 256
@@ -59,14 +60,25 @@ def resolved(name: str, device_count: int = DEVICES, **tables) -> ResolvedRun:
     return resolve(build(RunConfig, {**BASE, **RUNS[name], **tables}), device_count)
 
 
-@pytest.fixture(scope="module", params=["cuda", "cpu"])
-def programs(request) -> dict[str, Program]:
-    """The programs of all runs for 256 H100, by one of the compilers."""
-    if request.param == "cuda" and not has_cuda_compiler():
-        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
+@pytest.fixture(scope="module")
+def programs_by_backend() -> dict[str, dict[str, Program]]:
+    """The programs of all runs for 256 H100, by every compiler that is here, side by side."""
+    backends: list[Backend] = ["cuda", "cpu"] if has_cuda_compiler() else ["cpu"]
     jobs = [ProfileJob(run=resolved(name), cluster=load_cluster("dgx-h100")) for name in RUNS]
-    done = profile_many(jobs, cache=None, backend=request.param)
-    return dict(zip(RUNS, done, strict=True))
+    with ThreadPoolExecutor() as pool:
+        done = pool.map(lambda each: profile_many(jobs, cache=None, backend=each), backends)
+        return {
+            backend: dict(zip(RUNS, programs, strict=True))
+            for backend, programs in zip(backends, done, strict=True)
+        }
+
+
+@pytest.fixture(scope="module", params=["cuda", "cpu"])
+def programs(request, programs_by_backend) -> dict[str, Program]:
+    """The programs of all runs for 256 H100, by one of the compilers."""
+    if request.param not in programs_by_backend:
+        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
+    return programs_by_backend[request.param]
 
 
 def mlp_products(samples: int) -> int:

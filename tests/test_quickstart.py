@@ -75,7 +75,7 @@ def test_tour_does_not_write_over_anything(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "mine.txt").write_text("mine")
 
     assert main(["quickstart", "--folder", str(tmp_path)]) == 2
-    assert "must be new or empty" in capsys.readouterr().err
+    assert "must be new or empty" in " ".join(capsys.readouterr().err.split())
 
 
 def test_no_seeds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

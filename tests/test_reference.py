@@ -1,5 +1,9 @@
 """Promises of the list of fields."""
 
+import pytest
+
+from scalejax.cli import main
+from scalejax.presets import PRESETS
 from scalejax.reference import run_reference
 
 
@@ -25,3 +29,18 @@ def test_every_kind_of_a_table_is_listed():
     assert sum(title.startswith("[data]") for title in titles) == 5
     assert sum(title.startswith("[optimizer]") for title in titles) == 4
     assert titles[0] == "at the top"
+
+
+def test_published_names_are_listed_after_the_models(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Each on a line of its own, before the data; all within 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["config", "fields"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line]
+    first_data = next(at for at, line in enumerate(lines) if line.startswith("[data]"))
+    assert set(PRESETS) <= {line.split()[0] for line in lines[:first_data] if line}
+    assert names.count("llama3-8b") == 1
+    assert max(map(len, lines)) <= 80

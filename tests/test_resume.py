@@ -68,7 +68,12 @@ def start(run_file, folder, mode="new", *place):
     """Start a worker that trains into `folder`."""
     return subprocess.Popen(
         [sys.executable, WORKER, run_file, folder, mode, *map(str, place)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1])},
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
+            "PYTHONPATH": str(WORKER.parents[1]),
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -115,10 +120,10 @@ def weights(run_file, folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(run_file, tmp_path_factory):
-    """The folder of the run that nothing happened to."""
+    """The folder of the run that nothing happened to, trained in this process."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    finish(start(run_file, folder))
-    assert len(RunRecord.load(folder).training) == STEPS
+    record = train(load_config(run_file), folder, device_count=4, reporter=Silent())
+    assert len(record.training) == STEPS
     return folder
 
 

@@ -12,7 +12,8 @@ from tyro.conf import Positional, arg
 
 from scalejax import documents, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
-from scalejax.config import load_config
+from scalejax.config import given_model_name, load_config
+from scalejax.data_config import facts
 from scalejax.errors import (
     ConfigError,
     UnknownHardware,
@@ -22,6 +23,7 @@ from scalejax.errors import (
 )
 from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
 from scalejax.jax_platform import choose_platform
+from scalejax.presets import costed_note
 from scalejax.program import Program
 
 
@@ -50,9 +52,13 @@ class Predict(RunFileCommand):
         from scalejax.scaling_study import study
         from scalejax.trace_export import write_trace
 
+        documents.require_writable("json", self.json)
+        documents.require_writable("trace", self.trace)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         counts = parse_counts(self.devices)
+        name = given_model_name(self.run_file, overrides)
+        costed = costed_note(name, config.model, facts(config.data))
         programs: list[Program] = []
         with waiting.compiling(len(set(counts))) as on_case:
             prediction = study(
@@ -60,6 +66,7 @@ class Predict(RunFileCommand):
                 cluster,
                 counts,
                 self.scaling,
+                notes=(costed,) if costed else (),
                 on_case=on_case,
                 on_program=programs.append,
             )
@@ -69,7 +76,7 @@ class Predict(RunFileCommand):
             print(f"wrote {self.trace}; ui.perfetto.dev opens it")
         if self.json is not None:
             documents.save(prediction, self.json)
-            print(f"wrote {self.json}; scalejax report {self.json} draws it")
+            print(f"wrote {self.json}; scalejax report draws it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +108,8 @@ class Explain(RunFileCommand):
         from scalejax.recorded_trace import recorded_trace
         from scalejax.trace_export import write_trace
 
+        for name in ("output", "json", "trace_output"):
+            documents.require_writable(name, getattr(self, name))
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
@@ -149,7 +158,9 @@ class Hardware:
 class Calibrate:
     """Measure the devices here, as a cluster to predict with."""
 
-    from_: Annotated[tuple[Path, ...], arg(name="from", metavar="RUN RUN ...")] = ()
+    from_: Annotated[
+        tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
+    ] = ()
     """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
     """What --from fits: a name or a TOML file. By default what was measured here before."""
@@ -164,6 +175,7 @@ class Calibrate:
         from scalejax.profile.cache import user_folder
 
         here = user_folder() / "this-machine"
+        documents.require_writable_folder("output", self.output or here)
         if self.from_:
             self._fit(here)
         else:
@@ -220,6 +232,8 @@ class Validate:
         from scalejax.plots import require_plot_format, save_scatter
         from scalejax.validation import compile_cases, read_ledger, validation
 
+        documents.require_writable("json", self.json)
+        documents.require_writable("plot", self.plot)
         if self.plot is not None:
             require_plot_format("plot", self.plot)
         rows = read_ledger(self.ledger)

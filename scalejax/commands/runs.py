@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax import tables
+from scalejax import documents, tables
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.jax_platform import choose_platform
@@ -62,6 +62,7 @@ class Report:
         """Read the sources and write the page."""
         from scalejax.report import write_report
 
+        documents.require_writable("output", self.output)
         write_report(self.sources, self.output)
         print(f"wrote {self.output}")
 
@@ -85,9 +86,10 @@ class ConfigFields:
 
     def execute(self) -> None:
         """Print the reference."""
+        from scalejax.presets import PRESETS
         from scalejax.reference import run_reference
 
-        tables.show(tables.reference(run_reference()))
+        tables.show(tables.reference(run_reference(), PRESETS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,7 @@ class SchedulePlot(RunFileCommand):
         """Resolve the run and draw its schedule."""
         from scalejax.plots import save_schedule
 
+        documents.require_writable("output", self.output)
         run = _resolve_here(load_config(self.run_file, overrides), self.devices)
         rates = _learning_rates(run)
         save_schedule(rates, steps_per_epoch=run.steps_per_epoch, path=self.output)

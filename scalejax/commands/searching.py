@@ -5,15 +5,19 @@ Starts without JAX, and imports it when it runs.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
 from scalejax.config import load_config
-from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.errors import DoesNotFit, require_at_least
 from scalejax.layout import MODEL_AXES
+from scalejax.search import Found
 from scalejax.transformer_program import Strategy
+
+if TYPE_CHECKING:
+    from scalejax.searched_run import SearchReport
 
 _OPEN: Overrides = {
     **{f"layout.{axis}": 1 for axis in MODEL_AXES},
@@ -59,9 +63,15 @@ class Search(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Search, compile the winners, print the table, write the figures."""
         from scalejax import search_tables
-        from scalejax.plots import save_pareto
-        from scalejax.searched_run import report_search, search_run
+        from scalejax.searched_run import (
+            left_out_notes,
+            report_search,
+            search_run,
+            shape_of,
+        )
 
+        documents.require_writable("json", self.json)
+        documents.require_writable_folder("output", self.output)
         require_at_least("top", self.top, 1)
         require_at_least("confirm", self.confirm, 0)
         if self.price_per_device_hour is not None:
@@ -69,8 +79,6 @@ class Search(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         config = load_config(self.run_file, {**overrides, **_OPEN})
-        if self.output is not None:
-            _make_folder(self.output)
         with waiting.searching() as on_progress:
             found = search_run(
                 config,
@@ -81,7 +89,8 @@ class Search(RunFileCommand):
                 on_progress=on_progress,
             )
         if not found.ranked:
-            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title))
+            notes = left_out_notes(shape_of(config, cluster.chip), counts)
+            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, notes))
         with waiting.compiling(min(self.confirm, self.top)) as on_case:
             report = report_search(
                 config,
@@ -94,6 +103,12 @@ class Search(RunFileCommand):
                 on_case=on_case,
             )
         tables.show(search_tables.searched(report))
+        self._write(report, found)
+
+    def _write(self, report: "SearchReport", found: Found) -> None:
+        """The figures and the plot, where they were asked for."""
+        from scalejax.plots import save_pareto
+
         for path in (self.json, self.output and self.output / "search.json"):
             if path is not None:
                 documents.save(report, path)
@@ -103,26 +118,18 @@ class Search(RunFileCommand):
             save_pareto(found.ranked, path=plot, title=report.title)
             print(f"wrote {plot}")
 
-    def _nothing_fits(self, nearest: tuple[Strategy, float] | None, title: str) -> str:
-        """No answer as an answer: how far it is."""
-        if nearest is None:
-            return f"no strategy divides network and samples evenly over {self.devices} devices."
+    def _nothing_fits(
+        self, nearest: tuple[Strategy, float] | None, title: str, notes: tuple[str, ...]
+    ) -> str:
+        """No answer as an answer: how far it is, and what was not searched."""
         from scalejax.searched_run import in_words
 
-        strategy, ratio = nearest
-        return (
-            f"no strategy fits {self.devices} devices of {title}; "
-            f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
-        )
-
-
-def _make_folder(path: Path) -> None:
-    """Have a folder to write to, before the work is done that it is for.
-
-    Raises:
-        ConfigError: if it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(refusal("output", str(path), f"it must be a folder ({error})")) from error
+        if nearest is None:
+            answer = f"no strategy divides network and samples evenly over {self.devices} devices."
+        else:
+            strategy, ratio = nearest
+            answer = (
+                f"no strategy fits {self.devices} devices of {title}; "
+                f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
+            )
+        return "\n".join((answer, *(f"{note}." for note in notes)))

@@ -15,15 +15,11 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks, through_blocks
-from scalejax.models.network import Network, PartitionRules
-from scalejax.models.placement import (
-    placed_between,
-    placed_for_head,
-    placed_for_layer,
-    placed_residual,
-)
-from scalejax.models.sharded import gathered, linear, looked_up
+from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks
+from scalejax.models.causal import TOKENS, CausalNetwork
+from scalejax.models.network import PartitionRules
+from scalejax.models.placement import placed_between
+from scalejax.models.sharded import linear
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -31,11 +27,10 @@ INIT_STD = 0.02
 
 QKV, UP = P(FSDP, None, TENSOR, None), P(FSDP, TENSOR)
 PROJECTION = DOWN = P((TENSOR, FSDP), None)
-TOKENS, PLACES = P(TENSOR, FSDP), P(None, FSDP)
-"""How matrices are split. Over tensor as in Megatron (arXiv 1909.08053): heads, inner width and
-vocabulary, so that each half of a block needs one sum over it. Over fsdp the first dimension,
-whose parts are gathered without being transposed; of embeddings the width, which is more often
-divisible."""
+PLACES = P(None, FSDP)
+"""How matrices are split. Over tensor as in Megatron (arXiv 1909.08053): heads and inner width,
+so that each half of a block needs one sum over it. Over fsdp the first dimension, whose parts are
+gathered without being transposed; of places the width, as of tokens."""
 
 
 class Attention(nnx.Module):
@@ -120,15 +115,12 @@ class Block(PreNormBlock):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
 
-class Gpt(Network):
-    """Embeddings of tokens and places, blocks, and the token embedding again as output layer, or
-    one of its own.
+class Gpt(CausalNetwork):
+    """A causal network with embeddings of places.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its
     code (github.com/openai/gpt-2), without dropout.
     """
-
-    stacked = ("blocks",)
 
     def __init__(self, config: GptConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
@@ -151,21 +143,9 @@ class Gpt(Network):
         if not self.is_tied:
             self.output = embedding(dataset.classes)
 
-    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
-        # Gathered over fsdp here, once: both ends of the network may use the token embedding.
-        tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
-        places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
-        x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
-        x_BSD = placed_residual(x_BSD + places_SD[None, : inputs.shape[1]])
-        x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
-        output_VD = tokens_VD
-        if not self.is_tied:
-            output_VD = gathered(self.output.embedding[...].astype(self.dtype), TOKENS)
-        # In the compute type, and widened for the loss: so are the products of their gradients.
-        normalised_BSD = placed_for_head(self.norm(x_BSD))
-        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
-        return placed_for_head(logits_BSV).astype(jnp.float32)
+    def _positioned(self, x_BSD: jax.Array) -> jax.Array:
+        places_SD = self._table(self.places, PLACES)
+        return x_BSD + places_SD[None, : x_BSD.shape[1]]
 
     @staticmethod
     def partition_rules() -> PartitionRules:

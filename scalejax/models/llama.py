@@ -16,15 +16,11 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, LlamaConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks, through_blocks
-from scalejax.models.network import Network, PartitionRules
-from scalejax.models.placement import (
-    placed_between,
-    placed_for_head,
-    placed_for_layer,
-    placed_residual,
-)
-from scalejax.models.sharded import gathered, linear, looked_up
+from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks
+from scalejax.models.causal import TOKENS, CausalNetwork
+from scalejax.models.network import PartitionRules
+from scalejax.models.placement import placed_between
+from scalejax.models.sharded import linear
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -34,7 +30,6 @@ configs)."""
 QKV = P(FSDP, TENSOR, None, None)
 PROJECTION = DOWN = P((TENSOR, FSDP), None)
 GATED = P(FSDP, None, TENSOR)
-TOKENS = P(TENSOR, FSDP)
 """How matrices are split: as those of gpt, heads of queries with their head of keys and values."""
 
 
@@ -123,16 +118,14 @@ class Block(PreNormBlock):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
 
-class Llama(Network):
-    """Embeddings of tokens, blocks, and an output layer of its own, or the embedding again.
+class Llama(CausalNetwork):
+    """A causal network whose blocks see to the places of tokens.
 
     Left out: the stretched angles by which Llama 3.1 reads more tokens than it was trained on
     (a table of K / 2 numbers, no work).
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
     """
-
-    stacked = ("blocks",)
 
     def __init__(self, config: LlamaConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         self.dtype = jnp.dtype(config.compute_dtype)
@@ -148,20 +141,6 @@ class Llama(Network):
         self.norm = _rms_norm(config, rngs)
         if not self.is_tied:
             self.output = embedding()
-
-    def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
-        tokens_VD = gathered(self.tokens.embedding[...].astype(self.dtype), TOKENS)
-        x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
-        x_BSD = placed_residual(x_BSD)
-        x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
-        output_VD = tokens_VD
-        if not self.is_tied:
-            output_VD = gathered(self.output.embedding[...].astype(self.dtype), TOKENS)
-        # In the compute type, and widened for the loss: so are the products of their gradients.
-        normalised_BSD = placed_for_head(self.norm(x_BSD))
-        logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
-        return placed_for_head(logits_BSV).astype(jnp.float32)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -6,7 +6,7 @@ network of JAX, no compiler, no files.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +14,7 @@ from scalejax.cost import memory_verdict
 from scalejax.errors import DoesNotFit, require_at_least
 from scalejax.hardware import Chip, Cluster
 from scalejax.search.costs import Candidate, StrategyCosts, workspace_bytes
-from scalejax.search.groups import Group, groups, strategies
+from scalejax.search.groups import Group, groups, left_out, strategies
 from scalejax.transformer_program import (
     Held,
     Strategy,
@@ -28,6 +28,8 @@ __all__ = [
     "Found",
     "Objective",
     "StrategyCosts",
+    "distinct",
+    "left_out",
     "losses",
     "pareto",
     "search",
@@ -39,6 +41,8 @@ Objective = Literal["time", "cost", "memory"]
 """What is least: the time of a step, device-hours (or their price) of a sample, memory."""
 
 _TOLD_EVERY = 500  # groups of strategies
+_ALIKE = 1e-3
+"""Of a step, what is no difference."""
 
 
 OnProgress = Callable[[int, int], None]
@@ -124,6 +128,38 @@ def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(front)
 
 
+def distinct(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Each way to spread the step once, in order.
+
+    Of strategies that differ in their ZeRO stage alone, and in time by less than a thousandth,
+    the one that needs least memory stands where the first of them stood.
+    """
+    kept: list[Candidate] = []
+    places: dict[Hashable, list[int]] = {}
+    for each in ranked:
+        same = places.setdefault(_way(each.strategy), [])
+        for place in same:
+            other = kept[place]
+            if abs(each.step_seconds - other.step_seconds) < _ALIKE * other.step_seconds:
+                if each.peak_memory_bytes < other.peak_memory_bytes:
+                    kept[place] = each
+                break
+        else:
+            same.append(len(kept))
+            kept.append(each)
+    return tuple(kept)
+
+
+def _way(strategy: Strategy) -> Hashable:
+    """All of a strategy but its ZeRO stage."""
+    return (
+        strategy.split,
+        strategy.recompute,
+        strategy.sequence_parallel,
+        strategy.pipeline_chunks,
+    )
+
+
 def losses(
     own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
@@ -138,7 +174,7 @@ def losses(
     mine, winners = dict(own), dict(best)
     names = dict.fromkeys((*mine, *winners))
     changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
-    least = 1e-3 * math.fsum(winners.values())
+    least = _ALIKE * math.fsum(winners.values())
     return tuple(sorted((each for each in changes if abs(each[1]) > least), key=lambda e: -e[1]))
 
 

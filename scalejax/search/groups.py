@@ -1,7 +1,7 @@
 """Every way to divide network, samples and devices evenly; nothing of memory and time."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,9 +81,25 @@ def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Ite
                     yield Group(layout, microbatches, recompute, parallel, stages, chunks)
 
 
+def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the tensor axis that divide devices and blocks, but not the vocabulary."""
+    sizes = {
+        tensor
+        for count in device_counts
+        for tensor in _divisors(math.gcd(count, *_divided(shape)))
+        if shape.vocabulary % tensor
+    }
+    return tuple(sorted(sizes))
+
+
+def _divided(shape: TransformerShape) -> tuple[int, ...]:
+    """What the tensor axis divides of a block."""
+    return shape.heads, shape.kv_heads, shape.ffn_hidden
+
+
 def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
     """Devices along each axis, where they divide the network and the samples."""
-    divided = (shape.heads, shape.kv_heads, shape.ffn_hidden, shape.vocabulary)
+    divided = (*_divided(shape), shape.vocabulary)
     for pipeline in _divisors(math.gcd(device_count, shape.layers)):
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):

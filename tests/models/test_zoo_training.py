@@ -27,14 +27,6 @@ NETWORKS = {
 """Options, and pixels of an image."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiler():
-    """Compiling is most of these tests; how well the code is optimised is not their matter."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def data_of(image_size: int | None) -> dict[str, Any]:
     """Eight examples to train on."""
     counts = {"train_examples": EXAMPLES, "test_examples": 2}

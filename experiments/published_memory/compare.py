@@ -1,0 +1,80 @@
+"""Predicted beside published peak memory of Llama 3.1 trained by torchtitan.
+
+    python experiments/published_memory/compare.py
+
+Reads `../shared/ledger/step_times.csv` beside this checkout for what was run. Programs come from
+the archive of `scalejax.validation`; nothing is compiled.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalejax.units import GIB
+from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
+
+LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
+PUBLISHED_GIB = {
+    # pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bfdb7: tables 1 to 4
+    ("titan_llama8b_eager", 8): 82.4,
+    ("titan_llama8b_torch.compile", 8): 77.0,
+    ("titan_llama8b_torch.compile_Float8", 8): 76.8,
+    ("titan_llama8b_eager", 128): 67.0,
+    ("titan_llama8b_torch.compile", 128): 62.0,
+    ("titan_llama8b_torch.compile_Float8", 128): 61.8,
+    ("titan_llama8b_cp", 8): 83.9,
+    ("titan_llama70b_2d", 256): 71.9,
+    ("titan_llama70b_2d_asynctp", 256): 67.6,
+    # the same, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md at 1af29373a0
+    ("titan_llama8b_h200", 32): 47.96,
+    ("titan_llama8b_h200", 64): 46.97,
+}
+"""Most memory of a device, by case of the ledger and devices: what PyTorch's allocator had
+reserved, without the driver's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published run."""
+
+    run: LedgerRow
+    """What was run."""
+    predicted_gib: float
+    """The peak of the compiled step, without what the chip's runtime takes."""
+    published_gib: float
+    """What was published."""
+
+    @property
+    def error(self) -> float:
+        """(predicted - published) / published."""
+        return self.predicted_gib / self.published_gib - 1
+
+
+def compared() -> Iterator[Row]:
+    """Every row whose memory was published."""
+    runs = [run for run in read_ledger(LEDGER) if (run.case_id, run.device_count) in PUBLISHED_GIB]
+    for case in compile_cases(runs, compiles=False):
+        if not isinstance(case, Skipped):
+            yield Row(
+                run=case.row,
+                predicted_gib=case.program.memory.peak_bytes / GIB,
+                published_gib=PUBLISHED_GIB[case.row.case_id, case.row.device_count],
+            )
+
+
+def main() -> None:
+    """Print one Markdown row for each run."""
+    if not LEDGER.exists():
+        sys.exit(f"{LEDGER} is not there; it says what was run.")
+    print("| run | devices | recompute | predicted GiB | published GiB | error |")
+    print("|---|---|---|---|---|---|")
+    for row in compared():
+        print(
+            f"| {row.run.case_id} | {row.run.device_count} | {row.run.work.recompute} | "
+            f"{row.predicted_gib:.1f} | {row.published_gib:.1f} | {row.error:+.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

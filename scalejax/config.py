@@ -110,8 +110,11 @@ def _require_divisible_blocks(config: RunConfig) -> None:
         accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
         raise ConfigError(refusal("model.attention", model.attention, accepted))
     stages, chunks = layout.pipeline, layout.pipeline_chunks
-    require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
+    if model.layers < stages:
+        accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
+        raise ConfigError(refusal("model.layers", model.layers, accepted))
     if chunks > 1:
+        require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
         microbatches = config.batch.microbatches
         require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
     (tokens, *_) = facts(config.data).input_shape

@@ -86,6 +86,16 @@ def fill_data_axis(device_count: int, **others: int) -> Layout:
     return Layout(data=device_count // taken, **others)
 
 
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline: as equal as can be, the first ones one more than others.
+
+    The last ones are short, for the last one has the output layer besides wherever stages do not
+    share it.
+    """
+    least, long_stages = divmod(layers, stages)
+    return (least + 1,) * long_stages + (least,) * (stages - long_stages)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
     """How the samples of one optimizer update are divided over devices and in time."""

@@ -213,7 +213,7 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
 @pytest.mark.parametrize(
     ("fields", "refusal"),
     [
-        ({"layout.pipeline": 3}, r"model\.layers=4 .* layout\.pipeline\*chunks=3"),
+        ({"layout.pipeline": 5}, r"model\.layers=4 .* layout\.pipeline=5 .* at least 5"),
         ({"layout.pipeline": 2, "layout.pipeline_chunks": 4}, "nearest: 8"),
         (
             {"layout.pipeline": 2, "layout.pipeline_chunks": 2, "batch.microbatches": 3},

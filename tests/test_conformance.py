@@ -70,6 +70,11 @@ ZOO = {
     },
 }
 """The networks that take long to compile: one optimizer each, and most rows slow."""
+DEEPER = {
+    "gpt of 6 blocks": {**MODELS["gpt"], "model": {**MODELS["gpt"]["model"], "layers": 6}},
+    "llama of 3 blocks": {**ZOO["llama"], "model": {**ZOO["llama"]["model"], "layers": 3}},
+}
+"""Networks whose blocks the stages of `UNEVEN` do not divide."""
 DATA = {
     "images": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8},
     "tokens": {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 32},
@@ -120,6 +125,29 @@ HYBRIDS = {
 }
 """Layouts of transformers alone, with their microbatches; the first few are run by default."""
 QUICK_HYBRIDS = 7
+UNEVEN = {
+    "2, 2, 1 and 1": ("gpt of 6 blocks", {"data": 1, "pipeline": 4}, 4),
+    "2 and 1, data=2 x tensor=2": ("llama of 3 blocks", {"data": 2, "tensor": 2, "pipeline": 2}, 4),
+    "2, 2, 1 and 1, fsdp=2": ("gpt of 6 blocks", {"data": 1, "fsdp": 2, "pipeline": 4}, 2),
+    "2, 2, 1 and 1, ZeRO 1": (
+        "gpt of 6 blocks",
+        {"data": 2, "pipeline": 4, "zero_stage": 1},
+        2,
+    ),
+    "2 and 1, fsdp=2 x tensor=2": (
+        "llama of 3 blocks",
+        {"data": 1, "fsdp": 2, "tensor": 2, "pipeline": 2},
+        4,
+    ),
+    "2 and 1, context=2 x tensor=2": (
+        "llama of 3 blocks",
+        {"data": 1, "tensor": 2, "context": 2, "pipeline": 2, "sequence_parallel": True},
+        2,
+    ),
+}
+"""Blocks of the stages of a pipeline, unlike: network, layout and microbatches; the first two are
+run by default."""
+QUICK_UNEVEN = 2
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
 
 
@@ -127,7 +155,7 @@ def run_of(
     model: str, optimizer: str, layout: dict[str, Any], microbatches: int = 1
 ) -> ResolvedRun:
     """A small run of five updates."""
-    about = {**MODELS, **ZOO}[model]
+    about = {**MODELS, **ZOO, **DEEPER}[model]
     data = DATA[about["data"]]
     tables = {
         "model": about["model"],
@@ -177,10 +205,12 @@ def initial_state(model: str, optimizer: str) -> TrainState:
     return jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout, jax.local_devices())))
 
 
-def train(run: ResolvedRun, updates: int = UPDATES) -> tuple[np.ndarray, TrainState]:
-    """Losses of the updates, and the state after them."""
+def train(
+    run: ResolvedRun, updates: int = UPDATES, model: str | None = None
+) -> tuple[np.ndarray, TrainState]:
+    """Losses of the updates, and the state after them; `model` where its name is not its key."""
     step = build_step(run, build_mesh(run.layout))
-    initial = initial_state(run.config.model.name, run.config.optimizer.name)
+    initial = initial_state(model or run.config.model.name, run.config.optimizer.name)
     state = jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), initial, step.state
     )
@@ -192,9 +222,11 @@ def train(run: ResolvedRun, updates: int = UPDATES) -> tuple[np.ndarray, TrainSt
     return np.asarray(losses), state
 
 
-def trained(run: ResolvedRun, updates: int = UPDATES) -> tuple[np.ndarray, list[np.ndarray]]:
+def trained(
+    run: ResolvedRun, updates: int = UPDATES, model: str | None = None
+) -> tuple[np.ndarray, list[np.ndarray]]:
     """Losses of the updates, and all parameters and statistics after them."""
-    losses, state = train(run, updates)
+    losses, state = train(run, updates, model)
     leaves = jax.tree.leaves((state.params, state.model_state))
     return losses, [np.asarray(leaf) for leaf in leaves]
 
@@ -205,7 +237,7 @@ def on_one_device(model: str, optimizer: str, bn_group_size: int | None, microba
     layout: dict[str, Any] = {"data": 1}
     if bn_group_size is not None:
         layout |= {"bn_scope": "local", "bn_group_size": bn_group_size}
-    return trained(run_of(model, optimizer, layout, microbatches))
+    return trained(run_of(model, optimizer, layout, microbatches), model=model)
 
 
 def assert_same(run: Any, reference: Any, rtol: float = RTOL) -> None:
@@ -270,6 +302,21 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
     run = run_of(model, "adamw", axes, microbatches)
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        pytest.param(blocks, marks=[] if index < QUICK_UNEVEN else [pytest.mark.slow])
+        for index, blocks in enumerate(UNEVEN)
+    ],
+)
+def test_uneven_stages_train_what_one_device_trains(blocks):
+    """Though some stages have a block less than others, and compute it all the same."""
+    model, axes, microbatches = UNEVEN[blocks]
+    run = run_of(model, "adamw", axes, microbatches)
+
+    assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
 def zoo_table() -> list[Any]:

@@ -277,6 +277,16 @@ def test_an_exchange_that_no_rule_asks_for_is_named(kind, axes, size, stride):
     assert found.reason
 
 
+def test_blocks_dealt_to_unequal_stages_are_said_to_be():
+    """At each step, because the layers are no multiple of the stages."""
+    odd = exchange("all_to_all", ("pipeline",), 4, 4, 10**9, name="deal")
+
+    program = program_of(PRODUCT, odd, axes=(("pipeline", 4), *MESH[1:]))
+    (found,) = explain(program, CLUSTER).unexpected
+
+    assert "dealt blocks that equal stages" in found.reason
+
+
 @pytest.mark.parametrize(
     ("kind", "axes", "size", "stride"),
     [

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalejax.errors import ConfigError
-from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis
+from scalejax.layout import BatchSplit, Layout, bn_group_count, fill_data_axis, stage_layers
 
 
 def test_devices_are_the_product_of_the_axes():
@@ -59,6 +59,17 @@ def test_no_sample_is_lost_or_seen_twice(data, fsdp, tensor, microbatches, micro
 
     assert split.microbatch == microbatch
     assert split.per_device_batch * layout.batch_shards == global_batch
+
+
+@given(layers=st.integers(1, 200), stages=st.integers(1, 64))
+def test_stages_hold_all_layers_and_none_a_second_more_than_another(layers, stages):
+    """10 layers over 4 stages are 3, 3, 2 and 2."""
+    held = stage_layers(layers, stages)
+
+    assert stage_layers(10, 4) == (3, 3, 2, 2)
+    assert (len(held), sum(held)) == (stages, layers)
+    assert max(held) - min(held) <= 1
+    assert list(held) == sorted(held, reverse=True)
 
 
 def test_local_statistics_are_those_of_one_device():

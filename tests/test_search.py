@@ -98,10 +98,18 @@ def test_attention_over_context_is_not_fused():
     assert one.memory == other.memory
 
 
-@pytest.mark.parametrize("compute_dtype", ["bfloat16", "float8"])
-def test_numbers_are_those_of_predict(compute_dtype):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, compute_dtype="float8"),
+        replace(SHAPE, layers=7),
+        replace(SHAPE, layers=7, vocabulary=1024),
+    ],
+    ids=["even", "float8", "the last of unequal stages sets the pace", "the first of them"],
+)
+def test_numbers_are_those_of_predict(shape: TransformerShape):
     """To rounding, over the whole ranking; and so are the terms."""
-    shape = dataclasses.replace(SHAPE, compute_dtype=compute_dtype)
     found = search(shape, CLUSTER, (16,), 32)
     costs = StrategyCosts(shape, CLUSTER)
     for each in found.ranked[:: len(found.ranked) // 25]:
@@ -288,7 +296,7 @@ def test_winner_is_a_run_that_can_be_trained(tmp_path: Path):
     path.write_text(RUN)
     config = load_config(path)
     shape = shape_of(config, CLUSTER.chip)
-    for each in strategies(shape, 4, 8):
+    for each in (*strategies(shape, 4, 8), *strategies(shape, 3, 6)):
         run = run_of(config, each)
 
         assert (run.layout, run.split) == (each.layout, each.split)

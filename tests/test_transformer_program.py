@@ -1,5 +1,6 @@
 """The closed form of a transformer's step against the step itself, compiled for GPUs."""
 
+import dataclasses
 import functools
 from collections import Counter
 from statistics import median
@@ -16,9 +17,14 @@ from scalejax.layout import BatchSplit, Layout
 from scalejax.model_config import GptConfig
 from scalejax.predict import predict
 from scalejax.profile import ProfileJob, has_cuda_compiler, profile, profile_many
-from scalejax.program import Program
+from scalejax.program import Program, without_bubble
 from scalejax.searched_run import shape_of
-from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
+from scalejax.transformer_program import (
+    Strategy,
+    TransformerShape,
+    pieces,
+    transformer_program,
+)
 from scalejax.transformer_program.block import block_backward, block_forward
 
 CLUSTER = load_cluster("selene")
@@ -72,17 +78,24 @@ SLOW = MORE | {
 GRID = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
-_SPREAD = ("data", "fsdp", "tensor", "context", "zero_stage", "sequence_parallel")
+UNEVEN = {
+    "2 and 1, data and tensor": {"layers": 3, "pipeline": 2, "data": 2, "tensor": 2},
+    "2, 2, 1 and 1, fsdp": {"layers": 6, "pipeline": 4, "fsdp": 2},
+    "2, 2, 1 and 1, ZeRO 1": {"layers": 6, "pipeline": 4, "data": 2, "zero_stage": 1},
+}
+"""Blocks of the stages of a pipeline, all computed again; the first is run by default."""
+
+_SPREAD = ("data", "fsdp", "tensor", "context", "pipeline", "zero_stage", "sequence_parallel")
 
 
 def run_of(case: dict) -> ResolvedRun:
-    """Four samples on each device of a network of 4 blocks."""
+    """Four samples on each device of a network of 4 blocks, or so many."""
     case = {"data": 1, "zero_stage": 0, "remat": "none", "sequence_parallel": False, **case}
     spread = {name: value for name, value in case.items() if name in _SPREAD}
     tables = {
         "model": {
-            "name": "gpt", "layers": 4, "hidden": 256, "heads": 8, "remat": case["remat"],
-            "attention": case["attention"], "compute_dtype": "bfloat16",
+            "name": "gpt", "layers": case.get("layers", 4), "hidden": 256, "heads": 8,
+            "remat": case["remat"], "attention": case["attention"], "compute_dtype": "bfloat16",
         },
         "data": {"name": "synthetic_tokens", "tokens": 128, "vocabulary": 1024},
         "batch": {"per_device_batch": 4, "microbatches": case.get("microbatches", 1)},
@@ -95,6 +108,11 @@ def run_of(case: dict) -> ResolvedRun:
 
 def closed_form(run: ResolvedRun) -> Program:
     """The same run from its dimensions."""
+    return transformer_program(*dimensions(run))
+
+
+def dimensions(run: ResolvedRun) -> tuple[TransformerShape, Strategy]:
+    """Those of its network, and how it is spread."""
     model = run.config.model
     assert isinstance(model, GptConfig)
     strategy = Strategy(
@@ -103,8 +121,7 @@ def closed_form(run: ResolvedRun) -> Program:
         zero_stage=run.config.layout.zero_stage,
         sequence_parallel=run.config.layout.sequence_parallel,
     )
-    shape = shape_of(run.config, CLUSTER.chip)
-    return transformer_program(shape, strategy)
+    return shape_of(run.config, CLUSTER.chip), strategy
 
 
 def is_divided_thrice(run: ResolvedRun) -> bool:
@@ -171,6 +188,44 @@ def test_is_what_the_compiler_makes(name: str):
     assert own.memory.peak_bytes == pytest.approx(compiled.memory.peak_bytes, rel=0.15)
 
 
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if index else [])
+        for index, (name, case) in enumerate(UNEVEN.items())
+    ],
+)
+def test_uneven_stages_are_what_the_compiler_makes(case: dict):
+    """Their state to a thousandth; what is dealt out and summed once to 3 %, memory to 15 %, and
+    the products of the stage that sets the pace exactly.
+
+    Differences are those of the schedules. Stages share the logits where they train, and here the
+    last has them, which waits for a longer one; where they train the bubble is ticks of all, and
+    here what the other stages take.
+    """
+    case = {"remat": "full", "attention": "unfused", "microbatches": 4, **case}
+    run = run_of(case)
+    compiled, own = profile(run, CLUSTER, backend="cuda"), closed_form(run)
+    stages, microbatches, most = run.layout.pipeline, run.split.microbatches, 2
+    parts = pieces(*dimensions(run))
+    block = sum(each.flop for each in (*parts.forward, *parts.backward))
+    logits = sum(each.flop for each in parts.logits)
+
+    assert own.model_flop == compiled.model_flop
+    working, own_working = without_bubble(compiled).flop, without_bubble(own).flop
+    assert own_working == microbatches * most * block
+    assert working == own_working + microbatches * logits // stages
+    assert compiled.flop - working == (stages - 1) * most * block
+    assert own.flop - own_working == (case["layers"] - most) * block + logits
+    dealt = compiled.collective_bytes("all_to_all")
+    assert own.collective_bytes("all_to_all") == pytest.approx(dealt, rel=0.03)
+    summed = bytes_by_axes(compiled)[("data",)]
+    assert bytes_by_axes(own)[("data",)] == pytest.approx(summed, rel=0.03)
+    assert own.memory.argument_bytes == pytest.approx(compiled.memory.argument_bytes, rel=1e-3)
+    assert own.memory.peak_bytes == pytest.approx(compiled.memory.peak_bytes, rel=0.15)
+
+
 def strategy(samples: int = 1, microbatches: int = 1, **changed: object) -> Strategy:
     """So many samples on each device at a time, on the axes given."""
     axes = {name: changed.pop(name) for name in Layout().axis_sizes if name in changed}
@@ -219,6 +274,23 @@ def test_pipeline_is_as_long_as_all_its_microbatches_and_the_bubble():
     assert set(runs.values()) >= {8 + 3}
 
 
+def test_slowest_of_unequal_stages_sets_the_pace():
+    """3 blocks on 2 stages. A block of width 256 takes more than the logits of 1024 words: 8
+    microbatches of 2 blocks, and what the last stage does for one. It takes less than those of
+    8192: 8 of 1 block with logits, and 2 blocks before the first."""
+    runs = []
+    for words in (1024, 8192):
+        shape = dataclasses.replace(SMALL, layers=3, vocabulary=words)
+        program = transformer_program(shape, strategy(microbatches=8, pipeline=2))
+        found: Counter[str] = Counter()
+        for item, times in program.walk():
+            if item.kind == "matmul":
+                found[item.name.split(".bubble")[0]] += times
+        runs.append((found["forward.up"], found["logits.product"]))
+
+    assert runs == [(8 * 2 + 1, 1), (8 * 1 + 2, 8)]
+
+
 def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():
     """The first of 4 stages holds 4 inputs of its block, and more when interleaved."""
     one = transformer_program(SMALL, strategy(microbatches=8, recompute="full", pipeline=4))
@@ -230,7 +302,12 @@ def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():
 
 @pytest.mark.parametrize(
     ("changed", "message"),
-    [({"tensor": 3}, "heads"), ({"pipeline": 3}, "layers"), ({"context": 3}, "tokens")],
+    [
+        ({"tensor": 3}, "heads"),
+        ({"pipeline": 5}, "layers"),
+        ({"pipeline": 3, "pipeline_chunks": 2, "microbatches": 3}, "layers"),
+        ({"context": 3}, "tokens"),
+    ],
 )
 def test_axes_that_divide_nothing_are_refused(changed: dict, message: str):
     """Before anything is computed."""

@@ -4,16 +4,20 @@ Stages work on microbatches in turn, forward and backward, one of each at a time
 several rounds over chunks of their layers (interleaved). While the first microbatch is on its way
 to the last stage and the last one on its way back, a stage stands still for as long as all other
 stages take for one microbatch: the bubble, (p - 1) (t forward + t backward) / v for p stages of v
-chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). It is made part of the schedule, as
-a loop of p - 1 trips over the blocks of a stage, or of a chunk.
+chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Where stages are unlike, the longest
+sets the pace, and the bubble is what all others take. It is made part of the schedule, as loops
+over the blocks of other stages, or of a chunk.
 
-The stage is the last, which computes logits besides its blocks, and sets the pace. Left out: that
+The stage is the last, which computes logits besides its blocks, or another one that takes longer
+because the last holds fewer. Left out: that
 tied embeddings of the first stage and the last are summed with each other; that sending may
 overlap with compute. What a stage holds of the microbatches under way is one input for each block:
 everything else is computed again. With chunks a first stage holds more than is counted.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 
 from scalejax.errors import ConfigError, refusal, require_at_least
@@ -40,6 +44,8 @@ class Pipeline:
     """Groups of devices, each of which holds some of the layers."""
     chunks: int = 1
     """Parts of the layers of one stage, each with layers of other stages between them."""
+    layers: tuple[int, ...] | None = None
+    """Blocks of each stage, of one chunk each; None where all stages hold as many."""
     microbatches: int
     """Parts of the samples of a device group, one after the other."""
     boundary_bytes: int
@@ -51,18 +57,28 @@ class Pipeline:
         require_at_least("pipeline.stages", self.stages, 2)
         require_at_least("pipeline.chunks", self.chunks, 1)
         require_at_least("pipeline.microbatches", self.microbatches, 1)
+        if self.layers is not None and len(self.layers) != self.stages:
+            accepted = f"it must have an entry for each of {self.stages} stages"
+            raise ConfigError(refusal("pipeline.layers", self.layers, accepted))
 
 
-def pipelined(stage: Program, pipeline: Pipeline) -> Program:
-    """The step of a device of the last stage, bubble included.
+def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...] = ()) -> Program:
+    """The step of a device of the stage that sets the pace, bubble included.
+
+    A microbatch goes through all stages, and the others follow it through the slowest: t of the
+    step = sum over stages of t + (microbatches - 1) x largest t. Equal stages take that, and those
+    of which the last is the slowest; where first ones are, they begin more microbatches while they
+    wait, and the step is shorter by up to what others lack of their blocks.
 
     Args:
         stage: the step of the network with the layers of one stage, on the devices of one stage,
             in a loop over as many microbatches.
         pipeline: of which it is a stage.
+        last: what the last stage does for a microbatch besides its blocks, where that is not the
+            stage given.
 
     Raises:
-        ConfigError: if `stage` has no such loop.
+        ConfigError: if `stage` has no such loop, or none of the stages holds as many blocks.
     """
     loops = [item for item in stage.operations if isinstance(item, Loop)]
     fitting = [loop for loop in loops if loop.trip_count == pipeline.microbatches]
@@ -72,27 +88,14 @@ def pipelined(stage: Program, pipeline: Pipeline) -> Program:
         raise ConfigError(refusal("stage", stage.name, accepted))
     tensor = dict(stage.mesh_axes).get(TENSOR, 1)
     sent = sent_between_stages(pipeline, tensor, stage.device_count)
-    blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
-    chunk = tuple(_part(item, pipeline.chunks) for item in blocks)
     several = tuple(_numbered(sent, index) for index in range(pipeline.chunks))
     body = (*work.body, *(each for one in several for each in one))
-    schedule = (
-        replace(work, body=body),
-        Loop(
-            name=work.name + BUBBLE,
-            trip_count=pipeline.stages - 1,
-            body=(
-                *(repeated(item, BUBBLE) for item in chunk),
-                *_numbered(sent, pipeline.chunks),
-            ),
-        ),
-    )
+    schedule = (replace(work, body=body), *_bubble(work, pipeline, sent, last))
     operations = tuple(
         each for item in stage.operations for each in (schedule if item is work else (item,))
     )
     in_flight = min(pipeline.stages, pipeline.microbatches) - 1
-    layers = max((loop.trip_count for loop in blocks if isinstance(loop, Loop)), default=1)
-    held = in_flight * layers * pipeline.boundary_bytes
+    held = in_flight * _layers(work) * pipeline.boundary_bytes
     memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
     return replace(
         stage,
@@ -112,10 +115,39 @@ def _flop(loop: Loop) -> int:
     return loop.trip_count * inner
 
 
-def _part(item: Operation | Loop, chunks: int) -> Operation | Loop:
-    """A loop over the blocks of a stage, as over those of one chunk."""
+def _layers(work: Loop) -> int:
+    """Blocks of the stage whose microbatch `work` is; 1 where it does not loop over them."""
+    return max((item.trip_count for item in work.body if isinstance(item, Loop)), default=1)
+
+
+def _bubble(
+    work: Loop, pipeline: Pipeline, sent: tuple[Operation, ...], last: tuple[Operation, ...]
+) -> list[Loop]:
+    """What one microbatch takes in the other stages: a loop for those of as many blocks."""
+    own = _layers(work)
+    blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
+    others = Counter(pipeline.layers or (own,) * pipeline.stages)
+    if own not in others:
+        accepted = f"one of them must be the stage given, of {own} blocks"
+        raise ConfigError(refusal("pipeline.layers", pipeline.layers, accepted))
+    others[own] -= 1
+    loops = []
+    for index, (layers, stages) in enumerate((+others).items()):
+        suffix = (f".{index}" if index else "") + BUBBLE
+        part = Fraction(layers, own * pipeline.chunks)
+        passed = tuple(repeated(_shortened(item, part), suffix) for item in blocks)
+        handed_on = _numbered(sent, pipeline.chunks + index)
+        loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*passed, *handed_on)))
+    if last:
+        ends = tuple(repeated(item, BUBBLE) for item in last)
+        loops.append(Loop(name=f"{work.name}.last{BUBBLE}", trip_count=1, body=ends))
+    return loops
+
+
+def _shortened(item: Operation | Loop, part: Fraction) -> Operation | Loop:
+    """A loop over the blocks of a stage, as over a part of them."""
     if isinstance(item, Loop):
-        return replace(item, trip_count=max(1, round(item.trip_count / chunks)))
+        return replace(item, trip_count=max(1, round(item.trip_count * part)))
     return item
 
 

@@ -108,6 +108,8 @@ def _reason(exchange: Collective, program: Program, scattered: Set[tuple[str, ..
         return None  # the last stage's neighbour is the first: these two are no whole axis
     if not axes:
         return "its devices are no axis of the mesh: an array changes its sharding"
+    if exchange.name == "all_to_all" and axes == (PIPELINE,):
+        return "stages are dealt blocks that equal stages of one chunk hold already"
     if exchange.name == "all_to_all":
         return "no axis asks for one: an array changes its sharding"
     if exchange.name == "collective_permute":

@@ -6,6 +6,7 @@ parameters are split over a mesh; it knows no mesh, no batch size and no optimiz
 
 import importlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -21,6 +22,7 @@ from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.data_config import DatasetFacts
 from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.layout import PIPELINE
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
 from scalejax.models.placement import divisible
@@ -71,7 +73,8 @@ def parameter_path(path: tuple[Any, ...]) -> str:
 def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[str, int]) -> Any:
     """The tree of `PartitionSpec`s by which `rules` split a tree of parameters.
 
-    A dimension that its axes do not divide stays whole.
+    A dimension that its axes do not divide stays whole; the stages of a pipeline that do not divide
+    the layers divide another dimension then, so that each still holds no more than its share.
 
     Args:
         params_shapes: tree of arrays or of their shapes.
@@ -86,10 +89,30 @@ def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[s
         name = parameter_path(path)
         for pattern, rule in rules:
             if re.search(pattern, name):
-                return divisible(name, rule, leaf.shape, axis_sizes)
+                kept = divisible(name, rule, leaf.shape, axis_sizes)
+                if PIPELINE in rule and PIPELINE not in kept:
+                    return _over_stages(kept, leaf.shape, axis_sizes)
+                return kept
         return PartitionSpec()
 
     return tree_map_with_path(spec, params_shapes)
+
+
+def _over_stages(
+    kept: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
+) -> PartitionSpec:
+    """`kept`, the first dimension that the stages of a pipeline divide further split over them
+    too; one that is whole, if there is one."""
+    entries = [*kept, *[None] * (len(shape) - len(kept))]
+    split = [
+        () if each is None else each if isinstance(each, tuple) else (each,) for each in entries
+    ]
+    parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split]
+    for index in sorted(range(len(shape)), key=lambda index: parts[index] > 1):
+        if shape[index] % (parts[index] * axis_sizes[PIPELINE]) == 0:
+            entries[index] = (*split[index], PIPELINE)
+            break
+    return PartitionSpec(*entries)
 
 
 def import_network(path: str) -> type[Network]:

@@ -11,6 +11,10 @@ between them, and a microbatch passes through all stages once per chunk (Narayan
 arXiv 2104.04473, section 2.2): microbatches enter in groups, one for each stage, and a group
 follows the one before it without a gap. Stages stand still for stages - 1 ticks of the
 microbatches x chunks + stages - 1; what they compute then is thrown away.
+
+Where stages do not divide the layers, the first ones hold one more than the others. All wait for
+those at each tick; meanwhile a short stage puts what it was given through a layer of zeros, which
+adds nothing to the residual stream. Nothing is trained there: a layer of zeros is nobody's.
 """
 
 from collections.abc import Callable
@@ -21,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from scalejax.layout import BATCH_AXES, PIPELINE
+from scalejax.layout import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.models.placement import arrangement, placed, placed_for_head
 
 
@@ -35,9 +39,11 @@ def through_stages(
 
     Args:
         blocks: maps (parameters of some blocks, stacked; residual stream) to what they make of it.
+            A block adds to the stream; one whose parameters are zeros adds nothing.
         stacked: parameters of all blocks, layers first.
         x_BSD: the residual stream before the first block.
-        stages: devices along the pipeline axis; times the chunks, they divide the layers.
+        stages: devices along the pipeline axis; times the chunks, where there are several, they
+            divide the layers.
     """
     chunks, microbatches = arrangement().chunks, arrangement().microbatches
     dealt = jax.tree.map(lambda leaf: _dealt(leaf, chunks, stages), stacked)
@@ -69,8 +75,19 @@ def through_stages(
 
 
 def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
-    """[layers, ...] as [chunks, stages, layers of a chunk, ...], held by the stages."""
-    leaf = leaf.reshape(chunks, stages, -1, *leaf.shape[1:])
+    """[layers, ...] as [chunks, stages, layers of a chunk, ...], held by the stages; zeros where
+    a stage has a layer less than others."""
+    layers, *rest = leaf.shape
+    if layers % stages:
+        counts = stage_layers(layers, stages)
+        long = counts.count(most := counts[0])
+        first, last = jnp.split(leaf, [long * most])
+        last = last.reshape(stages - long, most - 1, *rest)
+        last = jnp.pad(last, [(0, 0), (0, 1), *[(0, 0)] * len(rest)])
+        leaf = jnp.concatenate([first.reshape(long, most, *rest), last])
+        # Before stages take theirs: its gradient is then put in parts again as a whole, once.
+        leaf = placed(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
+    leaf = leaf.reshape(chunks, stages, -1, *rest)
     return placed(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
 
 

@@ -28,6 +28,7 @@ from scalejax.transformer_program import (
     Held,
     Strategy,
     TransformerShape,
+    pace,
     part_of,
     pieces,
     pipeline_of,
@@ -151,14 +152,16 @@ class StrategyCosts:
         }
         found = []
         for each in strategies:
-            shared, block = shared_of[each.zero_stage]
+            shared, block, last = shared_of[each.zero_stage]
             bubble, handed_on = self._bubble(each)
             sent = self._sent(each) if handed_on else None
             walked = shared.walked_seconds + updates[each.zero_stage].walked_seconds
             dispatches = shared.dispatches + updates[each.zero_stage].dispatches
             if sent is not None:
                 walked += bubble * block.walked_seconds + handed_on * sent.walked_seconds
+                walked += last.walked_seconds
                 dispatches += bubble * block.dispatches + handed_on * sent.dispatches
+                dispatches += last.dispatches
             attainable = self._cluster.chip.attainable
             dispatch = attainable.dispatch_seconds * dispatches
             launches_block = self._cluster.conditions.launches_block
@@ -174,10 +177,10 @@ class StrategyCosts:
     def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
         """(term, seconds) of the step of `strategy`: those of the waterfall of `predict` that are
         known, and take time."""
-        shared, block = self._shared(strategy)
+        shared, block, last = self._shared(strategy)
         bubble, handed_on = self._bubble(strategy)
         parts = [shared, self._piece(update_piece(self._shape, strategy))]
-        idle = [block.times(bubble)]
+        idle = [block.times(bubble), last]
         if handed_on:
             sent, idle_ticks = self._sent(strategy), strategy.layout.pipeline - 1
             parts.append(sent.times(handed_on - idle_ticks))
@@ -188,18 +191,22 @@ class StrategyCosts:
         added = step_terms(stub, self._cluster, times.step_seconds)
         return _terms(times, working, added)
 
-    def _shared(self, strategy: Strategy) -> tuple["_PieceTime", "_PieceTime"]:
-        """What all microbatches take, and of it one block, forward and backward."""
-        parts = pieces(self._shape, strategy)
-        count, layers = strategy.split.microbatches, self._layers(strategy)
-        ends = (parts.embedding, parts.logits, parts.embedding_gradient)
-        every = _summed([self._piece(each) for each in ends])
+    def _shared(self, strategy: Strategy) -> tuple["_PieceTime", "_PieceTime", "_PieceTime"]:
+        """What all microbatches take, of it one block, forward and backward, and what a last stage
+        that does not set the pace takes for one of them besides its blocks."""
+        parts, slowest = pieces(self._shape, strategy), pace(self._shape, strategy)
+        count, layers = strategy.split.microbatches, slowest.layers
+        logits = self._piece(parts.logits)
+        ends = (
+            self._piece(parts.embedding),
+            logits.times(1 if slowest.has_logits else 0),
+            self._piece(parts.embedding_gradient),
+        )
+        every = _summed(ends)
         block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
         once = self._piece(parts.before)
-        return _summed((once, every.times(count), block.times(count * layers))), block
-
-    def _layers(self, strategy: Strategy) -> int:
-        return self._shape.layers // strategy.layout.pipeline
+        shared = _summed((once, every.times(count), block.times(count * layers)))
+        return shared, block, logits.times(0 if slowest.has_logits else 1)
 
     def _bubble(self, strategy: Strategy) -> tuple[int, int]:
         """(blocks in the bubble, microbatches handed on), as `pipelined` counts them."""
@@ -207,7 +214,8 @@ class StrategyCosts:
         if stages == 1:
             return 0, 0
         handed_on = strategy.split.microbatches * chunks + stages - 1
-        return (stages - 1) * (self._layers(strategy) // chunks), handed_on
+        others = self._shape.layers - pace(self._shape, strategy).layers
+        return others // chunks, handed_on
 
     def _sent(self, strategy: Strategy) -> "_PieceTime":
         """What one microbatch hands from stage to stage."""

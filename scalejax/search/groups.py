@@ -1,4 +1,5 @@
-"""Every way to divide network, samples and devices evenly; nothing of memory and time."""
+"""Every way to divide network, samples and devices: evenly, but for the blocks of the stages of a
+pipeline, which may differ by one; nothing of memory and time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ def strategies(
     *,
     moments: Literal[0, 1, 2] = 2,
 ) -> Iterator[Strategy]:
-    """Every strategy that divides network, samples and devices evenly."""
+    """Every strategy that divides network, samples and devices."""
     for group in groups(shape, device_count, global_batch):
         yield from group.strategies(global_batch, moments)
 
@@ -71,7 +72,7 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 
 
 def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Group]:
-    """Every strategy that divides network, samples and devices evenly, in groups of like ones."""
+    """Every strategy that divides network, samples and devices, in groups of like ones."""
     for layout in _layouts(shape, device_count, global_batch):
         stages: tuple[Literal[0, 1, 2], ...] = (0, 1, 2) if layout.data > 1 else (0,)
         for microbatches in _divisors(global_batch // layout.batch_shards):
@@ -100,7 +101,9 @@ def _divided(shape: TransformerShape) -> tuple[int, ...]:
 def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
     """Devices along each axis, where they divide the network and the samples."""
     divided = (*_divided(shape), shape.vocabulary)
-    for pipeline in _divisors(math.gcd(device_count, shape.layers)):
+    for pipeline in _divisors(device_count):
+        if pipeline > shape.layers:
+            break
         stage = device_count // pipeline
         for tensor in _divisors(math.gcd(stage, *divided)):
             for context in _divisors(math.gcd(stage // tensor, shape.tokens)):
@@ -118,7 +121,7 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
 
 
 def _chunk_counts(shape: TransformerShape, layout: Layout, microbatches: int) -> tuple[int, ...]:
-    if layout.pipeline == 1 or microbatches % layout.pipeline:
+    if layout.pipeline == 1 or microbatches % layout.pipeline or shape.layers % layout.pipeline:
         return (1,)
     return _divisors(shape.layers // layout.pipeline)
 

@@ -3,14 +3,17 @@
 From dimensions and a strategy to operations, collectives and memory in under a millisecond, for
 searches over thousands of strategies. Tests hold products, bytes, exchanges and memory of gpt
 against compiled programs, on all axes but the pipeline's: that one is 1F1B, and what trains is
-GPipe. Left out are fusions of scalars and single vectors, a quarter to a third of all operations:
-where launches or the host take most of a step, as in small networks on A100, it comes out up to
-a third too short. Knows shapes and how XLA divides them; no compiler, no hardware, no seconds.
+GPipe (of stages that hold unlike numbers of blocks, state and memory, what is dealt out to them and
+the products of the longest are held too). Left out are fusions of scalars and single vectors, a
+quarter to a third of all operations: where launches or the host take most of a step, as in small
+networks on A100, it comes out up to a third too short. Knows shapes and how XLA divides them; no
+compiler, no hardware, no seconds.
 """
 
 from dataclasses import dataclass, replace
 
 from scalejax.cost import Pipeline, pipelined
+from scalejax.layout import stage_layers
 from scalejax.program import Loop, Operation, Program
 from scalejax.transformer_program.block import block_backward, block_forward
 from scalejax.transformer_program.ends import (
@@ -27,6 +30,8 @@ from scalejax.transformer_program.shape import (
     Recompute,
     Strategy,
     TransformerShape,
+    is_uneven,
+    pace,
     part_of,
     stage_layout,
     sums_once,
@@ -40,6 +45,7 @@ __all__ = [
     "Strategy",
     "TransformerShape",
     "memory_use",
+    "pace",
     "part_of",
     "pieces",
     "pipeline_of",
@@ -69,12 +75,13 @@ class Pieces:
 
 
 def pieces(shape: TransformerShape, strategy: Strategy) -> Pieces:
-    """The operations of a device of the last stage, which computes logits as well."""
+    """The operations of a device of the stage that sets the pace, and logits even so where that
+    is not the last."""
     part, layout = part_of(shape, strategy), strategy.layout
-    layers = shape.layers // layout.pipeline
+    layers, dealt = pace(shape, strategy).layers, layout if is_uneven(shape, layout) else None
     accumulated = accumulator_elements(shape, layout, strategy.split.microbatches)
     return Pieces(
-        before=zeros(shape, accumulated) if accumulated else (),
+        before=zeros(shape, accumulated, dealt) if accumulated else (),
         embedding=embedding(part, layers, strategy.zero_stage > 0),
         forward=block_forward(part),
         logits=logits(part),
@@ -117,13 +124,13 @@ def transformer_program(
         ConfigError: if the axes do not divide the network.
     """
     strategy.require_fits(shape)
-    layers = shape.layers // strategy.layout.pipeline
+    slowest = pace(shape, strategy)
     parts = pieces(shape, strategy)
     body = (
         *parts.embedding,
-        Loop(name="forward", trip_count=layers, body=parts.forward),
-        *parts.logits,
-        Loop(name="backward", trip_count=layers, body=parts.backward),
+        Loop(name="forward", trip_count=slowest.layers, body=parts.forward),
+        *(parts.logits if slowest.has_logits else ()),
+        Loop(name="backward", trip_count=slowest.layers, body=parts.backward),
         *parts.embedding_gradient,
     )
     count, pipeline = strategy.split.microbatches, pipeline_of(shape, strategy)
@@ -144,7 +151,7 @@ def transformer_program(
     )
     if pipeline is None:
         return program
-    whole = pipelined(program, pipeline)
+    whole = pipelined(program, pipeline, last=() if slowest.has_logits else parts.logits)
     return replace(whole, memory=program.memory, model_flop=program.model_flop)
 
 
@@ -156,6 +163,7 @@ def pipeline_of(shape: TransformerShape, strategy: Strategy) -> Pipeline | None:
     return Pipeline(
         stages=layout.pipeline,
         chunks=strategy.pipeline_chunks,
+        layers=stage_layers(shape.layers, layout.pipeline) if is_uneven(shape, layout) else None,
         microbatches=strategy.split.microbatches,
         boundary_bytes=part_of(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from scalejax.layout import DATA, FSDP, TENSOR, Layout
+from scalejax.layout import DATA, FSDP, PIPELINE, TENSOR, Layout
 from scalejax.program import Operation
 from scalejax.transformer_program.block import kept_bytes
 from scalejax.transformer_program.operations import Writer
 from scalejax.transformer_program.shape import (
     Part,
     TransformerShape,
+    is_uneven,
+    most_layers,
     parameters_of_device,
     stage_layout,
     sum_axes,
@@ -168,13 +170,35 @@ def _sum_tables(write: Writer, part: Part, layers: int) -> None:
 
 
 @lru_cache(maxsize=_KEPT)
-def zeros(shape: TransformerShape, own: int) -> tuple[Operation, ...]:
-    """What comes before the first microbatch: somewhere to add `own` gradients up in."""
-    write = Writer("accumulator", _F32, Layout())
+def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tuple[Operation, ...]:
+    """What comes before the first microbatch: somewhere to add `own` gradients up in.
+
+    Args:
+        shape: the network.
+        own: gradients of a device.
+        dealt: all devices, where the stages of a pipeline take their blocks first.
+    """
+    write = Writer("accumulator", _F32, dealt or Layout())
+    if dealt is not None:
+        _deal(write, shape, dealt)
     write.copy("zero", own * _F32_BYTES)
     for index in range(_VECTOR_UPDATES):
         write.copy(f"zero.{index}", shape.hidden * _F32_BYTES)
     return write.done()
+
+
+def _deal(write: Writer, shape: TransformerShape, layout: Layout) -> None:
+    """Matrices from where stages keep a part of each to where they are blocks of one stage, or
+    their gradients back; what a stage takes is as large as that of the longest."""
+    layers, parts = most_layers(shape, layout), layout.tensor * layout.fsdp
+    for name, size in zip(_MATRICES, shape.matrices, strict=True):
+        payload = layers * size * shape.element_bytes // parts
+        write.copy(f"{name}.deal.transpose", payload)
+        write.exchange(f"{name}.deal", "all_to_all", payload, (PIPELINE,))
+    vectors = 2 if shape.is_gated else 8
+    for index in range(vectors):
+        payload = layers * shape.hidden * _F32_BYTES
+        write.exchange(f"vectors.deal.{index}", "all_to_all", payload, (PIPELINE,))
 
 
 def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:
@@ -211,12 +235,15 @@ def update(end: Update) -> tuple[Operation, ...]:
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
     own = parameters_of_device(shape, whole)
-    layers = shape.layers // whole.pipeline
     counts = {
-        name: size // layout.tensor // layout.fsdp * layers
+        name: size // layout.tensor // layout.fsdp * shape.layers // whole.pipeline
         for name, size in zip(_MATRICES, shape.matrices, strict=True)
     }
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
+    if is_uneven(shape, whole):
+        back = Writer("update", _F32, whole)
+        _deal(back, shape, whole)
+        write.operations += back.operations
     if end.is_accumulated and end.is_summed_once:
         _sum_once(write, end, own, [count * _F32_BYTES for count in counts.values()])
     counts["tables"] = max(0, own - sum(counts.values()))
@@ -227,7 +254,8 @@ def update(end: Update) -> tuple[Operation, ...]:
     for name, count in counts.items():
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
     for index in range(_VECTOR_UPDATES):
-        write.copy(f"vectors.{index}", layers * shape.hidden * _F32_BYTES)
+        size = shape.layers * shape.hidden * _F32_BYTES // whole.pipeline
+        write.copy(f"vectors.{index}", size)
     if end.zero_stage:
         _gather(write, shape.element_bytes, counts, parts)
     return write.done()

@@ -13,6 +13,7 @@ from scalejax.transformer_program.shape import (
     Part,
     Strategy,
     TransformerShape,
+    most_layers,
     parameters_of_device,
     part_of,
 )
@@ -58,7 +59,7 @@ class Held:
             microbatches: of an update.
             moments: arrays like the parameters that the optimizer keeps.
         """
-        shape, layers = part.shape, part.shape.layers // layout.pipeline
+        shape, layers = part.shape, most_layers(part.shape, layout)
         self._data, self._stages, self._moments = layout.data, layout.pipeline, moments
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES

@@ -151,8 +151,10 @@ class Strategy:
             ConfigError: naming the axis.
         """
         layout = self.layout
-        stages = layout.pipeline * self.pipeline_chunks
-        require_multiple("layers", shape.layers, stages, "pipeline*chunks")
+        require_at_least("layers", shape.layers, layout.pipeline)
+        if self.pipeline_chunks > 1:
+            stages = layout.pipeline * self.pipeline_chunks
+            require_multiple("layers", shape.layers, stages, "pipeline*chunks")
         for name in ("heads", "kv_heads", "ffn_hidden", "vocabulary"):
             require_multiple(name, getattr(shape, name), layout.tensor, "tensor")
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
@@ -258,6 +260,37 @@ class Part:
         return (2 if self.shape.is_gated else 4) * self.shape.hidden
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The stage that a pipeline waits for."""
+
+    layers: int
+    """Its blocks."""
+    has_logits: bool
+    """Whether it is the last, which computes logits besides."""
+
+
+def pace(shape: TransformerShape, strategy: Strategy) -> Pace:
+    """The stage of most FLOP: the last, unless it holds a block less and logits take less than
+    one (first stages hold what stages do not divide, as the trainer has it)."""
+    least, rest = divmod(shape.layers, strategy.layout.pipeline)
+    passes = 4 if strategy.recompute == "full" else 3
+    block = passes * (sum(shape.matrices) + 2 * shape.tokens * shape.hidden)
+    if rest and block > 3 * shape.hidden * shape.vocabulary:
+        return Pace(least + 1, False)
+    return Pace(least, True)
+
+
+def most_layers(shape: TransformerShape, layout: Layout) -> int:
+    """Blocks of a stage that holds most."""
+    return -(-shape.layers // layout.pipeline)
+
+
+def is_uneven(shape: TransformerShape, layout: Layout) -> bool:
+    """Whether some stages hold a block more than others."""
+    return shape.layers % layout.pipeline > 0
+
+
 def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     """Whether gradients are summed over the batch once, after the last microbatch, in float32.
 
@@ -323,14 +356,15 @@ def _part(
 def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
     """Parameters that one device holds, of the blocks of its stage and of the embeddings.
 
+    Of blocks each stage keeps as much as the others even where it computes fewer of them.
     What `models.gpt` splits is divided by tensor and fsdp; norms, and the biases after a sum over
     tensor, are whole. The token embedding counts on every stage: the first looks up in it and the
     last multiplies by it.
     """
     parts = layout.tensor * layout.fsdp
     part = _part(shape, layout, 1, "none", False, True, False)
-    layers = shape.layers // layout.pipeline
-    blocks = layers * (sum(shape.matrices) // parts + part.small_elements + part.norm_elements)
+    block = sum(shape.matrices) // parts + part.small_elements + part.norm_elements
+    blocks = shape.layers * block // layout.pipeline
     tables = shape.vocabulary * shape.hidden // parts
     if not shape.has_tied_embeddings and layout.pipeline == 1:
         tables *= 2

@@ -144,10 +144,11 @@ def test_no_step_beats_the_peak_or_the_memory(program: Program, cluster: Cluster
 
 @given(programs(), clusters())
 def test_a_step_is_between_its_longest_stream_and_all_it_does(program: Program, cluster: Cluster):
-    """At least compute, at least communication; at most both in turn, with contention or not."""
+    """At least compute, and half of communication, which is within nodes and between them at the
+    same time; at most both in turn, with contention or not."""
     times = timeline(program, cluster)
 
-    longest = max(times.device_seconds, times.communication_seconds)
+    longest = max(times.device_seconds, times.communication_seconds / 2)
     assert longest <= times.step_seconds * EXACT
     assert times.step_seconds <= (times.device_seconds + times.communication_seconds) * EXACT
 

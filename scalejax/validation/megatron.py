@@ -60,10 +60,7 @@ def with_bare_heads(program: Program, width: int) -> Program:
 
 def with_half_gradients(program: Program) -> Program:
     """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
-    parameters.
-
-    Left out: that they are also added up in fp16 over microbatches, 1 to 2 % of a step.
-    """
+    parameters."""
     return replace(program, operations=tuple(map(_halved, program.operations)))
 
 

@@ -22,6 +22,7 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
+from scalejax.validation.half_weights import with_half_weights
 from scalejax.validation.megatron import (
     recomputed_in_full,
     with_attention_dropout,
@@ -188,7 +189,7 @@ def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
         (tokens,) = run.dataset.input_shape
         program = with_attention_dropout(program, tokens)
     if case.row.work.precision == "fp16":
-        program = with_half_gradients(program)
+        program = with_half_weights(with_half_gradients(program))
     return with_bare_heads(program, model.hidden // model.heads)
 
 

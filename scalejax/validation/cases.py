@@ -87,13 +87,29 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
             stages=row.spread.pipeline or 1,
-            chunks=row.spread.pipeline_chunks or 1,
+            chunks=_chunks(row),
             is_megatron=_is_megatron(row),
             overlaps_tensor=_is_core(row) or _ASYNC_TENSOR in f"{row.case_id} {row.notes}".lower(),
             overlaps_state=_is_core(row),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
+
+
+def _chunks(row: LedgerRow) -> int:
+    """Parts of the layers of a stage.
+
+    Where the source of a row of Megatron-LM does not state them, it interleaved them: "the
+    interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
+    2021, arXiv 2104.04473, section 5.1). They divide the layers evenly; the fewest are taken, as
+    more hold more activations and send more messages.
+    """
+    spread = row.spread
+    stages = spread.pipeline or 1
+    if stages == 1 or "pipeline_chunks" not in (row.assumed or "") or not _is_megatron(row):
+        return spread.pipeline_chunks or 1
+    layers = -(-(row.model.layers or stages) // stages)
+    return next((count for count in range(2, layers + 1) if layers % count == 0), 1)
 
 
 def _is_megatron(row: LedgerRow) -> bool:

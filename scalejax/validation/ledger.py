@@ -118,6 +118,8 @@ class LedgerRow:
     """What trained it."""
     device_count: int
     """Devices in the run."""
+    assumed: str | None = None
+    """Columns that the source does not state."""
     step_seconds: float | None = None
     """Measured time of one update; None where it is not stated."""
     notes: str | None = None

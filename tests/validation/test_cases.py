@@ -114,3 +114,14 @@ def test_parameter_servers_replace_the_all_reduce(row):
 
     assert {method.algorithm for method in served.library.methods} == {"parameter_server"}
     assert replace(served, library=plain.library) == plain
+
+
+def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
+    """9 layers on each of 2 stages are 3 chunks, one layer is one; a stated number is believed."""
+    stages = {"layers": "18", "pipeline": "2", "fsdp": "4", "recompute": "full"}
+    megatron = GPT | stages | {"framework": "Megatron-LM"}
+
+    assert case(row(megatron | {"assumed": "pipeline_chunks"})).chunks == 3
+    assert case(row(megatron | {"layers": "2", "assumed": "pipeline_chunks"})).chunks == 1
+    assert case(row(megatron | {"pipeline_chunks": "9"})).chunks == 9
+    assert case(row(megatron)).chunks == 1

@@ -36,6 +36,9 @@ _LINKS: dict[str, LinkKind] = {
     "ici": "ici",
 }
 """Kind of link, by a part of the ledger's name for it."""
+_ASSUMED_MEMORY = "HBM size"
+"""How a row says that its source does not state the memory of a device."""
+_YEAR_OF_40_GB = 2020
 
 
 def cluster_of(row: LedgerRow) -> Cluster:
@@ -53,10 +56,24 @@ def cluster_of(row: LedgerRow) -> Cluster:
     if exchange not in (None, "all_reduce", "parameter_server"):
         raise ConfigError(f"gradient_exchange {exchange!r}")
     named = _words(f"{row.source} {row.source_locator or ''}")
-    cluster = _cluster(row.machine, named, row.work.precision, exchange or "all_reduce")
+    cluster = _cluster(_machine(row), named, row.work.precision, exchange or "all_reduce")
     if row.device_count > cluster.devices_per_node and cluster.network is None:
         raise ConfigError("it spans nodes, and no network is stated")
     return cluster
+
+
+def _machine(row: LedgerRow) -> LedgerMachine:
+    """What the row ran on, with the memory that devices had when it was published.
+
+    The A100 of 80 GB was announced on 16 November 2020 (NVIDIA's press release of that day);
+    until then there was the one of 40 GB alone.
+    """
+    machine = row.machine
+    is_assumed = _ASSUMED_MEMORY in (row.assumed or "")
+    if is_assumed and row.year is not None and row.year <= _YEAR_OF_40_GB:
+        hardware = machine.hardware.replace("a100_sxm_80gb", "a100_sxm_40gb")
+        return replace(machine, hardware=hardware)
+    return machine
 
 
 @cache

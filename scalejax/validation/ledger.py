@@ -114,12 +114,14 @@ class LedgerRow:
     """Where it was published."""
     source_locator: str | None = None
     """The place there."""
+    year: int | None = None
+    """When it was published."""
     framework: str | None = None
     """What trained it."""
-    device_count: int
-    """Devices in the run."""
     assumed: str | None = None
     """Columns that the source does not state."""
+    device_count: int
+    """Devices in the run."""
     step_seconds: float | None = None
     """Measured time of one update; None where it is not stated."""
     notes: str | None = None

@@ -116,6 +116,18 @@ def test_parameter_servers_replace_the_all_reduce(row):
     assert replace(served, library=plain.library) == plain
 
 
+def test_memory_of_a_device_is_that_of_its_year(row):
+    """In 2020 an A100 held 40 GB, whatever the ledger assumes; a stated size is believed."""
+    machine = {"hardware": "a100_sxm_80gb", "intra_node_link": "nvswitch", "devices_per_node": "8"}
+
+    def chip(**cells: str) -> str:
+        return case(row(GPT | machine | cells)).cluster.chip.name
+
+    assert chip(year="2020", assumed="vocab, HBM size") == "a100-40gb"
+    assert chip(year="2021", assumed="vocab, HBM size") == "a100-80gb"
+    assert chip(year="2020", assumed="vocab") == "a100-80gb"
+
+
 def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
     """9 layers on each of 2 stages are 3 chunks, one layer is one; a stated number is believed."""
     stages = {"layers": "18", "pipeline": "2", "fsdp": "4", "recompute": "full"}

@@ -379,6 +379,17 @@ def test_binary_blocks_by_hand():
     assert seconds == pytest.approx(2 * 1.25 * 0.1 + 2 * 6 * 10e-6)
 
 
+def test_groups_in_part_of_a_node_may_use_fewer_cards():
+    """2 of 8 devices in each node share one card of four with three such groups; alone or all
+    together devices use all cards."""
+    network = Network(bytes_per_second=40e9, partial_group_bytes_per_second=10e9)
+    cluster = cluster_of(network=network)
+
+    ways = [group_route(((16 // stride, stride),), cluster) for stride in (1, 4, 8)]
+
+    assert [way.network_bytes_per_second for way in ways] == [40e9, 10e9 / 4, 40e9 / 8]
+
+
 def test_an_oversubscribed_network_slows_large_groups():
     """Up to 4 nodes share a switch; beyond, four nodes share the way up that one could fill."""
     network = Network(bytes_per_second=10e9, nodes_per_switch=4, oversubscription=4.0)

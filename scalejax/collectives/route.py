@@ -136,7 +136,10 @@ def _network_rate(cluster: Cluster, members_per_node: int, nodes: int) -> float:
             f"{cluster.devices_per_node} devices, and a group spans {nodes} nodes."
         )
     groups_at_once = max(1, cluster.devices_per_node // members_per_node)
-    rate = network.bytes_per_second * network.attainable_fraction / groups_at_once
+    of_node = network.bytes_per_second
+    if 1 < members_per_node < cluster.devices_per_node:
+        of_node = min(of_node, network.partial_group_bytes_per_second or of_node)
+    rate = of_node * network.attainable_fraction / groups_at_once
     if network.nodes_per_switch is not None and nodes > network.nodes_per_switch:
         rate /= network.oversubscription
     return rate

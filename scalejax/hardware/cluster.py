@@ -70,6 +70,9 @@ class Network:
     """Nominal rate per node, one way, over all its network cards."""
     attainable_fraction: float = 1.0
     """Share of the nominal rate that large messages reach."""
+    partial_group_bytes_per_second: float | None = None
+    """Nominal rate of all that leaves a node, in groups that hold several of its devices but not
+    all, where these use fewer cards than there are; None where they use all."""
     message_seconds: float = 0.0
     """Time that it adds to each message, beyond what the library counts for InfiniBand."""
     ramp_seconds: float = 0.0
@@ -82,6 +85,9 @@ class Network:
     def __post_init__(self) -> None:
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
         _require_fraction("network.attainable_fraction", self.attainable_fraction)
+        if self.partial_group_bytes_per_second is not None:
+            name = "network.partial_group_bytes_per_second"
+            require_above(name, self.partial_group_bytes_per_second, 0)
         require_at_least("network.message_seconds", self.message_seconds, 0)
         require_at_least("network.ramp_seconds", self.ramp_seconds, 0)
         require_at_least("network.oversubscription", self.oversubscription, 1)

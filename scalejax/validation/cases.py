@@ -14,6 +14,7 @@ from scalejax.errors import ConfigError, ScalejaxError
 from scalejax.hardware import Cluster
 from scalejax.model_config import ModelConfig
 from scalejax.validation.clusters import cluster_of
+from scalejax.validation.errata import as_published
 from scalejax.validation.ledger import LedgerRow
 
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
@@ -80,6 +81,7 @@ class Skipped:
 
 def case_of(row: LedgerRow) -> Case | Skipped:
     """What `row` comes to, or why it cannot be predicted."""
+    row = as_published(row)
     try:
         _require_axes(row)
         return Case(

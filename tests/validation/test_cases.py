@@ -137,3 +137,15 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
     assert case(row(megatron | {"layers": "2", "assumed": "pipeline_chunks"})).chunks == 1
     assert case(row(megatron | {"pipeline_chunks": "9"})).chunks == 9
     assert case(row(megatron)).chunks == 1
+
+
+def test_row_that_its_source_contradicts_is_run_as_published(row):
+    """A report of H200, with the selective recompute of its configuration."""
+    place = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
+    titan = GPT | {"source": "github:pytorch/torchtitan@b5bc", "source_locator": place}
+    machine = {"hardware": "h100_sxm_96gb_500w", "recompute": "full"}
+
+    found = case(row(titan | machine))
+
+    assert found.cluster.chip.name == "h200"
+    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["selective"]

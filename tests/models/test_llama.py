@@ -243,7 +243,7 @@ def test_a_gpt_s_inner_width_can_be_chosen():
             {"layout": {"tensor": 4}},
             r"model\.kv_heads=2 .*layout\.tensor=4 \(nearest: 4\)",
         ),
-        ({"layout": {"pipeline": 3}}, r"model\.layers=4 .*pipeline\*chunks=3 \(nearest: 3 or 6"),
+        ({"layout": {"pipeline": 5}}, r"model\.layers=4 .*pipeline=5 stages needs a layer"),
         ({"layout": {"context": 3}}, r"data\.tokens=8 .*3 \(nearest: 6 or 9"),
         ({"data": {"name": "synthetic_images"}}, r"model\.name='llama' .*reads text"),
     ],

@@ -13,6 +13,7 @@ from scalejax.config import ResolvedRun
 from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
+from scalejax.layout import stage_layers
 from scalejax.model_config import ELEMENT_BYTES, GptConfig
 from scalejax.profile import as_asked, for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
@@ -204,6 +205,7 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
     pipeline = Pipeline(
         stages=case.stages,
         chunks=case.chunks,
+        layers=_stage_layers(case),
         microbatches=run.split.microbatches,
         boundary_bytes=run.split.microbatch * tokens * run.config.model.hidden * element_bytes,
     )
@@ -211,6 +213,15 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
         return pipelined(stage, pipeline)
     except ScalejaxError as error:
         return one_line(error)
+
+
+def _stage_layers(case: Case) -> tuple[int, ...] | None:
+    """Blocks of each stage, where they are not as many for all; of the last, whatever is left
+    after longer ones."""
+    layers = case.row.model.layers or 0
+    if case.chunks > 1 or layers % case.stages == 0:
+        return None
+    return stage_layers(layers, case.stages)
 
 
 def one_line(error: ScalejaxError) -> str:

@@ -225,7 +225,7 @@ def test_first_run_that_fits_is_taken(row):
 
 def test_fastest_run_of_a_pipeline_that_fits_is_taken(row):
     """4 samples in 8 stages: of one at a time, 4 + 7 ms; of two, 2 (2 + 7) ms; 4 have no loop."""
-    cells = {"fsdp": "1", "pipeline": "8", "microbatch": "", "recompute": "full"}
+    cells = {"layers": "8", "fsdp": "1", "pipeline": "8", "microbatch": "", "recompute": "full"}
     open_row = row(GPT | cells | {"global_batch": "4"})
     lines = {}
     for choice in range(3):

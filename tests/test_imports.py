@@ -30,6 +30,7 @@ ARITHMETIC = {
     "data_config": 2,
     "training_config": 2,
     "presets": 3,
+    "convergence": 3,
     "cost": 3,
     "predict": 4,
     "transformer_program": 4,

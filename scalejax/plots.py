@@ -42,7 +42,7 @@ def save_schedule(learning_rates: Sequence[float], *, steps_per_epoch: int, path
     require_plot_format("output", path)
     stride = max(1, len(learning_rates) // _MOST_POINTS)
     steps = range(0, len(learning_rates), stride)
-    figure = _figure(7, 3.5)
+    figure = new_figure(7, 3.5)
     axes = figure.add_subplot()
     axes.plot(
         [step / steps_per_epoch for step in steps],
@@ -54,7 +54,7 @@ def save_schedule(learning_rates: Sequence[float], *, steps_per_epoch: int, path
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_scatter(
@@ -83,7 +83,7 @@ def save_scatter(
     drawn = sum(map(len, points.values()))
     legend_rows = -(-(len(points) + 2) // _LEGEND_COLUMNS)  # two for the lines
     # So high that the axes are a square, to a few per cent: fixed, its words would be cut off.
-    figure = _figure(7, 7.5 + _LEGEND_ROW_INCHES * legend_rows)
+    figure = new_figure(7, 7.5 + _LEGEND_ROW_INCHES * legend_rows)
     axes = figure.add_subplot(xscale="log", yscale="log")
     _draw_families(axes, points)
     if points:
@@ -101,7 +101,7 @@ def save_scatter(
     axes.set_xlabel("measured seconds per step")
     axes.set_ylabel("predicted seconds per step")
     axes.grid(alpha=0.3)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> None:
@@ -118,7 +118,7 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
     """
     require_plot_format("output", path)
     front = pareto(tuple(candidates))
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     stride = max(1, len(candidates) // _MOST_POINTS)
     shown = candidates[::stride]
@@ -147,7 +147,7 @@ def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> N
     axes.set_title(title, fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_families(axes: "Axes", points: Mapping[str, list[tuple[float, float]]]) -> None:
@@ -209,7 +209,8 @@ def require_plot_format(field: str, path: Path) -> None:
         raise ConfigError(refusal(field, str(path), accepted))
 
 
-def _figure(width_inches: float, height_inches: float) -> "Figure":
+def new_figure(width_inches: float, height_inches: float) -> "Figure":
+    """An empty figure, which `save_figure` writes."""
     # Not pyplot, which picks a window system and keeps every figure alive.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -219,7 +220,12 @@ def _figure(width_inches: float, height_inches: float) -> "Figure":
     return figure
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure in the format of the suffix of `path`.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150)

@@ -11,6 +11,7 @@ from scalejax import report_charts
 from scalejax.documents import save_text
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_page import Page
+from scalejax.report_plan import add_plans
 from scalejax.report_sources import RunSource, Sources, read_sources
 from scalejax.units import (
     UNKNOWN,
@@ -25,7 +26,7 @@ def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax 
     """Write what is at `paths` as one page.
 
     Args:
-        paths: folders of runs, and JSON files of predictions.
+        paths: folders of runs, and JSON files of predictions and plans.
         output: the HTML file.
         title: heading of the page.
 
@@ -39,10 +40,14 @@ def render(sources: Sources, title: str) -> str:
     """The page, as HTML with everything inside it."""
     page = Page()
     page.add(f"<h1>{escape(title)}</h1>")
-    if sources.runs and sources.studies:
-        page.add('<nav><a href="#runs">Runs</a><a href="#predictions">Predictions</a></nav>')
+    parts = (("Runs", sources.runs), ("Plans", sources.plans), ("Predictions", sources.studies))
+    links = [f'<a href="#{name.lower()}">{name}</a>' for name, part in parts if part]
+    if len(links) > 1:
+        page.add(f"<nav>{''.join(links)}</nav>")
     if sources.runs:
         _add_runs(page, sources.runs)
+    if sources.plans:
+        add_plans(page, sources.plans)
     if sources.studies:
         _add_studies(page, sources.studies)
     return page.render(title)

@@ -12,6 +12,7 @@ from statistics import median
 from scalejax import documents
 from scalejax.config import RunConfig, load_config
 from scalejax.errors import ConfigError
+from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.record import RunRecord
 
@@ -46,6 +47,8 @@ class Sources:
     """In the order in which they were named."""
     studies: tuple[ScalingPrediction, ...]
     """Predictions over numbers of devices, in the order in which they were named."""
+    plans: tuple[Plan, ...] = ()
+    """Plans, in the order in which they were named."""
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
@@ -55,10 +58,14 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         ConfigError: if there is none, or a path is neither a run's folder nor a prediction.
     """
     if not paths:
-        raise ConfigError("a report needs a run's folder or a prediction's JSON file.")
+        raise ConfigError("a report needs a run's folder, or a prediction's or plan's JSON file.")
     runs = [_read_run(path) for path in paths if path.is_dir()]
-    studies = [_read_study(path) for path in paths if not path.is_dir()]
-    return Sources(runs=tuple(runs), studies=tuple(studies))
+    read = [_read_file(path) for path in paths if not path.is_dir()]
+    return Sources(
+        runs=tuple(runs),
+        studies=tuple(each for each in read if not isinstance(each, Plan)),
+        plans=tuple(each for each in read if isinstance(each, Plan)),
+    )
 
 
 def _read_run(path: Path) -> RunSource:
@@ -76,9 +83,11 @@ def _read_run(path: Path) -> RunSource:
     )
 
 
-def _read_study(path: Path) -> ScalingPrediction:
-    """A scaling study, or a single prediction as a study of one."""
+def _read_file(path: Path) -> ScalingPrediction | Plan:
+    """A plan, a scaling study, or a single prediction as a study of one."""
     fields = documents.load(dict, path)
+    if "front" in fields:
+        return documents.load(Plan, path)
     if "predictions" in fields:
         return documents.load(ScalingPrediction, path)
     if "step_seconds" in fields:
@@ -86,6 +95,6 @@ def _read_study(path: Path) -> ScalingPrediction:
         title = f"{path.resolve().parent.name} on {single.device_count} x {single.chip}"
         return scaling_prediction([single], "weak", title)
     raise ConfigError(
-        f"{str(path)!r} is neither the folder of a run nor a prediction that "
-        "scalejax predict --json wrote."
+        f"{str(path)!r} is neither the folder of a run nor a prediction or plan that "
+        "scalejax predict --json or scalejax plan --json wrote."
     )

@@ -1,4 +1,8 @@
-"""SI base units inside, human units on the way out: the only file that knows prefixes."""
+"""SI base units inside, human units on the way in and out: the only file that knows prefixes."""
+
+import re
+
+from scalejax.errors import ConfigError, refusal
 
 KIB = 2**10
 MIB = 2**20
@@ -7,6 +11,28 @@ GB = 10**9
 TFLOP = 10**12
 
 UNKNOWN = "n/a"
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(field: str, text: str) -> float:
+    """A duration as a person types it: "90 s", "30min", "2.5h", "3 d".
+
+    Raises:
+        ConfigError: if it is none, or zero.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h|d)\s*", text)
+    if not found or not float(found[1]):
+        accepted = "it must be a number above 0 with one of the units s, min, h and d, such as 2.5h"
+        raise ConfigError(refusal(field, text, accepted))
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+def unit_of_axis(longest_seconds: float) -> tuple[str, float]:
+    """Name and seconds of the unit for an axis that reaches so far: days, hours, minutes or
+    seconds, at least two of them."""
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+    return next((pair for pair in units if longest_seconds >= 2 * pair[1]), units[-1])
 
 
 def format_seconds(seconds: float | None) -> str:

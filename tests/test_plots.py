@@ -32,7 +32,7 @@ def result(case_id: str, measured: float | None, predicted: float | None) -> Row
 def figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
     """Three rows of one family, 10, 20 and 40 % off, one of another, and one left out."""
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
     other = GPT | {"source": "github:mosaicml/llm-foundry@abc"}
     cells = [*(RESNET | {"case_id": name} for name in "abc"), other, RESNET | {"case_id": "e"}]
     rows = read_ledger(ledger(tmp_path, *cells))
@@ -70,7 +70,7 @@ def test_times_of_strategies_are_named_without_meeting(
 ):
     """Near or far apart: at least two names, none over another."""
     drawn: list[Figure] = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
     strategy = Strategy(split=BatchSplit(global_batch=1, layout=Layout()))
     few = [
         Candidate(strategy=strategy, step_seconds=0.0137 * slowest**share, peak_memory_bytes=2**30)

@@ -6,6 +6,7 @@ the commands that need it import when they run.
 
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
+from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
     ConfigFields,
     ConfigShow,
@@ -23,6 +24,7 @@ Command = (
     | Predict
     | Explain
     | Search
+    | PlanRun
     | Report
     | ConfigShow
     | ConfigFields
@@ -39,6 +41,7 @@ COMMANDS: dict[str, type[Command]] = {
     "predict": Predict,
     "explain": Explain,
     "search": Search,
+    "plan": PlanRun,
     "report": Report,
     "config show": ConfigShow,
     "config fields": ConfigFields,

@@ -1,0 +1,331 @@
+"""A plan for one run: every cluster, number of devices and batch compiled, costed and compared.
+
+Decides which ways are looked at and where steps to target come from; `plan` compares them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.convergence import (
+    ConvergenceData,
+    Estimate,
+    Hyperbola,
+    fit,
+    published_data,
+    published_names,
+    read_data,
+)
+from scalejax.data_config import facts
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
+from scalejax.hardware import Cluster
+from scalejax.plan import Plan, PlanPoint, make_plan, plan_point
+from scalejax.predict import RUN_CONDITIONS, STEP_CONDITIONS, Prediction, predict
+from scalejax.units import format_count
+from scalejax.widened_programs import OnProgress, programs_of
+
+FARTHEST = 2
+"""Factor beyond the largest batch that reached the target up to which others are planned with:
+the distance from the largest that did to the next that did not in Goyal et al. 2017, arXiv
+1706.02677, figure 1 (8192 and 16384), so that no larger step is safe."""
+
+_TOO_MANY = "more devices than the cluster has"
+_NOT_DIVISIBLE = "the batch does not divide over the devices, or exceeds the data set"
+_TOO_LARGE = "a batch that failed, or more than twice the largest that reached the target"
+_NO_MEMORY = "does not fit into the memory of a device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A cluster that one could have."""
+
+    cluster: Cluster
+    """The hardware, under the conditions of its site."""
+    price_per_device_hour: float | None = None
+    """Of one device, in any currency; None if unknown."""
+
+    def __post_init__(self) -> None:
+        if self.price_per_device_hour is not None:
+            require_at_least("price", self.price_per_device_hour, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One run on one cluster."""
+
+    offer: Offer
+    run: ResolvedRun
+
+
+def find_convergence(
+    config: RunConfig, source: str | None = None, *, target: float | None = None
+) -> ConvergenceData | None:
+    """What is known of the samples that `config` needs; None if nothing is.
+
+    Args:
+        config: the run.
+        source: a file (see `scalejax.convergence.read_data`) or the name of published points; if
+            None, the published points of its network, where they are of as many examples and
+            counted from scratch.
+        target: the target that is wanted; if None, that of the points.
+
+    Raises:
+        ConfigError: if `source` is neither, or its points reach other targets.
+    """
+    examples = facts(config.data).train_examples
+    if source is None:
+        data = published_data(config.model.name)
+        if data is None or data.starts_from_checkpoint or data.train_examples != examples:
+            return None
+        return published_data(config.model.name, target=target)
+    if source in published_names():
+        return published_data(source, target=target)
+    path = Path(source)
+    if not path.suffix:
+        names = ", ".join(published_names())
+        accepted = f"it must be a file of points, or published ones: {names}"
+        raise ConfigError(refusal("convergence", source, accepted))
+    return read_data(path, target=target, train_examples=examples)
+
+
+def plan_run(
+    config: RunConfig,
+    offers: Sequence[Offer],
+    device_counts: Sequence[int],
+    *,
+    global_batches: Sequence[int] = (),
+    convergence: ConvergenceData | None = None,
+    recipe: str | None = None,
+    target: float | None = None,
+    deadline_seconds: float | None = None,
+    budget: float | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Plan:
+    """Every way to train `config` on `offers`, and the best of them.
+
+    The compiler runs once for each chip and batch of a device; other sizes of the data axis follow
+    from its program.
+
+    Args:
+        config: the run; a `layout.data` in it is replaced.
+        offers: clusters to choose from, with or without a price, all alike.
+        device_counts: numbers of devices to choose from.
+        global_batches: batches to choose from; if none, each device keeps the samples that it has
+            in `config` on the fewest devices.
+        convergence: what is known of the samples to target; if None, those of the run's own
+            epochs are taken.
+        recipe: which of the recipes of `convergence`; if None, for each batch that of the point
+            nearest to it.
+        target: named in the plan where `convergence` does not know it.
+        deadline_seconds: within which the target must be reached.
+        budget: most that it may cost: in the currency of the prices, or in device-hours.
+        on_progress: called with the number of programs that have been compiled, and of all that
+            must be.
+
+    Raises:
+        ConfigError: if there is nothing to choose from, only some offers have a price, or a
+            limit is not above 0.
+        ProfileError: if the compiler refuses a step.
+    """
+    _require_choice(offers, deadline_seconds, budget)
+    _require_recipe(recipe, convergence)
+    left_out: Counter[str] = Counter()
+    curve = fit(convergence.points, noise_scale=convergence.noise_scale) if convergence else None
+    ways = _ways(config, offers, device_counts, global_batches, convergence, left_out)
+    points, predictions = [], []
+    programs = programs_of([(way.run, way.offer.cluster) for way in ways], on_progress)
+    for way, program in zip(ways, programs, strict=True):
+        prediction = predict(program, way.offer.cluster)
+        if not prediction.fits:
+            left_out[_NO_MEMORY] += 1
+            continue
+        points.append(_point(way, prediction, curve, convergence, recipe))
+        predictions.append(prediction)
+    first, *others = (offer.cluster for offer in offers)
+    clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
+    return make_plan(
+        points,
+        title=f"{config.model.name} on {clusters}",
+        target=_target_in_words(convergence, target),
+        steps_source=_source_in_words(config, convergence, curve),
+        has_convergence=convergence is not None,
+        is_priced=offers[0].price_per_device_hour is not None,
+        deadline_seconds=deadline_seconds,
+        budget=budget,
+        left_out=tuple(left_out.items()),
+        notes=_notes(config, predictions, convergence, recipe, points),
+    )
+
+
+def _require_choice(
+    offers: Sequence[Offer], deadline_seconds: float | None, budget: float | None
+) -> None:
+    priced = {offer.price_per_device_hour is not None for offer in offers}
+    if len(priced) != 1:
+        accepted = "each cluster needs one, or none has one" if priced else "one is needed"
+        raise ConfigError(refusal("clusters" if not priced else "price", "", accepted))
+    names = [offer.cluster.name for offer in offers]
+    if len(set(names)) < len(names):
+        raise ConfigError(refusal("clusters", names, "each needs a name of its own"))
+    for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
+        if limit is not None:
+            require_above(name, limit, 0)
+
+
+def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> None:
+    known = convergence.recipes if convergence is not None else ()
+    if recipe is not None and recipe not in known:
+        if not any(known):
+            raise ConfigError(refusal("recipe", recipe, "the points name none"))
+        raise ConfigError(unknown_name("recipe", recipe, known))
+
+
+def _ways(
+    config: RunConfig,
+    offers: Sequence[Offer],
+    device_counts: Sequence[int],
+    global_batches: Sequence[int],
+    convergence: ConvergenceData | None,
+    left_out: Counter[str],
+) -> list[_Way]:
+    """The ways that can be laid out and that nothing speaks against; others are counted."""
+    counts = sorted(set(device_counts))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    ways = []
+    for fields in _batches(config, counts, global_batches):
+        wanted = with_fields(config, {"layout.data": None, **fields})
+        for offer in offers:
+            for count in counts:
+                if count > _most_devices(offer.cluster):
+                    left_out[_TOO_MANY] += 1
+                    continue
+                try:
+                    run = resolve(wanted, count)
+                except ConfigError:
+                    left_out[_NOT_DIVISIBLE] += 1
+                    continue
+                if convergence is not None and not _is_plausible(run, convergence):
+                    left_out[_TOO_LARGE] += 1
+                    continue
+                ways.append(_Way(offer=offer, run=run))
+    return ways
+
+
+def _batches(
+    config: RunConfig, counts: Sequence[int], global_batches: Sequence[int]
+) -> list[dict[str, int | None]]:
+    """Fields of the run for each batch that is looked at."""
+    if global_batches:
+        return [
+            {"batch.global_batch": batch, "batch.per_device_batch": None}
+            for batch in sorted(set(global_batches))
+        ]
+    kept = config.batch.per_device_batch
+    if kept is None:
+        first = counts[0] if config.layout.data is None else None
+        kept = resolve(config, first).split.per_device_batch
+    return [{"batch.global_batch": None, "batch.per_device_batch": kept}]
+
+
+def _most_devices(cluster: Cluster) -> float:
+    if cluster.max_device_count is not None:
+        return cluster.max_device_count
+    return math.inf if cluster.network is not None else cluster.devices_per_node
+
+
+def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
+    batch = run.split.global_batch
+    if convergence.smallest_failed is not None:
+        return batch < convergence.smallest_failed
+    return batch <= FARTHEST * convergence.largest_reached
+
+
+def _point(
+    way: _Way,
+    prediction: Prediction,
+    curve: Hyperbola | None,
+    convergence: ConvergenceData | None,
+    recipe: str | None,
+) -> PlanPoint:
+    batch = way.run.split.global_batch
+    steps: Estimate | float = float(way.run.total_steps)
+    if curve is not None:
+        steps = curve.steps(batch, recipe=recipe)
+    return plan_point(
+        prediction,
+        steps,
+        price_per_device_hour=way.offer.price_per_device_hour,
+        is_extrapolated=convergence is not None and batch > convergence.largest_reached,
+    )
+
+
+def _target_in_words(convergence: ConvergenceData | None, target: float | None) -> str:
+    if convergence is None:
+        return "the end of its epochs" if target is None else f"{target:g} (assumed)"
+    value = convergence.target if convergence.target is not None else target
+    words = convergence.metric or "target"
+    return words if value is None else f"{words} {value:g}"
+
+
+def _source_in_words(
+    config: RunConfig, convergence: ConvergenceData | None, curve: Hyperbola | None
+) -> str:
+    if convergence is None or curve is None:
+        return f"the run's own {config.train.epochs} epochs, whatever the batch"
+    batches = [point.global_batch for point in convergence.points]
+    critical = curve.critical_batch
+    return (
+        f"{convergence.source}: {len(batches)} points, batch {min(batches)} to {max(batches)}; "
+        f"critical batch {format_count(critical.p50)} "
+        f"({format_count(critical.p10)} to {format_count(critical.p90)})"
+    )
+
+
+def _notes(
+    config: RunConfig,
+    predictions: Sequence[Prediction],
+    convergence: ConvergenceData | None,
+    recipe: str | None,
+    points: Sequence[PlanPoint],
+) -> list[str]:
+    notes = []
+    if convergence is None:
+        notes.append(
+            f"NOBODY MEASURED that the target is reached: {config.train.epochs} epochs are taken "
+            "for it at every batch, though large batches need more, or fail; --convergence FILE "
+            "gives measured points"
+        )
+    else:
+        notes += convergence.notes
+        recipes = convergence.recipes
+        if recipe is not None:
+            notes.append(f"steps are those of the recipe {recipe!r}")
+        elif len(recipes) > 1:
+            notes.append(
+                f"the points are of {len(recipes)} recipes ({', '.join(recipes)}): each batch is "
+                "taken to be trained with that of the point nearest to it; --recipe names one"
+            )
+        if any(point.is_extrapolated for point in points):
+            notes.append(
+                "~ marks batches beyond the largest that was shown to reach the target, "
+                f"{convergence.largest_reached}"
+            )
+    wanted = (*STEP_CONDITIONS, *RUN_CONDITIONS)
+    unknown = [
+        name
+        for name in wanted
+        if any(dict(each.waterfall).get(name) is None for each in predictions)
+    ]
+    if unknown:
+        notes.append(
+            f"not known, so not in any time: {', '.join(unknown)} (flags --conditions.NAME say it)"
+        )
+    notes.append("start-up and evaluations are not counted")
+    # Of the utilisation, which is not in a plan, nothing need be known.
+    others = [note for each in predictions for note in each.notes if not note.startswith("MFU ")]
+    return [*notes, *dict.fromkeys(others)]

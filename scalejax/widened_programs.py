@@ -1,0 +1,83 @@
+"""The programs of one run on many numbers of devices, from few compiled ones.
+
+Knows which sizes follow from which; nothing of what the programs are for.
+"""
+
+from collections.abc import Callable, Sequence
+
+from scalejax.compilation import OnCase, Stage, compile_cases
+from scalejax.config import ResolvedRun
+from scalejax.hardware import Cluster
+from scalejax.profile import ProfileJob
+from scalejax.program import Program
+from scalejax.validation.widen import narrowed, widened
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of programs that have been compiled, and of all that must be."""
+
+
+def programs_of(
+    runs: Sequence[tuple[ResolvedRun, Cluster]],
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Program]:
+    """The program of each run on its cluster, from few compiled ones.
+
+    The compiler runs once for each cluster and number of samples on a device; other sizes of the
+    data axis follow from its program, or, where they do not, are compiled too.
+
+    Args:
+        runs: of one config, each on its devices.
+        on_progress: called with the number of programs that have been compiled, and of all that
+            must be.
+
+    Raises:
+        ProfileError: if the compiler refuses one.
+    """
+    jobs: dict[str, ProfileJob] = {}
+
+    def ask(run: ResolvedRun, cluster: Cluster) -> str:
+        name = (
+            f"{cluster.name}, {run.layout.device_count} devices, "
+            f"{run.split.per_device_batch} samples on each"
+        )
+        jobs[name] = ProfileJob(run=run, cluster=cluster)
+        return name
+
+    asked = [(narrow := narrowed(run), ask(narrow, cluster)) for run, cluster in runs]
+    known = _compiled(jobs, on_progress)
+    found = [
+        widened(known[name], narrow, run)
+        for (run, _), (narrow, name) in zip(runs, asked, strict=True)
+    ]
+    # What does not follow from fewer devices is compiled for all of them.
+    jobs.clear()
+    names = [
+        None if program else ask(run, cluster)
+        for (run, cluster), program in zip(runs, found, strict=True)
+    ]
+    whole = _compiled(jobs, on_progress)
+    return [
+        program if program is not None else whole[name or ""]
+        for program, name in zip(found, names, strict=True)
+    ]
+
+
+def _compiled(jobs: dict[str, ProfileJob], on_progress: OnProgress) -> dict[str, Program]:
+    if not jobs:
+        return {}
+    programs = compile_cases(list(jobs.values()), list(jobs), _counting(on_progress))
+    return dict(zip(jobs, programs, strict=True))
+
+
+def _counting(on_progress: OnProgress) -> OnCase:
+    """An `OnCase` that tells how many of those that had to be compiled are done."""
+    done = total = 0
+
+    def count(stage: Stage, case: str) -> None:
+        nonlocal done, total
+        total += stage == "begun"
+        done += stage == "compiled"
+        if stage == "compiled":
+            on_progress(done, total)
+
+    return count

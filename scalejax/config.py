@@ -26,12 +26,16 @@ from scalejax.model_config import (
     ResNetConfig,
     VitConfig,
 )
+from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
 from scalejax.presets import with_preset
+from scalejax.scaling import Change, changes, scaled_optimizer
+from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
 from scalejax.training_config import (
+    AveragingConfig,
     BatchConfig,
     LayoutConfig,
-    OptimizerConfig,
-    ScheduleConfig,
+    LossConfig,
+    SwaConfig,
     TrainConfig,
 )
 
@@ -51,8 +55,12 @@ class RunConfig:
     """Samples per update."""
     optimizer: OptimizerConfig
     """How an update is made of a gradient."""
-    schedule: ScheduleConfig
+    schedule: LearningRateConfig
     """How large an update is, step by step."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """What is made small."""
+    averaging: AveragingConfig | None = None
+    """An average of the parameters, kept beside them; if absent, none."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Over which devices, and how."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -74,6 +82,34 @@ class RunConfig:
         if self.layout.zero_stage == 2 and has_batch_norm:
             accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
             raise ConfigError(refusal("layout.zero_stage", 2, accepted))
+        if has_batch_norm:
+            _require_own_statistics(self)
+        if isinstance(self.optimizer, ScheduleFreeConfig):
+            _require_no_other_average(self)
+
+
+def _require_no_other_average(config: RunConfig) -> None:
+    """Refuse what an optimizer that averages takes the place of."""
+    schedule = config.schedule
+    if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
+        accepted = 'it averages in place of a decay; use schedule.decay="constant"'
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
+    if config.averaging is not None:
+        accepted = f"optimizer.name={config.optimizer.name!r} averages already; leave it out"
+        raise ConfigError(refusal("averaging.name", config.averaging.name, accepted))
+
+
+def _require_own_statistics(config: RunConfig) -> None:
+    """Refuse averages of parameters far apart, whose BatchNorm statistics nobody has measured.
+
+    Izmailov et al. 2018, section 3.2, measure them in another pass over the data; nothing here
+    does. An exponential average is of near neighbours, and keeps that of their statistics.
+    """
+    accepted = "the average would need BatchNorm statistics of its own; use a network without"
+    if isinstance(config.averaging, SwaConfig):
+        raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
+    if isinstance(config.optimizer, ScheduleFreeConfig):
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
 
 
 def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
@@ -182,6 +218,12 @@ class ResolvedRun:
         """Optimizer updates in the run."""
         return self.steps_per_epoch * self.config.train.epochs
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The hyper-parameters that the batch changes, by the rule of the schedule."""
+        config = self.config
+        return changes(config.schedule, config.optimizer, self.split.global_batch)
+
 
 def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     """What `config` comes to on `device_count` devices.
@@ -220,6 +262,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
             f"{dataset.train_examples} training examples (at most data*fsdp={most})"
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
+    scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses what cannot be
     groups = bn_group_count(
         split,
         is_local=wanted.bn_scope == "local",

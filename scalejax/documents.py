@@ -260,9 +260,8 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
         return unknown_name(field, detail["input"], names)
     if kind == "union_tag_invalid":
         names = [part.strip("' ") for part in context["expected_tags"].split(",")]
-        return unknown_name(
-            f"{field}.{context['discriminator']}".replace("'", ""), context["tag"], names
-        )
+        # Where one of the kinds needs no name, pydantic has a function in place of the field.
+        return unknown_name(f"{field}.name", context["tag"], names)
     if kind == "union_tag_not_found":
         return f"{field}.{context['discriminator']} is missing.".replace("'", "")
     message = detail["msg"].removeprefix("Value error, ")
@@ -291,7 +290,9 @@ def _options(type_: object) -> list[object]:
     if typing.get_origin(type_) is typing.Annotated:
         return _options(typing.get_args(type_)[0])
     members = typing.get_args(type_)
-    return list(members) if members and not isinstance(type_, type) else [type_]
+    if not members or isinstance(type_, type):
+        return [type_]
+    return [option for member in members for option in _options(member)]
 
 
 def _tags(type_: object) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from scalejax.loss_scale import with_loss_scale
 from scalejax.model_config import ModelConfig
 from scalejax.models import BatchNormScope, attention, build_network, network_class
 from scalejax.optimizers import build_optimizer
+from scalejax.scaling import scaled_optimizer
 from scalejax.schedules import learning_rate_schedule
 
 
@@ -48,7 +49,8 @@ def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
         total_steps=run.total_steps,
     )
     stacked = network_class(run.config.model).stacked
-    optimizer = build_optimizer(run.config.optimizer, schedule, stacked=stacked)
+    described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
+    optimizer = build_optimizer(described, schedule, stacked=stacked)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)
     return Recipe(run=run, optimizer=optimizer, schedule=schedule)

@@ -89,7 +89,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     before = _flat(plain(load_config(folder.config)))
     after = _flat(plain(resolved_config(run)))
     free = set(_FREE)
-    if run.config.schedule.decay in ("constant", "step"):
+    if not run.config.schedule.depends_on_length:
         free.add("train.epochs")
     if run.config.train.early_stopping is None:
         free.add("train.evaluate_every_epochs")

@@ -14,6 +14,7 @@ from scalejax.data_config import facts
 from scalejax.errors import ConfigError, ScalejaxError, refusal
 from scalejax.hardware import Chip, Cluster
 from scalejax.model_config import ELEMENT_BYTES, CausalConfig, LlamaConfig
+from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig, SgdConfig
 from scalejax.predict import Prediction, predict
 from scalejax.profile import ProfileJob, has_cuda_compiler, require_type
 from scalejax.program import Program
@@ -29,7 +30,6 @@ from scalejax.search import (
     search,
     workspace_bytes,
 )
-from scalejax.training_config import OptimizerConfig, SgdConfig
 from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
 _FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
@@ -160,6 +160,8 @@ def _moments(optimizer: OptimizerConfig) -> Literal[0, 1, 2]:
     """Arrays like the parameters that it keeps."""
     if isinstance(optimizer, SgdConfig):
         return 1 if optimizer.momentum else 0
+    if isinstance(optimizer, ScheduleFreeConfig):
+        return 2 if optimizer.base == "adamw" else 1
     return 2 if optimizer.name in ("adamw", "lamb") else 1
 
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import DATA
@@ -23,6 +24,8 @@ from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged, is_data_manual
+from scalejax.optimizer_config import ScheduleFreeConfig
+from scalejax.optimizers import evaluated_params
 from scalejax.recipe import Recipe, network_of, recipe_of
 from scalejax.train_state import (
     PyTree,
@@ -56,6 +59,9 @@ class Step:
 class Evaluation:
     """The metrics of one evaluation batch over a mesh."""
 
+    weights: Any
+    """From a state to the (params, model_state) that are evaluated: those of the average, if the
+    run says so."""
     function: Any
     """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1."""
     batch: Batch
@@ -94,7 +100,12 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     params, model_state = jax.jit(partial(initial_network, recipe), out_shardings=drawn)()
     opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    return TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
+    state = TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
+    if run.config.averaging is not None:  # of its own: the update may write over either
+        copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
+        average = copied({"params": params, "model_state": model_state})
+        state = replace(state, average=average)
+    return state
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -111,7 +122,21 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
-    return Evaluation(function=function, batch=batch)
+    weights = _evaluated_weights(run, shardings_of(state.params))
+    return Evaluation(weights=weights, function=function, batch=batch)
+
+
+def _evaluated_weights(
+    run: ResolvedRun, shardings: PyTree
+) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+    """From a state to the parameters, lying as `shardings` say, and statistics to evaluate."""
+    averaging, optimizer = run.config.averaging, run.config.optimizer
+    if averaging is not None and averaging.is_evaluated:
+        return lambda state: (state.average["params"], state.average["model_state"])
+    if isinstance(optimizer, ScheduleFreeConfig):
+        meant = jax.jit(partial(evaluated_params, optimizer), out_shardings=shardings)
+        return lambda state: (meant(state.opt_state, state.params), state.model_state)
+    return lambda state: (state.params, state.model_state)
 
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
@@ -160,24 +185,31 @@ def _sample_metrics(
     inputs = _normalised(batch["inputs"], recipe.run.dataset)
     where = {"places": batch["places"]} if "places" in batch else {}
     logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
-    losses = _cross_entropy(logits, batch["targets"])
+    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
+    losses = _cross_entropy(logits, batch["targets"], smoothing)
     hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions)
 
 
-def _cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Minus the logarithm of the share of `targets`, float32 of their shape.
+def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
+    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
+    `smoothing` that of all classes in the mean.
 
     Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
     along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
     0.10.2).
     """
     if not is_data_manual():
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-    picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-    return jax.nn.logsumexp(logits, axis=-1) - picked
+        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    else:
+        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
+        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
+    if smoothing == 0:
+        return of_target
+    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+    return (1 - smoothing) * of_target + smoothing * of_all
 
 
 def _loss(
@@ -362,11 +394,14 @@ def _update(
         gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
+    step, params = state.step + 1, optax.apply_updates(state.params, updates)
+    weights = {"params": params, "model_state": model_state}
     new_state = TrainState(
-        step=state.step + 1,
-        params=optax.apply_updates(state.params, updates),
+        step=step,
+        params=params,
         model_state=model_state,
         opt_state=opt_state,
+        average=averaged(recipe.run, step, state.average, weights),
     )
     learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}
@@ -382,13 +417,13 @@ def _unless_skipped(
     gradient overflowed, with the rest likewise; and the metrics of the loss as it is."""
     before, after = state.opt_state, new_state.opt_state
     is_skipped = after.skipped_updates > before.skipped_updates
-    step, model_state = jax.tree.map(
+    step, model_state, average = jax.tree.map(
         partial(jnp.where, is_skipped),
-        (state.step, state.model_state),
-        (new_state.step, new_state.model_state),
+        (state.step, state.model_state, state.average),
+        (new_state.step, new_state.model_state, new_state.average),
     )
     scaling = {"loss_scale": before.scale, "skipped_updates": after.skipped_updates}
-    new_state = replace(new_state, step=step, model_state=model_state)
+    new_state = replace(new_state, step=step, model_state=model_state, average=average)
     return new_state, {**metrics, "loss": metrics["loss"] / before.scale, **scaling}
 
 

@@ -186,6 +186,12 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
         rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
     yield "[bold]learning rate[/]"
     yield rates
+    if resolved.changes:
+        scaled = _facts()
+        for each in resolved.changes:
+            scaled.add_row(each.name, f"{each.after:.6g}", f"{each.before:.6g} before scaling")
+        yield "[bold]scaled with the batch[/]"
+        yield scaled
 
 
 def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:

@@ -201,7 +201,8 @@ class _Loop:
         if begin:
             self._change_status("resumed", f"at step {begin}, {devices}")
         else:
-            self._change_status("started", devices)
+            changes = "".join(f"; {change}" for change in self._run.changes)
+            self._change_status("started", devices + changes)
         state = self._run_steps(state)
         save_weights(self._journal.files.weights, self._final_weights(state))
         self._change_status(*self._ending())
@@ -305,11 +306,12 @@ class _Loop:
 
     def _evaluate(self, state: TrainState) -> EvaluationMeasurement:
         begin, sums = time.perf_counter(), []
+        weights = self._programs.evaluation.weights(state)
         batches = evaluation_batches(self._test_source, self._programs.evaluation.batch)
         for batch in batches:
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])  # for the reasons of `_settle`
-            sums.append(self._programs.evaluate(state.params, state.model_state, batch))
+            sums.append(self._programs.evaluate(*weights, batch))
         totals = {
             name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]
         }
@@ -344,7 +346,8 @@ class _Loop:
         wanted, best_step = self._config.early_stopping, self._checkpoints.pinned_step
         if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
             state = self._checkpoints.restore(best_step, self._programs.step.state)
-        return {"params": state.params, "model_state": state.model_state}
+        params, model_state = self._programs.evaluation.weights(state)
+        return {"params": params, "model_state": model_state}
 
     def _interrupt(self, signal_number: int) -> None:
         self._checkpoints.wait()

@@ -39,6 +39,8 @@ class TrainState:
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
     """State of the optimizer."""
+    average: PyTree = None
+    """The average of params and model_state, by these names; None if none is kept."""
 
 
 def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
@@ -66,7 +68,15 @@ def abstract_state(recipe: Recipe) -> TrainState:
         params=params,
         model_state=model_state,
         opt_state=jax.eval_shape(recipe.optimizer.init, params),
+        average=_kept_average(recipe, params, model_state),
     )
+
+
+def _kept_average(recipe: Recipe, params: PyTree, model_state: PyTree) -> PyTree:
+    """The tree of an average of these, if the run keeps one."""
+    if recipe.run.config.averaging is None:
+        return None
+    return {"params": params, "model_state": model_state}
 
 
 def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
@@ -80,10 +90,11 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
     params = _used_shardings(recipe, mesh, shapes.params)
     if recipe.run.config.layout.zero_stage:
         params = jax.tree.map(_over_data, shapes.params, params)
+    model_state = jax.tree.map(lambda _: whole, shapes.model_state)
     shardings = TrainState(
         step=whole,
         params=params,
-        model_state=jax.tree.map(lambda _: whole, shapes.model_state),
+        model_state=model_state,
         opt_state=optax.tree.map_params(
             recipe.optimizer,
             lambda _, like: like,
@@ -91,6 +102,7 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
             params,
             transform_non_params=lambda _: whole,
         ),
+        average=_kept_average(recipe, params, model_state),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

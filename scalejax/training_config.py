@@ -1,4 +1,4 @@
-"""How a run trains: batch, layout, optimizer, schedule, loop. Descriptions only.
+"""How a run trains: batch, layout, loss, averaging, loop. Descriptions only.
 
 Each class checks its own fields when built; what involves two of them is checked in `config`.
 """
@@ -92,160 +92,59 @@ class LayoutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SgdConfig:
-    """Stochastic gradient descent; the learning rate stays outside the momentum buffer
-    (Goyal et al. 2017, equation 9), so a changing rate needs no momentum correction."""
+class LossConfig:
+    """What training makes small; evaluation has the plain cross-entropy."""
 
-    name: Literal["sgd"] = "sgd"
-    """Selects this optimizer."""
-    momentum: float = 0.9
-    """Part of the buffer that is kept; 0 for none."""
-    nesterov: bool = False
-    """Whether the gradient is taken ahead of the momentum step."""
-    weight_decay: float = 0.0
-    """Added to the gradient per unit of parameter (before momentum)."""
-    decays_norm_and_bias: bool = False
-    """Whether weight decay also holds for biases and normalisation parameters."""
+    label_smoothing: float = 0.0
+    """Part of a target that is spread over all classes alike (Szegedy et al. 2015, section 7,
+    arXiv 1512.00567)."""
 
     def __post_init__(self) -> None:
-        _require_fraction("optimizer.momentum", self.momentum)
-        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
-        if self.nesterov and self.momentum == 0:
-            raise ConfigError(refusal("optimizer.nesterov", True, "it needs a momentum above 0"))
+        if not 0 <= self.label_smoothing < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("loss.label_smoothing", self.label_smoothing, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+class EmaConfig:
+    """An exponential moving average of parameters and BatchNorm statistics, of every update."""
 
-    name: Literal["adamw"] = "adamw"
-    """Selects this optimizer."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.01
-    """Decoupled decay per unit of learning rate."""
-    decays_norm_and_bias: bool = False
-    """Whether weight decay also holds for biases and normalisation parameters."""
+    name: Literal["ema"]
+    """Selects this average."""
+    decay: float = 0.999
+    """Part of the average that an update keeps."""
+    warms_up: bool = False
+    """Whether the decay after t updates is at most (1 + t) / (10 + t), so that the initial
+    parameters are soon forgotten (as TensorFlow's ExponentialMovingAverage with num_updates)."""
+    is_evaluated: bool = True
+    """Whether evaluations and final weights are those of the average."""
 
     def __post_init__(self) -> None:
-        _require_moments(self)
+        if not 0 <= self.decay < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("averaging.decay", self.decay, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LarsConfig:
-    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888)."""
+class SwaConfig:
+    """The equal average of parameters along the run (Izmailov et al. 2018, arXiv 1803.05407)."""
 
-    name: Literal["lars"] = "lars"
-    """Selects this optimizer."""
-    momentum: float = 0.9
-    """Part of the buffer that is kept."""
-    nesterov: bool = False
-    """Whether the gradient is taken ahead of the momentum step."""
-    weight_decay: float = 1e-4
-    """Added to the gradient per unit of parameter."""
-    trust_coefficient: float = 0.001
-    """Step size as a part of the layer's norm."""
-    decays_norm_and_bias: bool = False
-    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
+    name: Literal["swa"]
+    """Selects this average."""
+    start_epoch: float
+    """Epoch after which the first parameters are taken; the average follows them until then."""
+    every_epochs: float = 1.0
+    """Epochs between parameters that are taken."""
+    is_evaluated: bool = True
+    """Whether evaluations and final weights are those of the average."""
 
     def __post_init__(self) -> None:
-        _require_fraction("optimizer.momentum", self.momentum)
-        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
-        require_above("optimizer.trust_coefficient", self.trust_coefficient, 0)
+        require_at_least("averaging.start_epoch", self.start_epoch, 0)
+        require_above("averaging.every_epochs", self.every_epochs, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LambConfig:
-    """Adam with layer-wise trust ratios (You et al. 2019, arXiv 1904.00962)."""
-
-    name: Literal["lamb"] = "lamb"
-    """Selects this optimizer."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.999
-    """Decay of the second moment."""
-    epsilon: float = 1e-6
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.01
-    """Decoupled decay, inside the trust ratio."""
-    decays_norm_and_bias: bool = False
-    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
-
-    def __post_init__(self) -> None:
-        _require_moments(self)
-
-
-OptimizerConfig = Annotated[
-    SgdConfig | AdamWConfig | LarsConfig | LambConfig, Field(discriminator="name")
-]
-"""One of the optimizers, told apart by `name`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleConfig:
-    """The learning rate as a function of the step: scaling, then warmup, then decay."""
-
-    base_learning_rate: float
-    """Learning rate that suits `reference_batch`."""
-    scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the peak grows with k = global_batch / reference_batch: not, by k, by root k."""
-    reference_batch: int = 256
-    """Global batch for which `base_learning_rate` is right."""
-    warmup: Literal["none", "constant", "gradual"] = "none"
-    """How the peak is reached: at once; held at the start value, then a jump; in a straight
-    line, step by step (Goyal et al. 2017, section 2.2)."""
-    warmup_epochs: float = 0.0
-    """Length of the warmup."""
-    warmup_from: Literal["base", "zero"] = "base"
-    """Start value of a warmup: `base_learning_rate`, or zero."""
-    decay: Literal["constant", "step", "cosine", "polynomial"] = "constant"
-    """What follows the warmup."""
-    decay_epochs: tuple[float, ...] = ()
-    """Epochs, from the start of training, at which a step decay multiplies by its factor."""
-    decay_factor: float = 0.1
-    """Factor of a step decay."""
-    decay_power: float = 2.0
-    """Exponent of a polynomial decay."""
-    end_learning_rate: float = 0.0
-    """Where a cosine or polynomial decay ends."""
-
-    def __post_init__(self) -> None:
-        require_above("schedule.base_learning_rate", self.base_learning_rate, 0)
-        require_at_least("schedule.reference_batch", self.reference_batch, 1)
-        require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
-        require_at_least("schedule.end_learning_rate", self.end_learning_rate, 0)
-        require_above("schedule.decay_factor", self.decay_factor, 0)
-        require_above("schedule.decay_power", self.decay_power, 0)
-        if (self.warmup == "none") != (self.warmup_epochs == 0):
-            accepted = f'warmup="{self.warmup}" needs ' + (
-                "it to be 0" if self.warmup == "none" else "it above 0"
-            )
-            raise ConfigError(refusal("schedule.warmup_epochs", self.warmup_epochs, accepted))
-        if self.warmup == "constant" and self.warmup_from == "zero":
-            accepted = "a constant warmup from zero would not train"
-            raise ConfigError(refusal("schedule.warmup_from", self.warmup_from, accepted))
-        if self.warmup != "none" and self.warmup_from == "base" and self.scaling == "none":
-            raise ConfigError(
-                refusal(
-                    "schedule.warmup_from",
-                    self.warmup_from,
-                    'with scaling="none" the base is already the peak; use warmup_from="zero"',
-                )
-            )
-        if (self.decay == "step") != bool(self.decay_epochs):
-            accepted = f'decay="{self.decay}" needs ' + (
-                "at least one epoch" if self.decay == "step" else "it empty"
-            )
-            raise ConfigError(refusal("schedule.decay_epochs", self.decay_epochs, accepted))
-        if list(self.decay_epochs) != sorted(set(self.decay_epochs)) or any(
-            not 0 < epoch < math.inf for epoch in self.decay_epochs
-        ):
-            accepted = "epochs must be above 0 and rise"
-            raise ConfigError(refusal("schedule.decay_epochs", self.decay_epochs, accepted))
+AveragingConfig = Annotated[EmaConfig | SwaConfig, Field(discriminator="name")]
+"""One of the averages of parameters, told apart by `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,15 +196,3 @@ class TrainConfig:
             require_at_least(f"train.{name}", getattr(self, name), 1)
         if self.checkpoint_every_steps is not None:
             require_at_least("train.checkpoint_every_steps", self.checkpoint_every_steps, 1)
-
-
-def _require_fraction(field: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ConfigError(refusal(field, value, "it must be from 0 to below 1"))
-
-
-def _require_moments(config: AdamWConfig | LambConfig) -> None:
-    _require_fraction("optimizer.beta1", config.beta1)
-    _require_fraction("optimizer.beta2", config.beta2)
-    require_above("optimizer.epsilon", config.epsilon, 0)
-    require_at_least("optimizer.weight_decay", config.weight_decay, 0)

@@ -22,12 +22,14 @@ def test_every_field_is_listed_with_what_it_takes_and_means():
 
 
 def test_every_kind_of_a_table_is_listed():
-    """Nine kinds of model, five of data, four of optimizer."""
+    """Every member of each union."""
     titles = [table.title for table in run_reference()]
 
     assert sum(title.startswith("[model]") for title in titles) == 9
     assert sum(title.startswith("[data]") for title in titles) == 5
-    assert sum(title.startswith("[optimizer]") for title in titles) == 4
+    assert sum(title.startswith("[optimizer]") for title in titles) == 6
+    assert sum(title.startswith("[schedule]") for title in titles) == 3
+    assert sum(title.startswith("[averaging]") for title in titles) == 2
     assert titles[0] == "at the top"
 
 

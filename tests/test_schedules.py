@@ -1,5 +1,7 @@
 """The learning rate by step: numbers a reader can check on paper, and what holds for all."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.errors import ConfigError
-from scalejax.schedules import learning_rate_schedule, peak_learning_rate, warmup_steps
-from scalejax.training_config import ScheduleConfig
+from scalejax.scaling import scaled_schedule
+from scalejax.schedule_config import ScheduleConfig
+from scalejax.schedules import learning_rate_schedule
 
 
 def rates(config: ScheduleConfig, steps: range, *, global_batch: int = 256) -> list[float]:
@@ -27,7 +30,7 @@ def test_peak_follows_the_scaling_rule(scaling, peak):
     """Goyal et al. 2017: 0.1 at 256 becomes 3.2 at 8192."""
     config = ScheduleConfig(base_learning_rate=0.1, scaling=scaling)
 
-    assert peak_learning_rate(config, 8192) == pytest.approx(peak)
+    assert scaled_schedule(config, 8192)[0] == pytest.approx(peak)
     assert rates(config, range(1), global_batch=8192) == pytest.approx([peak])
 
 
@@ -114,6 +117,84 @@ def test_polynomial_decay_by_hand():
     assert found == pytest.approx([1.0, 0.4, 0.2, 0.2])
 
 
+@pytest.mark.parametrize(
+    ("decay", "middle"),
+    [
+        ({"decay": "polynomial", "decay_power": 1.0}, 0.6),
+        ({"decay": "one_minus_sqrt"}, 0.2 + 0.8 * (1 - 0.5**0.5)),
+        ({"decay": "cosine"}, 0.6),
+    ],
+)
+def test_warmup_stable_decay_by_hand(decay, middle):
+    """10 epochs of 10 steps: one climbs, the last two fall from 1 to 0.2, the peak is between."""
+    config = ScheduleConfig(
+        base_learning_rate=1.0,
+        warmup="gradual",
+        warmup_epochs=1,
+        warmup_from="zero",
+        decay_share=0.2,
+        end_learning_rate=0.2,
+        **decay,
+    )
+
+    found = rates(config, range(101))
+
+    assert found[:10] == pytest.approx([0.1 * step for step in range(10)])
+    assert found[10:81] == pytest.approx([1.0] * 71)
+    assert found[90] == pytest.approx(middle)
+    assert found[100] == pytest.approx(0.2)
+    assert all(after < before for before, after in pairwise(found[80:]))
+
+
+def test_mlperfs_schedule_for_lars():
+    """Gradual from zero over 5 of 40 epochs, then peak (1 - t)^2 (poly-2); RCP row 4096."""
+    config = ScheduleConfig(
+        base_learning_rate=10.0,
+        warmup="gradual",
+        warmup_epochs=5,
+        warmup_from="zero",
+        decay="polynomial",
+    )
+    schedule = learning_rate_schedule(
+        config, global_batch=4096, steps_per_epoch=312, total_steps=40 * 312
+    )
+    steps = np.arange(40 * 312)
+    part_over = (steps - 5 * 312) / (35 * 312)
+
+    expected = np.where(steps < 5 * 312, 10 * steps / (5 * 312), 10 * (1 - part_over) ** 2)
+    np.testing.assert_allclose(schedule(steps), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_legw_warms_up_for_more_epochs_at_a_larger_batch():
+    """k = 4: the peak doubles, and half an epoch of warmup becomes two."""
+    config = ScheduleConfig(
+        base_learning_rate=0.1,
+        scaling="legw",
+        warmup="gradual",
+        warmup_epochs=0.5,
+        warmup_from="zero",
+    )
+
+    found = rates(config, range(22), global_batch=1024)
+
+    assert found == pytest.approx([0.01 * step for step in range(20)] + [0.2] * 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"scaling": "legw"}, r"schedule\.scaling='legw' is refused: .* use warmup=\"gradual\""),
+        ({"decay_share": 0.2}, r"decay_share=0\.2 is refused: decay='constant' has no end"),
+        ({"decay": "cosine", "decay_share": 0.0}, "it must be above 0, at most 1"),
+        ({"decay": "cosine", "decay_share": 1.5}, "it must be above 0, at most 1"),
+    ],
+)
+def test_impossible_schedules_are_refused(fields, said):
+    """One sentence, which names the field."""
+    with pytest.raises(ConfigError, match=said):
+        ScheduleConfig(base_learning_rate=0.1, **fields)
+
+
 def test_a_run_shorter_than_its_warmup_only_warms_up():
     """One epoch of a recipe with five of warmup: a fifth of the way."""
     config = ScheduleConfig(
@@ -167,9 +248,9 @@ schedules = st.builds(
 def test_a_gradual_warmup_ends_at_the_peak_without_a_jump(config, k):
     """The rate at W is the peak, the step before it one increment below, for every decay."""
     batch = k * config.reference_batch
-    peak = peak_learning_rate(config, batch)
+    peak = scaled_schedule(config, batch)[0]
     start = config.base_learning_rate if config.warmup_from == "base" else 0.0
-    end = warmup_steps(config, 10)
+    end = round(config.warmup_epochs * 10)
     increment = (peak - start) / max(end, 1)
 
     at_end, before = rates(config, range(end, end - 2, -1), global_batch=batch)
@@ -191,7 +272,7 @@ def test_no_rate_is_above_the_peak_or_below_zero(config, k):
     found = np.asarray(schedule(np.arange(120)))
 
     assert found.min() >= 0
-    assert found.max() <= peak_learning_rate(config, batch) * (1 + 1e-5)  # float32
+    assert found.max() <= scaled_schedule(config, batch)[0] * (1 + 1e-5)  # float32
 
 
 @settings(deadline=None, max_examples=25)  # each example compiles; the first may wait
@@ -199,7 +280,7 @@ def test_no_rate_is_above_the_peak_or_below_zero(config, k):
 def test_linear_scaling_is_the_square_of_sqrt_scaling(k):
     """Peak over base: k, and root k."""
     linear, root = (
-        peak_learning_rate(ScheduleConfig(base_learning_rate=1.0, scaling=rule), 256 * k)
+        scaled_schedule(ScheduleConfig(base_learning_rate=1.0, scaling=rule), 256 * k)[0]
         for rule in ("linear", "sqrt")
     )
 
@@ -215,4 +296,4 @@ def test_impossible_lengths_are_refused():
     with pytest.raises(ConfigError, match="total_steps=0 is refused"):
         learning_rate_schedule(config, global_batch=1, steps_per_epoch=1, total_steps=0)
     with pytest.raises(ConfigError, match=r"batch\.global_batch=0 is refused"):
-        peak_learning_rate(config, 0)
+        scaled_schedule(config, 0)

@@ -23,6 +23,8 @@ from scalejax.jax_platform import compiler_settings
 from scalejax.model_config import CustomConfig
 from scalejax.profile.job import Compiled, RunJob
 from scalejax.program import Program
+from scalejax.schedule_config import ScheduleConfig
+from scalejax.training_config import LossConfig
 
 _LIBRARIES = (
     "jax", "jaxlib", "flax", "optax",
@@ -83,6 +85,9 @@ def case_key(job: RunJob) -> str:
     for name, usual in (("zero_stage", 0), ("sequence_parallel", False), ("pipeline_chunks", 1)):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
+    for name, part in (("loss", config.loss), ("averaging", config.averaging)):
+        if part not in (None, LossConfig()):
+            material[name] = _named(part)
     text = json.dumps(material, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -91,7 +96,9 @@ def _named(part: object) -> list[JsonValue]:
     """The class of a description, and its fields that are not the default, without lengths."""
     fields = _adapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
     kept = {name: value for name, value in fields.items() if not name.endswith("_examples")}
-    return [getattr(part, "name", type(part).__name__), kept]
+    # The composed schedule had no name when the first programs were kept.
+    name = None if isinstance(part, ScheduleConfig) else getattr(part, "name", None)
+    return [name or type(part).__name__, kept]
 
 
 @cache
@@ -123,6 +130,8 @@ def _shaping(job: RunJob) -> JsonValue:
         "model": config["model"],
         "optimizer": config["optimizer"],
         "schedule": config["schedule"],
+        "loss": config["loss"],
+        "averaging": config["averaging"],
         "layout": config["layout"],
         "split": run["split"],
         "bn_groups": run["bn_groups"],

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ import pytest
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.mesh import build_mesh
+from scalejax.optimizer_config import OptimizerConfig, SgdConfig
 from scalejax.profile.compiled import read_step
+from scalejax.schedule_config import ScheduleConfig
 from scalejax.step import build_step, init_state
 from scalejax.train_state import TrainState
 
@@ -102,6 +105,17 @@ OPTIMIZERS = {
     "lars": {"name": "lars", "trust_coefficient": 0.01},
     "lamb": {"name": "lamb", "epsilon": 1e-3},
 }
+SGD = SgdConfig(momentum=0.9, weight_decay=1e-4)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "lars of the paper": {"name": "lars", "variant": "paper", "trust_coefficient": 0.01},
+    "lamb of the paper": {"name": "lamb", "variant": "paper", "weight_norm_bound": 1.0}
+    | {"epsilon": 1e-3},
+    "nvlamb, clipped": {"name": "lamb", "variant": "nvlamb", "trust_clip": 1.0, "epsilon": 1e-3},
+    "momentum correction": {"name": "sgd", "momentum_form": "rate_inside_corrected"},
+    "adagrad": {"name": "adagrad", "initial_accumulator": 0.1},
+    "schedule-free": {"name": "schedule_free", "epsilon": 1e-3},
+}
+"""Optimizers of which two layouts are trained, and not all."""
 HYBRIDS = {
     "data=2 x tensor=2 x pipeline=2": ({"data": 2, "tensor": 2, "pipeline": 2}, 4),
     "context=4": ({"data": 1, "context": 4}, 1),
@@ -149,6 +163,7 @@ UNEVEN = {
 run by default."""
 QUICK_UNEVEN = 2
 LEARNING_RATES = {"sgd": 0.1, "adamw": 0.01, "lars": 1.0, "lamb": 0.01}
+LEARNING_RATES |= {"adagrad": 0.01, "schedule_free": 0.01}
 
 
 def run_of(
@@ -156,19 +171,19 @@ def run_of(
 ) -> ResolvedRun:
     """A small run of five updates."""
     about = {**MODELS, **ZOO, **DEEPER}[model]
-    data = DATA[about["data"]]
+    data, about_optimizer = DATA[about["data"]], {**OPTIMIZERS, **VARIANTS}[optimizer]
     tables = {
         "model": about["model"],
         "data": {**data, "train_examples": GLOBAL_BATCH * UPDATES, "test_examples": 10},
         "batch": {"global_batch": GLOBAL_BATCH, "microbatches": microbatches},
-        "optimizer": OPTIMIZERS[optimizer],
+        "optimizer": about_optimizer,
         "schedule": {
-            "base_learning_rate": LEARNING_RATES[optimizer] / 2,
+            "base_learning_rate": LEARNING_RATES[about_optimizer["name"]] / 2,
             "scaling": "linear",
             "reference_batch": GLOBAL_BATCH // 2,
             "warmup": "gradual",
             "warmup_epochs": 0.4,
-            "decay": "cosine",
+            "decay": "constant" if optimizer == "schedule-free" else "cosine",
         },
         "layout": layout,
     }
@@ -199,9 +214,11 @@ def batches_of(run: ResolvedRun) -> list[dict[str, np.ndarray]]:
 
 
 @functools.cache
-def initial_state(model: str, optimizer: str) -> TrainState:
+def initial_state(model: str, optimizer: OptimizerConfig = SGD) -> TrainState:
     """The state before the first update, as one device draws it, in NumPy."""
-    run = run_of(model, optimizer, {"data": 1})
+    config = run_of(model, "sgd", {"data": 1}).config
+    level = ScheduleConfig(base_learning_rate=0.1)  # no state depends on it
+    run = resolve(replace(config, optimizer=optimizer, schedule=level))
     return jax.tree.map(np.asarray, init_state(run, build_mesh(run.layout, jax.local_devices())))
 
 
@@ -210,7 +227,7 @@ def train(
 ) -> tuple[np.ndarray, TrainState]:
     """Losses of the updates, and the state after them; `model` where its name is not its key."""
     step = build_step(run, build_mesh(run.layout))
-    initial = initial_state(model or run.config.model.name, run.config.optimizer.name)
+    initial = initial_state(model or run.config.model.name, run.config.optimizer)
     state = jax.tree.map(
         lambda leaf, like: jax.device_put(leaf, like.sharding), initial, step.state
     )
@@ -256,7 +273,7 @@ def test_every_layout_starts_from_the_same_state(model, layout):
     state = init_state(run, build_mesh(run.layout))
 
     for ours, theirs in zip(
-        jax.tree.leaves(state), jax.tree.leaves(initial_state(model, "sgd")), strict=True
+        jax.tree.leaves(state), jax.tree.leaves(initial_state(model)), strict=True
     ):
         np.testing.assert_array_equal(np.asarray(ours), theirs)
 
@@ -279,6 +296,27 @@ def table(*columns: Iterable[Any]) -> list[Any]:
 @pytest.mark.parametrize(("model", "layout", "optimizer"), table(MODELS, LAYOUTS))
 def test_a_layout_trains_what_one_device_trains(model, layout, optimizer):
     """Losses and parameters after five updates, BatchNorm over all devices."""
+    run = run_of(model, optimizer, LAYOUTS[layout])
+
+    assert_same(trained(run), on_one_device(model, optimizer, None, 1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "model"),
+    [
+        pytest.param(
+            optimizer,
+            layout,
+            model,
+            marks=[] if model == "mlp" and layout == "data=2 x fsdp=4" else [pytest.mark.slow],
+        )
+        for optimizer in VARIANTS
+        for layout in ("data=2 x fsdp=4", "data=2 x tensor=4")
+        for model in ("mlp", "gpt")
+    ],
+)
+def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, layout, model):
+    """Trust ratios, clips and averages are of whole layers, however they are split."""
     run = run_of(model, optimizer, LAYOUTS[layout])
 
     assert_same(trained(run), on_one_device(model, optimizer, None, 1))
@@ -354,7 +392,7 @@ def first_changes(
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
     """The first loss, and every array before and after the first update."""
     losses, leaves = trained(run_of(model, "sgd", layout), 1)
-    state = initial_state(model, "sgd")
+    state = initial_state(model)
     before = map(np.asarray, jax.tree.leaves((state.params, state.model_state)))
     return losses, list(zip(before, leaves, strict=True))
 

@@ -268,6 +268,9 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         is_local=wanted.bn_scope == "local",
         group_size=wanted.bn_group_size,
     )
+    if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
+        accepted = 'more than a device has; statistics of several need layout.mode="jit"'
+        raise ConfigError(refusal("layout.bn_group_size", wanted.bn_group_size, accepted))
     return ResolvedRun(
         config=config,
         layout=layout,

@@ -132,12 +132,13 @@ class BatchSplit:
 def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None) -> int:
     """Number of groups into which one forward pass is cut for BatchNorm statistics.
 
-    Global statistics are one group; local ones a group per device, or smaller ones of
-    `group_size` samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677).
+    Global statistics are one group; local ones a group per device, or groups of `group_size`
+    samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677): several in a device
+    (ghost batches; Hoffer et al. 2017, arXiv 1705.08741), or one of several devices.
 
     Raises:
-        ConfigError: if `group_size` is given for global statistics, or does not divide the
-            samples of one device.
+        ConfigError: if `group_size` is given for global statistics, or neither divides the
+            samples of one device nor is made of whole devices.
     """
     if not is_local:
         if group_size is not None:
@@ -146,7 +147,11 @@ def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None)
         return 1
     size = split.microbatch if group_size is None else group_size
     require_at_least("layout.bn_group_size", size, 1)
-    if split.microbatch % size:
-        accepted = f"it must divide the {split.microbatch} samples a device sees at a time"
+    samples = split.microbatch * split.layout.batch_shards
+    if split.microbatch % size and (size % split.microbatch or samples % size):
+        accepted = (
+            f"it must divide the {split.microbatch} samples a device sees at a time, or be a "
+            f"multiple of them that divides the {samples} of all devices"
+        )
         raise ConfigError(refusal("layout.bn_group_size", size, accepted))
-    return split.microbatch * split.layout.batch_shards // size
+    return samples // size

@@ -74,6 +74,9 @@ class ResNetConfig:
 
     name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     """Selects the depth."""
+    zero_gamma: bool = True
+    """Whether the last BatchNorm of each residual block starts with a scale of 0, and not 1, so
+    that blocks start as identities (Goyal et al. 2017, section 5.1, arXiv 1706.02677)."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 

@@ -141,7 +141,7 @@ def _momentum(
 
 
 class _CorrectedState(NamedTuple):
-    count: jax.Array
+    updates_made: jax.Array
     buffer: optax.OptState
 
 
@@ -157,12 +157,14 @@ def _corrected(
     def init(params: Any) -> _CorrectedState:
         return _CorrectedState(jnp.zeros((), jnp.int32), buffer.init(params))
 
-    def update(updates: Any, state: _CorrectedState, params: Any = None) -> tuple[Any, Any]:
-        before = schedule(jnp.maximum(state.count - 1, 0))
-        ratio = jnp.where(before == 0, 1.0, schedule(state.count) / jnp.where(before, before, 1))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        before = schedule(jnp.maximum(state.updates_made - 1, 0))
+        ratio = jnp.where(
+            before == 0, 1.0, schedule(state.updates_made) / jnp.where(before, before, 1)
+        )
         brought = jax.tree.map(lambda leaf: leaf * ratio, state.buffer)
         updates, new_buffer = buffer.update(updates, brought, params)
-        return updates, _CorrectedState(state.count + 1, new_buffer)
+        return updates, _CorrectedState(state.updates_made + 1, new_buffer)
 
     return optax.GradientTransformation(init, update)
 

@@ -36,9 +36,9 @@ def scaled_schedule(schedule: ScheduleConfig, global_batch: int) -> tuple[float,
     """
     require_at_least("batch.global_batch", global_batch, 1)
     k = global_batch / schedule.reference_batch
-    factor = {"none": 1.0, "linear": k}.get(schedule.scaling, k**0.5)
+    factor = {"none": 1.0, "linear": k, "sqrt": k**0.5, "sde": k**0.5, "legw": k**0.5}
     stretch = k if schedule.scaling == "legw" else 1.0
-    return schedule.base_learning_rate * factor, schedule.warmup_epochs * stretch
+    return schedule.base_learning_rate * factor[schedule.scaling], schedule.warmup_epochs * stretch
 
 
 def scaled_optimizer(

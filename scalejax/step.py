@@ -293,7 +293,8 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
-        bn = BatchNormScope(groups=run.bn_groups)
+        is_in_turn = run.config.layout.bn_running == "in_turn"
+        bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
         return partial(_arranged, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)

@@ -68,7 +68,11 @@ class LayoutConfig:
     bn_scope: Literal["global", "local"] = "global"
     """Whether BatchNorm sees the samples of all devices, or of its own; of one microbatch."""
     bn_group_size: int | None = None
-    """Samples that share local BatchNorm statistics; if absent, those of one device."""
+    """Samples that share local BatchNorm statistics, of a part of a device or of several whole
+    ones; if absent, those of one device."""
+    bn_running: Literal["mean", "in_turn"] = "mean"
+    """How running statistics take in those of several groups: once, their mean; or one after the
+    other (ghost batches; Hoffer et al. 2017, algorithm 1, arXiv 1705.08741)."""
 
     def __post_init__(self) -> None:
         for name in ("data", *MODEL_AXES, "pipeline_chunks", "bn_group_size"):
@@ -80,6 +84,9 @@ class LayoutConfig:
             if self.mode != "jit" and size > 1:
                 accepted = f'layout.mode="{self.mode}" spreads over the data axis only; use "jit"'
                 raise ConfigError(refusal(f"layout.{name}", size, accepted))
+        if self.mode != "jit" and self.bn_running != "mean":
+            accepted = 'the groups have an order over all devices only; it needs layout.mode="jit"'
+            raise ConfigError(refusal("layout.bn_running", self.bn_running, accepted))
         if self.mode != "jit" and self.zero_stage:
             accepted = f'layout.mode="{self.mode}" keeps all state whole; use "jit"'
             raise ConfigError(refusal("layout.zero_stage", self.zero_stage, accepted))

@@ -69,4 +69,4 @@ def scale_by_layer(ratio: Ratio, stacked: tuple[str, ...]) -> optax.GradientTran
 
         return tree_map_with_path(of_leaf, updates, params), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(optax.init_empty_state, update)

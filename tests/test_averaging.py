@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from scalejax.record import RunRecord
 from scalejax.step import build_evaluation, build_step, init_state
 from scalejax.train import train
 
-TABLES = {
+TABLES: dict[str, Any] = {
     "model": {"name": "mlp", "hidden": [16]},
     "data": {
         "name": "synthetic_images",

@@ -4,7 +4,9 @@ The expected rates come from the literal tables, worked out by hand from the sou
 loop over epochs and batches that fires callbacks, which scalejax does not have.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ from scalejax.schedule_config import (
 )
 from scalejax.schedules import learning_rate_schedule
 
+KIND: Any = LearningRateConfig  # a union, which is no class to a type checker
 STEPS_PER_EPOCH = 4
 
 
@@ -44,7 +47,7 @@ class Callback:
     """A Keras callback that sets the learning rate, as Horovod's source has it."""
 
     initial: float
-    multiplier: object
+    multiplier: Callable[[float], float]
     start: float = 0
     end: float | None = None
     staircase: bool = True
@@ -196,7 +199,7 @@ def test_horovods_momentum_correction_is_ours(form):
         lambda step: jnp.asarray(rates)[step],
         stacked=(),
     )
-    params = {"kernel": jnp.zeros(())}
+    params: Any = {"kernel": jnp.zeros(())}
     state, found = optimizer.init(params), []
     for gradient in gradients:
         updates, state = optimizer.update({"kernel": jnp.asarray(gradient)}, state, params)
@@ -260,12 +263,12 @@ def test_piecewise_boundaries_are_those_of_the_flag():
 def test_impossible_schedules_are_refused(fields, said):
     """One sentence, which names the field."""
     with pytest.raises(ConfigError, match=said):
-        build(LearningRateConfig, fields, where="schedule")
+        build(KIND, fields, where="schedule")
 
 
 def test_a_schedule_without_a_name_is_the_composed_one():
     """As in every run.toml before there were others."""
-    found = build(LearningRateConfig, {"base_learning_rate": 0.1})
+    found = build(KIND, {"base_learning_rate": 0.1})
 
-    assert found == build(LearningRateConfig, {"name": "scaled", "base_learning_rate": 0.1})
+    assert found == build(KIND, {"name": "scaled", "base_learning_rate": 0.1})
     assert isinstance(found, ScheduleConfig)

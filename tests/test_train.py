@@ -19,7 +19,7 @@ from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.program import Program
 from scalejax.progress import PlainLines, Silent, reporter_for
-from scalejax.record import RunFolder, RunRecord
+from scalejax.record import RunFolder, RunRecord, StatusChange
 from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
 from scalejax.step import build_evaluation, build_step
 from scalejax.train import train
@@ -171,6 +171,16 @@ def test_the_same_run_on_other_devices_gives_the_same_losses(finished, longer):
     for one, other in zip(record.training[:4], longer.training[:4], strict=True):
         assert one.step == other.step
         assert one.loss == pytest.approx(other.loss, rel=1e-5)
+
+
+def test_the_record_names_what_the_batch_changed(tmp_path):
+    """Its first line holds every hyper-parameter that the scaling rule touched."""
+    fields = {"schedule.scaling": "sqrt", "schedule.reference_batch": 2, "train.epochs": 1}
+
+    record = run(tmp_path / "run", fields)
+
+    (first, *_) = (each for each in record.measurements if isinstance(each, StatusChange))
+    assert first.message.endswith("; learning_rate scaled from 0.1 to 0.2")
 
 
 def test_a_second_run_in_the_same_folder_is_refused(finished):

@@ -26,6 +26,8 @@ class BatchNormScope:
     groups: int = 1
     """Equal parts, of neighbouring rows, into which the batch is cut; each has its own statistics.
     Rows of one device are neighbours, so as many groups as devices is BatchNorm per device."""
+    is_in_turn: bool = False
+    """Whether running statistics take in the groups one after the other, and not their mean."""
     axis_name: str | None = None
     """Inside `shard_map`: mesh axis whose devices share their statistics; None for no sharing."""
 
@@ -40,7 +42,8 @@ class BatchNorm(nnx.Module):
     """Subtracts the mean and divides by the standard deviation of each channel (the last axis).
 
     In training both are of the samples of a group, computed in float32, and the running
-    statistics move toward the groups' average; in evaluation the running statistics are used.
+    statistics move toward the groups' average, or toward each group in turn; in evaluation the
+    running statistics are used.
     The running variance is that of the population (divided by n, as in TensorFlow and Flax).
 
     Inside `shard_map` with `scope.axis_name=None` every device ends with running statistics of
@@ -75,8 +78,8 @@ class BatchNorm(nnx.Module):
         per_channel = (groups, *(1,) * (inputs.ndim - 1), -1)
         if is_training:
             mean, var = self._statistics(grouped)
-            self.mean.set_value(_moved(self.mean[...], mean))
-            self.var.set_value(_moved(self.var[...], var))
+            self.mean.set_value(self._moved(self.mean[...], mean))
+            self.var.set_value(self._moved(self.var[...], var))
         else:
             mean, var = self.mean[...][None], self.var[...][None]
         scale = self.scale[...][None] * jax.lax.rsqrt(var + EPSILON)
@@ -94,9 +97,13 @@ class BatchNorm(nnx.Module):
         # rounding can take the difference of two near-equal numbers below zero
         return mean, jnp.maximum(mean_of_squares - jnp.square(mean), 0.0)
 
-
-def _moved(running: jax.Array, of_groups: jax.Array) -> jax.Array:
-    return MOMENTUM * running + (1 - MOMENTUM) * of_groups.mean(0)
+    def _moved(self, running: jax.Array, of_groups: jax.Array) -> jax.Array:
+        """`running` [features] after statistics [groups, features] of one forward pass."""
+        if not self.scope.is_in_turn:
+            return MOMENTUM * running + (1 - MOMENTUM) * of_groups.mean(0)
+        groups = self.scope.groups
+        shares = (1 - MOMENTUM) * MOMENTUM ** jnp.arange(groups - 1, -1, -1, dtype=jnp.float32)
+        return MOMENTUM**groups * running + jnp.tensordot(shares, of_groups, 1)
 
 
 def normalised(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:

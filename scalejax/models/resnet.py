@@ -26,6 +26,7 @@ class Block(nnx.Module):
         *,
         is_bottleneck: bool,
         stride: int,
+        zero_gamma: bool = True,
         dtype: jnp.dtype,
         bn: BatchNormScope,
         rngs: nnx.Rngs,
@@ -39,13 +40,13 @@ class Block(nnx.Module):
                 unit(width_in, width, size=1),
                 # The stride is here, not on the 1x1 before: that is what makes it v1.5.
                 unit(width, width, size=3, stride=stride),
-                unit(width, width_out, size=1, is_last=True),
+                unit(width, width_out, size=1, is_last=zero_gamma),
             )
         else:
             width_out = width
             units = (
                 unit(width_in, width, size=3, stride=stride),
-                unit(width, width, size=3, is_last=True),
+                unit(width, width, size=3, is_last=zero_gamma),
             )
         self.units = nnx.List(units)
         is_same_shape = stride == 1 and width_in == width_out
@@ -92,6 +93,7 @@ class ResNet(Network):
                     width,
                     is_bottleneck=is_bottleneck,
                     stride=2 if stage > 0 and index == 0 else 1,
+                    zero_gamma=config.zero_gamma,
                     dtype=dtype,
                     bn=bn,
                     rngs=rngs,

@@ -82,7 +82,12 @@ def case_key(job: RunJob) -> str:
         "topology": job.target.topology,
         "chip": job.target.description.rpartition("device_description_str")[0],
     }
-    for name, usual in (("zero_stage", 0), ("sequence_parallel", False), ("pipeline_chunks", 1)):
+    for name, usual in (
+        ("zero_stage", 0),
+        ("sequence_parallel", False),
+        ("pipeline_chunks", 1),
+        ("bn_running", "mean"),
+    ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
     for name, part in (("loss", config.loss), ("averaging", config.averaging)):

@@ -40,6 +40,18 @@ def test_two_samples_become_minus_one_and_one():
     np.testing.assert_allclose(norm.var[...], [0.9 * 1.0 + 0.1 * 1.0], rtol=1e-6)
 
 
+def test_running_statistics_can_take_groups_in_turn():
+    """Hoffer et al. 2017, algorithm 1: as if each of the groups were a batch of its own."""
+    at_once, one_by_one = batch_norm(groups=4, is_in_turn=True), batch_norm()
+
+    found = at_once(IMAGES, is_training=True)
+    expected = [one_by_one(IMAGES[at : at + 4], is_training=True) for at in range(0, 16, 4)]
+
+    np.testing.assert_allclose(found, jnp.concatenate(expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(at_once.mean[...], one_by_one.mean[...], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(at_once.var[...], one_by_one.var[...], rtol=1e-5)
+
+
 def test_evaluation_uses_running_statistics_and_leaves_them():
     """What one sample gets in evaluation does not depend on its neighbours."""
     norm = batch_norm()

@@ -79,7 +79,7 @@ def test_an_equal_average_takes_one_in_so_many():
 
 def test_averages_are_of_the_weights_that_training_has():
     """Step by step beside the parameters, on 8 devices that keep them in parts."""
-    tables = TABLES | {"averaging": {"name": "ema", "decay": 0.5}}
+    tables: Any = TABLES | {"averaging": {"name": "ema", "decay": 0.5}}
     run = resolve(build(RunConfig, tables | {"layout": {"data": 2, "fsdp": 4}}), 8)
     step, state = build_step(run, build_mesh(run.layout)), init_state(run, build_mesh(run.layout))
     expected = [np.asarray(leaf) for leaf in jax.tree.leaves(state.params)]

@@ -6,10 +6,11 @@ Knows every part of a run and what must agree between them; builds nothing, and 
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalejax import metrics
+from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
 from scalejax.errors import ConfigError, refusal, require_multiple
@@ -82,10 +83,22 @@ class RunConfig:
         if self.layout.zero_stage == 2 and has_batch_norm:
             accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
             raise ConfigError(refusal("layout.zero_stage", 2, accepted))
+        _require_reached_ramp(self)
         if has_batch_norm:
             _require_own_statistics(self)
         if isinstance(self.optimizer, ScheduleFreeConfig):
             _require_no_other_average(self)
+
+
+def _require_reached_ramp(config: RunConfig) -> None:
+    """Refuse growth after the end, and what counts its steps from the first batch."""
+    epochs = config.batch.ramp_epochs
+    if epochs and epochs[-1] >= config.train.epochs:
+        accepted = f"they must be below train.epochs={config.train.epochs}"
+        raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
+    if epochs and isinstance(config.averaging, SwaConfig):
+        accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
+        raise ConfigError(refusal("averaging.name", "swa", accepted))
 
 
 def _require_no_other_average(config: RunConfig) -> None:
@@ -216,7 +229,25 @@ class ResolvedRun:
     @property
     def total_steps(self) -> int:
         """Optimizer updates in the run."""
-        return self.steps_per_epoch * self.config.train.epochs
+        last = self.phases[-1]
+        epochs = self.config.train.epochs - last.first_epoch
+        return last.first_step + epochs * last.steps_per_epoch
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The batches of the run one after another; `split` is the first."""
+        batch = self.config.batch
+        examples = self.dataset.train_examples
+        return ramp(self.split, batch.ramp_epochs, batch.ramp_factor, examples)
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase of the update after `step` updates."""
+        return [phase for phase in self.phases if phase.first_step <= step][-1]
+
+    def epoch_of(self, step: int) -> float:
+        """Passes over the data after `step` updates."""
+        phase = self.phase_of(step)
+        return phase.first_epoch + (step - phase.first_step) / phase.steps_per_epoch
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -263,21 +294,32 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
     scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses what cannot be
-    groups = bn_group_count(
-        split,
-        is_local=wanted.bn_scope == "local",
-        group_size=wanted.bn_group_size,
-    )
+    groups = _bn_groups(wanted, split)
     if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
         accepted = 'more than a device has; statistics of several need layout.mode="jit"'
         raise ConfigError(refusal("layout.bn_group_size", wanted.bn_group_size, accepted))
-    return ResolvedRun(
+    run = ResolvedRun(
         config=config,
         layout=layout,
         split=split,
         dataset=dataset,
         bn_groups=groups,
         steps_per_epoch=metrics.steps_per_epoch(dataset.train_examples, global_batch),
+    )
+    for phase in run.phases[1:]:  # refuses what cannot be
+        _bn_groups(wanted, phase.split)
+    return run
+
+
+def in_phase(run: ResolvedRun, phase: Phase) -> ResolvedRun:
+    """`run` with the batch of `phase`, as its step is built."""
+    groups = _bn_groups(run.config.layout, phase.split)
+    return replace(run, split=phase.split, bn_groups=groups, steps_per_epoch=phase.steps_per_epoch)
+
+
+def _bn_groups(layout: LayoutConfig, split: BatchSplit) -> int:
+    return bn_group_count(
+        split, is_local=layout.bn_scope == "local", group_size=layout.bn_group_size
     )
 
 

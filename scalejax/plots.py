@@ -28,12 +28,12 @@ _NEAR, _FAR = 5, 300
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def save_schedule(learning_rates: Sequence[float], *, steps_per_epoch: int, path: Path) -> None:
+def save_schedule(learning_rates: Sequence[float], *, epochs: Sequence[float], path: Path) -> None:
     """Draw the learning rate of every update over epochs.
 
     Args:
         learning_rates: of every update, in order.
-        steps_per_epoch: updates in one pass over the data.
+        epochs: passes over the data before each.
         path: the picture; its suffix says which format.
 
     Raises:
@@ -45,7 +45,7 @@ def save_schedule(learning_rates: Sequence[float], *, steps_per_epoch: int, path
     figure = new_figure(7, 3.5)
     axes = figure.add_subplot()
     axes.plot(
-        [step / steps_per_epoch for step in steps],
+        [epochs[step] for step in steps],
         [learning_rates[step] for step in steps],
         drawstyle="steps-post",
     )

@@ -5,9 +5,12 @@ Knows how a config becomes these; knows no state, no gradient and no mesh but fo
 
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import ArrayLike
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
@@ -16,7 +19,7 @@ from scalejax.model_config import ModelConfig
 from scalejax.models import BatchNormScope, attention, build_network, network_class
 from scalejax.optimizers import build_optimizer
 from scalejax.scaling import scaled_optimizer
-from scalejax.schedules import learning_rate_schedule
+from scalejax.schedules import Schedule, learning_rate_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +45,36 @@ def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
     device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
     model = attention.settled(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
-    schedule = learning_rate_schedule(
-        run.config.schedule,
-        global_batch=run.split.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        total_steps=run.total_steps,
-    )
+    schedule = schedule_of(run)
     stacked = network_class(run.config.model).stacked
     described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
     optimizer = build_optimizer(described, schedule, stacked=stacked)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)
     return Recipe(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def schedule_of(run: ResolvedRun) -> Schedule:
+    """The learning rate by updates made: of the samples that they saw, if the batch grows."""
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.steps_per_epoch * run.config.train.epochs,
+    )
+    phases = run.phases
+    if len(phases) == 1:
+        return schedule
+
+    def by_samples(step: ArrayLike) -> jax.Array:
+        step = jnp.asarray(step)
+        epoch = jnp.zeros(step.shape, jnp.float32)
+        for phase in phases:
+            within = (step - phase.first_step) / phase.steps_per_epoch
+            epoch = jnp.where(step >= phase.first_step, phase.first_epoch + within, epoch)
+        return schedule(epoch * run.steps_per_epoch)  # exact where an epoch begins
+
+    return by_samples
 
 
 def _require_trained_type(model: ModelConfig) -> None:

@@ -40,6 +40,8 @@ class TrainMeasurement:
     """Part of the global batch that was right before the update, 0..1."""
     learning_rate: float
     """Learning rate of the update."""
+    global_batch: int | None = None
+    """Samples of the update; None in records of earlier versions."""
     step_seconds: float
     """Mean time of an update since the line before, waiting for data included, evaluations and
     checkpoints not."""

@@ -3,6 +3,7 @@
 Knows what makes two configs the same run. Knows no devices and no loop.
 """
 
+import math
 import platform
 from importlib.metadata import version
 from typing import NoReturn
@@ -127,7 +128,7 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
         ConfigError: if `begin` updates are more than `run` has.
     """
     if begin > run.total_steps:
-        trained = -(-begin // run.steps_per_epoch)
+        trained = math.ceil(run.epoch_of(begin))
         raise ConfigError(
             refusal(
                 "train.epochs",

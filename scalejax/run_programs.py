@@ -29,6 +29,8 @@ class RunPrograms:
     """The training step, with the shapes of what it takes."""
     update: Any
     """It, compiled."""
+    later: tuple[tuple[Step, Any], ...] = ()
+    """Both for each of the later batches, if the batch grows."""
     evaluation: Evaluation
     """The evaluation of a batch, with the shapes of what it takes."""
     evaluate: Any
@@ -39,9 +41,11 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
     """The programs of `run`, compiled for the devices of `mesh`."""
     step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
     state = step.state
+    later = [build_step(run, mesh, phase=index) for index in range(1, len(run.phases))]
     return RunPrograms(
         step=step,
-        update=step.function.lower(state, step.batch).compile(),
+        update=_compiled(step),
+        later=tuple((each, _compiled(each)) for each in later),
         evaluation=evaluation,
         evaluate=evaluation.function.lower(
             state.params, state.model_state, evaluation.batch
@@ -49,11 +53,18 @@ def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
     )
 
 
+def _compiled(step: Step) -> Any:
+    return step.function.lower(step.state, step.batch).compile()
+
+
 def predict_run(
     files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
 ) -> None:
     """Write what the compiled step does and what it will take, unless it is written already."""
     if first_says(files.prediction.exists()):
+        return
+    if programs.later:
+        reporter.say("no prediction: it would be of one batch, and that of this run grows")
         return
     calibrated = calibrated_cluster(mesh)
     # Measured by every process if by one, since it is of all devices at once.

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
-from scalejax.config import ResolvedRun
+from scalejax.config import ResolvedRun, in_phase
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
@@ -68,7 +68,7 @@ class Evaluation:
     """Shapes, types and shardings of a global batch."""
 
 
-def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
+def build_step(run: ResolvedRun, mesh: Mesh, *, phase: int = 0) -> Step:
     """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
 
     The loss is the mean over all samples of all devices, however they are split over devices
@@ -76,12 +76,19 @@ def build_step(run: ResolvedRun, mesh: Mesh) -> Step:
     BatchNorm is the exception, by definition: its statistics are of one microbatch, over all
     devices or those of its group, and its running statistics move once per microbatch.
 
+    Args:
+        run: the run.
+        mesh: its devices.
+        phase: which of the batches of the run, if it grows.
+
     Raises:
         ConfigError: if the network cannot be built for the data set.
     """
     recipe = recipe_of(run, mesh)
+    if phase:  # with the optimizer and the schedule of the whole run
+        recipe = replace(recipe, run=in_phase(recipe.run, run.phases[phase]))
     state = state_shapes(recipe, mesh)
-    batch = batch_shapes(run, mesh)
+    batch = batch_shapes(recipe.run, mesh)
     state_shardings = shardings_of(state)
     function = jax.jit(
         partial(_update, recipe, mesh),

@@ -178,11 +178,14 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
     facts.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
     facts.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)
     facts.add_row("steps per epoch", f"{resolved.steps_per_epoch:,}", _dropped(resolved))
+    for phase in resolved.phases[1:]:
+        batch, epoch = phase.split.global_batch, phase.first_epoch
+        facts.add_row(f"from epoch {epoch}", f"{batch:,}", f"{phase.steps_per_epoch:,} steps each")
     facts.add_row("total steps", f"{resolved.total_steps:,}", f"{config.train.epochs} epochs")
     yield facts
     rates = _facts()
     for step, what in turning_points(learning_rates):
-        epoch = step / resolved.steps_per_epoch
+        epoch = resolved.epoch_of(step)
         rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
     yield "[bold]learning rate[/]"
     yield rates

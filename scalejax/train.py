@@ -18,6 +18,7 @@ import jax
 from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax import documents
+from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
@@ -46,7 +47,7 @@ from scalejax.run_folder import (
     versions,
 )
 from scalejax.run_programs import RunPrograms, compile_run, predict_run
-from scalejax.step import init_state
+from scalejax.step import Step, init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.train_state import TrainState
 from scalejax.units import format_seconds
@@ -208,17 +209,30 @@ class _Loop:
         self._change_status(*self._ending())
 
     def _run_steps(self, state: TrainState) -> TrainState:
-        run, total_steps = self._run, self._run.total_steps
+        programs, phases = self._programs, self._run.phases
+        compiled = [(programs.step, programs.update), *programs.later]
+        ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
+        for phase, (step, update), end in zip(phases, compiled, ends, strict=True):
+            if self._step < end:
+                state = self._run_phase(state, phase, step, update, end)
+        return state
+
+    def _run_phase(
+        self, state: TrainState, phase: Phase, step: Step, update: Any, end: int
+    ) -> TrainState:
+        """The updates of one batch, of which `end` updates of the run are the last."""
+        run = self._run
         batches = training_batches(
             open_source(run.config.data, "train", seed=run.config.seed),
-            self._programs.step.batch,
+            step.batch,
             seed=run.config.seed,
             start_step=self._step,
-            stop_step=total_steps,
+            stop_step=end,
+            first_epoch=phase.first_epoch,
+            first_step=phase.first_step,
         )
-        update = self._programs.update
         self._restart_clock()
-        while self._step < total_steps and not self._has_stopped_early:
+        while self._step < end and not self._has_stopped_early:
             if self._recorder.is_boundary:
                 self._settle()
                 self._recorder.cross(self._step)
@@ -234,6 +248,7 @@ class _Loop:
                 self._pause(state)
             if signal_number:
                 self._interrupt(signal_number)
+        self._settle()
         return state
 
     @property
@@ -246,14 +261,15 @@ class _Loop:
 
     @property
     def _is_evaluated(self) -> bool:
-        every = self._config.evaluate_every_epochs * self._run.steps_per_epoch
-        return self._step % every == 0 or self._is_last
+        epoch = self._run.epoch_of(self._step)
+        return epoch % self._config.evaluate_every_epochs == 0 or self._is_last
 
     @property
     def _is_pause(self) -> bool:
         """Whether there is something to do here that waits for the state."""
-        every = self._config.checkpoint_every_steps or self._run.steps_per_epoch
-        return self._step % every == 0 or self._is_evaluated
+        every = self._config.checkpoint_every_steps
+        is_due = self._step % every == 0 if every else self._run.epoch_of(self._step) % 1 == 0
+        return is_due or self._is_evaluated
 
     def _settle(self) -> None:
         """Wait for the queued update, and put its metrics down if they are due.
@@ -274,14 +290,16 @@ class _Loop:
         self._window_begin, self._window_step = now, self._step
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         skipped = values.get("skipped_updates")
+        global_batch = self._run.phase_of(self._step - 1).split.global_batch
         measurement = TrainMeasurement(
             step=self._step,
-            epoch=self._step / self._run.steps_per_epoch,
+            epoch=self._run.epoch_of(self._step),
             loss=finite(values["loss"]),
             accuracy=values["accuracy"],
             learning_rate=values["learning_rate"],
             step_seconds=step_seconds,
-            samples_per_second=self._run.split.global_batch / step_seconds,
+            samples_per_second=global_batch / step_seconds,
+            global_batch=global_batch,
             elapsed_seconds=self._journal.elapsed_seconds,
             loss_scale=values.get("loss_scale"),
             skipped_updates=None if skipped is None else int(skipped),
@@ -317,7 +335,7 @@ class _Loop:
         }
         return EvaluationMeasurement(
             step=self._step,
-            epoch=self._step / self._run.steps_per_epoch,
+            epoch=self._run.epoch_of(self._step),
             test_loss=finite(totals["loss_sum"] / totals["count"]),
             test_accuracy=totals["correct_sum"] / totals["count"],
             examples=round(totals["count"]),

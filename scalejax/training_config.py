@@ -23,6 +23,11 @@ class BatchConfig:
     """Samples per update on each device; the global batch then grows with the devices."""
     microbatches: int = 1
     """Forward passes per update, their gradients accumulated."""
+    ramp_epochs: tuple[int, ...] = ()
+    """Epochs at which the batch is multiplied by the factor, in place of a decay of the learning
+    rate (Smith et al. 2018, arXiv 1711.00489); rates count samples, as if it had not grown."""
+    ramp_factor: int = 2
+    """By how much the batch grows at each."""
 
     def __post_init__(self) -> None:
         if (self.global_batch is None) == (self.per_device_batch is None):
@@ -35,6 +40,12 @@ class BatchConfig:
             value = getattr(self, name)
             if value is not None:
                 require_at_least(f"batch.{name}", value, 1)
+        require_at_least("batch.ramp_factor", self.ramp_factor, 2)
+        if list(self.ramp_epochs) != sorted(set(self.ramp_epochs)) or any(
+            epoch < 1 for epoch in self.ramp_epochs
+        ):
+            accepted = "epochs must be at least 1 and rise"
+            raise ConfigError(refusal("batch.ramp_epochs", self.ramp_epochs, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

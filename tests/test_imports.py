@@ -32,6 +32,7 @@ ARITHMETIC = {
     "optimizer_config": 2,
     "schedule_config": 2,
     "scaling": 3,
+    "batch_ramp": 3,
     "presets": 3,
     "convergence": 3,
     "cost": 3,

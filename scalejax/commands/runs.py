@@ -108,7 +108,8 @@ class SchedulePlot(RunFileCommand):
         documents.require_writable("output", self.output)
         run = _resolve_here(load_config(self.run_file, overrides), self.devices)
         rates = _learning_rates(run)
-        save_schedule(rates, steps_per_epoch=run.steps_per_epoch, path=self.output)
+        epochs = [run.epoch_of(step) for step in range(run.total_steps)]
+        save_schedule(rates, epochs=epochs, path=self.output)
         print(f"wrote {self.output}")
 
 
@@ -142,12 +143,6 @@ def _learning_rates(run: ResolvedRun) -> list[float]:
     """The learning rate of every update of the run."""
     import numpy as np
 
-    from scalejax.schedules import learning_rate_schedule
+    from scalejax.recipe import schedule_of
 
-    schedule = learning_rate_schedule(
-        run.config.schedule,
-        global_batch=run.split.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        total_steps=run.total_steps,
-    )
-    return np.asarray(schedule(np.arange(run.total_steps))).tolist()
+    return np.asarray(schedule_of(run)(np.arange(run.total_steps))).tolist()

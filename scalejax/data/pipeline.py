@@ -31,6 +31,8 @@ def training_batches(
     seed: int,
     start_step: int,
     stop_step: int,
+    first_epoch: int = 0,
+    first_step: int = 0,
 ) -> Iterator[Batch]:
     """The batches of steps `start_step` to `stop_step` - 1 of a run.
 
@@ -43,10 +45,18 @@ def training_batches(
             global batch.
         seed: decides the shuffles.
         start_step: 0, or the step to resume from.
-        stop_step: steps of the whole run.
+        stop_step: the step before which to end.
+        first_epoch: the first epoch with this global batch.
+        first_step: its first step.
     """
-    order = _TrainingOrder(len(source), _global_batch(shapes), seed=seed, steps=stop_step)
-    return _batches(order, source, shapes, start_step)
+    order = _TrainingOrder(
+        len(source),
+        _global_batch(shapes),
+        seed=seed,
+        steps=stop_step - first_step,
+        first_epoch=first_epoch,
+    )
+    return _batches(order, source, shapes, start_step - first_step)
 
 
 def evaluation_batches(
@@ -61,15 +71,18 @@ def evaluation_batches(
 
 
 class _TrainingOrder:
-    """Element k: the indices of the examples of step k.
+    """Element k: the indices of the examples of step k after the first of its epochs.
 
     Whole epochs are shuffled by NumPy, 5 ns an example; Grain's own shuffle is called for each
     example and takes 8 us, at a batch of 8192 longer than a step of a small network.
     """
 
-    def __init__(self, examples: int, global_batch: int, *, seed: int, steps: int) -> None:
+    def __init__(
+        self, examples: int, global_batch: int, *, seed: int, steps: int, first_epoch: int
+    ) -> None:
         self._global_batch = global_batch
         self._steps = steps
+        self._first_epoch = first_epoch
         self._steps_per_epoch = examples // global_batch
 
         @lru_cache(maxsize=2)  # reading ahead crosses from one epoch into the next
@@ -84,7 +97,8 @@ class _TrainingOrder:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         epoch, position = divmod(int(index), self._steps_per_epoch)
         first = position * self._global_batch
-        return {"index": self._permutation(epoch)[first : first + self._global_batch]}
+        shuffled = self._permutation(self._first_epoch + epoch)
+        return {"index": shuffled[first : first + self._global_batch]}
 
 
 class _EvaluationOrder:

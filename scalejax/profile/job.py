@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalejax.config import ResolvedRun
+from scalejax.errors import ConfigError, refusal
 from scalejax.profile.target import Target
 from scalejax.program import Program
 
@@ -20,6 +21,14 @@ class RunJob:
     """The run."""
     name: Literal["run"] = "run"
     """Selects this kind."""
+
+    def __post_init__(self) -> None:
+        if epochs := self.run.config.batch.ramp_epochs:
+            accepted = (
+                "a prediction is of one batch; leave it out, and give the batch of the epochs "
+                "that are meant as batch.global_batch"
+            )
+            raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
 
     @property
     def title(self) -> str:

@@ -93,7 +93,7 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
     monkeypatch.setattr(compilation, "profile_many", compiled)
     remembered = {16: _program(16)}
     monkeypatch.setattr(
-        compilation, "cached_program", lambda _, job: remembered.get(job.target.device_count)
+        compilation, "remembered", lambda job: remembered.get(job.run.layout.device_count)
     )
     said: list[tuple[str, str]] = []
 
@@ -129,7 +129,7 @@ def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: 
         on_done(1, small)
 
     monkeypatch.setattr(compilation, "profile_many", compiled)
-    monkeypatch.setattr(compilation, "cached_program", lambda *_: None)
+    monkeypatch.setattr(compilation, "remembered", lambda _: None)
 
     found = study(config, load_cluster("dgx-h100"), [8, 16], "weak")
 

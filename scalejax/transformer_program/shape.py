@@ -160,6 +160,8 @@ class Strategy:
         require_multiple("hidden", shape.hidden, layout.tensor * layout.fsdp, "tensor*fsdp")
         parts = layout.context * (layout.tensor if self.sequence_parallel else 1)
         require_multiple("tokens", shape.tokens, parts, "the parts of a sample")
+        if self.zero_stage:
+            require_multiple("hidden", shape.hidden, layout.data * layout.fsdp, "data*fsdp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,8 @@ without it is costed at its rates for f16."""
 
 _ASYNC_TENSOR = "asynctp"
 """How a row of torchtitan says that its tensor parallelism is asynchronous."""
+_INTERLEAVES = "Megatron-LM"
+"""The framework that interleaves stages unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +105,16 @@ def _chunks(row: LedgerRow) -> int:
 
     Where the source of a row of Megatron-LM does not state them, it interleaved them: "the
     interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
-    2021, arXiv 2104.04473, section 5.1). They divide the layers evenly; the fewest are taken, as
-    more hold more activations and send more messages.
+    2021, arXiv 2104.04473, section 5.1), which takes microbatches in groups, one for each stage.
+    How many chunks is not said: the fewest that divide the layers evenly are taken.
     """
     spread = row.spread
     stages = spread.pipeline or 1
-    if stages == 1 or "pipeline_chunks" not in (row.assumed or "") or not _is_megatron(row):
+    is_open = "pipeline_chunks" in (row.assumed or "") and row.framework == _INTERLEAVES
+    if stages == 1 or not is_open:
         return spread.pipeline_chunks or 1
+    if all(count % stages for count in _microbatch_counts(row, _per_device_batch(row))):
+        return 1
     layers = -(-(row.model.layers or stages) // stages)
     return next((count for count in range(2, layers + 1) if layers % count == 0), 1)
 
@@ -153,7 +158,10 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
         raise ConfigError(f"precision {row.work.precision!r}")
     per_device = _per_device_batch(row)
     runs = []
+    stages = row.spread.pipeline or 1
     for microbatches in _microbatch_counts(row, per_device):
+        if _chunks(row) > 1 and microbatches % stages:
+            continue
         for remat in _recomputes(row):
             tables: dict[str, JsonValue] = {
                 "model": _model(row, compute_type, remat),

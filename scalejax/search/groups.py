@@ -74,7 +74,7 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Group]:
     """Every strategy that divides network, samples and devices, in groups of like ones."""
     for layout in _layouts(shape, device_count, global_batch):
-        stages: tuple[Literal[0, 1, 2], ...] = (0, 1, 2) if layout.data > 1 else (0,)
+        stages = _zero_stages(shape, layout)
         for microbatches in _divisors(global_batch // layout.batch_shards):
             chunks = _chunk_counts(shape, layout, microbatches)
             for recompute in _RECOMPUTES:
@@ -118,6 +118,14 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
                         context=context,
                         pipeline=pipeline,
                     )
+
+
+def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1, 2], ...]:
+    """Those that keep anything in parts: of a width that data does not divide, the trainer keeps
+    matrices whole."""
+    if layout.data == 1 or shape.hidden % (layout.data * layout.fsdp):
+        return (0,)
+    return (0, 1, 2)
 
 
 def _chunk_counts(shape: TransformerShape, layout: Layout, microbatches: int) -> tuple[int, ...]:

@@ -70,9 +70,10 @@ class LayoutConfig:
     """Whether devices along tensor each hold a part of the tokens between the layers that they
     share (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
     zero_stage: Literal[0, 1, 2] = 0
-    """What the data axis keeps in parts: 0 nothing, 1 the optimizer's state, each device updating
-    its part of the parameters, 2 the gradients as well (Rajbhandari et al. 2020, arXiv
-    1910.02054). The fsdp axis is stage 3."""
+    """What the data axis keeps in parts: 0 nothing, 1 parameters and the optimizer's state, each
+    device updating its part and gathering the rest for use, 2 the gradients as well (Rajbhandari
+    et al. 2020, arXiv 1910.02054). Dimensions are divided: one that `data` does not divide stays
+    whole. The fsdp axis is stage 3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""

@@ -26,11 +26,13 @@ import pytest
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.mesh import build_mesh
+from scalejax.models import is_cast, parameter_path
 from scalejax.optimizer_config import OptimizerConfig, SgdConfig
 from scalejax.profile.compiled import read_step
+from scalejax.recipe import recipe_of
 from scalejax.schedule_config import ScheduleConfig
-from scalejax.step import build_step, init_state
-from scalejax.train_state import TrainState
+from scalejax.step import build_step, forward, init_state
+from scalejax.train_state import TrainState, initial_network
 
 UPDATES = 5
 RTOL = 1e-5
@@ -617,3 +619,22 @@ def test_the_step_is_traced_once():
         state, _ = step.function(state, placed)
 
     assert step.function._cache_size() == 1
+
+
+@pytest.mark.parametrize("model", [*MODELS, *ZOO])
+def test_what_is_gathered_in_the_compute_type_is_used_in_it_alone(model):
+    """A loss in bfloat16 is the same bit by bit of parameters that were cast before."""
+    run = run_of(model, "sgd", {"data": 1})
+    network = replace(run.config.model, compute_dtype="bfloat16")
+    run = replace(run, config=replace(run.config, model=network))
+    loss, _ = forward(run)
+    params, model_state = initial_network(recipe_of(run))
+
+    def cast(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return leaf.astype("bfloat16") if is_cast(network, parameter_path(path)) else leaf
+
+    cast_params = jax.tree_util.tree_map_with_path(cast, params)
+    batch = batches_of(run)[0]
+
+    assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(cast_params))
+    assert loss(params, model_state, batch)[0] == loss(cast_params, model_state, batch)[0]

@@ -19,7 +19,9 @@ NARROW = 2
 """Devices along the data axis, and microbatches, of the program that stands for all more."""
 NARROW_PARTS = 16
 """Devices along the data axis, where state is in parts. A step on more updates less than it says,
-by less than a sixteenth of the parameters."""
+by less than a sixteenth of the parameters. Those of the ledger that say ZeRO divide a flat buffer
+over any number of devices (Megatron-LM, DeepSpeed); the trainer divides dimensions, and leaves
+whole what its number of devices does not divide."""
 _TOKEN_BYTES = 4
 
 
@@ -77,12 +79,13 @@ def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program 
     places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
     added_bytes = added * places * _TOKEN_BYTES
     memory = program.memory
-    if is_in_parts:
+    if is_in_parts:  # but for the tokens, and a counter
+        kept = memory.alias_bytes - memory.alias_bytes * old // new
         memory = replace(
             memory,
-            argument_bytes=memory.argument_bytes * old // new,
-            output_bytes=memory.output_bytes * old // new,
-            alias_bytes=memory.alias_bytes * old // new,
+            argument_bytes=memory.argument_bytes - kept,
+            output_bytes=memory.output_bytes - kept,
+            alias_bytes=memory.alias_bytes - kept,
         )
     memory = replace(
         memory,

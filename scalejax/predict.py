@@ -357,6 +357,9 @@ def _notes(
     if matmul_type is not None:
         peak = float(f"{chip.peak_flop_per_second[matmul_type] / TFLOP:.3g}")
         notes.append(f"MFU against the {matmul_type} peak, {peak:g} TFLOP/s")
+        is_half = any(item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk())
+        if is_half and matmul_type == "f32":
+            notes.append(f"{chip.name} has no rate for float16: costed as float32; try bfloat16")
     calibrated = cluster.calibrated
     if calibrated is not None and calibrated.is_extrapolated(program.device_count):
         notes.append(

@@ -174,6 +174,7 @@ def report_search(
     price_per_device_hour: float | None = None,
     top: int = 10,
     confirm: int = 3,
+    notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
 ) -> SearchReport:
     """The best of what was found, the first of them compiled.
@@ -186,6 +187,7 @@ def report_search(
         price_per_device_hour: of one device, in any currency.
         top: strategies that are told of in full.
         confirm: of these, the first that are compiled.
+        notes: to a reader, besides its own.
         on_case: told of what is compiled.
     """
     best = distinct(found.ranked)[:top]
@@ -206,8 +208,18 @@ def report_search(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
         nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
-        notes=left_out_notes(shape_of(config, cluster.chip), counts),
+        notes=(
+            *notes,
+            *([_SCHEDULE_NOTE] if any(each.strategy.layout.pipeline > 1 for each in best) else []),
+            *left_out_notes(shape_of(config, cluster.chip), counts),
+        ),
     )
+
+
+_SCHEDULE_NOTE = (
+    "pp above 1 is costed as 1F1B, as Megatron-LM runs it; scalejax trains GPipe, which holds more "
+    "microbatches at once and deals out chunks: confirming (--confirm), and predict, cost that"
+)
 
 
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
-from scalejax.config import load_config
+from scalejax.config import given_model_name, load_config
+from scalejax.data_config import facts
 from scalejax.errors import DoesNotFit, require_at_least
 from scalejax.layout import MODEL_AXES
+from scalejax.presets import costed_note
 from scalejax.search import Found
 from scalejax.transformer_program import Strategy
 
@@ -79,6 +81,8 @@ class Search(RunFileCommand):
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         config = load_config(self.run_file, {**overrides, **_OPEN})
+        name = given_model_name(self.run_file, overrides)
+        costed = costed_note(name, config.model, facts(config.data))
         with waiting.searching() as on_progress:
             found = search_run(
                 config,
@@ -100,6 +104,7 @@ class Search(RunFileCommand):
                 price_per_device_hour=self.price_per_device_hour,
                 top=self.top,
                 confirm=self.confirm,
+                notes=(costed,) if costed else (),
                 on_case=on_case,
             )
         tables.show(search_tables.searched(report))

@@ -28,7 +28,7 @@ from scalejax.model_config import (
     VitConfig,
 )
 from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
-from scalejax.presets import with_preset
+from scalejax.presets import PRESETS, with_preset
 from scalejax.scaling import Change, changes, scaled_optimizer
 from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
 from scalejax.training_config import (
@@ -355,6 +355,11 @@ def given_model_name(path: Path, overrides: Mapping[str, JsonValue] | None = Non
 
 
 def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    if str(path) in PRESETS and not path.exists():
+        raise ConfigError(
+            f"{str(path)!r} is a published network, and no file: name it in a run.toml "
+            f'(model.name = "{path}") beside data, batch, optimizer and schedule.'
+        )
     tables, replaced = load_toml(path), dict(overrides or {})
     given = [name for name in _BATCHES if replaced.get(name) is not None]
     if len(given) == 1:

@@ -1,6 +1,7 @@
 """Published networks by name: as many parameters as published, and fields that replace theirs."""
 
 import math
+from pathlib import Path
 
 import jax
 import pytest
@@ -115,3 +116,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
         published_model("gpt2-124")
     with pytest.raises(ConfigError, match=r"model.*hiden is no field"):
         published_model("gpt2-124m", hiden=3)
+
+
+def test_published_network_in_place_of_a_file_is_told_from_one(tmp_path, monkeypatch):
+    """And where its name belongs."""
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ConfigError, match=r'no file: name it in a run\.toml \(model\.name = "gpt2'):
+        load_config(Path("gpt2-124m"))

@@ -33,6 +33,13 @@ def compiler_settings() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
+def has_accelerator() -> bool:
+    """Whether JAX is to look for an accelerator here, as far as can be told without it."""
+    wanted = os.environ.get("JAX_PLATFORMS")
+    is_there = any(Path(name).exists() for name in _ACCELERATOR_FILES)
+    return is_there if wanted is None else wanted != "cpu"
+
+
 def choose_platform(cpu_devices: int | None = None) -> None:
     """Let JAX use what accelerator there is, or else the CPU, quietly.
 

@@ -34,8 +34,12 @@ class Recipe:
     """Learning rate by updates made."""
 
 
-def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
+def recipe_of(
+    run: ResolvedRun, mesh: Mesh | None = None, schedule: Schedule | None = None
+) -> Recipe:
     """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone.
+
+    With `schedule`, that is the learning rate, and not what the config says of it.
 
     Raises:
         ConfigError: if its compute type is for costing only.
@@ -45,7 +49,7 @@ def recipe_of(run: ResolvedRun, mesh: Mesh | None = None) -> Recipe:
     device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
     model = attention.settled(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
-    schedule = schedule_of(run)
+    schedule = schedule or schedule_of(run)
     stacked = network_class(run.config.model).stacked
     described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
     optimizer = build_optimizer(described, schedule, stacked=stacked)

@@ -27,6 +27,7 @@ from scalejax.models.placement import Arrangement, arranged, is_data_manual
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
 from scalejax.recipe import Recipe, network_of, recipe_of
+from scalejax.schedules import Schedule
 from scalejax.train_state import (
     PyTree,
     TrainState,
@@ -68,7 +69,9 @@ class Evaluation:
     """Shapes, types and shardings of a global batch."""
 
 
-def build_step(run: ResolvedRun, mesh: Mesh, *, phase: int = 0) -> Step:
+def build_step(
+    run: ResolvedRun, mesh: Mesh, *, phase: int = 0, schedule: Schedule | None = None
+) -> Step:
     """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
 
     The loss is the mean over all samples of all devices, however they are split over devices
@@ -80,11 +83,12 @@ def build_step(run: ResolvedRun, mesh: Mesh, *, phase: int = 0) -> Step:
         run: the run.
         mesh: its devices.
         phase: which of the batches of the run, if it grows.
+        schedule: the learning rate by step; if None, that of the config.
 
     Raises:
         ConfigError: if the network cannot be built for the data set.
     """
-    recipe = recipe_of(run, mesh)
+    recipe = recipe_of(run, mesh, schedule)
     if phase:  # with the optimizer and the schedule of the whole run
         recipe = replace(recipe, run=in_phase(recipe.run, run.phases[phase]))
     state = state_shapes(recipe, mesh)

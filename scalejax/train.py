@@ -65,6 +65,7 @@ def train(
     resume: bool = False,
     reporter: Reporter | None = None,
     traces: TraceSchedule | None = None,
+    predicts: bool = True,
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
@@ -77,6 +78,7 @@ def train(
         resume: go on at the latest checkpoint of the run in `folder`.
         reporter: whom to tell how it goes; if None, standard error.
         traces: which steps to record with the profiler; None for none.
+        predicts: write a prediction first, for which these devices are measured for a second.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
@@ -104,7 +106,8 @@ def train(
         state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
         if is_first():  # after the last that may be refused
             describe_run(files, run)
-        predict_run(files, run, mesh, programs, reporter)
+        if predicts:
+            predict_run(files, run, mesh, programs, reporter)
         journal = _Journal(files, reporter, after_step=begin)
         recorder = StepTraces(files.traces, traces)
         try:

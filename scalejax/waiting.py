@@ -134,3 +134,42 @@ def measuring(stages: int) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=stages)
         yield lambda name: progress.update(task, advance=1, description=name)
+
+
+@contextmanager
+def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
+    """A display of how far a sweep is, on standard error.
+
+    Args:
+        jobs: programs that are trained, some side by side.
+        runs: runs in all of them.
+
+    Yields:
+        What to call with the position of a job, and the part of it that is done.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    parts = [0.0] * jobs
+    if not console.is_terminal:
+
+        def say(job: int, part: float) -> None:
+            if part >= 1 > parts[job]:
+                parts[job] = part
+                console.print(f"trained {sum(each >= 1 for each in parts)} of {jobs} programs")
+
+        yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"training {runs} runs", total=float(jobs))
+
+        def show(job: int, part: float) -> None:
+            parts[job] = part
+            progress.update(task, completed=sum(parts))
+
+        yield show

@@ -16,11 +16,13 @@ from scalejax.commands.runs import (
     Train,
 )
 from scalejax.commands.searching import Search
+from scalejax.commands.sweeping import Sweep
 
 __all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
 
 Command = (
     Train
+    | Sweep
     | Predict
     | Explain
     | Search
@@ -38,6 +40,7 @@ Command = (
 COMMANDS: dict[str, type[Command]] = {
     "quickstart": Quickstart,
     "train": Train,
+    "sweep": Sweep,
     "predict": Predict,
     "explain": Explain,
     "search": Search,

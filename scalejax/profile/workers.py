@@ -54,7 +54,7 @@ def run_jobs(
             stopped.
     """
     workers = _Workers()
-    with ThreadPoolExecutor(max_workers=_worker_count(len(jobs))) as pool:
+    with ThreadPoolExecutor(max_workers=worker_count(len(jobs))) as pool:
         futures: dict[Future[Compiled], int] = {
             pool.submit(workers.run, job): position for position, job in enumerate(jobs)
         }
@@ -74,7 +74,8 @@ def run_jobs(
             raise
 
 
-def _worker_count(job_count: int) -> int:
+def worker_count(job_count: int) -> int:
+    """How many of `job_count` jobs to do at once: as many as there are cores and memory for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(job_count, cores or 1, _free_bytes() // WORKER_BYTES))
 

@@ -1,0 +1,352 @@
+"""A sweep before its first run: which runs, in which order, which of them together.
+
+Everything that can be refused is refused here. Knows configs and files; no processes, and needs
+no JAX.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.documents import JsonValue, load_toml, plain, save_text
+from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.record import RunFolder
+from scalejax.reference import run_reference
+from scalejax.sweep.grammar import Fields, Grammar
+
+MOST_TOGETHER = 12
+"""Runs in one program: each more takes memory, and gains little (`experiments/warmup_by_batch`)."""
+_ALTERNATIVES = ("seed", "schedule")
+"""What runs in one program may differ in: what they draw, and numbers that they are given."""
+_CONVOLUTIONAL = ("cnn", "resnet", "vgg", "alexnet", "inception", "xception", "vit", "custom")
+"""Networks that are not put in one program: a convolution of several kernels at once is a grouped
+one, which takes a CPU longer than one after another does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A value of a metric that a run is to reach."""
+
+    metric: Literal["test_accuracy", "test_loss"]
+    """Accuracy is to be reached from below, loss from above."""
+    value: float
+    """What counts as reached."""
+
+    def is_reached(self, value: float | None) -> bool:
+        """Whether a metric of `value` is good enough; one that is not finite is not."""
+        if value is None:
+            return False
+        return value >= self.value if self.metric == "test_accuracy" else value <= self.value
+
+
+def parse_target(text: str | None) -> Target | None:
+    """The target in a text such as "test_accuracy=0.88"; None of None.
+
+    Raises:
+        ConfigError: if the metric or the number is none.
+    """
+    if text is None:
+        return None
+    metric, _, value = text.partition("=")
+    if metric not in ("test_accuracy", "test_loss"):
+        raise ConfigError(unknown_name("target", metric, ("test_accuracy", "test_loss")))
+    try:
+        return Target(metric=metric, value=float(value))
+    except ValueError as error:
+        accepted = f"it must be a metric and a number, such as {metric}=0.8"
+        raise ConfigError(refusal("target", text, accepted)) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """One run of a sweep."""
+
+    index: int
+    """Its place in the plan, from 0."""
+    fields: Fields
+    """What it replaces in the run.toml."""
+    varied: Fields
+    """Its values of the fields in which the runs of the sweep differ."""
+    run: ResolvedRun
+    """What it comes to."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.index:04d}"
+
+    @property
+    def label(self) -> str:
+        """What sets it apart, for people."""
+        return in_words(self.varied)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFolder:
+    """Where the files of a sweep are."""
+
+    path: Path
+    """The folder itself."""
+
+    @property
+    def run_file(self) -> Path:
+        """The run.toml that the runs start from."""
+        return self.path / "run.toml"
+
+    @property
+    def plan(self) -> Path:
+        """The plan as written, JSON."""
+        return self.path / "sweep.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that works here, and by its workers."""
+        return self.path / "sweep.lock"
+
+    @property
+    def results(self) -> Path:
+        """A row for each run, Parquet: what was reached."""
+        return self.path / "results.parquet"
+
+    @property
+    def evaluations(self) -> Path:
+        """A row for each evaluation of each run, Parquet."""
+        return self.path / "evaluations.parquet"
+
+    @property
+    def timings(self) -> Path:
+        """A row for each run, Parquet: how long it took."""
+        return self.path / "timings.parquet"
+
+    def run(self, index: int) -> RunFolder:
+        """The folder of a run."""
+        return RunFolder(path=self.path / "runs" / f"{index:04d}")
+
+    def shared_checkpoints(self, index: int) -> Path:
+        """States of the runs that train together with the one of `index`, their first."""
+        return self.path / "together" / f"{index:04d}"
+
+    def log(self, worker: int) -> Path:
+        """What a worker says on standard error."""
+        return self.path / "logs" / f"worker-{worker}.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPlan:
+    """All runs of a sweep."""
+
+    text: str
+    """The run.toml that they start from."""
+    runs: tuple[PlannedRun, ...]
+    """In order."""
+    repeated: int
+    """Combinations that are left out because they come to the same run as an earlier one."""
+    jobs: tuple[tuple[int, ...], ...]
+    """Indices of runs that are trained together, the longest jobs first."""
+    cpu_devices: int | None
+    """Virtual devices of each run; None for those of its layout."""
+    target: Target | None
+    """What the runs are to reach, if anything."""
+
+    @property
+    def varied_names(self) -> tuple[str, ...]:
+        """Fields in which the runs differ."""
+        return tuple(self.runs[0].varied)
+
+    def document(self) -> dict[str, JsonValue]:
+        """The plan as it is written."""
+        return {
+            "runs": [run.fields for run in self.runs],
+            "jobs": [list(job) for job in self.jobs],
+            "cpu_devices": self.cpu_devices,
+            "target": plain(self.target) if self.target else None,
+        }
+
+
+def plan_sweep(
+    run_file: Path,
+    grammar: Grammar,
+    *,
+    one_by_one: bool = False,
+    cpu_devices: int | None = None,
+    target: Target | None = None,
+) -> SweepPlan:
+    """The runs of `grammar` over `run_file`, every one built and checked.
+
+    Args:
+        run_file: what the runs start from.
+        grammar: what they replace in it.
+        one_by_one: train no two runs in one program.
+        cpu_devices: virtual devices of each run.
+        target: what the runs are to reach.
+
+    Raises:
+        ConfigError: if a run cannot work, naming it, or a condition names no field.
+    """
+    for extension in grammar.extensions:
+        for name in extension.condition:
+            if name not in _known_fields():
+                raise ConfigError(unknown_name("-E condition", name, _known_fields()))
+    file = _flat(load_toml(run_file))
+    expanded = grammar.expanded(file)
+    resolved = [
+        _resolved(run_file, fields, cpu_devices, f"run {number} of {len(expanded)}")
+        for number, fields in enumerate(expanded, start=1)
+    ]
+    first: dict[str, int] = {}
+    for position, run in enumerate(resolved):
+        first.setdefault(json.dumps(plain(run.config), sort_keys=True), position)
+    kept = [(expanded[position], resolved[position]) for position in first.values()]
+    varied = _varied(grammar.named_fields(), [run.config for _, run in kept])
+    runs = tuple(
+        PlannedRun(index=index, fields=fields, varied=varied[index], run=run)
+        for index, (fields, run) in enumerate(kept)
+    )
+    return SweepPlan(
+        text=run_file.read_text(encoding="utf-8"),
+        runs=runs,
+        repeated=len(expanded) - len(runs),
+        jobs=_jobs(runs, one_by_one=one_by_one),
+        cpu_devices=cpu_devices,
+        target=target,
+    )
+
+
+def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
+    """Write `plan` into `folder`, or make sure that it is the one that is there.
+
+    Raises:
+        ConfigError: if the folder holds a sweep and it is not to be resumed, or is another one.
+    """
+    if not folder.plan.exists():
+        if resume:
+            raise ConfigError(f"{str(folder.path)!r} holds no sweep to resume.")
+        save_text(plan.text, folder.run_file)
+        save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
+        return
+    if not resume:
+        raise ConfigError(
+            f"{str(folder.path)!r} holds a sweep already: go on with it by --resume, "
+            "or give another folder."
+        )
+    before = _written(folder)
+    now: dict[str, JsonValue] = {"run.toml": plan.text, **plan.document()}
+    changed = [name for name, value in now.items() if before.get(name) != value]
+    if changed:
+        raise ConfigError(
+            f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ. Resume it "
+            "with the words that began it, or begin a new one in another folder."
+        )
+
+
+def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
+    """The runs of the plan that is written in `folder`, and the virtual devices of each.
+
+    Raises:
+        ConfigError: if the plan or the run.toml is missing or damaged.
+    """
+    document = _written(folder)
+    runs, cpu_devices = document.get("runs"), document.get("cpu_devices")
+    assert isinstance(runs, list)  # noqa: S101  as `begin_sweep` wrote it
+    devices = cpu_devices if isinstance(cpu_devices, int) else None
+    return [
+        _resolved(folder.run_file, dict(fields), devices, f"run {index}")
+        for index, fields in enumerate(runs)
+        if isinstance(fields, dict)
+    ], devices
+
+
+def in_words(fields: Mapping[str, JsonValue]) -> str:
+    """Fields and their values on one line, by the last part of their names where that will do."""
+    lasts = [name.rpartition(".")[2] for name in fields]
+    names = [
+        last if lasts.count(last) == 1 and last != "name" else name
+        for name, last in zip(fields, lasts, strict=True)
+    ]
+    return " ".join(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in zip(names, fields.values(), strict=True)
+    )
+
+
+def can_train_together(run: ResolvedRun) -> bool:
+    """Whether a run may share a program: one device, and no turn of its own before the end."""
+    config = run.config
+    return (
+        run.layout.device_count == 1
+        and config.layout.mode == "jit"
+        and config.train.early_stopping is None
+        and not config.model.name.startswith(_CONVOLUTIONAL)
+    )
+
+
+def _written(folder: SweepFolder) -> dict[str, JsonValue]:
+    try:
+        document = json.loads(folder.plan.read_text(encoding="utf-8"))
+        return {"run.toml": folder.run_file.read_text(encoding="utf-8"), **document}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder.path} holds no sweep that can be read: {error}.") from error
+
+
+def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: str) -> ResolvedRun:
+    """A run of the plan on its devices; what is refused names the run."""
+    try:
+        config = load_config(run_file, fields)
+        count = cpu_devices or (1 if config.layout.data is None else None)
+        return resolve(config, count)
+    except ConfigError as error:
+        where = f"{which} ({in_words(fields)}): " if fields else ""
+        raise ConfigError(
+            "\n".join(f"{where}{line}" for line in str(error).splitlines())
+        ) from error
+
+
+def _varied(names: list[str], configs: list[RunConfig]) -> list[Fields]:
+    """For each run its values of those fields in which runs differ."""
+    tables = [_flat(plain(config)) for config in configs]
+    differing = [
+        name
+        for name in names
+        if len({json.dumps(table.get(name), sort_keys=True) for table in tables}) > 1
+    ]
+    return [{name: table.get(name) for name in differing} for table in tables]
+
+
+def _jobs(runs: tuple[PlannedRun, ...], *, one_by_one: bool) -> tuple[tuple[int, ...], ...]:
+    """Which runs train together: those of one program, a few at a time; the longest first."""
+    groups: dict[str, list[int]] = {}
+    for planned in runs:
+        alone = one_by_one or not can_train_together(planned.run)
+        groups.setdefault(planned.name if alone else _program_of(planned.run), []).append(
+            planned.index
+        )
+    jobs = [
+        tuple(indices[begin : begin + MOST_TOGETHER])
+        for indices in groups.values()
+        for begin in range(0, len(indices), MOST_TOGETHER)
+    ]
+    return tuple(sorted(jobs, key=lambda job: -len(job) * runs[job[0]].run.total_steps))
+
+
+def _program_of(run: ResolvedRun) -> str:
+    """The same text for runs whose steps differ in numbers alone."""
+    tables = plain(run.config)
+    assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
+    return json.dumps({k: v for k, v in tables.items() if k not in _ALTERNATIVES}, sort_keys=True)
+
+
+def _known_fields() -> list[str]:
+    return list(dict.fromkeys(each.name for table in run_reference() for each in table.fields))
+
+
+def _flat(value: JsonValue, prefix: str = "") -> Fields:
+    """The scalars and lists of nested tables by dotted name."""
+    if isinstance(value, dict):
+        flat: Fields = {}
+        for name, inner in value.items():
+            flat |= _flat(inner, f"{prefix}.{name}" if prefix else name)
+        return flat
+    return {prefix: value}

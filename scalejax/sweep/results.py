@@ -1,0 +1,215 @@
+"""What a sweep found: a row for each run, a row for each evaluation, in Parquet.
+
+The rows are read off the records of the runs, so they are the same however often the sweep was
+killed and resumed; what the clock said stands in a file of its own.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from scalejax.documents import JsonValue, save_bytes
+from scalejax.record import EvaluationMeasurement, RunRecord
+from scalejax.sweep.grammar import Fields
+from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan
+
+FINISHED = ("completed", "stopped_early", "diverged")
+"""Statuses after which nothing of a run is left to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """What became of a run."""
+
+    planned: PlannedRun
+    """The run."""
+    status: str
+    """Where it stands; "planned" before it began."""
+    evaluations: tuple[EvaluationMeasurement, ...]
+    """In order."""
+    steps: int
+    """Updates made."""
+    seconds: float
+    """Time that it took; of runs that trained together, its share."""
+    reached: EvaluationMeasurement | None
+    """The first evaluation at which the target was reached."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing of it is left to do."""
+        return self.status in FINISHED
+
+    @property
+    def final(self) -> EvaluationMeasurement | None:
+        """The last evaluation."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    @property
+    def best(self) -> EvaluationMeasurement | None:
+        """The evaluation of the highest accuracy, the first of equals."""
+        return max(self.evaluations, key=lambda each: each.test_accuracy, default=None)
+
+    @property
+    def samples_to_target(self) -> int | None:
+        """Samples trained until the target was reached."""
+        batch = self.planned.run.split.global_batch
+        return None if self.reached is None else self.reached.step * batch
+
+
+def read_rows(plan: SweepPlan, folder: SweepFolder) -> list[RunRow]:
+    """What the runs of `plan` have left in `folder`, in order.
+
+    Raises:
+        ConfigError: if a record is damaged.
+    """
+    return [_row(plan, folder, planned) for planned in plan.runs]
+
+
+def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
+    files = folder.run(planned.index)
+    if not files.measurements.is_file():
+        return RunRow(
+            planned=planned, status="planned", evaluations=(), steps=0, seconds=0.0, reached=None
+        )
+    record = RunRecord.load(files.path)
+    target = plan.target
+    reached = (
+        (each for each in record.evaluations if target.is_reached(getattr(each, target.metric)))
+        if target
+        else iter(())
+    )
+    return RunRow(
+        planned=planned,
+        status=record.status or "planned",
+        evaluations=record.evaluations,
+        steps=max((each.step for each in record.measurements), default=0),
+        seconds=max((each.elapsed_seconds for each in record.measurements), default=0.0),
+        reached=next(reached, None),
+    )
+
+
+def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) -> None:
+    """Write the tables of finished runs, each all or nothing.
+
+    Raises:
+        ConfigError: if a file cannot be written.
+    """
+    done = [row for row in rows if row.is_finished]
+    _save(folder.results, [_result(row) for row in done])
+    _save(folder.evaluations, [line for row in done for line in _evaluations(row)])
+    _save(folder.timings, [_timing(row) for row in done])
+
+
+def _result(row: RunRow) -> dict[str, JsonValue]:
+    split, final, best = row.planned.run.split, row.final, row.best
+    return {
+        "run": row.planned.index,
+        **row.planned.varied,
+        "status": row.status,
+        "steps": row.steps,
+        "samples": row.steps * split.global_batch,
+        "final_test_accuracy": final and final.test_accuracy,
+        "final_test_loss": final and final.test_loss,
+        "best_test_accuracy": best and best.test_accuracy,
+        "best_test_loss": min(
+            (each.test_loss for each in row.evaluations if each.test_loss is not None),
+            default=None,
+        ),
+        "best_step": best and best.step,
+        "steps_to_target": row.reached and row.reached.step,
+        "samples_to_target": row.samples_to_target,
+    }
+
+
+def _evaluations(row: RunRow) -> list[dict[str, JsonValue]]:
+    batch = row.planned.run.split.global_batch
+    return [
+        {
+            "run": row.planned.index,
+            **row.planned.varied,
+            "step": each.step,
+            "epoch": each.epoch,
+            "samples": each.step * batch,
+            "test_loss": each.test_loss,
+            "test_accuracy": each.test_accuracy,
+        }
+        for each in row.evaluations
+    ]
+
+
+def _timing(row: RunRow) -> dict[str, JsonValue]:
+    return {
+        "run": row.planned.index,
+        "seconds": row.seconds,
+        "seconds_to_target": row.reached and row.reached.elapsed_seconds,
+    }
+
+
+def _save(path: Path, lines: Sequence[Mapping[str, JsonValue]]) -> None:
+    """Write `lines` as Parquet; a column of unlike values holds their JSON."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names = list(lines[0]) if lines else []
+    columns = {name: _column([line[name] for line in lines]) for name in names}
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink)
+    save_bytes(sink.getvalue().to_pybytes(), path)
+
+
+def _column(values: Sequence[JsonValue]) -> Sequence[JsonValue]:
+    kinds = {type(value) for value in values if value is not None}
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]  # type: ignore[arg-type]
+    if len(kinds) > 1 or kinds & {list, dict}:
+        return [None if value is None else json.dumps(value) for value in values]
+    return values
+
+
+# --- over seeds ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """Runs that differ in nothing but their seed."""
+
+    varied: Fields
+    """Their values of the fields in which the sweep's runs differ, the seed left out."""
+    rows: tuple[RunRow, ...]
+    """Those that are finished."""
+
+    @property
+    def accuracies(self) -> list[float]:
+        """The last of each run."""
+        return [row.final.test_accuracy for row in self.rows if row.final]
+
+    @property
+    def diverged(self) -> int:
+        """Runs whose loss was not finite at the end."""
+        return sum(row.status == "diverged" for row in self.rows)
+
+
+def arms(rows: Sequence[RunRow]) -> list[Arm]:
+    """The runs of a sweep by everything but their seed, in the order of the plan."""
+    groups: dict[str, list[RunRow]] = {}
+    for row in rows:
+        groups.setdefault(json.dumps(_seedless(row), sort_keys=True), []).append(row)
+    return [
+        Arm(varied=_seedless(group[0]), rows=tuple(row for row in group if row.is_finished))
+        for group in groups.values()
+    ]
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and standard deviation of a sample (n - 1); NaN where there are too few values."""
+    return (
+        mean(values) if values else math.nan,
+        stdev(values) if len(values) > 1 else math.nan,
+    )
+
+
+def _seedless(row: RunRow) -> Fields:
+    return {name: value for name, value in row.planned.varied.items() if name != "seed"}

@@ -1,0 +1,326 @@
+"""Several runs in one program: the real `Step`, mapped over a leading axis of runs.
+
+Runs that differ in seed and learning rates alone compile to the same step, so one program trains
+them all: each with its own state, its own rates and the data in its own order, on one device.
+The runs leave the records that they would leave one by one, equal within rounding; the state of
+all is checkpointed as one.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.checkpoint import Checkpoints, save_weights
+from scalejax.config import ResolvedRun
+from scalejax.data import evaluation_batches, open_source, training_batches
+from scalejax.mesh import build_mesh
+from scalejax.processes import StopSignals
+from scalejax.progress import Reporter
+from scalejax.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    RunRecord,
+    Status,
+    StatusChange,
+    TrainMeasurement,
+    finite,
+)
+from scalejax.run_folder import describe_run, versions
+from scalejax.schedules import learning_rate_schedule
+from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.train import Interrupted
+from scalejax.train_state import PyTree, TrainState
+
+_SECONDS_BETWEEN_CHECKPOINTS = 20.0
+"""At most so much, and what lies between two pauses, is trained again after a kill."""
+
+
+def train_together(
+    runs: Sequence[ResolvedRun],
+    folders: Sequence[RunFolder],
+    checkpoints: Path,
+    reporter: Reporter,
+) -> None:
+    """Train `runs`, all to their end, and leave the record of each in its folder.
+
+    Goes on at the latest checkpoint of their common state, if there is one.
+
+    Args:
+        runs: the same but for seed and schedule, each on one device.
+        folders: where the record of each goes.
+        checkpoints: where states of all go while they train.
+        reporter: told of the first of them.
+
+    Raises:
+        Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
+    """
+    for run, folder in zip(runs, folders, strict=True):
+        describe_run(folder, run)
+    with Checkpoints(checkpoints, keep=1) as saved, StopSignals() as signals:
+        begin = saved.latest_step or 0
+        loop = _Loop(runs, folders, saved, signals, reporter, begin)
+        try:
+            loop.train()
+        finally:
+            loop.close()
+
+
+class MappedPrograms:
+    """The step and the evaluation of `runs`, each one program for all of them."""
+
+    def __init__(self, runs: Sequence[ResolvedRun]) -> None:
+        run = runs[0]
+        mesh = build_mesh(run.layout)
+        self.seeds = tuple(dict.fromkeys(each.config.seed for each in runs))
+        """Each seed once; a batch is made for each."""
+        self._which = np.asarray([self.seeds.index(each.config.seed) for each in runs])
+        self.rates = jnp.stack([_rates(each) for each in runs])
+        """Learning rates, (runs, steps)."""
+        step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
+        self.batch = step.batch
+        """Shapes of the global batch of one run."""
+        self.evaluation_batch = evaluation.batch
+        """Shapes of the evaluation batch of one run."""
+        states = [init_state(each, mesh) for each in _of_each_seed(runs)]
+        self.state = jax.tree.map(
+            lambda *leaves: jnp.stack([leaves[i] for i in self._which]), *states
+        )
+        """The state of all runs before the first update, with a leading axis of runs."""
+
+        def update(rates: jax.Array, state: TrainState, batch: PyTree) -> Any:
+            def schedule(count: Any) -> jax.Array:
+                return jnp.take(rates, count, mode="clip")
+
+            return build_step(run, mesh, schedule=schedule).function(state, batch)
+
+        def updates(rates: jax.Array, state: PyTree, batches: Sequence[PyTree]) -> Any:
+            return jax.vmap(update)(rates, state, self._dealt(batches))
+
+        def evaluations(state: TrainState, batches: Sequence[PyTree]) -> Any:
+            mapped = jax.vmap(evaluation.function)
+            return mapped(state.params, state.model_state, self._dealt(batches))
+
+        # The one update of `step.py`, which these map; nothing of a step is written here.
+        self.update = jax.jit(updates, donate_argnums=1)
+        """(rates, state, a batch of each seed) -> (state, metrics), of all runs."""
+        self.evaluate = jax.jit(evaluations)
+        """(state, an evaluation batch of each seed) -> sums, of all runs."""
+
+    def _dealt(self, batches: Sequence[PyTree]) -> PyTree:
+        """A batch of each run, from one of each seed."""
+        return jax.tree.map(lambda *parts: jnp.stack(parts)[self._which], *batches)
+
+
+def _of_each_seed(runs: Sequence[ResolvedRun]) -> list[ResolvedRun]:
+    """The first run of each seed, in order."""
+    return list({run.config.seed: run for run in reversed(runs)}.values())[::-1]
+
+
+def _rates(run: ResolvedRun) -> jax.Array:
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.total_steps,
+    )
+    return jnp.asarray(schedule(jnp.arange(run.total_steps)), jnp.float32)
+
+
+class _Loop:
+    """One session of runs that train together."""
+
+    def __init__(
+        self,
+        runs: Sequence[ResolvedRun],
+        folders: Sequence[RunFolder],
+        saved: Checkpoints,
+        signals: StopSignals,
+        reporter: Reporter,
+        begin: int,
+    ) -> None:
+        self._runs, self._run, self._folders = runs, runs[0], folders
+        self._saved, self._signals, self._reporter = saved, signals, reporter
+        self._step = begin
+        self._programs = MappedPrograms(runs)
+        self._tests = [
+            open_source(self._run.config.data, "test", seed=seed) for seed in self._programs.seeds
+        ]
+        self._logs = [MeasurementLog(folder.measurements, after_step=begin) for folder in folders]
+        self._zero = time.perf_counter() - self._logs[0].elapsed_seconds * len(runs)
+        self._last: list[dict[str, float | None]] = [{} for _ in runs]
+        self._last_checkpoint = time.perf_counter()
+
+    def close(self) -> None:
+        """Close the records."""
+        self._reporter.end()
+        for log in self._logs:
+            log.close()
+
+    @property
+    def _elapsed_seconds(self) -> float:
+        """A run's share of the time since they began."""
+        return (time.perf_counter() - self._zero) / len(self._runs)
+
+    def train(self) -> None:
+        """Update all runs until they end."""
+        run, begin, total_steps = self._run, self._step, self._run.total_steps
+        state = self._programs.state
+        if begin:
+            state = self._saved.restore(begin, state)
+            self._recall()
+        self._reporter.begin(begin, total_steps)
+        words = f"with {len(self._runs) - 1} others in one program; {versions()}"
+        self._change_status("resumed" if begin else "started", words)
+        config, queued = run.config.train, None
+        self._restart_clock()
+        for batches in self._batches(begin):
+            state, metrics = self._programs.update(self._programs.rates, state, batches)
+            if queued is not None:
+                jax.block_until_ready(queued["loss"])  # as `train` does, for its reasons
+            self._step += 1
+            queued = metrics
+            is_last = self._step == total_steps
+            every = config.evaluate_every_epochs * run.steps_per_epoch
+            is_evaluated = self._step % every == 0 or is_last
+            if self._step % config.log_every_steps == 0 or is_last or is_evaluated:
+                self._note_update(
+                    metrics, is_written=not self._step % config.log_every_steps or is_last
+                )
+            if is_evaluated:
+                self._evaluate(state)
+            self._pause(state, is_last=is_last)
+        self._finish(state)
+
+    def _batches(self, begin: int) -> Iterator[tuple[PyTree, ...]]:
+        """For each step, a batch of each seed."""
+        config = self._run.config
+        return zip(
+            *(
+                training_batches(
+                    open_source(config.data, "train", seed=seed),
+                    self._programs.batch,
+                    seed=seed,
+                    start_step=begin,
+                    stop_step=self._run.total_steps,
+                )
+                for seed in self._programs.seeds
+            ),
+            strict=True,
+        )
+
+    def _restart_clock(self) -> None:
+        self._window_begin, self._window_step = time.perf_counter(), self._step
+
+    def _note_update(self, metrics: PyTree, *, is_written: bool) -> None:
+        """Put the metrics of an update down."""
+        values = jax.device_get(metrics)
+        for index, last in enumerate(self._last):
+            last["train"] = finite(float(values["loss"][index]))
+        if not is_written:
+            return
+        seconds = (time.perf_counter() - self._window_begin) / (self._step - self._window_step)
+        step_seconds = seconds / len(self._runs)
+        self._restart_clock()
+        for index, log in enumerate(self._logs):
+            one = {name: float(value[index]) for name, value in values.items()}
+            skipped = one.get("skipped_updates")
+            measurement = TrainMeasurement(
+                step=self._step,
+                epoch=self._step / self._run.steps_per_epoch,
+                loss=finite(one["loss"]),
+                accuracy=one["accuracy"],
+                learning_rate=one["learning_rate"],
+                step_seconds=step_seconds,
+                samples_per_second=self._run.split.global_batch / step_seconds,
+                elapsed_seconds=self._elapsed_seconds,
+                loss_scale=one.get("loss_scale"),
+                skipped_updates=None if skipped is None else int(skipped),
+            )
+            log.append(measurement)
+            if index == 0:
+                self._reporter.measured(measurement)
+
+    def _evaluate(self, state: PyTree) -> None:
+        """Evaluate all runs, and put it down."""
+        begin, sums = time.perf_counter(), []
+        sources = [
+            evaluation_batches(test, self._programs.evaluation_batch) for test in self._tests
+        ]
+        for batches in zip(*sources, strict=True):
+            if len(sums) > 1:
+                jax.block_until_ready(sums[-2])
+            sums.append(self._programs.evaluate(state, batches))
+        parts = jax.device_get(sums)
+        took = (time.perf_counter() - begin) / len(self._runs)
+        for index, log in enumerate(self._logs):
+            totals = {
+                name: math.fsum(float(part[name][index]) for part in parts) for name in parts[0]
+            }
+            measurement = EvaluationMeasurement(
+                step=self._step,
+                epoch=self._step / self._run.steps_per_epoch,
+                test_loss=finite(totals["loss_sum"] / totals["count"]),
+                test_accuracy=totals["correct_sum"] / totals["count"],
+                examples=round(totals["count"]),
+                seconds=took,
+                elapsed_seconds=self._elapsed_seconds,
+            )
+            log.append(measurement)
+            self._last[index]["evaluation"] = measurement.test_loss
+            if index == 0:
+                self._reporter.measured(measurement)
+        self._restart_clock()
+
+    def _recall(self) -> None:
+        """Read from the records what the end of a resumed run is judged by."""
+        for folder, last in zip(self._folders, self._last, strict=True):
+            for measurement in RunRecord.load(folder.path).measurements:
+                if isinstance(measurement, TrainMeasurement):
+                    last["train"] = measurement.loss
+                elif isinstance(measurement, EvaluationMeasurement):
+                    last["evaluation"] = measurement.test_loss
+
+    def _pause(self, state: PyTree, *, is_last: bool) -> None:
+        """Save a checkpoint if it is time to; stop if a signal asks to."""
+        run = self._run
+        every = run.config.train.checkpoint_every_steps or run.steps_per_epoch
+        signal_number = self._signals.agreed(self._step, every=1)
+        is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
+        if signal_number or (is_due and self._step % every == 0 and not is_last):
+            self._saved.save(self._step, state)
+            self._restart_clock()
+            self._last_checkpoint = time.perf_counter()
+        if signal_number:
+            self._saved.wait()
+            self._change_status("interrupted", f"at step {self._step}; resume the sweep to go on")
+            raise Interrupted(128 + signal_number)
+
+    def _finish(self, state: TrainState) -> None:
+        """Save what each run ended with, and close its record."""
+        host = jax.device_get({"params": state.params, "model_state": state.model_state})
+        for index, folder in enumerate(self._folders):
+            save_weights(folder.weights, jax.tree.map(lambda leaf, i=index: leaf[i], host))
+        ended = f"{self._step} steps, with {len(self._runs) - 1} others in one program"
+        for log, last in zip(self._logs, self._last, strict=True):
+            status: Status = "completed"
+            words = ended
+            if None in last.values():
+                status, words = "diverged", f"{ended}; the loss is not finite"
+            self._append_status(log, status, words)
+
+    def _change_status(self, status: Status, message: str) -> None:
+        for log in self._logs:
+            self._append_status(log, status, message)
+
+    def _append_status(self, log: MeasurementLog, status: Status, message: str) -> None:
+        change = StatusChange(
+            step=self._step, status=status, message=message, elapsed_seconds=self._elapsed_seconds
+        )
+        log.append(change)

@@ -1,0 +1,113 @@
+"""A worker of a sweep: a process that trains one job after another, as it is told to.
+
+Jobs come as lines on standard input, word of them goes out as lines on standard output, both
+JSON; everything else that is said goes to standard error. When standard input ends, whoever
+started the worker is gone, and it ends at once: what is saved is on disk, and a resumed sweep
+must not meet it at work.
+
+Usage: python -m scalejax.sweep.worker SWEEP_FOLDER
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from scalejax.config import ResolvedRun
+from scalejax.errors import ScalejaxError
+from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.sweep.plan import SweepFolder, read_runs
+
+
+class _Steps:
+    """A `Reporter` that sends how far the job is."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._total_steps = 1
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Remember how far it is."""
+        self._total_steps = total_steps
+
+    def say(self, text: str) -> None:
+        """Leave it to the log."""
+        print(text, file=sys.stderr, flush=True)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Send the part that is done."""
+        if isinstance(measurement, EvaluationMeasurement | TrainMeasurement):
+            _send(self._out, {"part": measurement.step / self._total_steps})
+
+    def end(self) -> None:
+        """Nothing is left to send."""
+
+
+def main(folder: Path) -> int:
+    """Do the jobs that standard input names; returns the exit code."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print is no word of ours
+    jobs: queue.Queue[list[int]] = queue.Queue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    files = SweepFolder(path=folder)
+    runs, _ = read_runs(files)
+    while True:
+        indices = jobs.get()
+        if not indices:
+            return 0
+        try:
+            _train(files, runs, indices, _Steps(out))
+        except ScalejaxError as error:
+            _send(out, {"refused": str(error)})
+        except Exception as error:  # noqa: BLE001  one job fails, and the others go on
+            traceback.print_exc()
+            _send(out, {"refused": f"{type(error).__name__}: {error}"})
+        else:
+            _send(out, {"done": indices})
+
+
+def _listen(jobs: "queue.Queue[list[int]]") -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    os._exit(1)
+
+
+def _train(
+    files: SweepFolder, runs: list[ResolvedRun], indices: list[int], reporter: _Steps
+) -> None:
+    """Train the runs of `indices`, from where they are to their end."""
+    # JAX is imported once, after the first job has come.
+    if len(indices) == 1:
+        from scalejax.train import train
+
+        (index,) = indices
+        run, folder = runs[index], files.run(index)
+        train(
+            run.config,
+            folder.path,
+            device_count=run.layout.device_count,
+            resume=folder.holds_run,
+            reporter=reporter,
+            predicts=False,
+        )
+        return
+    from scalejax.sweep.together import train_together
+
+    train_together(
+        [runs[index] for index in indices],
+        [files.run(index) for index in indices],
+        files.shared_checkpoints(indices[0]),
+        reporter,
+    )
+
+
+def _send(out: TextIO, message: object) -> None:
+    print(json.dumps(message), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,123 @@
+"""Plots of a sweep: what was reached, and how, each with mean and deviation over the seeds."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from scalejax.plots import new_figure, require_plot_format, save_figure
+from scalejax.sweep.plan import in_words
+from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+
+_MOST_CURVES = 20
+"""More are not told apart by colour and dash."""
+_DASHES = ("solid", "dashed", "dotted", "dashdot")
+
+
+def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
+    """Draw the last accuracy of each arm over the field with the most numbers.
+
+    Points are single runs; lines join means, bars are standard deviations over seeds.
+
+    Args:
+        rows: of a sweep; those that are not finished are left out.
+        path: the picture; its suffix says which format.
+
+    Raises:
+        ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
+    """
+    require_plot_format("path", path)
+    found = [arm for arm in arms(rows) if arm.accuracies]
+    x_name = _numeric_field(found)
+    figure = new_figure(7, 4.5)
+    axes = figure.add_subplot()
+    for number, (label, series) in enumerate(_series(found, x_name).items()):
+        color = f"C{number % 10}"
+        xs = [x for x, _ in series]
+        spreads = [mean_and_deviation(arm.accuracies) for _, arm in series]
+        axes.errorbar(
+            xs,
+            [mean for mean, _ in spreads],
+            yerr=[0 if math.isnan(deviation) else deviation for _, deviation in spreads],
+            color=color,
+            linestyle=_DASHES[number // 10 % len(_DASHES)],
+            capsize=3,
+            label=label,
+        )
+        for x, arm in series:
+            axes.scatter([x] * len(arm.accuracies), arm.accuracies, color=color, s=10, alpha=0.5)
+    if x_name and min(x for s in _series(found, x_name).values() for x, _ in s) > 0:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for s in _series(found, x_name).values() for x, _ in s})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    elif not x_name:
+        axes.set_xticks([])
+    axes.set_xlabel(x_name or "arms of the sweep")
+    axes.set_ylabel("test accuracy after the last epoch")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    save_figure(figure, path)
+
+
+def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
+    """Draw accuracy over epochs for each arm: the mean over seeds, shaded by its deviation.
+
+    Args:
+        rows: of a sweep; those that are not finished are left out.
+        path: the picture; its suffix says which format.
+
+    Raises:
+        ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
+    """
+    require_plot_format("path", path)
+    found = [arm for arm in arms(rows) if arm.accuracies]
+    figure = new_figure(7, 4.5)
+    axes = figure.add_subplot()
+    for number, arm in enumerate(found[:_MOST_CURVES]):
+        points = sorted(
+            (each.epoch, each.test_accuracy) for row in arm.rows for each in row.evaluations
+        )
+        epochs, spreads = [], []
+        for epoch, group in groupby(points, key=lambda point: point[0]):
+            epochs.append(epoch)
+            spreads.append(mean_and_deviation([value for _, value in group]))
+        low = [m - (0 if math.isnan(d) else d) for m, d in spreads]
+        high = [m + (0 if math.isnan(d) else d) for m, d in spreads]
+        color, dashes = f"C{number % 10}", _DASHES[number // 10 % len(_DASHES)]
+        label = in_words(arm.varied) or "all runs"
+        axes.plot(epochs, [m for m, _ in spreads], color=color, linestyle=dashes, label=label)
+        axes.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
+    left_out = len(found) - _MOST_CURVES
+    if left_out > 0:
+        axes.set_title(f"the first {_MOST_CURVES} arms; {left_out} are left out", fontsize="medium")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("test accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="x-small", loc="lower right")
+    save_figure(figure, path)
+
+
+def _numeric_field(found: Sequence[Arm]) -> str | None:
+    """The field with the most numbers as values, and numbers alone; None if there is none."""
+    values = {
+        name: {arm.varied[name] for arm in found if _is_number(arm.varied[name])}
+        for name in (found[0].varied if found else {})
+        if all(_is_number(arm.varied[name]) for arm in found)
+    }
+    return max(values, key=lambda name: len(values[name]), default=None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple[float, Arm]]]:
+    """(x, arm) in order of x, by what else sets the arms apart; x is a place if there is none."""
+    series: dict[str, list[tuple[float, Arm]]] = {}
+    for place, arm in enumerate(found):
+        rest = {name: value for name, value in arm.varied.items() if name != x_name}
+        x = arm.varied[x_name] if x_name else place
+        if isinstance(x, int | float):
+            series.setdefault(in_words(rest) or "all runs", []).append((x, arm))
+    return {label: sorted(s, key=lambda pair: pair[0]) for label, s in series.items()}

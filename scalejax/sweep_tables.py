@@ -1,0 +1,105 @@
+"""What `scalejax sweep` prints: the plan before the work, and what it found, in 80 columns."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from scalejax import tables
+from scalejax.documents import JsonValue
+from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words
+from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+from scalejax.units import UNKNOWN, format_fraction, format_seconds
+
+_MOST_ROWS = 40
+
+
+def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
+    """Every run before it is trained: what sets it apart, its batch, its updates."""
+    together = sum(len(job) for job in sweep.jobs if len(job) > 1)
+    count = len(sweep.runs)
+    words = f"{count} run{'s' if count > 1 else ''} in {len(sweep.jobs)} programs"
+    if together:
+        words += f", {together} of them with others in one"
+    if sweep.repeated:
+        words += f"; {sweep.repeated} combinations come to a run that is there, and are left out"
+    yield Text(f"{words}.")
+    names = _headings(sweep)
+    table = tables.figures("run", *names, "batch", "steps")
+    for planned in sweep.runs[:_MOST_ROWS]:
+        table.add_row(
+            planned.name, *_values(planned), _batch(planned), f"{planned.run.total_steps:,}"
+        )
+    yield table
+    if count > _MOST_ROWS:
+        yield f"... and {count - _MOST_ROWS} more"
+
+
+def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
+    """What each arm reached: mean and standard deviation over its seeds."""
+    with_target = sweep.target is not None
+    headings = ["runs", "test accuracy", "best", "diverged"]
+    headings += ["reached", "samples to it"] if with_target else []
+    table = tables.figures("", *headings)
+    for arm in arms(rows):
+        table.add_row(*_cells(arm, with_target=with_target))
+    yield table
+    left = [row for row in rows if not row.is_finished]
+    seconds = sum(row.seconds for row in rows)
+    words = "Mean and standard deviation over seeds, after the last epoch; best: mean of the best "
+    words += "epochs. "
+    if with_target and sweep.target:
+        words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
+    words += f"{format_seconds(seconds)} of training."
+    if left:
+        words += f" {len(left)} runs are not finished."
+    yield Text(words)
+
+
+def _cells(arm: Arm, *, with_target: bool) -> list[str]:
+    best = [row.best.test_accuracy for row in arm.rows if row.best]
+    cells = [
+        in_words(arm.varied) or "all",
+        str(len(arm.rows)),
+        _spread(arm.accuracies),
+        format_fraction(sum(best) / len(best)) if best else UNKNOWN,
+        str(arm.diverged),
+    ]
+    if with_target:
+        samples = [row.samples_to_target for row in arm.rows if row.samples_to_target]
+        mean = f"{sum(samples) / len(samples):,.0f}" if samples else UNKNOWN
+        cells += [f"{len(samples)} of {len(arm.rows)}", mean]
+    return cells
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation, in per cent."""
+    mean, deviation = mean_and_deviation(values)
+    if math.isnan(mean):
+        return UNKNOWN
+    around = "" if math.isnan(deviation) else f" ± {100 * deviation:.2f}"
+    return f"{100 * mean:.2f}{around} %"
+
+
+def _headings(sweep: SweepPlan) -> list[str]:
+    """The varied fields but the batch, by the last part of their names where that will do."""
+    names = [name for name in sweep.varied_names if name != "batch.global_batch"]
+    lasts = [name.rpartition(".")[2] for name in names]
+    return [
+        last if lasts.count(last) == 1 and last != "name" else name
+        for name, last in zip(names, lasts, strict=True)
+    ]
+
+
+def _values(planned: PlannedRun) -> list[str]:
+    return [_text(value) for name, value in planned.varied.items() if name != "batch.global_batch"]
+
+
+def _text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _batch(planned: PlannedRun) -> str:
+    return f"{planned.run.split.global_batch:,}"

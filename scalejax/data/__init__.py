@@ -1,6 +1,21 @@
 """Examples by index, and the global batches made of them: one file per kind of data set."""
 
-from scalejax.data.pipeline import Batch, evaluation_batches, training_batches
+from scalejax.data.pipeline import (
+    Batch,
+    evaluation_batches,
+    evaluation_batches_of_seeds,
+    training_batches,
+    training_batches_of_seeds,
+)
 from scalejax.data.source import Source, Split, open_source
 
-__all__ = ["Batch", "Source", "Split", "evaluation_batches", "open_source", "training_batches"]
+__all__ = [
+    "Batch",
+    "Source",
+    "Split",
+    "evaluation_batches",
+    "evaluation_batches_of_seeds",
+    "open_source",
+    "training_batches",
+    "training_batches_of_seeds",
+]

@@ -8,7 +8,7 @@ processes or devices there are.
 Knows no network and no optimizer.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import grain
@@ -68,6 +68,55 @@ def evaluation_batches(
     """
     order = _EvaluationOrder(len(source), _global_batch(shapes))
     return _batches(order, source, shapes, 0)
+
+
+def training_batches_of_seeds(
+    sources: Sequence[Source],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    seeds: Sequence[int],
+    start_step: int,
+    stop_step: int,
+) -> Iterator[Batch]:
+    """For each step the batches that `training_batches` gives for each seed, stacked: one more
+    dimension in front, (seeds, global batch, ...). For a single device.
+
+    Args:
+        sources: the examples of each seed.
+        shapes: as of `training_batches`, of one seed.
+        seeds: decide the shuffles.
+        start_step: 0, or the step to resume from.
+        stop_step: steps of the whole run.
+    """
+    orders = [
+        _TrainingOrder(len(source), _global_batch(shapes), seed=seed, steps=stop_step)
+        for source, seed in zip(sources, seeds, strict=True)
+    ]
+    return _stacked(orders, sources, start_step)
+
+
+def evaluation_batches_of_seeds(
+    sources: Sequence[Source], shapes: Mapping[str, jax.ShapeDtypeStruct]
+) -> Iterator[Batch]:
+    """The batches that `evaluation_batches` gives for each source, stacked likewise."""
+    orders = [_EvaluationOrder(len(source), _global_batch(shapes)) for source in sources]
+    return _stacked(orders, sources, 0)
+
+
+def _stacked(
+    orders: Sequence["_TrainingOrder | _EvaluationOrder"], sources: Sequence[Source], start: int
+) -> Iterator[Batch]:
+    def gather(step: int) -> dict[str, np.ndarray]:
+        parts = []
+        for order, source in zip(orders, sources, strict=True):
+            element = order[step]
+            parts.append(source.take(element.pop("index")) | element)
+        return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+    elements = grain.MapDataset.range(start, len(orders[0])).map(gather)
+    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
+    for element in elements.to_iter_dataset(reading):
+        yield jax.device_put(element)
 
 
 class _TrainingOrder:

@@ -18,7 +18,11 @@ import numpy as np
 
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun
-from scalejax.data import evaluation_batches, open_source, training_batches
+from scalejax.data import (
+    evaluation_batches_of_seeds,
+    open_source,
+    training_batches_of_seeds,
+)
 from scalejax.mesh import build_mesh
 from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
@@ -100,22 +104,22 @@ class MappedPrograms:
 
             return build_step(run, mesh, schedule=schedule).function(state, batch)
 
-        def updates(rates: jax.Array, state: PyTree, batches: Sequence[PyTree]) -> Any:
+        def updates(rates: jax.Array, state: PyTree, batches: PyTree) -> Any:
             return jax.vmap(update)(rates, state, self._dealt(batches))
 
-        def evaluations(state: TrainState, batches: Sequence[PyTree]) -> Any:
+        def evaluations(state: TrainState, batches: PyTree) -> Any:
             mapped = jax.vmap(evaluation.function)
             return mapped(state.params, state.model_state, self._dealt(batches))
 
         # The one update of `step.py`, which these map; nothing of a step is written here.
         self.update = jax.jit(updates, donate_argnums=1)
-        """(rates, state, a batch of each seed) -> (state, metrics), of all runs."""
+        """(rates, state, batches of all seeds) -> (state, metrics), of all runs."""
         self.evaluate = jax.jit(evaluations)
-        """(state, an evaluation batch of each seed) -> sums, of all runs."""
+        """(state, evaluation batches of all seeds) -> sums, of all runs."""
 
-    def _dealt(self, batches: Sequence[PyTree]) -> PyTree:
+    def _dealt(self, batches: PyTree) -> PyTree:
         """A batch of each run, from one of each seed."""
-        return jax.tree.map(lambda *parts: jnp.stack(parts)[self._which], *batches)
+        return jax.tree.map(lambda rows: rows[self._which], batches)
 
 
 def _of_each_seed(runs: Sequence[ResolvedRun]) -> list[ResolvedRun]:
@@ -198,21 +202,15 @@ class _Loop:
             self._pause(state, is_last=is_last)
         self._finish(state)
 
-    def _batches(self, begin: int) -> Iterator[tuple[PyTree, ...]]:
-        """For each step, a batch of each seed."""
-        config = self._run.config
-        return zip(
-            *(
-                training_batches(
-                    open_source(config.data, "train", seed=seed),
-                    self._programs.batch,
-                    seed=seed,
-                    start_step=begin,
-                    stop_step=self._run.total_steps,
-                )
-                for seed in self._programs.seeds
-            ),
-            strict=True,
+    def _batches(self, begin: int) -> Iterator[PyTree]:
+        """For each step, the batches of all seeds."""
+        config, seeds = self._run.config, self._programs.seeds
+        return training_batches_of_seeds(
+            [open_source(config.data, "train", seed=seed) for seed in seeds],
+            self._programs.batch,
+            seeds=seeds,
+            start_step=begin,
+            stop_step=self._run.total_steps,
         )
 
     def _restart_clock(self) -> None:
@@ -250,10 +248,8 @@ class _Loop:
     def _evaluate(self, state: PyTree) -> None:
         """Evaluate all runs, and put it down."""
         begin, sums = time.perf_counter(), []
-        sources = [
-            evaluation_batches(test, self._programs.evaluation_batch) for test in self._tests
-        ]
-        for batches in zip(*sources, strict=True):
+        shapes = self._programs.evaluation_batch
+        for batches in evaluation_batches_of_seeds(self._tests, shapes):
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])
             sums.append(self._programs.evaluate(state, batches))

@@ -1,0 +1,317 @@
+"""The grammar and the plan of a sweep, and what is made of its records."""
+
+import json
+
+import pytest
+
+from scalejax.cli import main
+from scalejax.documents import plain
+from scalejax.errors import ConfigError
+from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange
+from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep, read_rows, write_results
+from scalejax.sweep.plan import begin_sweep, parse_target
+from scalejax.sweep.results import arms, mean_and_deviation
+
+RUN = """
+[model]
+name = "mlp"
+hidden = [8]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 64
+test_examples = 16
+[batch]
+global_batch = 8
+[optimizer]
+name = "sgd"
+[schedule]
+base_learning_rate = 0.01
+[train]
+epochs = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A small run."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def expanded(variables=(), parameters=(), extensions=(), file=None):
+    """What the grammar makes of these texts."""
+    texts = [json.dumps(extension) for extension in extensions]
+    return parse_grammar(parameters, variables, texts).expanded(file or {})
+
+
+def test_variables_are_combined_over_parameters_the_last_changing_fastest():
+    """By hand, as DLBS builds its plans."""
+    runs = expanded(["a=[1,2]", 'b=["x","y"]'], ["c=3", "a=9"])
+
+    assert runs == [
+        {"c": 3, "a": 1, "b": "x"},
+        {"c": 3, "a": 1, "b": "y"},
+        {"c": 3, "a": 2, "b": "x"},
+        {"c": 3, "a": 2, "b": "y"},
+    ]
+
+
+def test_extensions_override_and_fork_what_they_match_in_order():
+    """The second one sees what the first one made; a run that does not match stays as it is."""
+    runs = expanded(
+        ["a=[1,2,3]"],
+        extensions=[
+            {"condition": {"a": [1, 2]}, "parameters": {"t": {"b": 5}}, "cases": [{}, {"c": 7}]},
+            {"condition": {"c": 7, "a": 2}, "parameters": {"a": 20}},
+        ],
+    )
+
+    assert runs == [
+        {"a": 1, "t.b": 5},
+        {"a": 1, "t.b": 5, "c": 7},
+        {"a": 2, "t.b": 5},
+        {"a": 20, "t.b": 5, "c": 7},
+        {"a": 3},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_met"),
+    [
+        ({}, True),
+        ({"name": "resnet50"}, True),
+        ({"name": "resnet.*"}, True),
+        ({"name": "res"}, False),  # the whole value
+        ({"name": ["vgg16", "resnet50"]}, True),
+        ({"n": 1}, True),
+        ({"n": 1.0}, True),
+        ({"n": True}, False),  # JSON's 1 is not its true
+        ({"flag": True}, True),
+        ({"absent": None}, False),
+        ({"n": 1, "name": "vgg16"}, False),
+    ],
+)
+def test_conditions(condition, is_met):
+    """Fields of the file are seen too."""
+    file = {"name": "resnet50", "n": 1, "flag": True}
+
+    (run,) = expanded(extensions=[{"condition": condition, "parameters": {"x": 1}}], file=file)
+
+    assert run == ({"x": 1} if is_met else {})
+
+
+def test_templates_take_values_of_fields_and_of_the_environment(monkeypatch):
+    """A template that is all of a text keeps its type; names may be made of other templates."""
+    monkeypatch.setenv("SWEEP_WORD", "blue")
+    parameters = [
+        'whole="${n}"',
+        'part="b${n}-${SWEEP_WORD}"',
+        'nested="${${which}}"',
+        'which="n"',
+        'list=["${n}"]',
+    ]
+
+    (run,) = expanded(parameters=parameters, file={"n": 64})
+
+    assert run["whole"] == 64
+    assert run["part"] == "b64-blue"
+    assert run["nested"] == 64
+    assert run["list"] == [64]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ({"parameters": ['a="${b}"', 'b="${a}"']}, "a -> b -> a"),
+        ({"parameters": ['a="${nowhere}"']}, "no field of the run"),
+        ({"parameters": ["a=mlp"]}, "a text is written '\"mlp\"'"),
+        ({"parameters": ["a=NaN"]}, "NaN is no number of JSON"),
+        ({"parameters": ["a"]}, "must be field=value"),
+        ({"variables": ["a=3"]}, r"such as 'a=\[3\]'"),
+        ({"variables": ["a=[]"]}, "must be a list of values"),
+        ({"extensions": [{"conditions": {}}]}, "did you mean 'condition'"),
+        ({"extensions": [{"condition": {}}]}, "parameters or cases"),
+        ({"extensions": [{"cases": [1]}]}, "list of objects"),
+        ({"extensions": [{"condition": {"a": "("}, "cases": [{}]}]}, "regular expression"),
+    ],
+)
+def test_what_is_not_of_the_grammar_is_refused(texts, words):
+    """By what is accepted."""
+    with pytest.raises(ConfigError, match=words):
+        expanded(**texts)
+
+
+def test_runs_of_a_plan_are_checked_and_the_bad_one_is_named(run_file):
+    """Before anything is trained or written."""
+    grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8,0]"], [])
+
+    with pytest.raises(ConfigError, match=r"run 2 of 4 \(seed=0 global_batch=0\): batch.global"):
+        plan_sweep(run_file, grammar)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-P", "train.epoch=3"], "train.epoch is no field"),
+        (["-E", '{"condition": {"sed": 1}, "cases": [{}]}'], "did you mean 'seed'"),
+        (["--target", "accuracy=1"], "did you mean 'test_accuracy'"),
+        (["--processes", "0"], "at least 1"),
+        (["--resume"], "holds no sweep to resume"),
+    ],
+)
+def test_command_refuses_at_the_door(run_file, tmp_path, capsys, flags, words):
+    """With the exit code of a refusal, and nothing left behind."""
+    folder = tmp_path / "sweep"
+
+    code = main(["sweep", str(run_file), "--folder", str(folder), *flags])
+
+    assert code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not folder.exists()
+
+
+def test_runs_that_differ_in_seed_and_rates_share_a_program(run_file):
+    """Another momentum is another program; a run that is there already is left out."""
+    grammar = parse_grammar(
+        [],
+        ["optimizer.momentum=[0.5,0.9]", "schedule.base_learning_rate=[0.01,0.02]", "seed=[0,0]"],
+        [],
+    )
+
+    plan = plan_sweep(run_file, grammar)
+
+    assert len(plan.runs) == 4
+    assert plan.repeated == 4
+    assert sorted(plan.jobs) == [(0, 1), (2, 3)]
+    assert plan.runs[3].varied == {
+        "optimizer.momentum": 0.9,
+        "schedule.base_learning_rate": 0.02,
+    }
+    assert len(plan_sweep(run_file, grammar, one_by_one=True).jobs) == 4
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    ['model={"name":"cnn"}', 'train.early_stopping={"patience":3}', "layout.data=2"],
+)
+def test_runs_with_turns_of_their_own_train_alone(run_file, parameter):
+    """Convolutions, early stopping and several devices are not put in one program."""
+    if parameter.startswith("model"):
+        run_file.write_text(RUN.replace('name = "mlp"\nhidden = [8]', 'name = "cnn"'))
+        parameter = "train.epochs=2"
+
+    plan = plan_sweep(run_file, parse_grammar([parameter], ["seed=[0,1]"], []))
+
+    assert plan.jobs == ((0,), (1,))
+
+
+def test_plan_is_printed_in_80_columns_and_nothing_is_trained(run_file, tmp_path, capsys):
+    """Flags with a dot are parameters."""
+    flags = ["-V", "seed=[0,1]", "-V", "batch.global_batch=[8,16]", "--train.epochs", "3"]
+
+    code = main(["sweep", str(run_file), "--folder", str(tmp_path / "sweep"), "--plan", *flags])
+
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "4 runs in 2 programs" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert [line.split() for line in printed.splitlines()[2:]] == [
+        ["run", "seed", "batch", "steps"],
+        ["0000", "0", "8", "24"],
+        ["0001", "0", "16", "12"],
+        ["0002", "1", "8", "24"],
+        ["0003", "1", "16", "12"],
+    ]
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_another_sweep_is_not_resumed(run_file, tmp_path):
+    """Nor is one begun where there is one."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    other = plan_sweep(run_file, parse_grammar([], ["seed=[0,2]"], []))
+    begin_sweep(plan, folder, resume=False)
+
+    begin_sweep(plan, folder, resume=True)
+
+    with pytest.raises(ConfigError, match="holds a sweep already"):
+        begin_sweep(plan, folder, resume=False)
+    with pytest.raises(ConfigError, match="holds another sweep: runs differ"):
+        begin_sweep(other, folder, resume=True)
+
+
+def record(folder, accuracies, status="completed"):
+    """Write the record of a run with these accuracies, one an epoch of 8 steps."""
+    log = MeasurementLog(folder.measurements)
+    for epoch, accuracy in enumerate(accuracies, start=1):
+        log.append(
+            EvaluationMeasurement(
+                step=8 * epoch,
+                epoch=epoch,
+                test_loss=None if accuracy is None else 1 - accuracy,
+                test_accuracy=accuracy or 0.25,
+                examples=16,
+                seconds=0.1,
+                elapsed_seconds=epoch,
+            )
+        )
+    if status:
+        log.append(StatusChange(step=16, status=status, message="", elapsed_seconds=2.5))
+    log.close()
+
+
+def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
+    """Final, best, and what it took to the target; a run at work is not in the tables yet."""
+    import pyarrow.parquet
+
+    grammar = parse_grammar([], ["seed=[0,1,2,3]"], [])
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=0.5"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    record(folder.run(0), [0.5, 0.75])
+    record(folder.run(1), [0.75, 0.25])
+    record(folder.run(2), [None, None], status="diverged")
+    record(folder.run(3), [0.5], status="")
+
+    rows = read_rows(plan, folder)
+    write_results(plan, folder, rows)
+
+    (arm,) = arms(rows)
+    assert arm.accuracies == [0.75, 0.25, 0.25]
+    assert arm.diverged == 1
+    table = pyarrow.parquet.read_table(folder.results).to_pylist()
+    assert [line["run"] for line in table] == [0, 1, 2]
+    assert [line["seed"] for line in table] == [0, 1, 2]
+    assert [line["status"] for line in table] == ["completed", "completed", "diverged"]
+    assert [line["final_test_accuracy"] for line in table] == [0.75, 0.25, 0.25]
+    assert [line["best_test_accuracy"] for line in table] == [0.75, 0.75, 0.25]
+    assert [line["steps_to_target"] for line in table] == [8, 8, None]
+    assert [line["samples_to_target"] for line in table] == [64, 64, None]
+    assert [line["best_test_loss"] for line in table] == [0.25, 0.25, None]
+    lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()
+    assert [(line["run"], line["samples"]) for line in lines] == [
+        (run, samples) for run in (0, 1, 2) for samples in (64, 128)
+    ]
+    times = pyarrow.parquet.read_table(folder.timings).to_pylist()
+    assert [line["seconds"] for line in times] == [2.5, 2.5, 2.5]
+
+
+def test_mean_and_deviation_by_hand():
+    """Of a sample: n - 1."""
+    assert mean_and_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
+
+
+def test_target_is_written_as_it_was_given(run_file):
+    """So that a resumed sweep is held to the same."""
+    target = parse_target("test_loss=0.5")
+    assert target is not None
+
+    plan = plan_sweep(run_file, parse_grammar([], [], []), target=target)
+
+    assert plan.document()["target"] == plain(target)
+    assert target.is_reached(0.5)
+    assert not target.is_reached(0.6)
+    assert not target.is_reached(None)

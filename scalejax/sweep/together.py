@@ -92,7 +92,8 @@ class MappedPrograms:
         """Shapes of the global batch of one run."""
         self.evaluation_batch = evaluation.batch
         """Shapes of the evaluation batch of one run."""
-        states = [init_state(each, mesh) for each in _of_each_seed(runs)]
+        of_seed = {each.config.seed: each for each in runs}
+        states = [init_state(of_seed[seed], mesh) for seed in self.seeds]
         self.state = jax.tree.map(
             lambda *leaves: jnp.stack([leaves[i] for i in self._which]), *states
         )
@@ -120,11 +121,6 @@ class MappedPrograms:
     def _dealt(self, batches: PyTree) -> PyTree:
         """A batch of each run, from one of each seed."""
         return jax.tree.map(lambda rows: rows[self._which], batches)
-
-
-def _of_each_seed(runs: Sequence[ResolvedRun]) -> list[ResolvedRun]:
-    """The first run of each seed, in order."""
-    return list({run.config.seed: run for run in reversed(runs)}.values())[::-1]
 
 
 def _rates(run: ResolvedRun) -> jax.Array:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from scalejax import tables
 from scalejax.documents import JsonValue
+from scalejax.sweep.optuna_search import Trial
 from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
 from scalejax.units import UNKNOWN, format_fraction, format_seconds
@@ -20,7 +21,8 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
     """Every run before it is trained: what sets it apart, its batch, its updates."""
     together = sum(len(job) for job in sweep.jobs if len(job) > 1)
     count = len(sweep.runs)
-    words = f"{count} run{'s' if count > 1 else ''} in {len(sweep.jobs)} programs"
+    programs = len(sweep.jobs)
+    words = f"{count} run{'s'[: count > 1]} in {programs} program{'s'[: programs > 1]}"
     if together:
         words += f", {together} of them with others in one"
     if sweep.repeated:
@@ -56,6 +58,16 @@ def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType
     if left:
         words += f" {len(left)} runs are not finished."
     yield Text(words)
+
+
+def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
+    """What each trial of a search chose and reached, and which is the best."""
+    table = tables.figures("trial", "value", "", "")
+    for trial in found:
+        value = UNKNOWN if trial.value is None else f"{trial.value:.4f}"
+        mark = "best" if trial is best else ""
+        table.add_row(f"{trial.number:04d}", value, mark, in_words(trial.fields))
+    yield table
 
 
 def _cells(arm: Arm, *, with_target: bool) -> list[str]:

@@ -1,6 +1,8 @@
 """The grammar and the plan of a sweep, and what is made of its records."""
 
 import json
+import math
+import sys
 
 import pytest
 
@@ -9,6 +11,7 @@ from scalejax.documents import plain
 from scalejax.errors import ConfigError
 from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange
 from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep, read_rows, write_results
+from scalejax.sweep.optuna_search import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target
 from scalejax.sweep.results import arms, mean_and_deviation
 
@@ -315,3 +318,67 @@ def test_target_is_written_as_it_was_given(run_file):
     assert target.is_reached(0.5)
     assert not target.is_reached(0.6)
     assert not target.is_reached(None)
+
+
+def test_ranges_are_for_searches(run_file):
+    """A sweep of every combination cannot take every number."""
+    grammar = parse_grammar([], ['schedule.base_learning_rate={"low":0.01,"high":1}'], [])
+
+    with pytest.raises(ConfigError, match="for --optuna to choose from"):
+        plan_sweep(run_file, grammar)
+    with pytest.raises(ConfigError, match="it must be a list, or"):
+        parse_grammar([], ['a={"low":1}'], [])
+
+
+def test_search_is_refused_without_optuna(run_file, tmp_path, capsys, monkeypatch):
+    """By how to install it; nothing is left behind."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    flags = ["-V", "batch.global_batch=[8,16]", "--optuna", "2"]
+
+    code = main(["sweep", str(run_file), "--folder", str(tmp_path / "sweep"), *flags])
+
+    assert code == 2
+    assert "pip install 'scalejax[optuna]'" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
+    """Of learning rates from 0.001 to 1 the best is 0.1 by decree: trials gather around it; one
+    that is resumed asks for the same and trains nothing again."""
+    pytest.importorskip("optuna")
+    grammar = parse_grammar(
+        [],
+        ["seed=[0,1]", 'schedule.base_learning_rate={"low":0.001,"high":1,"log":true}'],
+        [],
+    )
+    trained = []
+
+    def train(plan, folder):
+        for planned in plan.runs:
+            if not folder.run(planned.index).measurements.exists():
+                rate = planned.run.config.schedule.base_learning_rate
+                trained.append(rate)
+                record(folder.run(planned.index), [1 / (1 + math.log10(rate / 0.1) ** 2)])
+        return []
+
+    def searched(trials):
+        return search(
+            lambda grammar: plan_sweep(run_file, grammar),
+            grammar,
+            tmp_path / "search",
+            trials=trials,
+            target=None,
+            train=train,
+        )[0]
+
+    first = searched(10)
+    assert len(trained) == 20
+    found = searched(30)
+
+    assert found[:10] == first
+    assert len(trained) == 60
+    late = [abs(math.log10(rate / 0.1)) for rate in trained[40:]]
+    assert sum(late) / len(late) < 0.5  # at random it would be 1.5 / 2 or more
+    best = best_of(found, None)
+    assert best is not None
+    assert abs(math.log10(float(str(best.fields["schedule.base_learning_rate"])) / 0.1)) < 0.2

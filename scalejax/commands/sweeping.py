@@ -4,7 +4,7 @@ Starts without JAX, which its workers alone import.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
 from scalejax import documents, sweep_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
-from scalejax.errors import ScalejaxError, require_at_least
+from scalejax.errors import ConfigError, ScalejaxError, refusal, require_at_least
 from scalejax.sweep import (
     Grammar,
     SweepFolder,
@@ -61,56 +61,92 @@ class Sweep(RunFileCommand):
     one_by_one: FlagCreatePairsOff[bool] = False
     """Train each run in a program of its own, also where runs could share one."""
 
+    optuna: Annotated[int | None, flag("N")] = None
+    """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
+    each is trained for all values of seed. Needs the extra scalejax[optuna]."""
+
     def execute(self, overrides: Overrides) -> None:
         """Plan, train what is left to do, write and print the results."""
         if self.processes is not None:
             require_at_least("processes", self.processes, 1)
         typed = parse_grammar(self.parameter, self.variable, self.extension)
-        sweep = plan_sweep(
+        grammar = replace(typed, parameters=overrides | typed.parameters)
+        folder = self.folder or Path("sweeps") / self.run_file.stem
+        if self.optuna is not None:
+            self._search(grammar, folder)
+            return
+        sweep = self._planned(grammar)
+        tables.show(sweep_tables.plan(sweep))
+        if self.plan:
+            return
+        documents.require_writable_folder("folder", folder)
+        files = SweepFolder(path=folder)
+        begin_sweep(sweep, files, resume=self.resume)
+        self._report(sweep, files, self._train(sweep, files))
+
+    def _planned(self, grammar: Grammar) -> SweepPlan:
+        return plan_sweep(
             self.run_file,
-            Grammar(
-                parameters=overrides | typed.parameters,
-                variables=typed.variables,
-                extensions=typed.extensions,
-            ),
+            grammar,
             one_by_one=self.one_by_one,
             cpu_devices=self.cpu_devices,
             target=parse_target(self.target),
         )
-        tables.show(sweep_tables.plan(sweep))
-        if self.plan:
-            return
-        folder = SweepFolder(path=self.folder or Path("sweeps") / self.run_file.stem)
-        documents.require_writable_folder("folder", folder.path)
-        begin_sweep(sweep, folder, resume=self.resume)
-        self._train(sweep, folder)
 
-    def _train(self, sweep: SweepPlan, folder: SweepFolder) -> None:
+    def _train(self, sweep: SweepPlan, files: SweepFolder) -> list[str]:
+        """Train what is not finished, and write the tables; what went wrong."""
         try:
             with waiting.training(len(sweep.jobs), len(sweep.runs)) as on_part:
-                problems = run_sweep(sweep, folder, processes=self.processes, on_part=on_part)
+                problems = run_sweep(sweep, files, processes=self.processes, on_part=on_part)
         except KeyboardInterrupt:
-            done = sum(row.is_finished for row in read_rows(sweep, folder))
+            done = sum(row.is_finished for row in read_rows(sweep, files))
             print(
-                f"{done} of {len(sweep.runs)} runs are finished in {folder.path}; "
+                f"{done} of {len(sweep.runs)} runs are finished in {files.path}; "
                 "the same command with --resume goes on",
                 file=sys.stderr,
             )
             raise
-        rows = read_rows(sweep, folder)
-        write_results(sweep, folder, rows)
-        print()
-        tables.show(sweep_tables.results(sweep, rows))
-        print(f"wrote {folder.results}, evaluations.parquet and timings.parquet beside it")
-        self._draw(sweep, folder)
-        if problems:
-            raise ScalejaxError("\n".join(problems) + "\n--resume tries again what failed.")
+        write_results(sweep, files, read_rows(sweep, files))
+        return problems
 
-    def _draw(self, sweep: SweepPlan, folder: SweepFolder) -> None:
+    def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
+        """Print and draw what was found."""
         from scalejax.sweep_plots import save_curves, save_finals
 
-        rows = read_rows(sweep, folder)
+        rows = read_rows(sweep, files)
+        print()
+        tables.show(sweep_tables.results(sweep, rows))
+        print(f"wrote {files.results}, evaluations.parquet and timings.parquet beside it")
         if any(row.evaluations for row in rows if row.is_finished):
-            save_finals(rows, path=folder.path / "final.png")
-            save_curves(rows, path=folder.path / "curves.png")
-            print(f"wrote {folder.path / 'final.png'} and curves.png")
+            save_finals(rows, path=files.path / "final.png")
+            save_curves(rows, path=files.path / "curves.png")
+            print(f"wrote {files.path / 'final.png'} and curves.png")
+        _raise_if_any(problems)
+
+    def _search(self, grammar: Grammar, folder: Path) -> None:
+        """Let Optuna choose, train each trial, and print them all."""
+        from scalejax.sweep.optuna_search import best_of, search
+
+        if self.plan:
+            raise ConfigError("plan is refused: with optuna, each trial follows from those before.")
+        if not self.resume and folder.exists() and any(folder.iterdir()):
+            accepted = "it holds something already: go on by --resume, or give another folder"
+            raise ConfigError(refusal("folder", str(folder), accepted))
+        documents.require_writable_folder("folder", folder)
+        target = parse_target(self.target)
+        trials, problems = search(
+            self._planned,
+            grammar,
+            folder,
+            trials=self.optuna or 0,
+            target=target,
+            train=self._train,
+        )
+        tables.show(sweep_tables.trials(trials, best_of(trials, target)))
+        print(f"wrote {folder / 'trials.parquet'}")
+        _raise_if_any(problems)
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if problems:
+        raise ScalejaxError("\n".join([*problems, "--resume tries again what failed."]))

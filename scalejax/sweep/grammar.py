@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, refusal, unknown_name
@@ -49,6 +49,18 @@ class Extension:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Numbers from which a search chooses."""
+
+    low: float
+    """The smallest; whole, as `high`, if the field is."""
+    high: float
+    """The largest."""
+    log: bool
+    """Whether equal ratios are equally likely, and not equal differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
     """What was typed, parsed."""
 
@@ -58,6 +70,8 @@ class Grammar:
     """-V: values of which every combination is a run."""
     extensions: tuple[Extension, ...] = ()
     """-E, in order."""
+    ranges: dict[str, Range] = field(default_factory=dict)
+    """-V of two ends: for searches, which have taken values of them before runs are planned."""
 
     def expanded(self, file: Mapping[str, JsonValue]) -> list[Fields]:
         """The fields that each run replaces in its file, templates filled in; in order, the last
@@ -69,8 +83,11 @@ class Grammar:
             file: fields of the run.toml by dotted name, which conditions and templates see.
 
         Raises:
-            ConfigError: if a template names no field, or itself.
+            ConfigError: if a template names no field, or itself, or a variable is a range.
         """
+        for name in self.ranges:
+            accepted = "a range is for --optuna to choose from; give a list of values"
+            raise ConfigError(refusal(f"-V {name}", "{...}", accepted))
         names = list(self.variables)
         runs = [
             self.parameters | dict(zip(names, values, strict=True))
@@ -104,9 +121,11 @@ def parse_grammar(
     Raises:
         ConfigError: if a text is not of its form, naming what is accepted.
     """
+    pairs = [_variable(text) for text in variables]
     return Grammar(
         parameters=_flat(dict(_assignment("-P", text) for text in parameters)),
-        variables=dict(_variable(text) for text in variables),
+        variables={name: value for name, value in pairs if isinstance(value, list)},
+        ranges={name: value for name, value in pairs if isinstance(value, Range)},
         extensions=tuple(map(_extension, extensions)),
     )
 
@@ -131,12 +150,23 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number of JSON")
 
 
-def _variable(text: str) -> tuple[str, list[JsonValue]]:
+def _variable(text: str) -> tuple[str, list[JsonValue] | Range]:
     name, values = _assignment("-V", text)
+    if isinstance(values, dict):
+        return name, _range(f"-V {name}", values)
     if not isinstance(values, list) or not values:
         accepted = f"it must be a list of values, such as '{name}=[{json.dumps(values)}]'"
         raise ConfigError(refusal(f"-V {name}", values, accepted))
     return name, values
+
+
+def _range(flag: str, value: dict[str, JsonValue]) -> Range:
+    low, high, log = value.get("low"), value.get("high"), value.get("log", False)
+    is_range = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    if not is_range or not isinstance(log, bool) or not value.keys() <= {"low", "high", "log"}:
+        accepted = 'it must be a list, or {"low": NUMBER, "high": NUMBER, "log": true or false}'
+        raise ConfigError(refusal(flag, json.dumps(value), accepted))
+    return Range(low=low, high=high, log=log)  # type: ignore[arg-type]  checked above
 
 
 def _extension(text: str) -> Extension:

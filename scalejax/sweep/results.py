@@ -98,9 +98,9 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
         ConfigError: if a file cannot be written.
     """
     done = [row for row in rows if row.is_finished]
-    _save(folder.results, [_result(row) for row in done])
-    _save(folder.evaluations, [line for row in done for line in _evaluations(row)])
-    _save(folder.timings, [_timing(row) for row in done])
+    save_table(folder.results, [_result(row) for row in done])
+    save_table(folder.evaluations, [line for row in done for line in _evaluations(row)])
+    save_table(folder.timings, [_timing(row) for row in done])
 
 
 def _result(row: RunRow) -> dict[str, JsonValue]:
@@ -148,7 +148,7 @@ def _timing(row: RunRow) -> dict[str, JsonValue]:
     }
 
 
-def _save(path: Path, lines: Sequence[Mapping[str, JsonValue]]) -> None:
+def save_table(path: Path, lines: Sequence[Mapping[str, JsonValue]]) -> None:
     """Write `lines` as Parquet; a column of unlike values holds their JSON."""
     import pyarrow
     import pyarrow.parquet

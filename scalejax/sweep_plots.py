@@ -100,16 +100,12 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
 
 def _numeric_field(found: Sequence[Arm]) -> str | None:
     """The field with the most numbers as values, and numbers alone; None if there is none."""
-    values = {
-        name: {arm.varied[name] for arm in found if _is_number(arm.varied[name])}
-        for name in (found[0].varied if found else {})
-        if all(_is_number(arm.varied[name]) for arm in found)
-    }
-    return max(values, key=lambda name: len(values[name]), default=None)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    numbers: dict[str, set[float]] = {}
+    for name in found[0].varied if found else ():
+        values = [arm.varied[name] for arm in found]
+        if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            numbers[name] = {float(value) for value in values if isinstance(value, int | float)}
+    return max(numbers, key=lambda name: len(numbers[name]), default=None)
 
 
 def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple[float, Arm]]]:

@@ -1,15 +1,23 @@
 """The grammar and the plan of a sweep, and what is made of its records."""
 
+import dataclasses
 import json
 import math
 import sys
 
 import pytest
 
+from scalejax import sweep_plots
 from scalejax.cli import main
 from scalejax.documents import plain
 from scalejax.errors import ConfigError
-from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange
+from scalejax.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    Status,
+    StatusChange,
+)
 from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep, read_rows, write_results
 from scalejax.sweep.optuna_search import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target
@@ -247,7 +255,7 @@ def test_another_sweep_is_not_resumed(run_file, tmp_path):
         begin_sweep(other, folder, resume=True)
 
 
-def record(folder, accuracies, status="completed"):
+def record(folder: RunFolder, accuracies: list, status: Status | None = "completed"):
     """Write the record of a run with these accuracies, one an epoch of 8 steps."""
     log = MeasurementLog(folder.measurements)
     for epoch, accuracy in enumerate(accuracies, start=1):
@@ -277,7 +285,7 @@ def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
     record(folder.run(0), [0.5, 0.75])
     record(folder.run(1), [0.75, 0.25])
     record(folder.run(2), [None, None], status="diverged")
-    record(folder.run(3), [0.5], status="")
+    record(folder.run(3), [0.5], status=None)
 
     rows = read_rows(plan, folder)
     write_results(plan, folder, rows)
@@ -382,3 +390,36 @@ def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
     best = best_of(found, None)
     assert best is not None
     assert abs(math.log10(float(str(best.fields["schedule.base_learning_rate"])) / 0.1)) < 0.2
+
+
+def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypatch):
+    """The mean of each arm on its line, one run a point, over the field with the most numbers."""
+    figures = []
+    monkeypatch.setattr(sweep_plots, "write_figure", lambda figure, path: figures.append(figure))
+    grammar = parse_grammar(
+        [],
+        ["batch.global_batch=[8,16,32]", "seed=[0,1]"],
+        ['{"cases": [{}, {"schedule": {"warmup_epochs": 1, "warmup": "gradual"}}]}'],
+    )
+    grammar = dataclasses.replace(grammar, parameters={"schedule.warmup_from": "zero"})
+    plan = plan_sweep(run_file, grammar)
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for planned in plan.runs:
+        batch = planned.run.split.global_batch
+        record(folder.run(planned.index), [0.1, batch / 64 + planned.run.config.seed / 8])
+    rows = read_rows(plan, folder)
+
+    sweep_plots.save_finals(rows, path=tmp_path / "final.png")
+    sweep_plots.save_curves(rows, path=tmp_path / "curves.png")
+
+    (finals,), (curves,) = (figure.axes for figure in figures)
+    assert finals.get_xlabel() == "batch.global_batch"
+    assert [text.get_text() for text in finals.get_legend().get_texts()] == [
+        "warmup_epochs=0.0 warmup=none",
+        "warmup_epochs=1.0 warmup=gradual",
+    ]
+    lines = [line for line in finals.lines if len(line.get_xdata()) == 3]
+    means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
+    assert list(lines[0].get_ydata()) == pytest.approx(means)
+    assert len(curves.get_legend().get_texts()) == 6
+    assert list(curves.lines[0].get_ydata()) == pytest.approx([0.1, means[0]])

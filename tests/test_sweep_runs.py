@@ -14,6 +14,7 @@ import pytest
 from scalejax.config import load_config, resolve
 from scalejax.progress import Silent
 from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.sweep import together
 from scalejax.sweep.together import train_together
 from scalejax.train import train
 
@@ -216,3 +217,31 @@ def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_
     finish(start(run_file, whole))
     for name in ("results.parquet", "evaluations.parquet"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path, monkeypatch):
+    """The first has ended, the second has not: only the end of the second is left to do."""
+    runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
+    folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
+    save, saved = together.save_weights, []
+
+    def killed_at_the_second(path, weights):
+        saved.append(path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+        save(path, weights)
+
+    monkeypatch.setattr(together, "save_weights", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        train_together(runs, folders, tmp_path / "states", Silent())
+    first = folders[0].measurements.read_text()
+    assert '"completed"' in first
+    second = figures(folders[1].path)
+
+    train_together(runs, folders, tmp_path / "states", Silent())
+
+    assert folders[0].measurements.read_text() == first
+    assert figures(folders[1].path) == second
+    assert [RunRecord.load(f.path).status for f in folders] == ["completed", "completed"]
+    assert saved == [folders[0].weights, folders[1].weights, folders[1].weights]
+    assert not (tmp_path / "states").exists()

@@ -7,6 +7,7 @@ all is checkpointed as one.
 """
 
 import math
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from scalejax.record import (
 from scalejax.run_folder import describe_run, versions
 from scalejax.schedules import learning_rate_schedule
 from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.sweep.results import FINISHED
 from scalejax.train import Interrupted
 from scalejax.train_state import PyTree, TrainState
 
@@ -74,6 +76,7 @@ def train_together(
             loop.train()
         finally:
             loop.close()
+    shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
 
 
 class MappedPrograms:
@@ -154,6 +157,12 @@ class _Loop:
         ]
         self._logs = [MeasurementLog(folder.measurements, after_step=begin) for folder in folders]
         self._zero = time.perf_counter() - self._logs[0].elapsed_seconds * len(runs)
+        self._open = [
+            index
+            for index, folder in enumerate(folders)
+            if RunRecord.load(folder.path).status not in FINISHED
+        ]
+        """Runs that have not ended yet: all, unless a kill fell between the ends of two."""
         self._last: list[dict[str, float | None]] = [{} for _ in runs]
         self._last_checkpoint = time.perf_counter()
 
@@ -296,23 +305,24 @@ class _Loop:
 
     def _finish(self, state: TrainState) -> None:
         """Save what each run ended with, and close its record."""
+        self._saved.save(self._step, state)  # a kill between two ends must repeat neither
+        self._saved.wait()
         host = jax.device_get({"params": state.params, "model_state": state.model_state})
-        for index, folder in enumerate(self._folders):
-            save_weights(folder.weights, jax.tree.map(lambda leaf, i=index: leaf[i], host))
         ended = f"{self._step} steps, with {len(self._runs) - 1} others in one program"
-        for log, last in zip(self._logs, self._last, strict=True):
-            status: Status = "completed"
-            words = ended
-            if None in last.values():
-                status, words = "diverged", f"{ended}; the loss is not finite"
-            self._append_status(log, status, words)
+        for index in self._open:
+            weights = jax.tree.map(lambda leaf, index=index: leaf[index], host)
+            save_weights(self._folders[index].weights, weights)
+            if None in self._last[index].values():
+                self._append_status(index, "diverged", f"{ended}; the loss is not finite")
+            else:
+                self._append_status(index, "completed", ended)
 
     def _change_status(self, status: Status, message: str) -> None:
-        for log in self._logs:
-            self._append_status(log, status, message)
+        for index in self._open:
+            self._append_status(index, status, message)
 
-    def _append_status(self, log: MeasurementLog, status: Status, message: str) -> None:
+    def _append_status(self, index: int, status: Status, message: str) -> None:
         change = StatusChange(
             step=self._step, status=status, message=message, elapsed_seconds=self._elapsed_seconds
         )
-        log.append(change)
+        self._logs[index].append(change)

@@ -395,7 +395,7 @@ def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
 def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypatch):
     """The mean of each arm on its line, one run a point, over the field with the most numbers."""
     figures = []
-    monkeypatch.setattr(sweep_plots, "write_figure", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(sweep_plots, "save_figure", lambda figure, path: figures.append(figure))
     grammar = parse_grammar(
         [],
         ["batch.global_batch=[8,16,32]", "seed=[0,1]"],
@@ -423,3 +423,32 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypa
     assert list(lines[0].get_ydata()) == pytest.approx(means)
     assert len(curves.get_legend().get_texts()) == 6
     assert list(curves.lines[0].get_ydata()) == pytest.approx([0.1, means[0]])
+
+
+def test_samples_are_those_of_a_batch_that_grows(run_file, tmp_path):
+    """64 examples in batches of 8, and of 16 from the second epoch on: 8 + 4 updates."""
+    import pyarrow.parquet
+
+    grammar = parse_grammar(["batch.ramp_epochs=[1]", "batch.ramp_factor=2"], ["seed=[0,1]"], [])
+    plan = plan_sweep(run_file, grammar)
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5, 0.75])
+
+    write_results(plan, folder, read_rows(plan, folder))
+
+    assert plan.jobs == ((0,), (1,))
+    lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()
+    assert [line["samples"] for line in lines][:2] == [8 * 8, 8 * 8 + 8 * 16]
+
+
+def test_a_rule_that_changes_the_optimizer_is_another_program(run_file):
+    """Malladi's rule scales the moments of Adam too."""
+    text = RUN.replace('name = "sgd"', 'name = "adamw"').replace(
+        "base_learning_rate = 0.01", "base_learning_rate = 0.01\nreference_batch = 4"
+    )
+    run_file.write_text(text)
+
+    plan = plan_sweep(run_file, parse_grammar([], ['schedule.scaling=["none","sqrt","sde"]'], []))
+
+    assert sorted(plan.jobs) == [(0, 1), (2,)]

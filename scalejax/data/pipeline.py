@@ -89,7 +89,9 @@ def training_batches_of_seeds(
         stop_step: steps of the whole run.
     """
     orders = [
-        _TrainingOrder(len(source), _global_batch(shapes), seed=seed, steps=stop_step)
+        _TrainingOrder(
+            len(source), _global_batch(shapes), seed=seed, first_epoch=0, steps=stop_step
+        )
         for source, seed in zip(sources, seeds, strict=True)
     ]
     return _stacked(orders, sources, start_step)

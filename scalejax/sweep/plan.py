@@ -21,6 +21,8 @@ MOST_TOGETHER = 12
 """Runs in one program: each more takes memory, and gains little (`experiments/warmup_by_batch`)."""
 _ALTERNATIVES = ("seed", "schedule")
 """What runs in one program may differ in: what they draw, and numbers that they are given."""
+_RATES = ("learning_rate", "warmup_epochs")
+"""What a rule of scaling changes of the schedule alone."""
 _CONVOLUTIONAL = ("cnn", "resnet", "vgg", "alexnet", "inception", "xception", "vit", "custom")
 """Networks that are not put in one program: a convolution of several kernels at once is a grouped
 one, which takes a CPU longer than one after another does."""
@@ -273,10 +275,11 @@ def in_words(fields: Mapping[str, JsonValue]) -> str:
 
 
 def can_train_together(run: ResolvedRun) -> bool:
-    """Whether a run may share a program: one device, and no turn of its own before the end."""
+    """Whether a run may share a program: one device, one batch, no turn of its own."""
     config = run.config
     return (
         run.layout.device_count == 1
+        and len(run.phases) == 1
         and config.layout.mode == "jit"
         and config.train.early_stopping is None
         and not config.model.name.startswith(_CONVOLUTIONAL)
@@ -335,7 +338,10 @@ def _program_of(run: ResolvedRun) -> str:
     """The same text for runs whose steps differ in numbers alone."""
     tables = plain(run.config)
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
-    return json.dumps({k: v for k, v in tables.items() if k not in _ALTERNATIVES}, sort_keys=True)
+    # A rule of scaling may change the optimizer too.
+    changed = [str(change) for change in run.changes if change.name not in _RATES]
+    shared = {name: table for name, table in tables.items() if name not in _ALTERNATIVES}
+    return json.dumps([shared, changed], sort_keys=True)
 
 
 def _known_fields() -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
+from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, save_bytes
 from scalejax.record import EvaluationMeasurement, RunRecord
 from scalejax.sweep.grammar import Fields
@@ -55,8 +56,7 @@ class RunRow:
     @property
     def samples_to_target(self) -> int | None:
         """Samples trained until the target was reached."""
-        batch = self.planned.run.split.global_batch
-        return None if self.reached is None else self.reached.step * batch
+        return None if self.reached is None else _samples(self.planned.run, self.reached.step)
 
 
 def read_rows(plan: SweepPlan, folder: SweepFolder) -> list[RunRow]:
@@ -104,13 +104,13 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
 
 
 def _result(row: RunRow) -> dict[str, JsonValue]:
-    split, final, best = row.planned.run.split, row.final, row.best
+    final, best = row.final, row.best
     return {
         "run": row.planned.index,
         **row.planned.varied,
         "status": row.status,
         "steps": row.steps,
-        "samples": row.steps * split.global_batch,
+        "samples": _samples(row.planned.run, row.steps),
         "final_test_accuracy": final and final.test_accuracy,
         "final_test_loss": final and final.test_loss,
         "best_test_accuracy": best and best.test_accuracy,
@@ -125,19 +125,28 @@ def _result(row: RunRow) -> dict[str, JsonValue]:
 
 
 def _evaluations(row: RunRow) -> list[dict[str, JsonValue]]:
-    batch = row.planned.run.split.global_batch
     return [
         {
             "run": row.planned.index,
             **row.planned.varied,
             "step": each.step,
             "epoch": each.epoch,
-            "samples": each.step * batch,
+            "samples": _samples(row.planned.run, each.step),
             "test_loss": each.test_loss,
             "test_accuracy": each.test_accuracy,
         }
         for each in row.evaluations
     ]
+
+
+def _samples(run: ResolvedRun, steps: int) -> int:
+    """Samples trained in so many updates, whose batch may grow."""
+    phases = run.phases
+    ends = [*(phase.first_step for phase in phases[1:]), steps]
+    return sum(
+        max(0, min(steps, end) - phase.first_step) * phase.split.global_batch
+        for phase, end in zip(phases, ends, strict=True)
+    )
 
 
 def _timing(row: RunRow) -> dict[str, JsonValue]:

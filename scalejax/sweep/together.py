@@ -27,6 +27,7 @@ from scalejax.data import (
 from scalejax.mesh import build_mesh
 from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
+from scalejax.recipe import schedule_of
 from scalejax.record import (
     EvaluationMeasurement,
     MeasurementLog,
@@ -38,7 +39,6 @@ from scalejax.record import (
     finite,
 )
 from scalejax.run_folder import describe_run, versions
-from scalejax.schedules import learning_rate_schedule
 from scalejax.step import build_evaluation, build_step, init_state
 from scalejax.sweep.results import FINISHED
 from scalejax.train import Interrupted
@@ -111,15 +111,16 @@ class MappedPrograms:
         def updates(rates: jax.Array, state: PyTree, batches: PyTree) -> Any:
             return jax.vmap(update)(rates, state, self._dealt(batches))
 
-        def evaluations(state: TrainState, batches: PyTree) -> Any:
-            mapped = jax.vmap(evaluation.function)
-            return mapped(state.params, state.model_state, self._dealt(batches))
+        def evaluations(weights: PyTree, batches: PyTree) -> Any:
+            return jax.vmap(evaluation.function)(*weights, self._dealt(batches))
 
         # The one update of `step.py`, which these map; nothing of a step is written here.
         self.update = jax.jit(updates, donate_argnums=1)
         """(rates, state, batches of all seeds) -> (state, metrics), of all runs."""
+        self.weights = jax.jit(jax.vmap(evaluation.weights))
+        """From the state to the (params, model_state) that are evaluated, of all runs."""
         self.evaluate = jax.jit(evaluations)
-        """(state, evaluation batches of all seeds) -> sums, of all runs."""
+        """(weights, evaluation batches of all seeds) -> sums, of all runs."""
 
     def _dealt(self, batches: PyTree) -> PyTree:
         """A batch of each run, from one of each seed."""
@@ -127,13 +128,7 @@ class MappedPrograms:
 
 
 def _rates(run: ResolvedRun) -> jax.Array:
-    schedule = learning_rate_schedule(
-        run.config.schedule,
-        global_batch=run.split.global_batch,
-        steps_per_epoch=run.steps_per_epoch,
-        total_steps=run.total_steps,
-    )
-    return jnp.asarray(schedule(jnp.arange(run.total_steps)), jnp.float32)
+    return jnp.asarray(schedule_of(run)(jnp.arange(run.total_steps)), jnp.float32)
 
 
 class _Loop:
@@ -236,12 +231,13 @@ class _Loop:
             skipped = one.get("skipped_updates")
             measurement = TrainMeasurement(
                 step=self._step,
-                epoch=self._step / self._run.steps_per_epoch,
+                epoch=self._run.epoch_of(self._step),
                 loss=finite(one["loss"]),
                 accuracy=one["accuracy"],
                 learning_rate=one["learning_rate"],
                 step_seconds=step_seconds,
                 samples_per_second=self._run.split.global_batch / step_seconds,
+                global_batch=self._run.split.global_batch,
                 elapsed_seconds=self._elapsed_seconds,
                 loss_scale=one.get("loss_scale"),
                 skipped_updates=None if skipped is None else int(skipped),
@@ -253,11 +249,12 @@ class _Loop:
     def _evaluate(self, state: PyTree) -> None:
         """Evaluate all runs, and put it down."""
         begin, sums = time.perf_counter(), []
+        weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
         for batches in evaluation_batches_of_seeds(self._tests, shapes):
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])
-            sums.append(self._programs.evaluate(state, batches))
+            sums.append(self._programs.evaluate(weights, batches))
         parts = jax.device_get(sums)
         took = (time.perf_counter() - begin) / len(self._runs)
         for index, log in enumerate(self._logs):
@@ -266,7 +263,7 @@ class _Loop:
             }
             measurement = EvaluationMeasurement(
                 step=self._step,
-                epoch=self._step / self._run.steps_per_epoch,
+                epoch=self._run.epoch_of(self._step),
                 test_loss=finite(totals["loss_sum"] / totals["count"]),
                 test_accuracy=totals["correct_sum"] / totals["count"],
                 examples=round(totals["count"]),
@@ -307,10 +304,13 @@ class _Loop:
         """Save what each run ended with, and close its record."""
         self._saved.save(self._step, state)  # a kill between two ends must repeat neither
         self._saved.wait()
-        host = jax.device_get({"params": state.params, "model_state": state.model_state})
+        params, model_state = jax.device_get(self._programs.weights(state))
         ended = f"{self._step} steps, with {len(self._runs) - 1} others in one program"
         for index in self._open:
-            weights = jax.tree.map(lambda leaf, index=index: leaf[index], host)
+            weights = jax.tree.map(
+                lambda leaf, index=index: leaf[index],
+                {"params": params, "model_state": model_state},
+            )
             save_weights(self._folders[index].weights, weights)
             if None in self._last[index].values():
                 self._append_status(index, "diverged", f"{ended}; the loss is not finite")

@@ -45,12 +45,13 @@ SWEEP = (
 )
 
 
-def sweep(folder: Path, *flags: str) -> float:
-    """Seconds that the sweep took, from the command to its tables."""
-    begin = time.perf_counter()
+def sweep(folder: Path, *flags: str) -> float | None:
+    """Seconds that the sweep took, from the command to its tables; None if it was resumed."""
+    begin, is_resumed = time.perf_counter(), (folder / "sweep.json").exists()
+    flags = (*flags, "--resume") if is_resumed else flags
     command = [sys.executable, "-m", "scalejax", "sweep", str(HERE / "run.toml")]
     subprocess.run([*command, *SWEEP, "--folder", str(folder), *flags], check=True)
-    return time.perf_counter() - begin
+    return None if is_resumed else time.perf_counter() - begin
 
 
 def arms(folder: Path) -> dict[str, list[float]]:
@@ -99,8 +100,9 @@ def main() -> None:
         print(f"{name:24}", *(f"{a:.4f}" for a in accuracies))
     for claim, holds in shown.items():
         print(f"{'yes' if holds else 'NO':4}{claim}")
-    print(f"sweep: {seconds:.0f} s")
-    if alone is not None:
+    if seconds is not None:
+        print(f"sweep: {seconds:.0f} s")
+    if alone is not None and seconds is not None:
         print(f"one run at a time: {alone:.0f} s, {alone / seconds:.2f} times as long")
     result = {
         "accuracies": found,

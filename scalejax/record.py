@@ -54,6 +54,11 @@ class TrainMeasurement:
     skipped_updates: int | None = None
     """Updates of the run that were not made, their gradients being too large for float16, this
     one included; None but in float16."""
+    gradient_norm: float | None = None
+    """Norm of the gradient of the update; None if it was not finite, or not measured."""
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
+    not measured, or they are too few to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged, is_data_manual
+from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
 from scalejax.recipe import Recipe, network_of, recipe_of
@@ -34,6 +35,7 @@ from scalejax.train_state import (
     data_parts,
     gathered_params,
     initial_network,
+    initial_noise,
     shardings_of,
     state_shapes,
 )
@@ -88,6 +90,8 @@ def build_step(run: ResolvedRun, mesh: Mesh, *, phase: int = 0) -> Step:
     if phase:  # with the optimizer and the schedule of the whole run
         recipe = replace(recipe, run=in_phase(recipe.run, run.phases[phase]))
     state = state_shapes(recipe, mesh)
+    if run.config.train.noise_scale is not None:
+        _part_count(recipe.run, state.model_state)  # a user's own network may have BatchNorm too
     batch = batch_shapes(recipe.run, mesh)
     state_shardings = shardings_of(state)
     function = jax.jit(
@@ -107,7 +111,10 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     params, model_state = jax.jit(partial(initial_network, recipe), out_shardings=drawn)()
     opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    state = TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
+    noise = jax.device_put(initial_noise(recipe), shardings.noise)
+    state = TrainState(
+        step=step, params=params, model_state=model_state, opt_state=opt_state, noise=noise
+    )
     if run.config.averaging is not None:  # of its own: the update may write over either
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
         average = copied({"params": params, "model_state": model_state})
@@ -249,25 +256,33 @@ def _gradients(
     """Mean gradient over the microbatches, the statistics after the last, mean metrics.
 
     With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
-    added up is what it makes of the gradient of each microbatch.
+    added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
+    hold the squared norm of the gradients before they are added up.
     """
     is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
     microbatches = 1 if is_pipelined else recipe.run.split.microbatches
     differentiate = jax.value_and_grad(partial(_loss, recipe, bn, scale=scale), has_aux=True)
 
-    def reduced(gradient: PyTree) -> PyTree:
+    def reduced(
+        loss: jax.Array, accuracy: jax.Array, gradient: PyTree
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
+        metrics = {"loss": loss, "accuracy": accuracy}
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-        return gradient if reduce is None else reduce(gradient)
+        if recipe.run.config.train.noise_scale is not None:
+            metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
+        return gradient if reduce is None else reduce(gradient), metrics
 
     def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
         total, model_state = carry
         (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
-        total = jax.tree.map(lambda t, g: t + g / microbatches, total, reduced(gradient))
-        return (total, model_state), {"loss": loss, "accuracy": accuracy}
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
+        return (total, model_state), metrics
 
     if microbatches == 1:
         (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
-        return reduced(gradient), model_state, {"loss": loss, "accuracy": accuracy}
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        return gradient, model_state, metrics
     zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
     (gradient, model_state), metrics = lax.scan(
         accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
@@ -352,11 +367,13 @@ def _reduced_once(
     them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
     so must sum those of every microbatch. Left to the compiler are a single microbatch, whose
     sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
+    For the noise scale it must not be: the gradients of the devices are compared before.
     """
     run = recipe.run
     zero_stage = run.config.layout.zero_stage
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
-    if is_compilers or (run.split.microbatches == 1 and zero_stage < 2):
+    is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
+    if is_compilers or (is_whole and zero_stage < 2):
         return _gradients(recipe, bn, params, model_state, batch, scale)
     parts = data_parts(recipe, mesh)
 
@@ -401,6 +418,7 @@ def _update(
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
         gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
+    noise, metrics = _measured(recipe, state, gradient, metrics, scale)
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
     step, params = state.step + 1, optax.apply_updates(state.params, updates)
     weights = {"params": params, "model_state": model_state}
@@ -410,12 +428,45 @@ def _update(
         model_state=model_state,
         opt_state=opt_state,
         average=averaged(recipe.run, step, state.average, weights),
+        noise=noise,
     )
     learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}
     if isinstance(before, LossScaled):
         return _unless_skipped(state, new_state, metrics)
     return new_state, metrics
+
+
+def _measured(
+    recipe: Recipe,
+    state: TrainState,
+    gradient: PyTree,
+    metrics: dict[str, jax.Array],
+    scale: jax.Array | None,
+) -> tuple[NoiseAverages | None, dict[str, jax.Array]]:
+    """What the run measures of its gradient: averages for the noise scale, and metrics."""
+    run, wanted = recipe.run, recipe.run.config.train.noise_scale
+    if not run.config.train.measures_gradient_norm:
+        return None, metrics
+    unscaled = 1.0 if scale is None else 1 / scale**2
+    squared_norm = optax.tree.norm(gradient, squared=True) * unscaled
+    metrics = {**metrics, "gradient_norm": jnp.sqrt(squared_norm)}
+    if wanted is None:
+        return None, metrics
+    parts = _part_count(run, state.model_state)
+    found = estimates(
+        metrics.pop("small_squared_norm") * unscaled,
+        squared_norm,
+        small_batch=run.split.global_batch / parts,
+        big_batch=run.split.global_batch,
+    )
+    noise = state.noise.updated(wanted.decay, *found)
+    return noise, {**metrics, "noise_scale": noise.noise_scale}
+
+
+def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
+    mode, has_batch_norm = run.config.layout.mode, bool(jax.tree.leaves(model_state))
+    return require_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
 
 
 def _unless_skipped(
@@ -425,13 +476,14 @@ def _unless_skipped(
     gradient overflowed, with the rest likewise; and the metrics of the loss as it is."""
     before, after = state.opt_state, new_state.opt_state
     is_skipped = after.skipped_updates > before.skipped_updates
-    step, model_state, average = jax.tree.map(
+    step, model_state, average, noise = jax.tree.map(
         partial(jnp.where, is_skipped),
-        (state.step, state.model_state, state.average),
-        (new_state.step, new_state.model_state, new_state.average),
+        (state.step, state.model_state, state.average, state.noise),
+        (new_state.step, new_state.model_state, new_state.average, new_state.noise),
     )
     scaling = {"loss_scale": before.scale, "skipped_updates": after.skipped_updates}
-    new_state = replace(new_state, step=step, model_state=model_state, average=average)
+    kept = {"step": step, "model_state": model_state, "average": average, "noise": noise}
+    new_state = replace(new_state, **kept)
     return new_state, {**metrics, "loss": metrics["loss"] / before.scale, **scaling}
 
 

@@ -27,7 +27,7 @@ from scalejax.errors import ConfigError
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.processes import StopSignals, first_says, is_first
-from scalejax.progress import Reporter, Silent, reporter_for, scaling_in_words
+from scalejax.progress import Reporter, Silent, reporter_for, statistics_in_words
 from scalejax.record import (
     EvaluationMeasurement,
     Measurement,
@@ -188,7 +188,7 @@ class _Loop:
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
-        self._scaling = ""
+        self._statistics = ""
         self._step_times: list[float] = []
         self._restart_clock()
 
@@ -291,6 +291,7 @@ class _Loop:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         skipped = values.get("skipped_updates")
         global_batch = self._run.phase_of(self._step - 1).split.global_batch
+        scale = finite(values.get("noise_scale", math.nan)) or 0.0
         measurement = TrainMeasurement(
             step=self._step,
             epoch=self._run.epoch_of(self._step),
@@ -303,6 +304,8 @@ class _Loop:
             elapsed_seconds=self._journal.elapsed_seconds,
             loss_scale=values.get("loss_scale"),
             skipped_updates=None if skipped is None else int(skipped),
+            gradient_norm=finite(values.get("gradient_norm", math.nan)),
+            noise_scale=scale if scale > 0 else None,
         )
         self._journal.write(measurement)
         self._note(measurement)
@@ -348,7 +351,7 @@ class _Loop:
         if isinstance(measurement, TrainMeasurement):
             self._last_losses["train"] = measurement.loss
             self._step_times.append(measurement.step_seconds)
-            self._scaling = scaling_in_words(measurement)
+            self._statistics = statistics_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
         wanted, stopping = self._config.early_stopping, self._stopping
@@ -381,7 +384,7 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        took += self._beside_predicted() + self._scaling
+        took += self._beside_predicted() + self._statistics
         if None in self._last_losses.values():
             return "diverged", f"{took}; the loss is not finite"
         if self._has_stopped_early and not self._is_last:

@@ -26,6 +26,7 @@ ARITHMETIC = {
     "program": 2,
     "collectives": 2,
     "record": 2,
+    "noise_scale": 3,
     "model_config": 2,
     "data_config": 2,
     "training_config": 2,

@@ -18,12 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
-from scalejax.data_config import DatasetFacts
+from scalejax.gradients import Batch, gradients, mean_loss, sample_metrics
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
-from scalejax.models.placement import Arrangement, arranged, is_data_manual
+from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
@@ -39,10 +39,6 @@ from scalejax.train_state import (
     shardings_of,
     state_shapes,
 )
-
-Batch = dict[str, Any]
-"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
-words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +61,8 @@ class Evaluation:
     """From a state to the (params, model_state) that are evaluated: those of the average, if the
     run says so."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1."""
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, and the
+    lowest and highest logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
 
@@ -179,139 +176,14 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     recipe = recipe_of(run)
     state = abstract_state(recipe)
     batch = _batch_shapes(run, sharding=None)
-    return partial(_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
+    return partial(mean_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
 
 
-# --- loss, gradient, update ---
-
-
-def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
-    """Images with mean 0 and deviation 1 over the training data; tokens as they are."""
-    if dataset.is_text:
-        return inputs
-    return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
-
-
-def _sample_metrics(
-    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy of each sample, float32 of shape (samples,)."""
-    inputs = _normalised(batch["inputs"], recipe.run.dataset)
-    where = {"places": batch["places"]} if "places" in batch else {}
-    logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
-    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
-    losses = _cross_entropy(logits, batch["targets"], smoothing)
-    hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
-    positions = tuple(range(1, losses.ndim))
-    return losses.mean(axis=positions), hits.mean(axis=positions)
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
-    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
-    `smoothing` that of all classes in the mean.
-
-    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
-    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
-    0.10.2).
-    """
-    if not is_data_manual():
-        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    else:
-        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
-    if smoothing == 0:
-        return of_target
-    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
-    return (1 - smoothing) * of_target + smoothing * of_all
-
-
-def _loss(
-    recipe: Recipe,
-    bn: BatchNormScope,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    scale: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
-    statistics after it."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits = _sample_metrics(recipe, network, batch, is_training=True)
-    model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    loss = losses.mean() if scale is None else losses.mean() * scale
-    return loss, (hits.mean(), model_state)
-
-
-def _gradients(
-    recipe: Recipe,
-    bn: BatchNormScope,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    scale: jax.Array | None,
-    reduce: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, the statistics after the last, mean metrics.
-
-    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
-    added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
-    hold the squared norm of the gradients before they are added up.
-    """
-    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
-    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
-    differentiate = jax.value_and_grad(partial(_loss, recipe, bn, scale=scale), has_aux=True)
-
-    def reduced(
-        loss: jax.Array, accuracy: jax.Array, gradient: PyTree
-    ) -> tuple[PyTree, dict[str, jax.Array]]:
-        metrics = {"loss": loss, "accuracy": accuracy}
-        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-        if recipe.run.config.train.noise_scale is not None:
-            metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
-        return gradient if reduce is None else reduce(gradient), metrics
-
-    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
-        total, model_state = carry
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
-        gradient, metrics = reduced(loss, accuracy, gradient)
-        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
-        return (total, model_state), metrics
-
-    if microbatches == 1:
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
-        gradient, metrics = reduced(loss, accuracy, gradient)
-        return gradient, model_state, metrics
-    zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
-    (gradient, model_state), metrics = lax.scan(
-        accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
-    )
-    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
-
-
-def _zeros_like(params: PyTree) -> PyTree:
-    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
-
-
-def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
-    shapes = jax.eval_shape(reduce, _zeros_like(params))
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
-    """Rows dealt out in turn, (microbatches, rows / microbatches, ...).
-
-    In turn, and not in blocks: the rows of a device stay on it.
-    """
-    dealt = rows.reshape(-1, microbatches, *rows.shape[1:])
-    return dealt.swapaxes(0, 1)
+# --- gradient over the mesh, update ---
 
 
 def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
-    """`_gradients` of the global batch, reduced over the mesh as the layout's mode says."""
+    """`gradients` of the global batch, reduced over the mesh as the layout's mode says."""
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
@@ -329,7 +201,7 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        return lax.pmean(_gradients(recipe, bn, params, model_state, batch, scale), DATA)
+        return lax.pmean(gradients(recipe, bn, params, model_state, batch, scale), DATA)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     # With several processes `pmap` would take the rows of its own process alone; it is
@@ -361,7 +233,7 @@ def _reduced_once(
     batch: Batch,
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`_gradients`, summed over the data axis by the step itself.
+    """`gradients`, summed over the data axis by the step itself.
 
     Once, and not once for each microbatch as the compiler would; and to where each device needs
     them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
@@ -374,7 +246,7 @@ def _reduced_once(
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
     is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
     if is_compilers or (is_whole and zero_stage < 2):
-        return _gradients(recipe, bn, params, model_state, batch, scale)
+        return gradients(recipe, bn, params, model_state, batch, scale)
     parts = data_parts(recipe, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
@@ -382,7 +254,7 @@ def _reduced_once(
 
     def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
         reduce = scattered if zero_stage == 2 else None
-        gradient, _, metrics = _gradients(recipe, bn, params, model_state, batch, scale, reduce)
+        gradient, _, metrics = gradients(recipe, bn, params, model_state, batch, scale, reduce)
         gradient = gradient if zero_stage == 2 else scattered(gradient)
         return gradient, lax.pmean(metrics, DATA)
 
@@ -493,10 +365,14 @@ def _evaluate(
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
     params = gathered_params(recipe, mesh, params)
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits = _sample_metrics(recipe, network, batch, is_training=False)
+    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
     mask = batch["mask"]
+    is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
+    samples = tuple(range(logits.ndim - 1))
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
     return {
+        "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
+        "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
         "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
         "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
         "count": jnp.sum(mask),

@@ -252,7 +252,7 @@ class Normalised(Network):
 def test_a_network_of_ones_own_with_batch_norm_is_refused_when_it_is_built():
     """What only the network knows is asked of it, before anything is trained."""
     run = measuring(run_of("mlp", "sgd", {"data": 8}))
-    model = {"name": "custom", "path": "test_noise_scale:Normalised"}
+    model: dict[str, Any] = {"name": "custom", "path": "test_noise_scale:Normalised"}
     run = resolve(with_fields(run.config, {"model": model}))
 
     with pytest.raises(ConfigError, match=r'with BatchNorm in layout.mode="shard_map"'):

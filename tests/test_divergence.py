@@ -160,7 +160,7 @@ def test_a_gradient_that_explodes_ends_the_run(tmp_path):
     record = run(tmp_path / "run", fields)
 
     last = record.statuses[-1]
-    norms = [line.gradient_norm for line in record.training]
+    norms = [line.gradient_norm or 0.0 for line in record.training]
     assert (last.status, last.cause) == ("diverged", "exploding_gradient")
     assert last.step < 4 * STEPS_PER_EPOCH
     assert min(norms[-2:]) > 100 * np.median(norms[:-2])
@@ -170,7 +170,7 @@ def test_a_gradient_that_explodes_ends_the_run(tmp_path):
 # --- the rules ---
 
 
-def line(step, loss=1.0, *, scale=None, norm=None):
+def line(step: int, loss: float | None = 1.0, *, scale=None, norm=None) -> TrainMeasurement:
     """A line of the record of training."""
     return TrainMeasurement(
         step=step,

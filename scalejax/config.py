@@ -27,6 +27,7 @@ from scalejax.model_config import (
     ResNetConfig,
     VitConfig,
 )
+from scalejax.noise_scale import require_parts
 from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
 from scalejax.presets import PRESETS, with_preset
 from scalejax.scaling import Change, changes, scaled_optimizer
@@ -76,10 +77,7 @@ class RunConfig:
             require_multiple(f"model.{name}", count, self.layout.tensor, "layout.tensor")
         _require_fitting_data(self.model, self.data)
         _require_divisible_blocks(self)
-        has_batch_norm = isinstance(self.model, CnnConfig | ResNetConfig) or self.model.name in (
-            "inception_v3",
-            "xception",
-        )
+        has_batch_norm = _has_batch_norm(self.model)
         if self.layout.zero_stage == 2 and has_batch_norm:
             accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
             raise ConfigError(refusal("layout.zero_stage", 2, accepted))
@@ -99,6 +97,11 @@ def _require_reached_ramp(config: RunConfig) -> None:
     if epochs and isinstance(config.averaging, SwaConfig):
         accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
         raise ConfigError(refusal("averaging.name", "swa", accepted))
+
+
+def _has_batch_norm(model: ModelConfig) -> bool:
+    """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
+    return isinstance(model, CnnConfig | ResNetConfig) or model.name in ("inception_v3", "xception")
 
 
 def _require_no_other_average(config: RunConfig) -> None:
@@ -285,6 +288,9 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     split = BatchSplit(
         global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
     )
+    if config.train.noise_scale is not None:
+        has_batch_norm = _has_batch_norm(config.model)
+        require_parts(split, mode=wanted.mode, has_batch_norm=has_batch_norm)
     dataset = facts(config.data)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device

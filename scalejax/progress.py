@@ -40,13 +40,19 @@ def reporter_for(stream: TextIO) -> Reporter:
     return ProgressBar(stream) if stream.isatty() else PlainLines(stream)
 
 
-def scaling_in_words(measurement: TrainMeasurement) -> str:
-    """What float16 has made of the run so far, to be put behind other figures; else nothing."""
-    if measurement.loss_scale is None:
-        return ""
-    skipped = measurement.skipped_updates
-    updates = "update" if skipped == 1 else "updates"
-    return f", loss scale {measurement.loss_scale:g}, {skipped} {updates} skipped"
+def statistics_in_words(measurement: TrainMeasurement) -> str:
+    """What the run measures of its gradients, and what float16 has made of it so far, to be put
+    behind other figures; else nothing."""
+    words = ""
+    if measurement.gradient_norm is not None:
+        words += f", gradient norm {measurement.gradient_norm:.3g}"
+    if measurement.noise_scale is not None:
+        words += f", noise scale {measurement.noise_scale:,.0f} samples"
+    if measurement.loss_scale is not None:
+        skipped = measurement.skipped_updates
+        updates = "update" if skipped == 1 else "updates"
+        words += f", loss scale {measurement.loss_scale:g}, {skipped} {updates} skipped"
+    return words
 
 
 class Silent:
@@ -156,7 +162,7 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
 
 def _figures(measurement: TrainMeasurement) -> str:
     rate = format_count(measurement.samples_per_second)
-    return f"loss {_loss(measurement.loss)}, {rate} samples/s{scaling_in_words(measurement)}"
+    return f"loss {_loss(measurement.loss)}, {rate} samples/s{statistics_in_words(measurement)}"
 
 
 def _loss(loss: float | None) -> str:

@@ -21,7 +21,12 @@ from scalejax.documents import build, plain, save_text
 from scalejax.errors import ConfigError
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
-"""Where a run stands. "diverged": it ran to its end, and its last loss was not finite."""
+"""Where a run stands. "diverged": it was given up, for the cause that is named; or it ran to its
+end, and its last loss was not finite."""
+
+DivergenceCause = Literal["not_finite", "dead", "exploding_gradient"]
+"""Why a run diverged: a loss that is not finite; the same output whatever the input; a gradient
+norm that has grown beyond what the config bears."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,11 @@ class TrainMeasurement:
     skipped_updates: int | None = None
     """Updates of the run that were not made, their gradients being too large for float16, this
     one included; None but in float16."""
+    gradient_norm: float | None = None
+    """Norm of the gradient of the update; None if it was not finite, or not measured."""
+    noise_scale: float | None = None
+    """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
+    not measured, or they are too few to tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +86,8 @@ class EvaluationMeasurement:
     """Time that the evaluation took."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
+    is_constant: bool = False
+    """Whether all test examples got the same output, bit by bit: the network does not see them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +104,8 @@ class StatusChange:
     """The same for people, with what to do next if there is something."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
+    cause: DivergenceCause | None = None
+    """Why it diverged; None if it did not."""
 
 
 Measurement = TrainMeasurement | EvaluationMeasurement | StatusChange

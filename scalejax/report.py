@@ -12,7 +12,7 @@ from scalejax.documents import save_text
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
-from scalejax.report_sources import RunSource, Sources, read_sources
+from scalejax.report_sources import RunSource, Sources, gap_between, read_sources
 from scalejax.units import (
     UNKNOWN,
     format_bytes,
@@ -81,6 +81,16 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
         "The learning rate of each update: scaled with the batch, warmed up, then decayed.",
         report_charts.learning_rate(runs),
     )
+    if any(run.measures_noise_scale for run in runs):
+        page.add_chart(
+            "Gradient noise scale",
+            "How many samples a gradient needs until noise is no longer most of it: below, twice "
+            "the batch needs nearly half the steps; well above, a larger batch hardly trains "
+            "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
+            report_charts.noise_scale(runs),
+        )
+    if len(runs) > 1:
+        _add_gaps(page, runs)
     page.add("<h3>Time of a step: predicted and measured</h3>")
     page.add(
         "<p>The prediction was written before training began, from the compiled program and a "
@@ -94,6 +104,27 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     )
 
 
+def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
+    """How far each run's loss is from that of the first."""
+    first, *others = runs
+    page.add("<h3>Loss-curve gap after warmup</h3>")
+    page.add(
+        f"<p>The distance of the training loss from that of {escape(first.label)}, in means over "
+        "about an epoch, from the end of the longer warmup on. Where a larger batch trains as a "
+        "small one does, it is small (Goyal et al. 2017, figure 3).</p>"
+    )
+    rows = []
+    for run in others:
+        gap = gap_between(first, run)
+        shown = (
+            [UNKNOWN] * 3
+            if gap is None
+            else [f"{gap.from_epoch:.3g}", f"{gap.max_gap:.3g}", f"{gap.mean_gap:.3g}"]
+        )
+        rows.append([run.label, *shown])
+    page.add_table(["run", "from epoch", "largest gap", "mean gap"], rows)
+
+
 def _run_row(run: RunSource) -> list[str]:
     evaluations, training = run.record.evaluations, run.record.training
     accuracies = [m.test_accuracy for m in evaluations]
@@ -101,13 +132,22 @@ def _run_row(run: RunSource) -> list[str]:
     batch = run.config.batch
     return [
         run.label,
-        (run.record.status or UNKNOWN).replace("_", " "),
+        _ending(run),
         f"{batch.global_batch:,}" if batch.global_batch else f"{batch.per_device_batch} per device",
         f"{max(rates):.3g}" if rates else UNKNOWN,
         str(run.config.train.epochs),
         format_fraction(accuracies[-1] if accuracies else None),
         format_fraction(max(accuracies, default=None)),
     ]
+
+
+def _ending(run: RunSource) -> str:
+    """Where the run stands, and why if it diverged."""
+    if not run.record.statuses:
+        return UNKNOWN
+    last = run.record.statuses[-1]
+    cause = "" if last.cause is None else f" ({last.cause})"
+    return f"{last.status}{cause}".replace("_", " ")
 
 
 def _time_row(run: RunSource) -> list[str]:

@@ -81,6 +81,18 @@ def learning_rate(runs: Sequence[RunSource]) -> Spec:
     return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"), interpolate="step-before")
 
 
+def noise_scale(runs: Sequence[RunSource]) -> Spec:
+    """Gradient noise scale by updates, of the runs that measured it."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "samples": m.noise_scale}
+        for run in runs
+        if run.measures_noise_scale
+        for m in run.record.training
+    ]
+    y = alt.Y("samples:Q", title="noise scale (samples)", scale=alt.Scale(type="log"))
+    return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
+
+
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
     """Samples per second against devices, beside a straight line from the smallest count."""
     rows: list[Row] = []

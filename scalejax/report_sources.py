@@ -12,9 +12,12 @@ from statistics import median
 from scalejax import documents
 from scalejax.config import RunConfig, load_config
 from scalejax.errors import ConfigError
+from scalejax.loss_gap import LossGap, loss_gap
 from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.record import RunRecord
+from scalejax.scaling import scaled_schedule
+from scalejax.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,26 @@ class RunSource:
         """Median of the measured times of a step; None if none was measured."""
         times = [m.step_seconds for m in self.record.training if m.step_seconds is not None]
         return median(times) if times else None
+
+    @property
+    def measures_noise_scale(self) -> bool:
+        """Whether the record has its gradient noise scale."""
+        return any(m.noise_scale is not None for m in self.record.training)
+
+    @property
+    def warmup_epochs(self) -> float:
+        """Length of its warmup; 0 without one."""
+        schedule, global_batch = self.config.schedule, self.config.batch.global_batch
+        if isinstance(schedule, ScheduleConfig) and global_batch is not None:
+            _, epochs = scaled_schedule(schedule, global_batch)
+            return epochs
+        return schedule.warmup_epochs
+
+
+def gap_between(one: RunSource, other: RunSource) -> LossGap | None:
+    """How far apart their training losses lie after the warmup of both."""
+    after_epoch = max(one.warmup_epochs, other.warmup_epochs)
+    return loss_gap(one.record.training, other.record.training, after_epoch=after_epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

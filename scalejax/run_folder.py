@@ -37,6 +37,10 @@ _FREE = {
     "layout.tensor",
     "layout.mode",
     "model.remat",
+    "train.divergence.max_gradient_growth",
+    "train.divergence.patience",
+    "train.divergence.stops_dead",
+    "train.divergence.stops_not_finite",
     "train.log_every_steps",
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
@@ -159,7 +163,7 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     return all(
         before.get(name) == after.get(name)
         for name in before | after
-        if name.startswith(("layout.", "model."))
+        if name.startswith(("layout.", "model.", "train.divergence.max_gradient_growth"))
     )
 
 

@@ -18,12 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
-from scalejax.data_config import DatasetFacts
+from scalejax.gradients import Batch, gradients, mean_loss, sample_metrics
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
-from scalejax.models.placement import Arrangement, arranged, is_data_manual
+from scalejax.models.placement import Arrangement, arranged
+from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
 from scalejax.recipe import Recipe, network_of, recipe_of
@@ -35,13 +36,10 @@ from scalejax.train_state import (
     data_parts,
     gathered_params,
     initial_network,
+    initial_noise,
     shardings_of,
     state_shapes,
 )
-
-Batch = dict[str, Any]
-"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
-words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,8 @@ class Evaluation:
     """From a state to the (params, model_state) that are evaluated: those of the average, if the
     run says so."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1."""
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, and the
+    lowest and highest logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
 
@@ -92,6 +91,8 @@ def build_step(
     if phase:  # with the optimizer and the schedule of the whole run
         recipe = replace(recipe, run=in_phase(recipe.run, run.phases[phase]))
     state = state_shapes(recipe, mesh)
+    if run.config.train.noise_scale is not None:
+        _part_count(recipe.run, state.model_state)  # a user's own network may have BatchNorm too
     batch = batch_shapes(recipe.run, mesh)
     state_shardings = shardings_of(state)
     function = jax.jit(
@@ -111,7 +112,10 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     params, model_state = jax.jit(partial(initial_network, recipe), out_shardings=drawn)()
     opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    state = TrainState(step=step, params=params, model_state=model_state, opt_state=opt_state)
+    noise = jax.device_put(initial_noise(recipe), shardings.noise)
+    state = TrainState(
+        step=step, params=params, model_state=model_state, opt_state=opt_state, noise=noise
+    )
     if run.config.averaging is not None:  # of its own: the update may write over either
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
         average = copied({"params": params, "model_state": model_state})
@@ -176,131 +180,14 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     recipe = recipe_of(run)
     state = abstract_state(recipe)
     batch = _batch_shapes(run, sharding=None)
-    return partial(_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
+    return partial(mean_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
 
 
-# --- loss, gradient, update ---
-
-
-def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
-    """Images with mean 0 and deviation 1 over the training data; tokens as they are."""
-    if dataset.is_text:
-        return inputs
-    return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
-
-
-def _sample_metrics(
-    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy of each sample, float32 of shape (samples,)."""
-    inputs = _normalised(batch["inputs"], recipe.run.dataset)
-    where = {"places": batch["places"]} if "places" in batch else {}
-    logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
-    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
-    losses = _cross_entropy(logits, batch["targets"], smoothing)
-    hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
-    positions = tuple(range(1, losses.ndim))
-    return losses.mean(axis=positions), hits.mean(axis=positions)
-
-
-def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
-    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
-    `smoothing` that of all classes in the mean.
-
-    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
-    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
-    0.10.2).
-    """
-    if not is_data_manual():
-        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    else:
-        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
-        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
-        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
-    if smoothing == 0:
-        return of_target
-    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
-    return (1 - smoothing) * of_target + smoothing * of_all
-
-
-def _loss(
-    recipe: Recipe,
-    bn: BatchNormScope,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    scale: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
-    statistics after it."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits = _sample_metrics(recipe, network, batch, is_training=True)
-    model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
-    loss = losses.mean() if scale is None else losses.mean() * scale
-    return loss, (hits.mean(), model_state)
-
-
-def _gradients(
-    recipe: Recipe,
-    bn: BatchNormScope,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    scale: jax.Array | None,
-    reduce: Callable[[PyTree], PyTree] | None = None,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, the statistics after the last, mean metrics.
-
-    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
-    added up is what it makes of the gradient of each microbatch.
-    """
-    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
-    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
-    differentiate = jax.value_and_grad(partial(_loss, recipe, bn, scale=scale), has_aux=True)
-
-    def reduced(gradient: PyTree) -> PyTree:
-        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-        return gradient if reduce is None else reduce(gradient)
-
-    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
-        total, model_state = carry
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
-        total = jax.tree.map(lambda t, g: t + g / microbatches, total, reduced(gradient))
-        return (total, model_state), {"loss": loss, "accuracy": accuracy}
-
-    if microbatches == 1:
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
-        return reduced(gradient), model_state, {"loss": loss, "accuracy": accuracy}
-    zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
-    (gradient, model_state), metrics = lax.scan(
-        accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
-    )
-    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
-
-
-def _zeros_like(params: PyTree) -> PyTree:
-    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
-
-
-def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
-    shapes = jax.eval_shape(reduce, _zeros_like(params))
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
-    """Rows dealt out in turn, (microbatches, rows / microbatches, ...).
-
-    In turn, and not in blocks: the rows of a device stay on it.
-    """
-    dealt = rows.reshape(-1, microbatches, *rows.shape[1:])
-    return dealt.swapaxes(0, 1)
+# --- gradient over the mesh, update ---
 
 
 def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
-    """`_gradients` of the global batch, reduced over the mesh as the layout's mode says."""
+    """`gradients` of the global batch, reduced over the mesh as the layout's mode says."""
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
@@ -318,7 +205,7 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        return lax.pmean(_gradients(recipe, bn, params, model_state, batch, scale), DATA)
+        return lax.pmean(gradients(recipe, bn, params, model_state, batch, scale), DATA)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     # With several processes `pmap` would take the rows of its own process alone; it is
@@ -350,18 +237,20 @@ def _reduced_once(
     batch: Batch,
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`_gradients`, summed over the data axis by the step itself.
+    """`gradients`, summed over the data axis by the step itself.
 
     Once, and not once for each microbatch as the compiler would; and to where each device needs
     them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
     so must sum those of every microbatch. Left to the compiler are a single microbatch, whose
     sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
+    For the noise scale it must not be: the gradients of the devices are compared before.
     """
     run = recipe.run
     zero_stage = run.config.layout.zero_stage
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
-    if is_compilers or (run.split.microbatches == 1 and zero_stage < 2):
-        return _gradients(recipe, bn, params, model_state, batch, scale)
+    is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
+    if is_compilers or (is_whole and zero_stage < 2):
+        return gradients(recipe, bn, params, model_state, batch, scale)
     parts = data_parts(recipe, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
@@ -369,7 +258,7 @@ def _reduced_once(
 
     def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
         reduce = scattered if zero_stage == 2 else None
-        gradient, _, metrics = _gradients(recipe, bn, params, model_state, batch, scale, reduce)
+        gradient, _, metrics = gradients(recipe, bn, params, model_state, batch, scale, reduce)
         gradient = gradient if zero_stage == 2 else scattered(gradient)
         return gradient, lax.pmean(metrics, DATA)
 
@@ -405,6 +294,7 @@ def _update(
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
         gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
+    noise, metrics = _measured(recipe, state, gradient, metrics, scale)
     updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
     step, params = state.step + 1, optax.apply_updates(state.params, updates)
     weights = {"params": params, "model_state": model_state}
@@ -414,12 +304,45 @@ def _update(
         model_state=model_state,
         opt_state=opt_state,
         average=averaged(recipe.run, step, state.average, weights),
+        noise=noise,
     )
     learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}
     if isinstance(before, LossScaled):
         return _unless_skipped(state, new_state, metrics)
     return new_state, metrics
+
+
+def _measured(
+    recipe: Recipe,
+    state: TrainState,
+    gradient: PyTree,
+    metrics: dict[str, jax.Array],
+    scale: jax.Array | None,
+) -> tuple[NoiseAverages | None, dict[str, jax.Array]]:
+    """What the run measures of its gradient: averages for the noise scale, and metrics."""
+    run, wanted = recipe.run, recipe.run.config.train.noise_scale
+    if not run.config.train.measures_gradient_norm:
+        return None, metrics
+    unscaled = 1.0 if scale is None else 1 / scale**2
+    squared_norm = optax.tree.norm(gradient, squared=True) * unscaled
+    metrics = {**metrics, "gradient_norm": jnp.sqrt(squared_norm)}
+    if wanted is None:
+        return None, metrics
+    parts = _part_count(run, state.model_state)
+    found = estimates(
+        metrics.pop("small_squared_norm") * unscaled,
+        squared_norm,
+        small_batch=run.split.global_batch / parts,
+        big_batch=run.split.global_batch,
+    )
+    noise = state.noise.updated(wanted.decay, *found)
+    return noise, {**metrics, "noise_scale": noise.noise_scale}
+
+
+def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
+    mode, has_batch_norm = run.config.layout.mode, bool(jax.tree.leaves(model_state))
+    return require_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
 
 
 def _unless_skipped(
@@ -429,13 +352,14 @@ def _unless_skipped(
     gradient overflowed, with the rest likewise; and the metrics of the loss as it is."""
     before, after = state.opt_state, new_state.opt_state
     is_skipped = after.skipped_updates > before.skipped_updates
-    step, model_state, average = jax.tree.map(
+    step, model_state, average, noise = jax.tree.map(
         partial(jnp.where, is_skipped),
-        (state.step, state.model_state, state.average),
-        (new_state.step, new_state.model_state, new_state.average),
+        (state.step, state.model_state, state.average, state.noise),
+        (new_state.step, new_state.model_state, new_state.average, new_state.noise),
     )
     scaling = {"loss_scale": before.scale, "skipped_updates": after.skipped_updates}
-    new_state = replace(new_state, step=step, model_state=model_state, average=average)
+    kept = {"step": step, "model_state": model_state, "average": average, "noise": noise}
+    new_state = replace(new_state, **kept)
     return new_state, {**metrics, "loss": metrics["loss"] / before.scale, **scaling}
 
 
@@ -445,10 +369,14 @@ def _evaluate(
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
     params = gathered_params(recipe, mesh, params)
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits = _sample_metrics(recipe, network, batch, is_training=False)
+    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
     mask = batch["mask"]
+    is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
+    samples = tuple(range(logits.ndim - 1))
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
     return {
+        "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
+        "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
         "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
         "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
         "count": jnp.sum(mask),

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax import documents
@@ -22,16 +23,18 @@ from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
+from scalejax.divergence import Divergence
 from scalejax.early_stopping import EarlyStopping
 from scalejax.errors import ConfigError
+from scalejax.journal import Journal
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.processes import StopSignals, first_says, is_first
-from scalejax.progress import Reporter, Silent, reporter_for, scaling_in_words
+from scalejax.progress import Reporter, Silent, reporter_for, statistics_in_words
 from scalejax.record import (
+    DivergenceCause,
     EvaluationMeasurement,
     Measurement,
-    MeasurementLog,
     RunFolder,
     RunRecord,
     Status,
@@ -108,7 +111,7 @@ def train(
             describe_run(files, run)
         if predicts:
             predict_run(files, run, mesh, programs, reporter)
-        journal = _Journal(files, reporter, after_step=begin)
+        journal = Journal(files, reporter, after_step=begin)
         recorder = StepTraces(files.traces, traces)
         try:
             _Loop(run, programs, checkpoints, journal, signals, recorder).train(state, begin)
@@ -133,39 +136,6 @@ def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
     return files
 
 
-class _Journal:
-    """The record, the reporter and the clock of a run; writes in the first process alone."""
-
-    def __init__(self, files: RunFolder, reporter: Reporter, *, after_step: int) -> None:
-        self.files = files
-        self.reporter = reporter
-        self.earlier: tuple[Measurement, ...] = ()
-        self._log = None
-        self._zero = time.perf_counter()
-        if is_first():
-            self._log = MeasurementLog(files.measurements, after_step=after_step)
-            self._zero -= self._log.elapsed_seconds
-        sync_global_devices("the record is cut")
-        if after_step:  # filtered as well: a shared disk may show the file as it was
-            measurements = RunRecord.load(files.path).measurements
-            self.earlier = tuple(m for m in measurements if m.step <= after_step)
-
-    @property
-    def elapsed_seconds(self) -> float:
-        """Time since training began, over all the sessions of the run."""
-        return time.perf_counter() - self._zero
-
-    def write(self, measurement: Measurement) -> None:
-        if self._log is not None:
-            self._log.append(measurement)
-        self.reporter.measured(measurement)
-
-    def close(self) -> None:
-        self.reporter.end()
-        if self._log is not None:
-            self._log.close()
-
-
 class _Loop:
     """One session of a run, from a state to the end of the run or a signal."""
 
@@ -174,7 +144,7 @@ class _Loop:
         run: ResolvedRun,
         programs: RunPrograms,
         checkpoints: Checkpoints,
-        journal: _Journal,
+        journal: Journal,
         signals: StopSignals,
         recorder: StepTraces,
     ) -> None:
@@ -187,11 +157,12 @@ class _Loop:
         self._recorder = recorder
         wanted = self._config.early_stopping
         self._stopping = EarlyStopping(wanted) if wanted else None
+        self._divergence = Divergence(self._config.divergence)
         self._test_source = open_source(run.config.data, "test", seed=run.config.seed)
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
-        self._scaling = ""
+        self._statistics = ""
         self._step_times: list[float] = []
         self._restart_clock()
 
@@ -235,7 +206,7 @@ class _Loop:
             first_step=phase.first_step,
         )
         self._restart_clock()
-        while self._step < end and not self._has_stopped_early:
+        while self._step < end and not self._has_ended_early:
             if self._recorder.is_boundary:
                 self._settle()
                 self._recorder.cross(self._step)
@@ -245,9 +216,13 @@ class _Loop:
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
             self._queued = metrics
+            if self._divergence.cause is not None:  # a checkpoint of it would push out a better one
+                break
             signal_number = self._signals.agreed(self._step, every=self._config.log_every_steps)
             if self._is_pause or signal_number:
                 self._settle()
+                if self._divergence.cause is not None:
+                    break
                 self._pause(state)
             if signal_number:
                 self._interrupt(signal_number)
@@ -257,6 +232,10 @@ class _Loop:
     @property
     def _has_stopped_early(self) -> bool:
         return self._stopping is not None and self._stopping.has_stopped
+
+    @property
+    def _has_ended_early(self) -> bool:
+        return self._has_stopped_early or self._divergence.cause is not None
 
     @property
     def _is_last(self) -> bool:
@@ -294,6 +273,7 @@ class _Loop:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         skipped = values.get("skipped_updates")
         global_batch = self._run.phase_of(self._step - 1).split.global_batch
+        scale = finite(values.get("noise_scale", math.nan)) or 0.0
         measurement = TrainMeasurement(
             step=self._step,
             epoch=self._run.epoch_of(self._step),
@@ -306,6 +286,8 @@ class _Loop:
             elapsed_seconds=self._journal.elapsed_seconds,
             loss_scale=values.get("loss_scale"),
             skipped_updates=None if skipped is None else int(skipped),
+            gradient_norm=finite(values.get("gradient_norm", math.nan)),
+            noise_scale=scale if scale > 0 else None,
         )
         self._journal.write(measurement)
         self._note(measurement)
@@ -333,9 +315,13 @@ class _Loop:
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])  # for the reasons of `_settle`
             sums.append(self._programs.evaluate(*weights, batch))
+        parts = jax.device_get(sums)
         totals = {
-            name: math.fsum(float(part[name]) for part in jax.device_get(sums)) for name in sums[0]
+            name: math.fsum(float(part[name]) for part in parts)
+            for name in ("loss_sum", "correct_sum", "count")
         }
+        lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
+        highest = np.max([part["highest_logits"] for part in parts], axis=0)
         return EvaluationMeasurement(
             step=self._step,
             epoch=self._run.epoch_of(self._step),
@@ -344,14 +330,16 @@ class _Loop:
             examples=round(totals["count"]),
             seconds=time.perf_counter() - begin,
             elapsed_seconds=self._journal.elapsed_seconds,
+            is_constant=totals["count"] > 1 and bool(np.all(lowest == highest)),
         )
 
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
+        self._divergence.update(measurement)
         if isinstance(measurement, TrainMeasurement):
             self._last_losses["train"] = measurement.loss
             self._step_times.append(measurement.step_seconds)
-            self._scaling = scaling_in_words(measurement)
+            self._statistics = statistics_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
         wanted, stopping = self._config.early_stopping, self._stopping
@@ -378,18 +366,20 @@ class _Loop:
         self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
         raise Interrupted(128 + signal_number)
 
-    def _ending(self) -> tuple[Status, str]:
-        """How the run ended, and the same in words."""
+    def _ending(self) -> tuple[Status, str, DivergenceCause | None]:
+        """How the run ended, the same in words, and why if it diverged."""
         took = f"{self._step} steps in {format_seconds(self._journal.elapsed_seconds)}"
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        took += self._beside_predicted() + self._scaling
+        took += self._beside_predicted() + self._statistics
+        if self._divergence.cause is not None:
+            return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
         if None in self._last_losses.values():
-            return "diverged", f"{took}; the loss is not finite"
+            return "diverged", f"{took}; the loss is not finite", "not_finite"
         if self._has_stopped_early and not self._is_last:
-            return "stopped_early", took
-        return "completed", took
+            return "stopped_early", took, None
+        return "completed", took, None
 
     def _beside_predicted(self) -> str:
         """The median step in words, and what was predicted of it, as far as the two are known."""
@@ -402,12 +392,15 @@ class _Loop:
         median_step = format_seconds(median(self._step_times))
         return f"; median step {median_step}, predicted {format_seconds(predicted)}"
 
-    def _change_status(self, status: Status, message: str) -> None:
+    def _change_status(
+        self, status: Status, message: str, cause: DivergenceCause | None = None
+    ) -> None:
         self._journal.write(
             StatusChange(
                 step=self._step,
                 status=status,
                 message=message,
                 elapsed_seconds=self._journal.elapsed_seconds,
+                cause=cause,
             )
         )

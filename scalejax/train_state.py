@@ -20,6 +20,7 @@ from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA
 from scalejax.mesh import replicated
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
+from scalejax.noise_scale import NoiseAverages
 from scalejax.recipe import Recipe, network_of, recipe_of
 
 PyTree = Any
@@ -41,6 +42,8 @@ class TrainState:
     """State of the optimizer."""
     average: PyTree = None
     """The average of params and model_state, by these names; None if none is kept."""
+    noise: PyTree = None
+    """The `NoiseAverages` of the gradients, float32; None if they are not measured."""
 
 
 def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
@@ -69,7 +72,15 @@ def abstract_state(recipe: Recipe) -> TrainState:
         model_state=model_state,
         opt_state=jax.eval_shape(recipe.optimizer.init, params),
         average=_kept_average(recipe, params, model_state),
+        noise=jax.eval_shape(partial(initial_noise, recipe)),
     )
+
+
+def initial_noise(recipe: Recipe) -> NoiseAverages | None:
+    """The averages of the noise scale before the first update, if the run measures it."""
+    if recipe.run.config.train.noise_scale is None:
+        return None
+    return NoiseAverages(*(jnp.zeros((), jnp.float32) for _ in NoiseAverages._fields))
 
 
 def _kept_average(recipe: Recipe, params: PyTree, model_state: PyTree) -> PyTree:
@@ -103,6 +114,7 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
             transform_non_params=lambda _: whole,
         ),
         average=_kept_average(recipe, params, model_state),
+        noise=jax.tree.map(lambda _: whole, shapes.noise),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

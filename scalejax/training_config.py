@@ -4,7 +4,7 @@ Each class checks its own fields when built; what involves two of them is checke
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -194,6 +194,40 @@ class EarlyStoppingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScaleConfig:
+    """How the gradient noise scale is measured (McCandlish et al. 2018, arXiv 1812.06162)."""
+
+    decay: float = 0.99
+    """Part of its moving averages that an update keeps: 0.99 is a mean over about 100 updates."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("train.noise_scale.decay", self.decay, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceConfig:
+    """When a run is given up that will not learn any more."""
+
+    stops_not_finite: bool = True
+    """Whether a training loss that is not finite ends the run."""
+    stops_dead: bool = True
+    """Whether an evaluation in which all test examples get the same output ends the run."""
+    max_gradient_growth: float | None = None
+    """How many times the median of the norms before it a gradient norm may be; beyond, it ends
+    the run. If absent, the norm is not measured. Gradients clipped to half to ten times their
+    mean norm train well (Pascanu et al. 2013, section 3.2, arXiv 1211.5063): well above 10."""
+    patience: int = 3
+    """Lines of the record in a row that must show such a norm."""
+
+    def __post_init__(self) -> None:
+        if self.max_gradient_growth is not None:
+            require_above("train.divergence.max_gradient_growth", self.max_gradient_growth, 1)
+        require_at_least("train.divergence.patience", self.patience, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The training loop."""
 
@@ -209,6 +243,15 @@ class TrainConfig:
     """Latest checkpoints kept; the best one by test accuracy is kept besides."""
     early_stopping: EarlyStoppingConfig | None = None
     """When to stop early; if absent, never."""
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    """When to give up."""
+    noise_scale: NoiseScaleConfig | None = None
+    """How the gradient noise scale is measured; if absent, it is not."""
+
+    @property
+    def measures_gradient_norm(self) -> bool:
+        """Whether the step computes the norm of its gradient."""
+        return self.noise_scale is not None or self.divergence.max_gradient_growth is not None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every_epochs", "log_every_steps", "keep_checkpoints"):

@@ -1,6 +1,7 @@
 """The report holds what was measured and predicted, and needs nothing from outside."""
 
 import json
+import math
 import re
 from contextlib import closing
 from html.parser import HTMLParser
@@ -15,7 +16,7 @@ from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange, TrainMeasurement
 from scalejax.report import render, write_report
 from scalejax.report_page import Page as ReportPage
-from scalejax.report_sources import read_sources
+from scalejax.report_sources import gap_between, read_sources
 
 EXAMPLE = Path(__file__).parent.parent / "scalejax/examples/fashion_gradual_warmup.toml"
 
@@ -59,7 +60,14 @@ def study(title: str = "resnet50 on P100") -> ScalingPrediction:
     return scaling_prediction([prediction(8, 0.2), prediction(256, 0.25)], "weak", title)
 
 
-def write_run(folder: Path, accuracies: list[float], *, diverged: bool = False) -> Path:
+def write_run(
+    folder: Path,
+    accuracies: list[float],
+    *,
+    diverged: bool = False,
+    loss: float = 2.0,
+    noise_scale: float | None = None,
+) -> Path:
     """A run's folder with an evaluation per epoch, each after ten steps of 5 ms."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(EXAMPLE.read_text())
@@ -71,12 +79,13 @@ def write_run(folder: Path, accuracies: list[float], *, diverged: bool = False) 
                 TrainMeasurement(
                     step=step,
                     epoch=epoch,
-                    loss=None if diverged else 2.0 / epoch,
+                    loss=None if diverged else loss / epoch,
                     accuracy=accuracy,
                     learning_rate=0.01 * epoch,
                     step_seconds=0.005,
                     samples_per_second=512 / 0.005,
                     elapsed_seconds=seconds,
+                    noise_scale=noise_scale,
                 )
             )
             log.append(
@@ -91,7 +100,15 @@ def write_run(folder: Path, accuracies: list[float], *, diverged: bool = False) 
                 )
             )
         status = "diverged" if diverged else "completed"
-        log.append(StatusChange(step=0, status=status, message="", elapsed_seconds=1.0))
+        log.append(
+            StatusChange(
+                step=0,
+                status=status,
+                message="",
+                elapsed_seconds=1.0,
+                cause="not_finite" if diverged else None,
+            )
+        )
     return folder
 
 
@@ -142,7 +159,40 @@ def test_report_holds_every_figure_of_a_run(page: Page):
     row = page.cells[page.cells.index("gradual-warmup") :][:7]
 
     assert row == ["gradual-warmup", "completed", "512", "0.02", "10", "85.0 %", "85.0 %"]
-    assert "diverged" in page.cells
+    assert "diverged (not finite)" in page.cells
+
+
+def test_report_says_how_far_losses_are_from_those_of_the_first_run(page: Page, tmp_path: Path):
+    """Losses 2 / epoch and 2.5 / epoch, warmup 3 epochs: 0.5 / epoch is between them."""
+    runs = [
+        write_run(tmp_path / name, [0.5] * 10, loss=loss)
+        for name, loss in (("reference", 2.0), ("other", 2.5))
+    ]
+    sources = read_sources(runs)
+
+    other = Page(render(sources, "")).cells
+    gap = gap_between(*sources.runs)
+
+    assert page.cells[page.cells.index("no-warmup", 14) :][:4] == ["no-warmup", "n/a", "n/a", "n/a"]
+    assert gap is not None
+    assert other[other.index("other", 14) :][:4] == [
+        *("other", "3", f"{gap.max_gap:.3g}", f"{gap.mean_gap:.3g}")
+    ]
+    # A line at epoch e is of the parameters of epoch e - 0.1; straight between lines: 1 % too much.
+    mean = 0.5 * math.log(10 / 3.1) / (10 - 3.1)
+    assert gap.mean_gap == pytest.approx(mean, rel=0.01)
+    assert mean < gap.max_gap < 0.5 / 3.1
+
+
+def test_the_noise_scale_is_drawn_where_it_was_measured(page: Page, tmp_path: Path):
+    """And nowhere else."""
+    run = write_run(tmp_path / "measured", [0.5, 0.6], noise_scale=870.0)
+
+    charts = Page(render(read_sources([run]), "")).charts
+
+    assert json.dumps(charts).count("noise scale (samples)") == 1
+    assert "870" in json.dumps(charts)
+    assert "noise scale" not in json.dumps(page.charts)
 
 
 def test_report_compares_prediction_and_measurement(page: Page):

@@ -10,11 +10,13 @@ from importlib.metadata import version
 
 import pytest
 
+import scalejax.journal
 from scalejax import documents
 from scalejax.checkpoint import load_weights
 from scalejax.config import RunConfig, load_config, resolve, with_fields
 from scalejax.data import evaluation_batches, open_source
 from scalejax.errors import CheckpointMismatch, ConfigError, DoesNotFit
+from scalejax.journal import Journal
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.program import Program
@@ -243,14 +245,14 @@ def test_every_process_resumes_with_the_same_record(finished, tmp_path, monkeypa
     """Lines after the checkpoint are gone for all, also where the first has not cut them yet."""
     folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")
     files, lines_at_barrier = RunFolder(path=folder), []
-    monkeypatch.setattr(train_module, "is_first", lambda: is_first)
+    monkeypatch.setattr(scalejax.journal, "is_first", lambda: is_first)
     monkeypatch.setattr(
-        train_module,
+        scalejax.journal,
         "sync_global_devices",
         lambda name: lines_at_barrier.append(len(RunRecord.load(folder).measurements)),
     )
 
-    journal = train_module._Journal(files, Silent(), after_step=12)
+    journal = Journal(files, Silent(), after_step=12)
     journal.close()
 
     expected = tuple(m for m in finished[0].measurements if m.step <= 12)
@@ -267,7 +269,8 @@ def test_the_record_is_read_when_all_processes_have_ended(tmp_path, monkeypatch)
         status = RunRecord.load(tmp_path / "run").status
         said.append((name, status))
 
-    monkeypatch.setattr(train_module, "sync_global_devices", barrier)
+    for module in (scalejax.journal, train_module):
+        monkeypatch.setattr(module, "sync_global_devices", barrier)
 
     run(tmp_path / "run", {"train.epochs": 1})
 
@@ -288,13 +291,14 @@ def test_another_mode_is_predicted_again_and_the_same_is_not(finished, tmp_path)
 
 
 def test_a_run_that_diverges_ends_and_says_so(tmp_path):
-    """A loss that is not finite is null in the record, and no error."""
+    """A loss that is not finite is null in the record, ends the run, and is no error."""
     record = run(tmp_path / "run", {"schedule.base_learning_rate": 1e30})
 
     lines = record.folder.measurements.read_text().splitlines()
     assert record.status == "diverged"
     assert record.training[-1].loss is None
-    assert record.training[-1].step == 18
+    assert record.training[-1].step == 4
+    assert record.statuses[-1].cause == "not_finite"
     for line in lines:
         json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
 

@@ -51,7 +51,10 @@ class Train(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Draw runs and predictions in one HTML file."""
+    """Draw runs and predictions in one HTML file.
+
+    Of several runs, it says how far the loss of each is from that of the first after warmup.
+    """
 
     sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
     """Folders that train wrote, and JSON files that predict wrote."""

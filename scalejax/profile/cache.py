@@ -93,8 +93,16 @@ def case_key(job: RunJob) -> str:
     for name, part in (("loss", config.loss), ("averaging", config.averaging)):
         if part not in (None, LossConfig()):
             material[name] = _named(part)
+    if any(measured := _measured(job)):
+        material["measured"] = measured
     text = json.dumps(material, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _measured(job: RunJob) -> list[JsonValue]:
+    """What a step computes of its gradients besides updates."""
+    wanted = job.run.config.train
+    return [wanted.measures_gradient_norm, plain(wanted.noise_scale)]
 
 
 def _named(part: object) -> list[JsonValue]:
@@ -138,6 +146,7 @@ def _shaping(job: RunJob) -> JsonValue:
         "loss": config["loss"],
         "averaging": config["averaging"],
         "layout": config["layout"],
+        "measured": _measured(job),
         "split": run["split"],
         "bn_groups": run["bn_groups"],
         "dataset": {k: v for k, v in facts.items() if not k.endswith("_examples")},

@@ -1,0 +1,152 @@
+"""The loss of some samples, and its gradient added up over microbatches.
+
+Knows the network and the samples that it is given; nothing of where the other samples of a
+global batch are, nor of what is made of the gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from scalejax.data_config import DatasetFacts
+from scalejax.models import BatchNormScope
+from scalejax.models.placement import is_data_manual
+from scalejax.recipe import Recipe, network_of
+
+PyTree = Any
+"""Nested dicts and dataclasses of arrays, as JAX means it."""
+
+Batch = dict[str, Any]
+"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
+words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
+
+
+def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
+    """Images with mean 0 and deviation 1 over the training data; tokens as they are."""
+    if dataset.is_text:
+        return inputs
+    return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
+
+
+def sample_metrics(
+    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss and accuracy of each sample, float32 of shape (samples,); and the logits."""
+    inputs = _normalised(batch["inputs"], recipe.run.dataset)
+    where = {"places": batch["places"]} if "places" in batch else {}
+    logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
+    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
+    losses = _cross_entropy(logits, batch["targets"], smoothing)
+    hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
+    positions = tuple(range(1, losses.ndim))
+    return losses.mean(axis=positions), hits.mean(axis=positions), logits
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
+    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
+    `smoothing` that of all classes in the mean.
+
+    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
+    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
+    0.10.2).
+    """
+    if not is_data_manual():
+        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    else:
+        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
+        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
+    if smoothing == 0:
+        return of_target
+    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+    return (1 - smoothing) * of_target + smoothing * of_all
+
+
+def mean_loss(
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
+    statistics after it."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits, _ = sample_metrics(recipe, network, batch, is_training=True)
+    model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    loss = losses.mean() if scale is None else losses.mean() * scale
+    return loss, (hits.mean(), model_state)
+
+
+def gradients(
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None,
+    reduce: Callable[[PyTree], PyTree] | None = None,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """Mean gradient over the microbatches, the statistics after the last, mean metrics.
+
+    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
+    added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
+    hold the squared norm of the gradients before they are added up.
+    """
+    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
+    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
+    differentiate = jax.value_and_grad(partial(mean_loss, recipe, bn, scale=scale), has_aux=True)
+
+    def reduced(
+        loss: jax.Array, accuracy: jax.Array, gradient: PyTree
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
+        metrics = {"loss": loss, "accuracy": accuracy}
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+        if recipe.run.config.train.noise_scale is not None:
+            metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
+        return gradient if reduce is None else reduce(gradient), metrics
+
+    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
+        total, model_state = carry
+        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
+        return (total, model_state), metrics
+
+    if microbatches == 1:
+        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        return gradient, model_state, metrics
+    zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
+    (gradient, model_state), metrics = lax.scan(
+        accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
+    )
+    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _zeros_like(params: PyTree) -> PyTree:
+    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
+
+
+def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
+    shapes = jax.eval_shape(reduce, _zeros_like(params))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
+    """Rows dealt out in turn, (microbatches, rows / microbatches, ...).
+
+    In turn, and not in blocks: the rows of a device stay on it.
+    """
+    dealt = rows.reshape(-1, microbatches, *rows.shape[1:])
+    return dealt.swapaxes(0, 1)

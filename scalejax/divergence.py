@@ -24,6 +24,11 @@ _MIN_LOSS_SCALE = 1.0
 """DeepSpeed, fp16 options, `min_loss_scale`."""
 
 
+def is_skipped(loss: float | None, loss_scale: float | None) -> bool:
+    """Whether an update of float16 was not made, so that its loss tells nothing of the run."""
+    return loss is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
+
+
 class Divergence:
     """Follows the record of a run until a rule ends it."""
 
@@ -40,17 +45,23 @@ class Divergence:
         if self.cause is not None:
             return
         if isinstance(measurement, TrainMeasurement):
-            self._watch_loss(measurement)
+            self.see_loss(measurement.step, measurement.loss, measurement.loss_scale)
             self._watch_norm(measurement)
         elif isinstance(measurement, EvaluationMeasurement):
             self._watch_outputs(measurement)
 
-    def _watch_loss(self, measurement: TrainMeasurement) -> None:
-        scale = measurement.loss_scale
-        is_skipped = scale is not None and scale >= _MIN_LOSS_SCALE
-        if self._config.stops_not_finite and measurement.loss is None and not is_skipped:
+    def see_loss(self, step: int, loss: float | None, loss_scale: float | None) -> None:
+        """Take in a training loss that the record has no line of; the first cause stays.
+
+        Args:
+            step: updates made.
+            loss: of the last one; None if it is not finite.
+            loss_scale: of float16; None of other types.
+        """
+        is_lost = loss is None and not is_skipped(loss, loss_scale)
+        if self._config.stops_not_finite and is_lost and self.cause is None:
             self.cause = "not_finite"
-            self.message = f"the training loss is not finite at step {measurement.step}"
+            self.message = f"the training loss is not finite at step {step}"
 
     def _watch_outputs(self, measurement: EvaluationMeasurement) -> None:
         if self._config.stops_dead and measurement.is_constant:

@@ -10,12 +10,12 @@ Every process runs this loop over its own devices; the first alone writes and ta
 import math
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax import documents
@@ -23,10 +23,11 @@ from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
-from scalejax.divergence import Divergence
+from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
 from scalejax.errors import ConfigError
 from scalejax.journal import Journal
+from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
 from scalejax.processes import StopSignals, first_says, is_first
@@ -216,7 +217,7 @@ class _Loop:
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
             self._queued = metrics
-            if self._divergence.cause is not None:  # a checkpoint of it would push out a better one
+            if self._divergence.cause is not None:
                 break
             signal_number = self._signals.agreed(self._step, every=self._config.log_every_steps)
             if self._is_pause or signal_number:
@@ -264,33 +265,32 @@ class _Loop:
         metrics, self._queued = self._queued, None
         jax.block_until_ready(metrics["loss"])
         if self._step % self._config.log_every_steps and not self._is_last:
-            if self._is_evaluated:  # early stopping may end the run here, with no line of it
-                self._last_losses["train"] = finite(float(metrics["loss"]))
+            if (
+                self._is_pause
+            ):  # it is saved next, or early stopping ends the run, with no line of it
+                self._see_loss(jax.device_get(metrics))
             return
         now = time.perf_counter()
         step_seconds = (now - self._window_begin) / (self._step - self._window_step)
         self._window_begin, self._window_step = now, self._step
-        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        skipped = values.get("skipped_updates")
-        global_batch = self._run.phase_of(self._step - 1).split.global_batch
-        scale = finite(values.get("noise_scale", math.nan)) or 0.0
-        measurement = TrainMeasurement(
+        measurement = train_measurement(
+            self._run,
+            jax.device_get(metrics),
             step=self._step,
-            epoch=self._run.epoch_of(self._step),
-            loss=finite(values["loss"]),
-            accuracy=values["accuracy"],
-            learning_rate=values["learning_rate"],
             step_seconds=step_seconds,
-            samples_per_second=global_batch / step_seconds,
-            global_batch=global_batch,
             elapsed_seconds=self._journal.elapsed_seconds,
-            loss_scale=values.get("loss_scale"),
-            skipped_updates=None if skipped is None else int(skipped),
-            gradient_norm=finite(values.get("gradient_norm", math.nan)),
-            noise_scale=scale if scale > 0 else None,
         )
         self._journal.write(measurement)
         self._note(measurement)
+
+    def _see_loss(self, metrics: Mapping[str, Any]) -> None:
+        loss, loss_scale = finite(float(metrics["loss"])), metrics.get("loss_scale")
+        self._keep_loss(loss, loss_scale)
+        self._divergence.see_loss(self._step, loss, loss_scale)
+
+    def _keep_loss(self, loss: float | None, loss_scale: float | None) -> None:
+        if not is_skipped(loss, loss_scale):
+            self._last_losses["train"] = loss
 
     def _restart_clock(self) -> None:
         """Count step time from here: what came before was no training."""
@@ -304,7 +304,8 @@ class _Loop:
             accuracy = evaluation.test_accuracy
             self._journal.write(evaluation)
             self._note(evaluation)
-        self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+        if self._divergence.cause is None:  # a checkpoint of it would push out a better one
+            self._checkpoints.save(self._step, state, test_accuracy=accuracy)
         self._restart_clock()
 
     def _evaluate(self, state: TrainState) -> EvaluationMeasurement:
@@ -316,28 +317,19 @@ class _Loop:
                 jax.block_until_ready(sums[-2])  # for the reasons of `_settle`
             sums.append(self._programs.evaluate(*weights, batch))
         parts = jax.device_get(sums)
-        totals = {
-            name: math.fsum(float(part[name]) for part in parts)
-            for name in ("loss_sum", "correct_sum", "count")
-        }
-        lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
-        highest = np.max([part["highest_logits"] for part in parts], axis=0)
-        return EvaluationMeasurement(
+        return evaluation_measurement(
+            self._run,
+            parts,
             step=self._step,
-            epoch=self._run.epoch_of(self._step),
-            test_loss=finite(totals["loss_sum"] / totals["count"]),
-            test_accuracy=totals["correct_sum"] / totals["count"],
-            examples=round(totals["count"]),
             seconds=time.perf_counter() - begin,
             elapsed_seconds=self._journal.elapsed_seconds,
-            is_constant=totals["count"] > 1 and bool(np.all(lowest == highest)),
         )
 
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
         self._divergence.update(measurement)
         if isinstance(measurement, TrainMeasurement):
-            self._last_losses["train"] = measurement.loss
+            self._keep_loss(measurement.loss, measurement.loss_scale)
             self._step_times.append(measurement.step_seconds)
             self._statistics = statistics_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):

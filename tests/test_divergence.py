@@ -126,7 +126,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_no_checkpoint_holds_it(tmp_p
 
     last = record.statuses[-1]
     assert (last.status, last.cause) == ("diverged", "not_finite")
-    assert "the training loss is not finite at step 16" in last.message
+    assert "the training loss is not finite at step 14" in last.message  # before it is saved
     assert last.step <= 17
     with Checkpoints(tmp_path / "run" / "checkpoints", keep=2) as checkpoints:
         assert max(checkpoints.steps) < 16

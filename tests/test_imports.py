@@ -48,6 +48,7 @@ ARITHMETIC = {
     "shortage": 8,
     "early_stopping": 9,
     "divergence": 9,
+    "measuring": 9,
     "progress": 9,
     "explain": 5,
     "search": 5,

@@ -120,10 +120,11 @@ def weights(run_file, folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(run_file, tmp_path_factory):
-    """The folder of the run that nothing happened to, trained in this process."""
+    """The folder of the run that nothing happened to, trained in a process of its own: what other
+    tests did in this one changes the last bit."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    record = train(load_config(run_file), folder, device_count=4, reporter=Silent())
-    assert len(record.training) == STEPS
+    finish(start(run_file, folder))
+    assert len(RunRecord.load(folder).training) == STEPS
     return folder
 
 

@@ -6,7 +6,6 @@ The runs leave the records that they would leave one by one, equal within roundi
 all is checkpointed as one.
 """
 
-import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -24,12 +23,16 @@ from scalejax.data import (
     open_source,
     training_batches_of_seeds,
 )
+from scalejax.divergence import Divergence, is_skipped
+from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.mesh import build_mesh
 from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
 from scalejax.recipe import schedule_of
 from scalejax.record import (
+    DivergenceCause,
     EvaluationMeasurement,
+    Measurement,
     MeasurementLog,
     RunFolder,
     RunRecord,
@@ -159,6 +162,7 @@ class _Loop:
         ]
         """Runs that have not ended yet: all, unless a kill fell between the ends of two."""
         self._last: list[dict[str, float | None]] = [{} for _ in runs]
+        self._divergences = [Divergence(run.config.train.divergence) for run in runs]
         self._last_checkpoint = time.perf_counter()
 
     def close(self) -> None:
@@ -190,16 +194,24 @@ class _Loop:
                 jax.block_until_ready(queued["loss"])  # as `train` does, for its reasons
             self._step += 1
             queued = metrics
-            is_last = self._step == total_steps
-            every = config.evaluate_every_epochs * run.steps_per_epoch
-            is_evaluated = self._step % every == 0 or is_last
-            if self._step % config.log_every_steps == 0 or is_last or is_evaluated:
-                self._note_update(
-                    metrics, is_written=not self._step % config.log_every_steps or is_last
-                )
-            if is_evaluated:
+            self._close_diverged(state)  # those that their last line told of: one update later
+            every = config.checkpoint_every_steps
+            is_epoch = self._step % run.steps_per_epoch == 0
+            is_pause = self._step % every == 0 if every else is_epoch
+            is_evaluated = (
+                self._step % (config.evaluate_every_epochs * run.steps_per_epoch) == 0
+                or self._is_last
+            )
+            if self._step % config.log_every_steps == 0 or is_pause or is_evaluated:
+                self._note_update(metrics)
+            if is_pause or is_evaluated:
+                self._close_diverged(state)
+            if is_evaluated and self._open:
                 self._evaluate(state)
-            self._pause(state, is_last=is_last)
+                self._close_diverged(state)
+            if not self._open:
+                break
+            self._pause(state)
         self._finish(state)
 
     def _batches(self, begin: int) -> Iterator[PyTree]:
@@ -216,38 +228,54 @@ class _Loop:
     def _restart_clock(self) -> None:
         self._window_begin, self._window_step = time.perf_counter(), self._step
 
-    def _note_update(self, metrics: PyTree, *, is_written: bool) -> None:
-        """Put the metrics of an update down."""
+    def _note_update(self, metrics: PyTree) -> None:
+        """Put the metrics of an update down, or only look at them."""
+        is_written = not self._step % self._run.config.train.log_every_steps or self._is_last
         values = jax.device_get(metrics)
-        for index, last in enumerate(self._last):
-            last["train"] = finite(float(values["loss"][index]))
-        if not is_written:
-            return
+        step_seconds = self._window_seconds() / len(self._runs) if is_written else 0.0
+        for index in self._open:
+            one = {name: value[index] for name, value in values.items()}
+            if is_written:
+                line = train_measurement(
+                    self._runs[index],
+                    one,
+                    step=self._step,
+                    step_seconds=step_seconds,
+                    elapsed_seconds=self._elapsed_seconds,
+                )
+                self._write(index, line)
+            else:
+                loss, loss_scale = finite(float(one["loss"])), one.get("loss_scale")
+                self._keep_loss(index, loss, loss_scale)
+                self._divergences[index].see_loss(self._step, loss, loss_scale)
+
+    def _window_seconds(self) -> float:
+        """Time of an update of all since the last line, and the clock set anew."""
         seconds = (time.perf_counter() - self._window_begin) / (self._step - self._window_step)
-        step_seconds = seconds / len(self._runs)
         self._restart_clock()
-        for index, log in enumerate(self._logs):
-            one = {name: float(value[index]) for name, value in values.items()}
-            skipped = one.get("skipped_updates")
-            measurement = TrainMeasurement(
-                step=self._step,
-                epoch=self._run.epoch_of(self._step),
-                loss=finite(one["loss"]),
-                accuracy=one["accuracy"],
-                learning_rate=one["learning_rate"],
-                step_seconds=step_seconds,
-                samples_per_second=self._run.split.global_batch / step_seconds,
-                global_batch=self._run.split.global_batch,
-                elapsed_seconds=self._elapsed_seconds,
-                loss_scale=one.get("loss_scale"),
-                skipped_updates=None if skipped is None else int(skipped),
-            )
-            log.append(measurement)
-            if index == 0:
-                self._reporter.measured(measurement)
+        return seconds
+
+    def _write(self, index: int, line: Measurement) -> None:
+        """Put down a line of one run; the first is told of to whoever listens."""
+        self._logs[index].append(line)
+        self._note(index, line)
+        if index == 0:
+            self._reporter.measured(line)
+
+    def _note(self, index: int, line: Measurement) -> None:
+        """Keep in mind what the end of a run is judged by."""
+        self._divergences[index].update(line)
+        if isinstance(line, TrainMeasurement):
+            self._keep_loss(index, line.loss, line.loss_scale)
+        elif isinstance(line, EvaluationMeasurement):
+            self._last[index]["evaluation"] = line.test_loss
+
+    def _keep_loss(self, index: int, loss: float | None, loss_scale: float | None) -> None:
+        if not is_skipped(loss, loss_scale):
+            self._last[index]["train"] = loss
 
     def _evaluate(self, state: PyTree) -> None:
-        """Evaluate all runs, and put it down."""
+        """Evaluate all runs, and put it down for those that go on."""
         begin, sums = time.perf_counter(), []
         weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
@@ -257,41 +285,34 @@ class _Loop:
             sums.append(self._programs.evaluate(weights, batches))
         parts = jax.device_get(sums)
         took = (time.perf_counter() - begin) / len(self._runs)
-        for index, log in enumerate(self._logs):
-            totals = {
-                name: math.fsum(float(part[name][index]) for part in parts) for name in parts[0]
-            }
-            measurement = EvaluationMeasurement(
+        for index in self._open:
+            line = evaluation_measurement(
+                self._runs[index],
+                [{name: value[index] for name, value in part.items()} for part in parts],
                 step=self._step,
-                epoch=self._run.epoch_of(self._step),
-                test_loss=finite(totals["loss_sum"] / totals["count"]),
-                test_accuracy=totals["correct_sum"] / totals["count"],
-                examples=round(totals["count"]),
                 seconds=took,
                 elapsed_seconds=self._elapsed_seconds,
             )
-            log.append(measurement)
-            self._last[index]["evaluation"] = measurement.test_loss
-            if index == 0:
-                self._reporter.measured(measurement)
+            self._write(index, line)
         self._restart_clock()
 
     def _recall(self) -> None:
         """Read from the records what the end of a resumed run is judged by."""
-        for folder, last in zip(self._folders, self._last, strict=True):
-            for measurement in RunRecord.load(folder.path).measurements:
-                if isinstance(measurement, TrainMeasurement):
-                    last["train"] = measurement.loss
-                elif isinstance(measurement, EvaluationMeasurement):
-                    last["evaluation"] = measurement.test_loss
+        for index in self._open:
+            for line in RunRecord.load(self._folders[index].path).measurements:
+                self._note(index, line)
 
-    def _pause(self, state: PyTree, *, is_last: bool) -> None:
+    @property
+    def _is_last(self) -> bool:
+        return self._step == self._run.total_steps
+
+    def _pause(self, state: PyTree) -> None:
         """Save a checkpoint if it is time to; stop if a signal asks to."""
         run = self._run
         every = run.config.train.checkpoint_every_steps or run.steps_per_epoch
         signal_number = self._signals.agreed(self._step, every=1)
         is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
-        if signal_number or (is_due and self._step % every == 0 and not is_last):
+        if signal_number or (is_due and self._step % every == 0 and not self._is_last):
             self._saved.save(self._step, state)
             self._restart_clock()
             self._last_checkpoint = time.perf_counter()
@@ -304,25 +325,50 @@ class _Loop:
         """Save what each run ended with, and close its record."""
         self._saved.save(self._step, state)  # a kill between two ends must repeat neither
         self._saved.wait()
-        params, model_state = jax.device_get(self._programs.weights(state))
-        ended = f"{self._step} steps, with {len(self._runs) - 1} others in one program"
         for index in self._open:
-            weights = jax.tree.map(
-                lambda leaf, index=index: leaf[index],
-                {"params": params, "model_state": model_state},
-            )
-            save_weights(self._folders[index].weights, weights)
             if None in self._last[index].values():
-                self._append_status(index, "diverged", f"{ended}; the loss is not finite")
+                self._close(index, state, "diverged", "the loss is not finite", "not_finite")
             else:
-                self._append_status(index, "completed", ended)
+                self._close(index, state, "completed")
+        self._open = []
+
+    def _close_diverged(self, state: TrainState) -> None:
+        """End the runs that will not learn any more; the program goes on for the others."""
+        for index in tuple(self._open):
+            found = self._divergences[index]
+            if found.cause is not None:
+                self._close(index, state, "diverged", found.message, found.cause)
+                self._open.remove(index)
+
+    def _close(
+        self,
+        index: int,
+        state: TrainState,
+        status: Status,
+        why: str = "",
+        cause: DivergenceCause | None = None,
+    ) -> None:
+        """Save what a run ended with, and say how it did."""
+        params, model_state = self._programs.weights(state)
+        weights = jax.tree.map(
+            lambda leaf: np.asarray(leaf[index]), {"params": params, "model_state": model_state}
+        )
+        save_weights(self._folders[index].weights, weights)
+        ended = f"{self._step} steps, with {len(self._runs) - 1} others in one program"
+        self._append_status(index, status, f"{why}; {ended}" if why else ended, cause)
 
     def _change_status(self, status: Status, message: str) -> None:
         for index in self._open:
             self._append_status(index, status, message)
 
-    def _append_status(self, index: int, status: Status, message: str) -> None:
+    def _append_status(
+        self, index: int, status: Status, message: str, cause: DivergenceCause | None = None
+    ) -> None:
         change = StatusChange(
-            step=self._step, status=status, message=message, elapsed_seconds=self._elapsed_seconds
+            step=self._step,
+            status=status,
+            message=message,
+            elapsed_seconds=self._elapsed_seconds,
+            cause=cause,
         )
         self._logs[index].append(change)

@@ -1,0 +1,86 @@
+"""Lines of a record, from what steps and evaluations return.
+
+Knows metrics by name, and where a run stands; neither devices nor files.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from scalejax.config import ResolvedRun
+from scalejax.record import EvaluationMeasurement, TrainMeasurement, finite
+
+
+def train_measurement(
+    run: ResolvedRun,
+    metrics: Mapping[str, Any],
+    *,
+    step: int,
+    step_seconds: float,
+    elapsed_seconds: float,
+) -> TrainMeasurement:
+    """The line of the update `step`.
+
+    Args:
+        run: what trains.
+        metrics: of the update, one figure each.
+        step: updates made.
+        step_seconds: of an update, on average since the last line.
+        elapsed_seconds: since training began.
+    """
+    values = {name: float(value) for name, value in metrics.items()}
+    skipped = values.get("skipped_updates")
+    global_batch = run.phase_of(step - 1).split.global_batch
+    scale = finite(values.get("noise_scale", math.nan)) or 0.0
+    return TrainMeasurement(
+        step=step,
+        epoch=run.epoch_of(step),
+        loss=finite(values["loss"]),
+        accuracy=values["accuracy"],
+        learning_rate=values["learning_rate"],
+        step_seconds=step_seconds,
+        samples_per_second=global_batch / step_seconds,
+        global_batch=global_batch,
+        elapsed_seconds=elapsed_seconds,
+        loss_scale=values.get("loss_scale"),
+        skipped_updates=None if skipped is None else int(skipped),
+        gradient_norm=finite(values.get("gradient_norm", math.nan)),
+        noise_scale=scale if scale > 0 else None,
+    )
+
+
+def evaluation_measurement(
+    run: ResolvedRun,
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    step: int,
+    seconds: float,
+    elapsed_seconds: float,
+) -> EvaluationMeasurement:
+    """The line of an evaluation after `step` updates.
+
+    Args:
+        run: what trains.
+        parts: of every batch of the test data, what the evaluation returns.
+        step: updates made.
+        seconds: that it took.
+        elapsed_seconds: since training began.
+    """
+    loss_sum, correct_sum, count = (
+        math.fsum(float(part[name]) for part in parts)
+        for name in ("loss_sum", "correct_sum", "count")
+    )
+    lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
+    highest = np.max([part["highest_logits"] for part in parts], axis=0)
+    return EvaluationMeasurement(
+        step=step,
+        epoch=run.epoch_of(step),
+        test_loss=finite(loss_sum / count),
+        test_accuracy=correct_sum / count,
+        examples=round(count),
+        seconds=seconds,
+        elapsed_seconds=elapsed_seconds,
+        is_constant=count > 1 and bool(np.all(lowest == highest)),
+    )

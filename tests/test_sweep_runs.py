@@ -67,7 +67,7 @@ def figures(folder):
     "optimizer", ['name = "sgd"\nweight_decay = 1e-4', 'name = "lamb"', 'name = "adamw"']
 )
 def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimizer):
-    """Other seeds and other schedules, within rounding: 1e-5 after 36 steps; and one diverges."""
+    """Other seeds and other schedules, within rounding: 1e-5 after 36 steps."""
     run_file.write_text(RUN.replace('name = "sgd"\nweight_decay = 1e-4', optimizer))
     changes = [
         {"seed": 0},
@@ -97,18 +97,32 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
     assert figures(folders[0].path) != figures(folders[1].path)
 
 
-def test_a_run_that_diverges_leaves_the_others_as_they_are(run_file, tmp_path):
-    """In one program, each run has its own state."""
-    run_file.write_text(RUN.replace("epochs = 3", "epochs = 2"))
-    rates = {"small": 0.01, "huge": 1e30}
+@pytest.mark.parametrize(("every", "rate"), [(5, 1e30), (1, 1e30), (20, 1e5)])
+def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, rate):
+    """At the same update, for the same cause; the other one goes on as if it were alone."""
+    run_file.write_text(
+        RUN.replace("epochs = 3", "epochs = 2").replace("_steps = 5", f"_steps = {every}")
+    )
+    rates = {"small": 0.01, "huge": rate}
     runs = [
         resolve(load_config(run_file, {"schedule.base_learning_rate": rate}), 1)
         for rate in rates.values()
     ]
     folders = [RunFolder(path=tmp_path / name) for name in rates]
+    alone = [
+        train(run.config, tmp_path / f"alone{i}", device_count=1, reporter=Silent(), predicts=False)
+        for i, run in enumerate(runs)
+    ]
 
     train_together(runs, folders, tmp_path / "states", Silent())
 
+    for folder, record in zip(folders, alone, strict=True):
+        ours, theirs = RunRecord.load(folder.path).statuses[-1], record.statuses[-1]
+        assert (ours.status, ours.cause, ours.step) == (theirs.status, theirs.cause, theirs.step)
+        steps, others = (
+            [line[0] for line in figures(each)] for each in (folder.path, record.folder.path)
+        )
+        assert steps == others
     assert [RunRecord.load(f.path).status for f in folders] == ["completed", "diverged"]
 
 

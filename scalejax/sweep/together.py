@@ -194,7 +194,8 @@ class _Loop:
                 jax.block_until_ready(queued["loss"])  # as `train` does, for its reasons
             self._step += 1
             queued = metrics
-            self._close_diverged(state)  # those that their last line told of: one update later
+            # Those that their last line told of end one update later, as `train` has them.
+            ending = tuple(index for index in self._open if self._divergences[index].cause)
             every = config.checkpoint_every_steps
             is_epoch = self._step % run.steps_per_epoch == 0
             is_pause = self._step % every == 0 if every else is_epoch
@@ -204,11 +205,12 @@ class _Loop:
             )
             if self._step % config.log_every_steps == 0 or is_pause or is_evaluated:
                 self._note_update(metrics)
+            self._close_diverged(state, ending)
             if is_pause or is_evaluated:
-                self._close_diverged(state)
+                self._close_diverged(state, self._open)
             if is_evaluated and self._open:
                 self._evaluate(state)
-                self._close_diverged(state)
+                self._close_diverged(state, self._open)
             if not self._open:
                 break
             self._pause(state)
@@ -332,9 +334,9 @@ class _Loop:
                 self._close(index, state, "completed")
         self._open = []
 
-    def _close_diverged(self, state: TrainState) -> None:
-        """End the runs that will not learn any more; the program goes on for the others."""
-        for index in tuple(self._open):
+    def _close_diverged(self, state: TrainState, indices: Sequence[int]) -> None:
+        """End those of some runs that will not learn any more; the program goes on for others."""
+        for index in tuple(indices):
             found = self._divergences[index]
             if found.cause is not None:
                 self._close(index, state, "diverged", found.message, found.cause)

@@ -328,6 +328,29 @@ def test_target_is_written_as_it_was_given(run_file):
     assert not target.is_reached(None)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("test_accuracy=nan", "a finite number, such as test_accuracy=0.8"),
+        ("test_accuracy=88", "try test_accuracy=88%"),
+        ("test_accuracy=188%", "from 0 to 1"),
+        ("test_accuracy=-0.1", "from 0 to 1"),
+        ("test_loss=-inf", "a finite number"),
+        ("test_loss", "a finite number"),
+    ],
+)
+def test_targets_that_every_run_or_none_reaches_are_refused(text, words):
+    """Before hours of training that cannot end there."""
+    with pytest.raises(ConfigError, match=words):
+        parse_target(text)
+
+
+def test_target_may_be_a_percentage():
+    """As that of a plan."""
+    assert parse_target("test_accuracy=88%") == parse_target("test_accuracy=0.88")
+    assert parse_target("test_loss=2.5") is not None
+
+
 def test_ranges_are_for_searches(run_file):
     """A sweep of every combination cannot take every number."""
     grammar = parse_grammar([], ['schedule.base_learning_rate={"low":0.01,"high":1}'], [])

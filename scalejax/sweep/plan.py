@@ -45,21 +45,28 @@ class Target:
 
 
 def parse_target(text: str | None) -> Target | None:
-    """The target in a text such as "test_accuracy=0.88"; None of None.
+    """The target in a text such as "test_accuracy=0.88" or "test_accuracy=88%"; None of None.
 
     Raises:
-        ConfigError: if the metric or the number is none.
+        ConfigError: if the metric or the number is none, or no accuracy is so high.
     """
+    from scalejax.convergence import parse_target as parse_number  # NumPy, only where it is needed
+
     if text is None:
         return None
     metric, _, value = text.partition("=")
     if metric not in ("test_accuracy", "test_loss"):
         raise ConfigError(unknown_name("target", metric, ("test_accuracy", "test_loss")))
     try:
-        return Target(metric=metric, value=float(value))
-    except ValueError as error:
-        accepted = f"it must be a metric and a number, such as {metric}=0.8"
+        number = parse_number(value)
+    except ConfigError as error:
+        accepted = f"it must be a metric and a finite number, such as {metric}=0.8"
         raise ConfigError(refusal("target", text, accepted)) from error
+    if metric == "test_accuracy" and not 0 <= number <= 1:
+        accepted = "an accuracy is from 0 to 1, or from 0% to 100%"
+        accepted += f"; try {metric}={number:g}%" if 1 < number <= 100 else ""
+        raise ConfigError(refusal("target", text, accepted))
+    return Target(metric=metric, value=number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

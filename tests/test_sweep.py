@@ -220,6 +220,57 @@ def test_runs_with_turns_of_their_own_train_alone(run_file, parameter):
     assert plan.jobs == ((0,), (1,))
 
 
+TOLD_APART = [
+    (
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]'],
+        [{"optimizer.name": "sgd"}, {"optimizer.name": "lamb"}],
+    ),
+    (
+        ['averaging=[null,{"name":"ema"},{"name":"ema","decay":0.9}]'],
+        [
+            {"averaging.name": None, "averaging.decay": None},
+            {"averaging.name": "ema", "averaging.decay": 0.999},
+            {"averaging.name": "ema", "averaging.decay": 0.9},
+        ],
+    ),
+    (
+        ['model=[{"name":"mlp","hidden":[8]},{"name":"mlp","hidden":[16]}]'],
+        [{"model.hidden": [8]}, {"model.hidden": [16]}],
+    ),
+    (  # a field of a table and the table
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]', "optimizer.weight_decay=[0.1,0.2]"],
+        [
+            {"optimizer.name": name, "optimizer.weight_decay": decay}
+            for name in ("sgd", "lamb")
+            for decay in (0.1, 0.2)
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "varied"), TOLD_APART)
+def test_runs_that_differ_in_a_table_are_told_apart(run_file, tmp_path, variables, varied):
+    """They are arms of their own, with columns of their own, and no seeds of one."""
+    import pyarrow.parquet
+
+    run_file.write_text(RUN.replace('[optimizer]\nname = "sgd"\n', ""))
+    parameters = [] if "optimizer" in variables[0] else ['optimizer.name="sgd"']
+    plan = plan_sweep(run_file, parse_grammar(parameters, [*variables, "seed=[0,1]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in range(len(plan.runs)):
+        record(folder.run(index), [0.5])
+
+    rows = read_rows(plan, folder)
+    write_results(plan, folder, rows)
+
+    assert [arm.varied for arm in arms(rows)] == varied
+    assert [len(arm.rows) for arm in arms(rows)] == [2] * len(varied)
+    table = pyarrow.parquet.read_table(folder.results).to_pylist()
+    assert len({tuple(str(line[name]) for name in plan.varied_names) for line in table}) == len(
+        table
+    )
+
+
 def test_plan_is_printed_in_80_columns_and_nothing_is_trained(run_file, tmp_path, capsys):
     """Flags with a dot are parameters."""
     flags = ["-V", "seed=[0,1]", "-V", "batch.global_batch=[8,16]", "--train.epochs", "3"]

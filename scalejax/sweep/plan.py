@@ -193,7 +193,8 @@ def plan_sweep(
         target: what the runs are to reach.
 
     Raises:
-        ConfigError: if a run cannot work, naming it, or a condition names no field.
+        ConfigError: if a run cannot work, naming it, a condition names no field, or two runs
+            differ in nothing that is named.
     """
     for extension in grammar.extensions:
         for name in extension.condition:
@@ -210,6 +211,7 @@ def plan_sweep(
         first.setdefault(json.dumps(plain(run.config), sort_keys=True), position)
     kept = [(expanded[position], resolved[position]) for position in first.values()]
     varied = _varied(grammar.named_fields(), [run.config for _, run in kept])
+    _require_told_apart(varied)
     runs = tuple(
         PlannedRun(index=index, fields=fields, varied=varied[index], run=run)
         for index, (fields, run) in enumerate(kept)
@@ -315,14 +317,39 @@ def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: st
 
 
 def _varied(names: list[str], configs: list[RunConfig]) -> list[Fields]:
-    """For each run its values of those fields in which runs differ."""
+    """For each run its values of those fields in which runs differ.
+
+    Of a table that is named as a whole, those of its fields that tell runs apart: first of all
+    which kind it is, and not what goes with the kind.
+    """
     tables = [_flat(plain(config)) for config in configs]
-    differing = [
-        name
-        for name in names
-        if len({json.dumps(table.get(name), sort_keys=True) for table in tables}) > 1
-    ]
+    differing: list[str] = []
+    for name in names:
+        inner = (leaf for table in tables for leaf in table if leaf.startswith(f"{name}."))
+        leaves = [name, *dict.fromkeys(inner)]
+        told_apart = 1
+        for position, leaf in enumerate(leaves):
+            seen = [each for each in leaves[:position] if each in differing]
+            count = len({_text_of(table, [*seen, leaf]) for table in tables})
+            if count > told_apart and leaf not in differing:
+                differing.append(leaf)
+            told_apart = max(told_apart, count)
     return [{name: table.get(name) for name in differing} for table in tables]
+
+
+def _text_of(table: Fields, names: list[str]) -> str:
+    """The same text for tables with the same values of `names`."""
+    return json.dumps([table.get(name) for name in names])
+
+
+def _require_told_apart(varied: list[Fields]) -> None:
+    """Refuse runs that would count as one; with their seed, `varied` names what sets each apart."""
+    first: dict[str, int] = {}
+    for index, fields in enumerate(varied):
+        other = first.setdefault(json.dumps(fields), index)
+        if other != index:
+            accepted = "they differ in no field that -V or -E names; name the one in which they do"
+            raise ConfigError(refusal("-V", f"runs {other} and {index}", accepted))
 
 
 def _jobs(runs: tuple[PlannedRun, ...], *, one_by_one: bool) -> tuple[tuple[int, ...], ...]:

@@ -19,8 +19,9 @@ from scalejax.convergence.points import (
 )
 from scalejax.errors import ConfigError, refusal
 
-_UNITS = ("steps_to_target", "samples_to_target", "epochs_to_target")
-"""Columns that say what a run needed; a table has one of them. An empty cell: never."""
+_UNITS = ("samples_to_target", "steps_to_target", "epochs_to_target")
+"""Columns that say what a run needed; the first of them that a table has is read. An empty cell:
+never."""
 _TABLES = (".csv", ".parquet")
 _DOCUMENTS = (".toml", ".json")
 
@@ -57,11 +58,12 @@ def read_data(
 ) -> ConvergenceData:
     """The points in a file.
 
-    A CSV or Parquet table has a row for each run: `global_batch`, one of `steps_to_target`,
-    `samples_to_target` and `epochs_to_target` (empty where the run did not reach the target), and
-    maybe `recipe`, `target`, and, of rows that are means, `run_deviation` (over the mean) and
-    `run_count`; other columns are ignored. A TOML or JSON document has `points` with the same
-    names, and maybe `target`, `metric`, `noise_scale` and `failed_batches`.
+    A CSV or Parquet table, such as the results of a sweep, has a row for each run: `global_batch`,
+    `samples_to_target` or else `steps_to_target` or `epochs_to_target` (empty where the run did
+    not reach the target), and maybe `recipe`, `target`, and, of rows that are means,
+    `run_deviation` (over the mean) and `run_count`; other columns are ignored. A TOML or JSON
+    document has `points` with the same names, and maybe `target`, `metric`, `noise_scale` and
+    `failed_batches`.
 
     Args:
         path: the file; its suffix says which kind.
@@ -172,7 +174,7 @@ def _data_of(
     name: str, rows: list[Row], train_examples: int | None, *, source: str
 ) -> ConvergenceData:
     units = [unit for unit in _UNITS if rows and unit in rows[0]]
-    if not rows or "global_batch" not in rows[0] or len(units) != 1:
+    if not rows or "global_batch" not in rows[0] or not units:
         accepted = f"it needs columns global_batch and one of {', '.join(_UNITS)}"
         got = sorted(map(str, rows[0])) if rows else "an empty table"
         raise ConfigError(refusal("convergence", got, accepted))

@@ -15,10 +15,12 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, save_bytes
 from scalejax.record import EvaluationMeasurement, RunRecord
 from scalejax.sweep.grammar import Fields
-from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan
+from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan, Target, in_words
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Statuses after which nothing of a run is left to do."""
+_BATCHES = ("batch.global_batch", "batch.per_device_batch")
+"""What may differ between runs of one recipe, beside the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +47,10 @@ class RunRow:
 
     @property
     def final(self) -> EvaluationMeasurement | None:
-        """The last evaluation."""
-        return self.evaluations[-1] if self.evaluations else None
+        """The last evaluation; None also if the run diverged after it, which it does not show."""
+        last = self.evaluations[-1] if self.evaluations else None
+        has_changed = self.status == "diverged" and last is not None and last.step < self.steps
+        return None if has_changed else last
 
     @property
     def best(self) -> EvaluationMeasurement | None:
@@ -98,16 +102,20 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
         ConfigError: if a file cannot be written.
     """
     done = [row for row in rows if row.is_finished]
-    save_table(folder.results, [_result(row) for row in done])
+    save_table(folder.results, [_result(row, plan.target) for row in done])
     save_table(folder.evaluations, [line for row in done for line in _evaluations(row)])
     save_table(folder.timings, [_timing(row) for row in done])
 
 
-def _result(row: RunRow) -> dict[str, JsonValue]:
+def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
     final, best = row.final, row.best
+    recipe = {name: value for name, value in _seedless(row).items() if name not in _BATCHES}
     return {
         "run": row.planned.index,
         **row.planned.varied,
+        # With these names `scalejax plan --convergence` reads the table.
+        "global_batch": row.planned.run.split.global_batch,
+        "recipe": in_words(recipe),
         "status": row.status,
         "steps": row.steps,
         "samples": _samples(row.planned.run, row.steps),
@@ -121,6 +129,7 @@ def _result(row: RunRow) -> dict[str, JsonValue]:
         "best_step": best and best.step,
         "steps_to_target": row.reached and row.reached.step,
         "samples_to_target": row.samples_to_target,
+        "target": target and target.value,
     }
 
 
@@ -192,13 +201,18 @@ class Arm:
 
     @property
     def accuracies(self) -> list[float]:
-        """The last of each run."""
+        """The last of each run that has one; those that diverged before it have none."""
         return [row.final.test_accuracy for row in self.rows if row.final]
 
     @property
     def diverged(self) -> int:
-        """Runs whose loss was not finite at the end."""
+        """Runs that diverged, with a last accuracy or without."""
         return sum(row.status == "diverged" for row in self.rows)
+
+    @property
+    def without_final(self) -> tuple[RunRow, ...]:
+        """Runs that are in no mean, since they diverged before a last evaluation."""
+        return tuple(row for row in self.rows if row.final is None)
 
 
 def arms(rows: Sequence[RunRow]) -> list[Arm]:

@@ -4,10 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from scalejax.plots import new_figure, require_plot_format, save_figure
 from scalejax.sweep.plan import in_words
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MOST_CURVES = 20
 """More are not told apart by colour and dash."""
@@ -17,7 +21,8 @@ _DASHES = ("solid", "dashed", "dotted", "dashdot")
 def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
     """Draw the last accuracy of each arm over the field with the most numbers.
 
-    Points are single runs; lines join means, bars are standard deviations over seeds.
+    Points are single runs; lines join means, bars are standard deviations over seeds. A run that
+    diverged before its last evaluation is in no mean: it is a cross at the bottom.
 
     Args:
         rows: of a sweep; those that are not finished are left out.
@@ -27,7 +32,7 @@ def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
     """
     require_plot_format("path", path)
-    found = [arm for arm in arms(rows) if arm.accuracies]
+    found = [arm for arm in arms(rows) if arm.rows]
     x_name = _numeric_field(found)
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
@@ -46,6 +51,8 @@ def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
         )
         for x, arm in series:
             axes.scatter([x] * len(arm.accuracies), arm.accuracies, color=color, s=10, alpha=0.5)
+            lost = [x] * len(arm.without_final)
+            _mark_diverged(axes, lost, color=color)
     if x_name and min(x for s in _series(found, x_name).values() for x, _ in s) > 0:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for s in _series(found, x_name).values() for x, _ in s})
@@ -56,12 +63,14 @@ def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
     axes.set_xlabel(x_name or "arms of the sweep")
     axes.set_ylabel("test accuracy after the last epoch")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    _add_legend(axes, found, fontsize="small")
     save_figure(figure, path)
 
 
 def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
     """Draw accuracy over epochs for each arm: the mean over seeds, shaded by its deviation.
+
+    A run that diverged before its last evaluation is a cross at the bottom, where it ended.
 
     Args:
         rows: of a sweep; those that are not finished are left out.
@@ -71,7 +80,7 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
     """
     require_plot_format("path", path)
-    found = [arm for arm in arms(rows) if arm.accuracies]
+    found = [arm for arm in arms(rows) if arm.rows]
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     for number, arm in enumerate(found[:_MOST_CURVES]):
@@ -88,14 +97,32 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
         label = in_words(arm.varied) or "all runs"
         axes.plot(epochs, [m for m, _ in spreads], color=color, linestyle=dashes, label=label)
         axes.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
+        lost = [row.planned.run.epoch_of(row.steps) for row in arm.without_final]
+        _mark_diverged(axes, lost, color=color)
     left_out = len(found) - _MOST_CURVES
     if left_out > 0:
         axes.set_title(f"the first {_MOST_CURVES} arms; {left_out} are left out", fontsize="medium")
     axes.set_xlabel("epoch")
     axes.set_ylabel("test accuracy")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small", loc="lower right")
+    _add_legend(axes, found[:_MOST_CURVES], fontsize="x-small", loc="lower right")
     save_figure(figure, path)
+
+
+def _mark_diverged(axes: "Axes", xs: Sequence[float], *, color: str) -> None:
+    """A cross for each run without a figure, at the bottom of the axes whatever their scale."""
+    if xs:
+        bottom = axes.get_xaxis_transform()
+        axes.scatter(xs, [0.02] * len(xs), color=color, marker="x", s=36, transform=bottom)
+
+
+def _add_legend(axes: "Axes", found: Sequence[Arm], **options: Any) -> None:
+    """The legend, with what a cross is if there is one."""
+    count = sum(len(arm.without_final) for arm in found)
+    if count:
+        label = f"diverged ({count} run{'s'[: count > 1]}, in no mean)"
+        axes.scatter([], [], color="black", marker="x", s=36, label=label)
+    axes.legend(**options)
 
 
 def _numeric_field(found: Sequence[Arm]) -> str | None:

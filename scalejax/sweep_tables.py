@@ -42,16 +42,21 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
     """What each arm reached: mean and standard deviation over its seeds."""
     with_target = sweep.target is not None
-    headings = ["runs", "test accuracy", "best", "diverged"]
+    headings = ["mean of", "test accuracy", "best", "diverged"]
     headings += ["reached", "samples to it"] if with_target else []
     table = tables.figures("", *headings)
-    for arm in arms(rows):
+    found = arms(rows)
+    for arm in found:
         table.add_row(*_cells(arm, with_target=with_target))
     yield table
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
     words = "Mean and standard deviation over seeds, after the last epoch; best: mean of the best "
     words += "epochs. "
+    missing = sum(len(arm.without_final) for arm in found)
+    if missing:
+        words += f"{missing} of {sum(len(arm.rows) for arm in found)} runs ended without a last "
+        words += "evaluation, and are in no mean. "
     if with_target and sweep.target:
         words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
     words += f"{format_seconds(seconds)} of training."
@@ -71,10 +76,10 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
 
 
 def _cells(arm: Arm, *, with_target: bool) -> list[str]:
-    best = [row.best.test_accuracy for row in arm.rows if row.best]
+    best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
     cells = [
         in_words(arm.varied) or "all",
-        str(len(arm.rows)),
+        f"{len(arm.accuracies)} of {len(arm.rows)}",
         _spread(arm.accuracies),
         format_fraction(sum(best) / len(best)) if best else UNKNOWN,
         str(arm.diverged),

@@ -1,14 +1,19 @@
 """The grammar and the plan of a sweep, and what is made of its records."""
 
 import dataclasses
+import io
 import json
 import math
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from scalejax import sweep_plots
+from scalejax import sweep_plots, sweep_tables
 from scalejax.cli import main
+from scalejax.convergence.sources import read_data
 from scalejax.documents import plain
 from scalejax.errors import ConfigError
 from scalejax.record import (
@@ -22,6 +27,7 @@ from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep, read_rows, wr
 from scalejax.sweep.optuna_search import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target
 from scalejax.sweep.results import arms, mean_and_deviation
+from scalejax.units import UNKNOWN
 
 RUN = """
 [model]
@@ -361,6 +367,49 @@ def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
     assert [line["seconds"] for line in times] == [2.5, 2.5, 2.5]
 
 
+def test_results_are_points_of_convergence(run_file, tmp_path):
+    """Batches 8 and 16 with two optimizers and two seeds: what `scalejax plan` fits, unaltered."""
+    grammar = parse_grammar(
+        [],
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]', "batch.global_batch=[8,16]", "seed=[0,1]"],
+        [],
+    )
+    run_file.write_text(RUN.replace('[optimizer]\nname = "sgd"\n', ""))
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=50%"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    accuracies = [[0.5], [0.25, 0.5], [0.5], [0.5], [0.25, 0.75], [0.75], [0.25], [0.25]]
+    for index, each in enumerate(accuracies):
+        record(folder.run(index), each)
+    write_results(plan, folder, read_rows(plan, folder))
+
+    data = read_data(folder.results, target=0.5)
+
+    # An evaluation is after 8 and 16 updates.
+    points = {(p.recipe, p.global_batch): (p.samples, p.run_count) for p in data.points}
+    assert points == {
+        ("optimizer.name=sgd", 8): ((64 + 128) / 2, 2),
+        ("optimizer.name=sgd", 16): (128, 2),
+        ("optimizer.name=lamb", 8): ((128 + 64) / 2, 2),
+    }
+    with pytest.raises(ConfigError, match=r"target=0\.6 is refused"):
+        read_data(folder.results, target=0.6)
+
+
+def test_results_of_one_batch_name_it(run_file, tmp_path):
+    """Also where no run differs in its batch, and it is given for each device."""
+    grammar = parse_grammar(["batch.per_device_batch=4", "layout.data=2"], ["seed=[0,1]"], [])
+    run_file.write_text(RUN.replace("[batch]\nglobal_batch = 8\n", ""))
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_loss=0.5"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5])
+    write_results(plan, folder, read_rows(plan, folder))
+
+    (point,) = read_data(folder.results).points
+
+    assert (point.global_batch, point.samples, point.recipe) == (8, 64, "")
+
+
 def test_mean_and_deviation_by_hand():
     """Of a sample: n - 1."""
     assert mean_and_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
@@ -497,6 +546,100 @@ def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypa
     assert list(lines[0].get_ydata()) == pytest.approx(means)
     assert len(curves.get_legend().get_texts()) == 6
     assert list(curves.lines[0].get_ydata()) == pytest.approx([0.1, means[0]])
+
+
+def sweep_with_diverged_runs(run_file, folder):
+    """Of 3 seeds with batch 8 two diverge, one before any evaluation, one after the first; of
+    batch 16 all do; of batch 32 none."""
+    grammar = parse_grammar([], ["batch.global_batch=[8,16,32]", "seed=[0,1,2]"], [])
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=0.5"))
+    record(folder.run(0), [0.5, 0.89])
+    record(folder.run(1), [], status="diverged")
+    record(folder.run(2), [0.75], status="diverged")  # given up after 16 updates
+    for index in (3, 4, 5):
+        record(folder.run(index), [], status="diverged")
+    for index in (6, 7, 8):
+        record(folder.run(index), [0.5, 0.75])
+    return plan, read_rows(plan, folder)
+
+
+def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
+    """The mean says of how many runs it is, and how many are in none."""
+    plan, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
+    console = Console(width=80, highlight=False, file=io.StringIO())
+
+    for part in sweep_tables.results(plan, rows):
+        console.print(part)
+
+    assert isinstance(console.file, io.StringIO)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % 89.0 % 2 2 of 3")
+    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} {UNKNOWN} 3 0 of 3")
+    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % 75.0 % 0 3 of 3")
+    assert "5 of 9 runs ended without a last evaluation, and are in no mean." in " ".join(lines)
+
+
+def test_runs_that_diverged_are_crosses(run_file, tmp_path, monkeypatch):
+    """One for each, at the bottom, over its batch or where it ended; explained in the legend."""
+    figures = []
+    monkeypatch.setattr(sweep_plots, "save_figure", lambda figure, path: figures.append(figure))
+    _, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
+
+    sweep_plots.save_finals(rows, path=tmp_path / "final.png")
+    sweep_plots.save_curves(rows, path=tmp_path / "curves.png")
+
+    for figure, places in zip(figures, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
+        (axes,) = figure.axes
+        bottom = axes.get_xaxis_transform()
+        crosses = [each for each in axes.collections if each.get_offset_transform() == bottom]
+        assert sorted(x for each in crosses for x in each.get_offsets()[:, 0]) == places
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert "diverged (5 runs, in no mean)" in labels
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [("test_accuracy", [(0.5 + 0.0) / 2, None]), ("test_loss", [math.inf, None])],
+)
+def test_search_is_told_the_worst_of_runs_that_diverged(run_file, tmp_path, metric, values):
+    """They shall be shunned, and not passed over; of a run that is not finished it is told
+    nothing."""
+    pytest.importorskip("optuna")
+    grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8]"], [])
+    target = parse_target(f"{metric}=0.9")
+    trials = iter(["diverged", None])
+
+    def train(plan, folder):
+        record(folder.run(0), [0.5])
+        record(folder.run(1), [], status=next(trials))
+        return []
+
+    found, _ = search(
+        lambda grammar: plan_sweep(run_file, grammar),
+        grammar,
+        tmp_path / "search",
+        trials=2,
+        target=target,
+        train=train,
+    )
+
+    assert [trial.value for trial in found] == values
+    best = best_of(found, target)
+    assert best is (found[0] if metric == "test_accuracy" else None)
+
+
+def test_experiment_on_warmup_counts_a_run_given_up_as_failed():
+    """It has no accuracy; where it should have had one, the claim does not hold."""
+    path = Path(__file__).parents[1] / "experiments" / "warmup_by_batch" / "measure.py"
+    claims = runpy.run_path(str(path))["claims"]
+    found = json.loads((path.parent / "results.json").read_text())["accuracies"]
+    assert all(claims(found).values())
+
+    shown = claims(
+        found | {"512 linear none": [None] * 3, "512 linear gradual": [0.88, None, 0.89]}
+    )
+
+    assert list(shown.values()) == [True, False, True, True]
 
 
 def test_samples_are_those_of_a_batch_that_grows(run_file, tmp_path):

@@ -8,6 +8,7 @@ again, finds the trials that are trained, and goes on. Knows no processes and no
 import dataclasses
 import importlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ class Trial:
     fields: Fields
     """The values that were chosen."""
     value: float | None
-    """Mean of the metric over its runs, after the last epoch; None if one has none."""
+    """Mean of the metric over its runs, after the last epoch, the worst there is for those that
+    diverged; None if one is not finished."""
 
 
 def search(
@@ -88,9 +90,9 @@ def search(
 
 
 def best_of(trials: Sequence[Trial], target: Target | None) -> Trial | None:
-    """The trial with the best value; None if none has one."""
+    """The trial with the best value; None if none has one that is finite."""
     sign = -1 if target and target.metric == "test_loss" else 1
-    valued = [trial for trial in trials if trial.value is not None]
+    valued = [each for each in trials if each.value is not None and math.isfinite(each.value)]
     return max(valued, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
@@ -129,8 +131,12 @@ def _decoded(value: JsonValue) -> JsonValue:
 
 
 def _value(rows: Sequence[RunRow], metric: str) -> float | None:
-    values = [getattr(row.final, metric, None) for row in rows]
-    return None if None in values else mean(value for value in values if value is not None)
+    if not all(row.is_finished for row in rows):
+        return None
+    # Trials that failed are left out by Optuna's sampler, which would not shun where runs diverge.
+    worst = 0.0 if metric == "test_accuracy" else math.inf
+    values = (getattr(row.final, metric, None) for row in rows)
+    return mean(worst if value is None else value for value in values)
 
 
 def _optuna() -> Any:

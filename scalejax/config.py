@@ -86,6 +86,7 @@ class RunConfig:
             _require_own_statistics(self)
         if isinstance(self.optimizer, ScheduleFreeConfig):
             _require_no_other_average(self)
+        _require_begun_average(self)
 
 
 def _require_reached_ramp(config: RunConfig) -> None:
@@ -97,6 +98,14 @@ def _require_reached_ramp(config: RunConfig) -> None:
     if epochs and isinstance(config.averaging, SwaConfig):
         accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
         raise ConfigError(refusal("averaging.name", "swa", accepted))
+
+
+def _require_begun_average(config: RunConfig) -> None:
+    """Refuse an average that begins when the run is over: it would be the last parameters."""
+    averaging, epochs = config.averaging, config.train.epochs
+    if isinstance(averaging, SwaConfig) and averaging.start_epoch >= epochs:
+        accepted = f"it must be below train.epochs={epochs}, such as {epochs - 1}"
+        raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
 
 
 def _has_batch_norm(model: ModelConfig) -> bool:

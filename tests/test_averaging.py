@@ -127,7 +127,7 @@ def final_weights(folder: Path) -> list[np.ndarray]:
     "recipe",
     [
         {"averaging": {"name": "ema", "decay": 0.8}},
-        {"averaging": {"name": "swa", "start_epoch": 1, "every_epochs": 0.4}},
+        {"averaging": {"name": "swa", "start_epoch": 0.8, "every_epochs": 0.4}},
         {"optimizer": {"name": "schedule_free"}},
         {"optimizer": {"name": "sgd", "momentum_form": "rate_inside_corrected"}},
     ],
@@ -156,6 +156,10 @@ def test_a_resumed_run_ends_with_the_same_bits(recipe, tmp_path):
     [
         ({"averaging": {"name": "ema", "decay": 1.0}}, r"averaging\.decay=1\.0 is refused"),
         ({"averaging": {"name": "swa", "start_epoch": 1, "every_epochs": 0}}, "it must be above 0"),
+        (
+            {"averaging": {"name": "swa", "start_epoch": 3}},
+            r"averaging\.start_epoch=3\.0 is refused: it must be below train\.epochs=3, such as 2",
+        ),
         (
             {"model": {"name": "cnn"}, "averaging": {"name": "swa", "start_epoch": 1}},
             "averaging.name='swa' is refused: the average would need BatchNorm statistics",

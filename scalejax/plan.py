@@ -78,8 +78,8 @@ class Plan:
     cheapest: int | None
     """Position of the one with the least cost among them."""
     knee: int | None
-    """Position of the one with the least product of time and cost among them: beyond it, a per
-    cent of time saved costs more than a per cent more."""
+    """Position of the one with the least product of time and cost among them: if it is that of all
+    points, then beyond it a per cent of time saved costs more than a per cent more."""
     nearest: int | None
     """Position of the point that misses deadline and budget by the least factor, where none is
     within them."""
@@ -95,9 +95,14 @@ class Plan:
         return bool(costs) and min(costs) > 0 and max(costs) > _WIDE * min(costs)
 
     @property
+    def knee_without_limits(self) -> int | None:
+        """Position of what the knee would be without deadline and budget."""
+        return knee_of(self.points, range(len(self.points)))
+
+    @property
     def pays_to_the_end(self) -> bool:
         """Whether the knee is the soonest of all points: more devices still pay."""
-        return self.knee is not None and self.front[:1] == (self.knee,)
+        return self.knee == self.knee_without_limits and self.front[:1] == (self.knee,)
 
 
 def plan_point(

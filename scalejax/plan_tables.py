@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from scalejax.plan import Plan
-from scalejax.plan_words import described, format_cost, in_words, marks_of, shown
+from scalejax.plan_words import described, format_cost, in_words, marks_of, of_the_knee, shown
 from scalejax.tables import figures
 from scalejax.units import format_count, format_seconds, format_seconds_briefly
 
@@ -66,7 +66,4 @@ def _answers(plan: Plan) -> Iterator[str]:
             names.setdefault(position, []).append(name)
     for position, each in names.items():
         yield f"{' and '.join(each).capitalize()}: {described(plan, plan.points[position])}."
-    if plan.pays_to_the_end:
-        yield "The knee is the soonest of all: more devices might still pay."
-    else:
-        yield "Beyond the knee, one per cent of time saved costs more than one per cent more."
+    yield of_the_knee(plan)

@@ -71,6 +71,21 @@ def format_cost(cost: float) -> str:
     return f"{cost:,.0f}" if cost >= 100 else f"{cost:.3g}"
 
 
+def of_the_knee(plan: Plan) -> str:
+    """What the knee says of more devices, which is nothing where limits cut it off."""
+    free = plan.knee_without_limits
+    if free is not None and plan.knee != free:
+        point = plan.points[free]
+        plural = "s" if point.device_count > 1 else ""
+        return (
+            f"The limits end before the knee: without them it is {point.device_count} "
+            f"device{plural} of {point.cluster}, batch {point.global_batch}."
+        )
+    if plan.pays_to_the_end:
+        return "The knee is the soonest of all: more devices might still pay."
+    return "Beyond the knee, one per cent of time saved costs more than one per cent more."
+
+
 def missed(plan: Plan) -> str:
     """No answer as an answer: how near the nearest comes."""
     point = plan.points[plan.nearest or 0]

@@ -6,7 +6,7 @@ from html import escape
 import altair as alt
 
 from scalejax.plan import Plan, PlanPoint, soonest_by_devices
-from scalejax.plan_words import described, format_cost, in_words, marks_of, shown
+from scalejax.plan_words import described, format_cost, in_words, marks_of, of_the_knee, shown
 from scalejax.report_charts import PALETTE, Row, Spec
 from scalejax.report_page import Page
 from scalejax.units import format_count, format_fraction, format_seconds, unit_of_axis
@@ -43,8 +43,8 @@ def _add_plan(page: Page, plan: Plan) -> None:
     page.add_chart(
         "Time to target as devices are added",
         "Of each number of devices the soonest batch, with its range from p10 to p90. Where the "
-        "line turns flat, more devices stop paying: the diamond is the knee, beyond which one per "
-        "cent of time saved costs more than one per cent more. Dashed is the deadline.",
+        "line turns flat, more devices stop paying: the diamond is the knee, as far as the limits "
+        "let it be. Dashed is the deadline.",
         time_chart(plan),
     )
     page.add_chart(
@@ -69,11 +69,12 @@ def _answers(plan: Plan) -> list[str]:
         nearest = escape(described(plan, plan.points[plan.nearest]))
         return [f"<strong>Nothing is within {escape(in_words(plan))}.</strong> Nearest: {nearest}"]
     found = [(name, getattr(plan, name)) for name in _MARKS]
-    return [
+    answers = [
         f"<strong>{name}</strong>: {escape(described(plan, plan.points[position]))}"
         for name, position in found
         if position is not None
     ]
+    return [*answers, escape(of_the_knee(plan))]
 
 
 def _row(point: PlanPoint, mark: str) -> list[str]:

@@ -234,6 +234,25 @@ def test_table_fits_80_columns_and_marks_the_answers():
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({}, "Beyond the knee, one per cent of time saved"),
+        ({"deadline": 12, "budget": 20}, "Beyond the knee, one per cent of time saved"),
+        # 4 devices cost 16: within 13 a per cent of time saved still costs less than one.
+        ({"budget": 13}, "The limits end before the knee: without them it is 4 devices of a"),
+        # 4 devices take 4 h: within 3.6 h it costs more, wherever one is.
+        ({"deadline": 3.6}, "The limits end before the knee: without them it is 4 devices of a"),
+    ],
+)
+def test_knee_within_limits_is_no_knee_of_the_curve(limits: dict[str, float], said: str):
+    """What is true beyond the knee is not said of another point."""
+    text = " ".join(printed(plan_of(*BY_HAND, **limits)).split())
+
+    assert said in text
+    assert ("Beyond the knee" in said) == ("Beyond the knee" in text)
+
+
 def test_plan_survives_its_file(tmp_path: Path):
     """JSON there and back."""
     plan = plan_of(*BY_HAND)

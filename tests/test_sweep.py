@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -607,7 +608,7 @@ def test_search_is_told_the_worst_of_runs_that_diverged(run_file, tmp_path, metr
     pytest.importorskip("optuna")
     grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8]"], [])
     target = parse_target(f"{metric}=0.9")
-    trials = iter(["diverged", None])
+    trials: Iterator[Status | None] = iter(("diverged", None))
 
     def train(plan, folder):
         record(folder.run(0), [0.5])

@@ -297,7 +297,8 @@ def trained(tmp_path, name: str, resume: bool = False, **fields: Any) -> Any:
 
 
 def test_a_real_network_learns_in_float16(tmp_path):
-    """Fashion-MNIST in one pass: as well as in float32, to 3 % of the test examples."""
+    """Fashion-MNIST in one pass: as well as in float32, to 5 % of the test examples; three seeds of
+    float32 are 2 % apart then, and the first update is skipped."""
     fields = {"batch": 64, "rate": 0.05, "epochs": 1}
     record, _ = trained(tmp_path, "float16", **fields)
     float32 = {"model.compute_dtype": "float32"}
@@ -305,7 +306,7 @@ def test_a_real_network_learns_in_float16(tmp_path):
 
     accuracies = [each.evaluations[-1].test_accuracy for each in (record, exact)]
     assert accuracies[1] > 0.7
-    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.03)
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.05)
     assert "loss scale 32768, 1 update skipped" in record.statuses[-1].message
     assert "loss scale" not in exact.statuses[-1].message
 

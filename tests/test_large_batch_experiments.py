@@ -1,0 +1,98 @@
+"""What the experiments on large batches ask for, and what they make of what they find."""
+
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from scalejax.record import MeasurementLog, RunFolder, RunRecord, TrainMeasurement
+from scalejax.scaling import scaled_schedule
+from scalejax.schedule_config import ScheduleConfig
+from scalejax.sweep import SweepPlan, parse_grammar, plan_sweep
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def script(name: str) -> dict:
+    """The names of an experiment's script."""
+    return runpy.run_path(str(EXPERIMENTS / name / "measure.py"))
+
+
+def plan_of(name: str, *parameters: str) -> SweepPlan:
+    """The runs that an experiment trains."""
+    words = script(name)["SWEEP"]
+    typed = list(zip(words[::2], words[1::2], strict=True))
+    variables, extensions = ([text for f, text in typed if f == flag] for flag in ("-V", "-E"))
+    grammar = parse_grammar(parameters, variables, extensions)
+    return plan_sweep(EXPERIMENTS / name / "run.toml", grammar)
+
+
+def schedules(plan: SweepPlan) -> set[tuple[int, str, str, float]]:
+    """Batch, rule, warmup and peak of every run."""
+    found = set()
+    for planned in plan.runs:
+        schedule, batch = planned.run.config.schedule, planned.run.split.global_batch
+        assert isinstance(schedule, ScheduleConfig)
+        peak, _ = scaled_schedule(schedule, batch)
+        found.add((batch, schedule.scaling, schedule.warmup, round(peak, 6)))
+    return found
+
+
+def recorded(folder: Path, losses: Sequence[float | None], steps_per_epoch: int) -> RunRecord:
+    """A record with a line for each update."""
+    log = MeasurementLog(RunFolder(path=folder).measurements)
+    for step, loss in enumerate(losses, start=1):
+        log.append(
+            TrainMeasurement(
+                step=step,
+                epoch=step / steps_per_epoch,
+                loss=loss,
+                accuracy=0.5,
+                learning_rate=0.1,
+                step_seconds=1.0,
+                samples_per_second=1.0,
+                elapsed_seconds=step,
+            )
+        )
+    log.close()
+    return RunRecord.load(folder)
+
+
+def test_overlay_keeps_the_samples_of_batch_norm_and_scales_the_rate():
+    """n = 32 whatever k is; 0.1 kn / 256 is 0.0125 with k = 1 and 0.2 with k = 16."""
+    plan = plan_of("loss_curve_overlay")
+
+    assert len(plan.runs) == 12
+    assert all(
+        planned.run.split.global_batch == 32 * planned.run.bn_groups for planned in plan.runs
+    )
+    assert schedules(plan) == {
+        (32, "linear", "none", 0.0125),
+        (512, "linear", "none", 0.2),
+        (512, "linear", "constant", 0.2),
+        (512, "linear", "gradual", 0.2),
+    }
+
+
+def test_overlay_measures_each_seed_against_small_batch_of_the_same_seed(tmp_path):
+    """By hand: curves that lie 0.25 apart from the sixth epoch on, and 1 before it."""
+    overlay = script("loss_curve_overlay")
+    small = {seed: recorded(tmp_path / f"small{seed}", [0.5 + seed] * 40, 4) for seed in (0, 1)}
+    # The gap begins with the first loss after 5 epochs.
+    losses = {seed: [1.5 + seed] * 10 + [0.75 + seed] * 10 for seed in (0, 1)}
+    large = {seed: recorded(tmp_path / f"large{seed}", losses[seed], 2) for seed in (0, 1)}
+
+    gaps = overlay["gaps"]({"k = 1": small, "k = 16, gradual warmup": large})
+
+    assert [each.mean_gap for each in gaps["k = 1"]] == [1.0]
+    found = gaps["k = 16, gradual warmup"]
+    assert [each.mean_gap for each in found] == pytest.approx([0.25, 0.25])
+    assert [each.max_gap for each in found] == pytest.approx([0.25, 0.25])
+
+
+def test_overlay_draws_the_mean_of_an_epoch_its_last_update_included(tmp_path):
+    """Three epochs of three updates; in the last one a loss is not finite."""
+    record = recorded(tmp_path, [1.0, 2.0, 3.0, 4.0, 4.0, 7.0, 1.0, None, 1.0], 3)
+
+    assert script("loss_curve_overlay")["epoch_losses"](record.training) == [2.0, 5.0, None]

@@ -1,5 +1,7 @@
 """What the experiments on large batches ask for, and what they make of what they find."""
 
+import json
+import math
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,3 +98,49 @@ def test_overlay_draws_the_mean_of_an_epoch_its_last_update_included(tmp_path):
     record = recorded(tmp_path, [1.0, 2.0, 3.0, 4.0, 4.0, 7.0, 1.0, None, 1.0], 3)
 
     assert script("loss_curve_overlay")["epoch_losses"](record.training) == [2.0, 5.0, None]
+
+
+def test_rules_differ_in_their_peak_alone():
+    """0.02 k, 0.02 root k and 0.02; at batch 32 they are one."""
+    plan = plan_of("scaling_rules", 'data.edition="embedded"')
+
+    expected = {(32, "linear", "gradual", 0.02)}
+    for k in (4, 8, 16, 32, 64, 128):
+        expected |= {
+            (32 * k, "linear", "gradual", round(0.02 * k, 6)),
+            (32 * k, "sqrt", "gradual", round(0.02 * math.sqrt(k), 6)),
+            (32 * k, "none", "none", 0.02),
+        }
+    assert schedules(plan) == expected
+    assert len(plan.runs) == 3 * len(expected)
+    assert plan.repeated == 0
+
+
+def test_a_rule_breaks_where_a_seed_fails_or_the_mean_falls_below_the_tolerance():
+    """By hand: errors of 0.10 + 0.015 are the target, 0.11 and 0.12 lie on either side of it."""
+    found = {
+        "linear": {32: [0.9, 0.9], 128: [0.9, 0.9], 256: [0.9, None], 512: [0.9, 0.9]},
+        "sqrt": {32: [0.9, 0.9], 128: [0.9, 0.9], 256: [0.89, 0.89], 512: [0.88, 0.88]},
+        "none": {32: [0.9, 0.9], 128: [0.9, 0.9], 256: [0.1, 0.9], 512: [0.1, 0.1]},
+    }
+
+    limits = script("scaling_rules")["limits"](found)
+
+    for rule in ("linear", "none"):
+        assert (limits[rule].reached, limits[rule].failed) == (128, 256)
+        assert limits[rule].breaking_batch is None
+    assert (limits["sqrt"].reached, limits["sqrt"].failed) == (256, 512)
+    assert limits["sqrt"].breaking_batch == pytest.approx(256 * math.sqrt(2))
+
+
+def test_kept_results_of_the_rules_are_of_the_runs_that_are_trained():
+    """Every rule, batch and seed has a figure, or has diverged."""
+    names, kept = script("scaling_rules"), EXPERIMENTS / "scaling_rules" / "results.json"
+    found = json.loads(kept.read_text())["accuracies"]
+
+    assert set(found) == set(map(str, names["BASE_RATES"]))
+    for of_rate in found.values():
+        assert set(of_rate) == set(names["RULES"])
+        for of_rule in of_rate.values():
+            assert set(of_rule) == set(map(str, names["BATCHES"]))
+            assert all(len(reached) == 3 for reached in of_rule.values())

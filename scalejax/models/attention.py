@@ -20,6 +20,7 @@ from scalejax.errors import ConfigError, refusal
 from scalejax.layout import DATA, FSDP, TENSOR
 from scalejax.model_config import ELEMENT_BYTES, AttentionKind, CausalConfig, ModelConfig, Remat
 from scalejax.models.placement import is_data_manual, placed_keys
+from scalejax.models.recompute import kept
 
 FUSED_CAPABILITY = (8, 0)
 """Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""
@@ -93,15 +94,15 @@ def causal_attention(
         k_BSGK: keys, for each of which there are as many queries: H is a multiple of G.
         v_BSGK: values.
         kind: one kernel, or products and softmax apart.
-        remat: "selective" keeps queries, keys and values alone for the backward pass.
+        remat: "selective" and "per_op" keep queries, keys and values alone for the backward pass.
     """
     k_BSGK, v_BSGK = placed_keys(k_BSGK), placed_keys(v_BSGK)
     if kind == "fused":  # keeps no more than that in any case
         return _fused(q_BSHK, k_BSGK, v_BSGK)
     unfused = _unfused if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
-    if remat == "selective":
+    if remat in ("selective", "per_op"):
         unfused = jax.checkpoint(unfused, prevent_cse=False)  # a scan already prevents it
-    return unfused(q_BSHK, k_BSGK, v_BSGK)
+    return kept(unfused(q_BSHK, k_BSGK, v_BSGK))
 
 
 def full_attention(
@@ -109,9 +110,9 @@ def full_attention(
 ) -> jax.Array:
     """What every token takes from all of them, [B, S, H, K]; `remat` as for `causal_attention`."""
     attend = jax.nn.dot_product_attention
-    if remat == "selective":
+    if remat in ("selective", "per_op"):
         attend = jax.checkpoint(attend, prevent_cse=False)
-    return attend(q_BSHK, k_BSHK, v_BSHK)
+    return kept(attend(q_BSHK, k_BSHK, v_BSHK))
 
 
 def _unfused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Array:

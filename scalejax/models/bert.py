@@ -17,6 +17,7 @@ from scalejax.models.attention import full_attention
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.placement import placed, placed_by_row
+from scalejax.models.recompute import kept, recomputed
 
 INIT = nnx.initializers.truncated_normal(0.02)
 """Of all weights: deviation 0.02, cut off at two (google-research/bert, modeling.py)."""
@@ -48,7 +49,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from all of them, [B, S, D]."""
-        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(self.qkv(x_BSD), axis=2)
+        q_BSHK, k_BSHK, v_BSHK = jnp.unstack(kept(self.qkv(x_BSD)), axis=2)
         return self.projection(full_attention(q_BSHK, k_BSHK, v_BSHK, remat=self.remat))
 
 
@@ -68,7 +69,7 @@ class Block(nnx.Module):
         """The tokens after this block, [B, S, D]."""
         summed_BSD = placed_by_row(x_BSD + self.attention(x_BSD))
         x_BSD = normalised(self.attention_norm, summed_BSD)
-        summed_BSD = placed_by_row(x_BSD + self.down(_gelu(self.up(x_BSD))))
+        summed_BSD = placed_by_row(x_BSD + self.down(_gelu(kept(self.up(x_BSD)))))
         return normalised(self.feed_forward_norm, summed_BSD)
 
 
@@ -132,8 +133,7 @@ class Bert(Network):
         def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(structure, layer)(x_BSD), None
 
-        if self.remat == "full":
-            block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
+        block = recomputed(block, self.remat)
         x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
         x_BPD = jnp.take_along_axis(x_BSD, places[:, :, None], axis=1, mode="clip")
         return self.head(placed_by_row(x_BPD), words_VD)

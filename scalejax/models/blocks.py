@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.layout import PIPELINE
+from scalejax.layout import PIPELINE, TENSOR
 from scalejax.model_config import Remat
 from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
 from scalejax.models.placement import axis_size, placed_for_layer, placed_residual
+from scalejax.models.recompute import kept, recomputed
 from scalejax.models.stages import through_stages
 
 _Block = TypeVar("_Block", bound=nnx.Module)
@@ -41,6 +42,8 @@ class PreNormBlock(nnx.Module):
         ):
             normalised_BSD = placed_for_layer(normalised(norm, x_BSD))
             x_BSD = placed_residual(x_BSD + layer(normalised_BSD))  # type: ignore[operator]
+            if axis_size(TENSOR) > 1:
+                x_BSD = kept(x_BSD)  # else its sum over tensor would be exchanged again
         return x_BSD
 
 
@@ -70,8 +73,7 @@ def through_blocks(
     def block(x_BSD: jax.Array, layer: nnx.State) -> tuple[jax.Array, None]:
         return nnx.merge(structure, layer)(x_BSD), None
 
-    if remat == "full":
-        block = jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
+    block = recomputed(block, remat)
 
     def scanned(layers: nnx.State, x_BSD: jax.Array) -> jax.Array:
         x_BSD, _ = jax.lax.scan(block, x_BSD, layers)
@@ -80,16 +82,6 @@ def through_blocks(
     if (stages := axis_size(PIPELINE)) > 1:
         return through_stages(scanned, stacked, x_BSD, stages)
     return scanned(stacked, x_BSD)
-
-
-def kept_without_inner(
-    narrowed: Callable[..., jax.Array], remat: Remat
-) -> Callable[..., jax.Array]:
-    """`narrowed`, the activation function and the linear layer after it; recomputed selectively,
-    it keeps for its backward pass what it reads, and not what the function makes of that."""
-    if remat != "selective":
-        return narrowed
-    return jax.checkpoint(narrowed, prevent_cse=False)  # a scan already prevents it
 
 
 def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:

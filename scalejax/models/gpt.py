@@ -15,10 +15,11 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, GptConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks
+from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.causal import TOKENS, CausalNetwork
 from scalejax.models.network import PartitionRules
 from scalejax.models.placement import placed_between
+from scalejax.models.recompute import kept, kept_without_inner
 from scalejax.models.sharded import linear
 
 INIT_STD = 0.02
@@ -59,7 +60,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
-        qkv_BSNHK = linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat)
+        qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
         q_BSHK, k_BSHK, v_BSHK = map(placed_between, jnp.unstack(qkv_BSNHK, axis=2))
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
         mixed_BSHK = placed_between(mixed_BSHK)
@@ -90,7 +91,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        inner_BSF = placed_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat))
+        inner_BSF = kept(placed_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
 
         def narrowed(inner_BSF: jax.Array) -> jax.Array:
             return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)

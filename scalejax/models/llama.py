@@ -4,6 +4,7 @@ Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads o
 N heads of queries for each of those and the two, K size of a head, F width between linear layers.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -16,11 +17,12 @@ from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, PIPELINE, TENSOR
 from scalejax.model_config import AttentionKind, LlamaConfig, Remat
 from scalejax.models.attention import causal_attention
-from scalejax.models.blocks import PreNormBlock, kept_without_inner, stacked_blocks
+from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.causal import TOKENS, CausalNetwork
 from scalejax.models.network import PartitionRules
 from scalejax.models.placement import placed_between
-from scalejax.models.sharded import linear
+from scalejax.models.recompute import kept, kept_without_inner
+from scalejax.models.sharded import linear, multiplied
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -50,7 +52,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
-        qkv_BSGNK = linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat)
+        qkv_BSGNK = kept(linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat))
         batch, tokens, _, _, size = qkv_BSGNK.shape
         q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
         every = (q_BSHK, qkv_BSGNK[:, :, :, -2], qkv_BSGNK[:, :, :, -1])
@@ -93,13 +95,22 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
-        gate_BSF, up_BSF = map(placed_between, jnp.unstack(gated_BSNF, axis=2))
+        gate_BSF, up_BSF = map(placed_between, self._gate_and_up(x_BSD))
+        gate_BSF = kept(gate_BSF)
 
         def narrowed(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:
             return linear(self.down, "bsf,fd->bsd", DOWN, _swiglu(gate_BSF, up_BSF), self.remat)
 
         return kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF)
+
+    def _gate_and_up(self, x_BSD: jax.Array) -> Sequence[jax.Array]:
+        """The two, each [B, S, F]: of one product, unless one of them is computed again."""
+        if self.remat != "per_op":
+            gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
+            return jnp.unstack(gated_BSNF, axis=2)
+        kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
+        columns = P(FSDP, TENSOR)
+        return [multiplied(each, "bsd,df->bsf", columns, x_BSD, "per_op") for each in kernels_DF]
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it

@@ -237,12 +237,20 @@ def linear(
         x: rows of the batch, [B, S, ...].
         remat: what the backward pass of the block computes again.
     """
-    kernel = layer.kernel[...].astype(x.dtype)
     bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
-    if remat == "full":
+    result = multiplied(layer.kernel[...], equation, kept, x, remat)
+    return result if bias is None else result + jnp.expand_dims(bias, (0, 1))
+
+
+def multiplied(
+    kernel: jax.Array, equation: str, kept: PartitionSpec, x: jax.Array, remat: Remat
+) -> jax.Array:
+    """The product of `x` and a kernel that is kept in parts; the rest as for `linear`."""
+    kernel = kernel.astype(x.dtype)
+    if remat in ("per_op", "full"):
         result = jnp.einsum(equation, x, gathered(kernel, kept))
     else:
         result = product(equation, kept, x, kernel)
     if arrangement().is_sequence_parallel and _is_summed(kept):
         result = _with_whole_gradient(result)
-    return result if bias is None else result + jnp.expand_dims(bias, (0, 1))
+    return result

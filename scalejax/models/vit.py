@@ -19,6 +19,7 @@ from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.placement import placed_by_row
+from scalejax.models.recompute import kept
 from scalejax.models.sharded import gathered, linear
 
 INIT = nnx.initializers.xavier_uniform()
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every place takes from all of them, [B, S, D]."""
-        qkv_BSNHK = linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat)
+        qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(qkv_BSNHK, axis=2)
         mixed_BSHK = full_attention(q_BSHK, k_BSHK, v_BSHK, remat=self.remat)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
@@ -69,7 +70,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each place by itself, [B, S, D]."""
-        inner_BSF = _gelu(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat))
+        inner_BSF = _gelu(kept(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
         return linear(self.down, "bsf,fd->bsd", DOWN, inner_BSF, self.remat)
 
 

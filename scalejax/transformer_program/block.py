@@ -49,6 +49,10 @@ def block_backward(part: Part) -> tuple[Operation, ...]:
         block.norm("feed_forward.norm", has_sum=part.layout.tensor > 1)
         block.gather_tokens("feed_forward")
         _up(block)
+    elif part.recompute == "per_op":
+        _matrices(block)
+        _kept_activations(block)
+        _between_kept(block)
     else:
         _matrices(block)
         block.norm_statistics("feed_forward.norm")
@@ -132,7 +136,10 @@ def _matrices(block: _Block) -> None:
     write.start("gather_matrices", "all_gather", part.matrix_bytes, (FSDP,), buffers=4)
     if fsdp > 1:
         write.copy("stream.copy", part.kept_stream_bytes)
-    if write.operations[0].name.startswith("forward") or part.recompute == "full":
+    if write.operations[0].name.startswith("forward") or part.recompute in (
+        "per_op",
+        "full",
+    ):
         block.norm("attention.norm")
     write.wait("gather_matrices")
 
@@ -201,13 +208,40 @@ def _feed_forward_half(block: _Block) -> None:
 def _up(block: _Block) -> None:
     """The product into the feed-forward layer; a GELU is part of it, a SwiGLU is not."""
     part, write = block.part, block.write
-    write.matmul("up", (1, block.rows, block.up_width, block.hidden))
+    for name, width in _columns(block):
+        write.matmul(name, (1, block.rows, width, block.hidden))
     if part.shape.is_gated:
         write.fusion("up.gate", part.up_bytes, part.inner_bytes)
 
 
+def _columns(block: _Block) -> tuple[tuple[str, int], ...]:
+    """The products into the feed-forward layer and their widths: one, unless it is gated and one
+    of the two is computed again."""
+    if block.part.recompute == "per_op" and block.part.shape.is_gated:
+        return ("gate", block.inner_width), ("up", block.inner_width)
+    return (("up", block.up_width),)
+
+
+def _between_kept(block: _Block) -> None:
+    """What is computed again where every second product is kept: the projection, unless its sum
+    over tensor was kept; norms, and tokens gathered for them; what is gated."""
+    part, write = block.part, block.write
+    block.gather_tokens("attention")
+    if block.tensor == 1:
+        shape = (1, block.rows, block.hidden, block.head_width)
+        write.matmul("projection", shape, part.stream_bytes)
+    block.norm("feed_forward.norm")
+    block.gather_tokens("feed_forward")
+    if part.shape.is_gated:
+        write.matmul("up", (1, block.rows, block.inner_width, block.hidden))
+
+
 def _kept(part: Part) -> list[tuple[str, int]]:
     """Activations that a block keeps besides its input, where it does not compute them again."""
+    if part.recompute == "per_op":
+        summed = [("kept.stream", part.kept_stream_bytes)] if part.layout.tensor > 1 else []
+        products = [("kept.queries", part.qkv_bytes), ("kept.gate", part.inner_bytes)]
+        return [*summed, *products, ("kept.mixed", part.head_bytes)]
     kept = [("kept.stream", part.kept_stream_bytes)]
     # What columns are multiplied with: all tokens, for it is not gathered again.
     kept += [(f"kept.normalised.{index}", part.stream_bytes) for index in range(2)]
@@ -243,10 +277,10 @@ def _kept_activations(block: _Block) -> None:
     if part.recompute == "none":
         write.copy("kept.inner", part.inner_bytes)
     write.copy("kept.queries", part.qkv_bytes)
-    for index in range(2):
+    for index in range(2 if part.recompute != "per_op" else 0):
         write.copy(f"kept.normalised.{index}", part.stream_bytes)
     write.copy("kept.mixed", part.head_bytes)
-    if part.recompute == "selective" and not part.shape.is_fused:
+    if part.recompute != "none" and not part.shape.is_fused:
         (batch, queries, keys), size = _score_shape(part), part.shape.head_size
         write.matmul("attention.scores", (batch, queries, keys, size))
         write.fusion("attention.softmax", part.score_bytes, part.score_bytes)
@@ -261,12 +295,14 @@ def _feed_forward_gradients(block: _Block) -> None:
     # Where the inside was not kept it is written once more, for the gradient of the matrix.
     again = inner if part.recompute != "none" else 0
     write.fusion("up.gelu_gradient", inner + part.up_bytes, part.up_bytes + again)
-    write.matmul("up.input_gradient", (1, rows, block.hidden, block.up_width))
+    for name, width in _columns(block):
+        write.matmul(f"{name}.input_gradient", (1, rows, block.hidden, width))
     block.sum_over_tensor("up.input_gradient")
     summands = 2 if block.tensor > 1 else 1
     write.fusion("feed_forward.norm.gradient.statistics", (1 + summands) * size, size // 64)
     write.fusion("feed_forward.norm.gradient", (2 + summands) * size, size)
-    write.matmul("up.gradient", (1, block.up_width, block.hidden, rows))
+    for name, width in _columns(block):
+        write.matmul(f"{name}.gradient", (1, width, block.hidden, rows))
     write.matmul("down.gradient", (1, block.hidden, block.inner_width, rows))
     write.fusion("up.bias.gradient", part.up_bytes, block.hidden * 4)
     write.fusion("down.bias.gradient", size, block.hidden * 4)

@@ -43,6 +43,10 @@ without it is costed at its rates for f16."""
 
 _ASYNC_TENSOR = "asynctp"
 """How a row of torchtitan says that its tensor parallelism is asynchronous."""
+_PER_OPERATION = "torchtitan"
+"""The framework whose selective recompute is told by operation: selective_ac_option = 'op' of its
+train_configs, of which torchtitan/parallelisms/parallelize_llama.py keeps attention and every
+second matrix product, and what is scattered over tensor."""
 _INTERLEAVES = "Megatron-LM"
 """The framework that interleaves stages unless told otherwise."""
 
@@ -223,8 +227,10 @@ def _recomputes(row: LedgerRow) -> list[str]:
         return ["full"]  # else the activations under way are more than is counted
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
+    if stated == "selective" and (row.framework or "").startswith(_PER_OPERATION):
+        stated = "per_op"
     if row.model.model not in _CAUSAL:
-        if stated in ("selective", "full"):
+        if stated in ("selective", "per_op", "full"):
             raise ConfigError(f"{stated} recompute of {row.model.model!r}")
         return ["none"]
     return ["none", "full"] if stated is None else [stated]

@@ -47,6 +47,7 @@ QUICK = {
     },
     "ZeRO 1": {"data": 4, "zero_stage": 1, "microbatches": 4, "attention": "unfused"},
     "tokens divided, kept": {"tensor": 4, "sequence_parallel": True, "attention": "fused"},
+    "every second product": {"fsdp": 4, "attention": "fused", "remat": "per_op"},
 }  # fmt: skip
 MORE = {
     "ZeRO 1, one microbatch": {"data": 4, "zero_stage": 1, "attention": "unfused"},
@@ -59,6 +60,15 @@ MORE = {
     "context": {"context": 4, "attention": "unfused", "remat": "full"},
     "data and context": {"data": 2, "context": 2, "attention": "unfused"},
     "selective recompute": {"data": 2, "attention": "unfused", "remat": "selective"},
+    "every second product, unfused": {
+        "data": 2, "microbatches": 2, "attention": "unfused", "remat": "per_op",
+    },
+    "every second product, tokens divided": {
+        "tensor": 4, "sequence_parallel": True, "attention": "fused", "remat": "per_op",
+    },
+    "every second product, data and tensor": {
+        "data": 2, "tensor": 2, "attention": "unfused", "remat": "per_op",
+    },
 }  # fmt: skip
 SLOW = MORE | {
     f"{axes} x {extras}": {**axes, **dict(extras)}

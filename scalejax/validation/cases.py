@@ -43,10 +43,10 @@ without it is costed at its rates for f16."""
 
 _ASYNC_TENSOR = "asynctp"
 """How a row of torchtitan says that its tensor parallelism is asynchronous."""
-_PER_OPERATION = "torchtitan"
-"""The framework whose selective recompute is told by operation: selective_ac_option = 'op' of its
-train_configs, of which torchtitan/parallelisms/parallelize_llama.py keeps attention and every
-second matrix product, and what is scattered over tensor."""
+_EAGER = "eager"
+"""How one says that nothing is compiled."""
+_LOSS_COMPILED = 2025
+"""The year in which torchtitan began to compile its loss (`eager_memory`)."""
 _INTERLEAVES = "Megatron-LM"
 """The framework that interleaves stages unless told otherwise."""
 
@@ -73,6 +73,10 @@ class Case:
     """Whether what crosses the tensor axis runs beside the products next to it."""
     overlaps_state: bool = False
     """Whether the optimizer's exchanges run beside the passes over the network."""
+    has_eager_loss: bool = False
+    """Whether PyTorch ran the loss operation by operation."""
+    has_eager_blocks: bool = False
+    """Whether it ran the blocks so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,8 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             is_megatron=_is_megatron(row),
             overlaps_tensor=_is_core(row) or _ASYNC_TENSOR in f"{row.case_id} {row.notes}".lower(),
             overlaps_state=_is_core(row),
+            has_eager_loss=_is_titan(row) and (row.year or _LOSS_COMPILED) < _LOSS_COMPILED,
+            has_eager_blocks=_is_titan(row) and _EAGER in f"{row.case_id} {row.notes}".lower(),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
@@ -132,6 +138,13 @@ def _is_core(row: LedgerRow) -> bool:
     """Whether it is of the Megatron-Core of 2024, whose published runs overlap all communication
     with compute (README of NVIDIA/Megatron-LM, "Training Speed and Scalability")."""
     return (row.framework or "").startswith("Megatron-Core")
+
+
+def _is_titan(row: LedgerRow) -> bool:
+    """Whether torchtitan trained it. Its selective recompute is told by operation: of
+    selective_ac_option = 'op' in its train_configs, torchtitan/parallelisms/parallelize_llama.py
+    keeps attention, every second matrix product, and what is scattered over tensor."""
+    return (row.framework or "").startswith("torchtitan")
 
 
 def _require_axes(row: LedgerRow) -> None:
@@ -227,7 +240,7 @@ def _recomputes(row: LedgerRow) -> list[str]:
         return ["full"]  # else the activations under way are more than is counted
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
-    if stated == "selective" and (row.framework or "").startswith(_PER_OPERATION):
+    if stated == "selective" and _is_titan(row):
         stated = "per_op"
     if row.model.model not in _CAUSAL:
         if stated in ("selective", "per_op", "full"):

@@ -14,7 +14,7 @@ from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
 from scalejax.errors import ScalejaxError
 from scalejax.jax_platform import compiler_settings
 from scalejax.layout import stage_layers
-from scalejax.model_config import ELEMENT_BYTES, GptConfig
+from scalejax.model_config import ELEMENT_BYTES, CausalConfig, GptConfig
 from scalejax.profile import as_asked, for_chip
 from scalejax.profile.cache import cached_program, case_key, keep, user_folder
 from scalejax.profile.job import Compiled, RunJob
@@ -23,6 +23,7 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
+from scalejax.validation.eager_memory import with_eager_blocks, with_eager_loss
 from scalejax.validation.half_weights import with_half_weights
 from scalejax.validation.megatron import (
     recomputed_in_full,
@@ -125,6 +126,7 @@ class Programs:
         sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
         derived = (case.is_megatron, case.row.work.precision)
         derived = (*derived, case.overlaps_tensor, case.overlaps_state)
+        derived = (*derived, case.has_eager_loss, case.has_eager_blocks)
         key = (case_key(asked.job), *sizes, *derived)
         if key not in self._widened:
             program: Program | str | None = self.known[key[0]]
@@ -136,6 +138,8 @@ class Programs:
                 program = with_overlapped_tensor(program)
             if isinstance(program, Program) and case.overlaps_state:
                 program = with_overlapped_state(program)
+            if isinstance(program, Program):
+                program = _as_eager(program, asked.run, case)
             if isinstance(program, Program):
                 program = as_asked(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
@@ -192,6 +196,21 @@ def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
     if case.row.work.precision == "fp16":
         program = with_half_weights(with_half_gradients(program))
     return with_bare_heads(program, model.hidden // model.heads)
+
+
+def _as_eager(program: Program, run: ResolvedRun, case: Case) -> Program:
+    """`program` of `run` with what PyTorch holds where it compiles nothing."""
+    model, layout = run.config.model, run.layout
+    if not isinstance(model, CausalConfig):
+        return program
+    tokens = run.split.microbatch * run.dataset.input_shape[0] // layout.context
+    if case.has_eager_blocks and model.remat == "per_op":
+        size = tokens * model.hidden * ELEMENT_BYTES[model.compute_dtype]
+        program = with_eager_blocks(program, size, model.layers)
+    if case.has_eager_loss:
+        logits = tokens * run.dataset.classes // layout.tensor
+        program = with_eager_loss(program, logits, is_divided=layout.tensor > 1)
+    return program
 
 
 def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:

@@ -345,6 +345,25 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
 
 
 @pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=[] if index == 0 else [pytest.mark.slow])
+        for model in ("llama", "gpt")
+        for index, layout in enumerate(
+            ("tensor=4, tokens split", "fsdp=4 x tensor=2", "data=2 x tensor=2 x pipeline=2")
+        )
+    ],
+)
+def test_keeping_every_second_product_trains_what_one_device_trains(model, layout):
+    """Of which llama keeps everything, and gpt nothing but the input of a block."""
+    axes, microbatches = HYBRIDS[layout]
+    config = run_of(model, "adamw", axes, microbatches).config
+    run = resolve(replace(config, model=replace(config.model, remat="per_op")))
+
+    assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.parametrize(
     "blocks",
     [
         pytest.param(blocks, marks=[] if index < QUICK_UNEVEN else [pytest.mark.slow])

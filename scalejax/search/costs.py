@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.cost import (
+    OperationTime,
     StepTerms,
     Timeline,
     collective_seconds,
@@ -131,6 +132,7 @@ class StrategyCosts:
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         # Kept with its operations, whose id no other tuple can then get.
         self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}
+        self._known_operations: _Known = {}
         self._known_sent: dict[tuple[int, ...], _PieceTime] = {}
 
     def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
@@ -232,13 +234,13 @@ class StrategyCosts:
                     pipeline, layout.tensor, layout.device_count // layout.pipeline
                 )
             )
-            self._known_sent[key] = _piece_time(operations, self._cluster)
+            self._known_sent[key] = _piece_time(operations, self._cluster, self._known_operations)
         return self._known_sent[key]
 
     def _piece(self, operations: tuple[Operation, ...]) -> _PieceTime:
         known = self._known.get(id(operations))
         if known is None:
-            time = _piece_time(operations, self._cluster)
+            time = _piece_time(operations, self._cluster, self._known_operations)
             known = self._known[id(operations)] = operations, time
         return known[1]
 
@@ -260,8 +262,34 @@ def _timeline(sums: _PieceTime, cluster: Cluster) -> Timeline:
     )
 
 
-def _piece_time(operations: tuple[Operation, ...], cluster: Cluster) -> _PieceTime:
-    """One run of operations that wait for all they start, on two streams."""
+_Known = dict[tuple[object, ...], OperationTime]
+"""Times of operations on one chip, by all that they depend on."""
+
+
+def _operation_time(operation: Operation, chip: Chip, known: _Known) -> OperationTime:
+    """Its time, once for all that are alike: most pieces copy and multiply the same."""
+    key = (
+        operation.kind,
+        operation.dtype,
+        operation.flop,
+        operation.read_bytes,
+        operation.write_bytes,
+        operation.shape,
+    )
+    time = known.get(key)
+    if time is None:
+        time = known[key] = operation_time(operation, chip)
+    return time
+
+
+def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Known) -> _PieceTime:
+    """One run of operations that wait for all they start, on two streams.
+
+    Args:
+        operations: of a piece.
+        cluster: the devices.
+        known: times on its chip; what is not there is added.
+    """
     busy = {"compute": 0.0, "memory": 0.0}
     launch = 0.0
     segments: list[float] = []
@@ -280,7 +308,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster) -> _PieceTi
             events.append(Wait(operation.waits_for))
             continue
         else:
-            time = operation_time(operation, cluster.chip)
+            time = _operation_time(operation, cluster.chip, known)
             busy[time.bound] += time.busy_seconds
             launch += time.launch_seconds
             if events and isinstance(events[-1], Work):

@@ -3,12 +3,13 @@
 Knows how an `Operation` is put together; nothing of transformers.
 """
 
+from functools import lru_cache
+
 from scalejax.layout import AXES, Layout
 from scalejax.program import Collective, CollectiveName, DeviceGroup, Operation
 
 _F32 = "f32"
-
-
+_KEPT = 65536  # groups of devices that a search meets again
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
 
@@ -122,7 +123,7 @@ class Writer:
     def wait(self, name: str) -> None:
         """Stand still until the exchange of that name is done, if there is one."""
         full = self._full(name)
-        if any(each.name == full for each in self.operations):
+        if any(each.name == full for each in reversed(self.operations)):
             self.operations.append(
                 Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)
             )
@@ -142,6 +143,7 @@ class Writer:
         return f"{self._prefix}.{name}"
 
 
+@lru_cache(maxsize=_KEPT)
 def group_of(layout: Layout, axes: tuple[str, ...]) -> DeviceGroup:
     """The devices along `axes`, those of one device left out."""
     sizes = layout.axis_sizes

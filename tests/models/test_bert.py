@@ -109,9 +109,9 @@ def test_what_follows_a_separator_is_of_the_second_segment():
 
 
 def test_recompute_changes_no_gradient():
-    """Of the scores of attention, or of whole blocks."""
+    """Of the scores of attention, of some operations, or of whole blocks."""
     gradients = []
-    remats: tuple[Remat, ...] = ("none", "selective", "full")
+    remats: tuple[Remat, ...] = ("none", "selective", "per_op", "full")
     for remat in remats:
         structure, params = nnx.split(build(remat), nnx.Param)
 

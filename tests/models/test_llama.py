@@ -132,7 +132,8 @@ def test_a_token_changes_no_logit_before_it():
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_recompute_changes_no_gradient(name):
-    """`selective` makes scores once more, `full` every product of a block but the last."""
+    """`selective` makes scores once more, `per_op` besides them the projection and what is gated,
+    `full` every product of a block but the last."""
     small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
     gradients, flop = {}, {}
     remats: tuple[Remat, ...] = ("none", "selective", "per_op", "full")
@@ -145,7 +146,10 @@ def test_recompute_changes_no_gradient(name):
     scores = 2 * BATCH * TOKENS * LAYERS * TOKENS * HIDDEN
     # The mixture is not made again: it is kept, as what the projection reads.
     assert flop["selective"] - flop["none"] == scores
-    assert flop["full"] > flop["selective"]
+    again = HIDDEN + (FFN if name == "llama" else 0)
+    products = 2 * BATCH * TOKENS * LAYERS * HIDDEN * again
+    assert flop["per_op"] - flop["none"] == scores + products
+    assert flop["full"] > flop["per_op"]
     for remat in remats[1:]:
         jax.tree.map(
             # the same sums in another order of fusions
@@ -173,6 +177,23 @@ def test_selective_recompute_keeps_no_scores(name):
 
     assert scores(kept["none"]) >= 1
     assert scores(kept["selective"]) == 0
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_every_second_product_is_kept(name):
+    """Of a block its input, queries to values, what attention gives, and gate or inside."""
+    small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
+    structure, params = nnx.split(build(dataclasses.replace(small, remat="per_op")), nnx.Param)
+    gradient_of = partial(jax.grad(loss), structure=structure, inputs=INPUTS)
+    equations = jax.make_jaxpr(gradient_of)(params).jaxpr.eqns
+    forward = next(each for each in equations if each.primitive.name == "scan")
+
+    kept = [each.aval.size for each in forward.outvars if each.aval.shape[0] == LAYERS]
+    queries = HIDDEN + 2 * (KV_HEADS if name == "llama" else HEADS) * HIDDEN // HEADS
+    inside = FFN if name == "llama" else 4 * HIDDEN
+
+    widths = sorted(size // (LAYERS * BATCH * TOKENS) for size in kept)
+    assert widths == sorted([HIDDEN, queries, HIDDEN, inside])
 
 
 def test_model_flop_are_those_counted_by_hand():

@@ -139,13 +139,40 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
     assert case(row(megatron)).chunks == 1
 
 
+TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (PyTorch FSDP2)"}
+
+
+def test_selective_recompute_is_what_its_framework_means_by_it(row):
+    """Of torchtitan every second product, of others what attention takes most memory for."""
+    selective = GPT | {"recompute": "selective"}
+
+    remats = [
+        getattr(case(row(each)).runs[0].config.model, "remat", None)
+        for each in (selective, selective | TITAN, selective | {"framework": "llm-foundry"})
+    ]
+
+    assert remats == ["selective", "per_op", "selective"]
+
+
+def test_a_loss_is_compiled_from_2025_on(row):
+    """That of torchtitan; whether its blocks are, its row says."""
+    cases = [
+        case(row(GPT | TITAN | {"year": year, "notes": notes}))
+        for year, notes in (("2024", "full AC; eager"), ("2024", "compile"), ("2025", "compile"))
+    ]
+
+    assert [each.has_eager_loss for each in cases] == [True, True, False]
+    assert [each.has_eager_blocks for each in cases] == [True, False, False]
+    assert not case(row(GPT | {"year": "2024", "notes": "eager"})).has_eager_loss
+
+
 def test_row_that_its_source_contradicts_is_run_as_published(row):
-    """A report of H200, which states no recompute: as little as fits."""
+    """A report of H200, with the recompute of the file that it names."""
     place = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
-    titan = GPT | {"source": "github:pytorch/torchtitan@b5bc", "source_locator": place}
+    titan = GPT | TITAN | {"source_locator": place, "year": "2025"}
     machine = {"hardware": "h100_sxm_96gb_500w", "recompute": "full"}
 
     found = case(row(titan | machine))
 
     assert found.cluster.chip.name == "h200"
-    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["none", "full"]
+    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["per_op"]

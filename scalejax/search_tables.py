@@ -12,7 +12,7 @@ from scalejax.transformer_program import Strategy
 from scalejax.units import format_bytes, format_count, format_fraction, format_seconds
 
 _LOSSES_SHOWN = 3
-_SHORT = {"none": "-", "selective": "part", "full": "full"}
+_SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
 
 
 def searched(report: SearchReport) -> Iterator[RenderableType]:

@@ -33,6 +33,11 @@ def _remedies(run: ResolvedRun) -> list[str]:
         and layout.data > 1
         and not run.config.layout.zero_stage,
         "microbatches": split.microbatch > 1,
-        "remat": getattr(run.config.model, "remat", None) in ("none", "selective"),
+        "remat": getattr(run.config.model, "remat", None)
+        in (
+            "none",
+            "selective",
+            "per_op",
+        ),
     }
     return [name for name, applies in is_open.items() if applies]

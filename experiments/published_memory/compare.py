@@ -41,7 +41,8 @@ class Row:
     run: LedgerRow
     """What was run."""
     predicted_gib: float
-    """The peak of the compiled step, without what the chip's runtime takes."""
+    """The peak of the compiled step and of what PyTorch holds beyond it, without what the chip's
+    runtime takes."""
     published_gib: float
     """What was published."""
 

@@ -3,6 +3,11 @@
 import pytest
 from program_cases import matmul, program_of
 
+from scalejax.config import ResolvedRun, RunConfig, resolve
+from scalejax.documents import build
+from scalejax.hardware import load_cluster
+from scalejax.profile import profile
+from scalejax.profile.target import has_cuda_compiler
 from scalejax.program import Program
 from scalejax.units import GIB
 from scalejax.validation.eager_memory import with_eager_blocks, with_eager_loss
@@ -23,6 +28,36 @@ def test_a_loss_holds_three_arrays_in_float32_where_ours_holds_one():
 
     assert added_gib(whole) == pytest.approx(2 * 7.828, rel=1e-3)
     assert added_gib(divided) == pytest.approx(3 * 7.828, rel=1e-3)
+
+
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_our_loss_holds_logits_and_one_array_in_float32():
+    """Twice the vocabulary takes 2 + 4 bytes more for each logit; and a table of words or both,
+    gathered, 2 to 4 % of that."""
+    words = 16_384
+    small, large = (
+        profile(llama(vocabulary), load_cluster("dgx-h100"), backend="cuda")
+        for vocabulary in (words, 2 * words)
+    )
+
+    more = large.memory.temporary_bytes - small.memory.temporary_bytes
+    assert 1.02 <= more / (6 * 2 * 1024 * words) <= 1.05
+
+
+def llama(vocabulary: int) -> ResolvedRun:
+    """Two samples of 1,024 tokens on each of 8 devices, whose loss takes most of their memory."""
+    tables = {
+        "model": {
+            "name": "llama", "layers": 2, "hidden": 128, "heads": 2, "kv_heads": 1,
+            "ffn_hidden": 256, "remat": "full", "compute_dtype": "bfloat16",
+        },
+        "data": {"name": "synthetic_tokens", "tokens": 1024, "vocabulary": vocabulary},
+        "batch": {"per_device_batch": 2},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "layout": {"data": 1, "fsdp": 8},
+    }  # fmt: skip
+    return resolve(build(RunConfig, tables))
 
 
 def test_blocks_keep_what_their_last_product_gives():

@@ -79,11 +79,11 @@ def test_axes_multiply_to_the_devices(devices: int, global_batch: int):
 
 def test_two_devices_by_hand():
     """One sample: two stages (of 8 blocks in one chunk), two contexts, or two along tensor with
-    tokens whole or divided; data and fsdp have nothing to divide. Each with the three kinds of
+    tokens whole or divided; data and fsdp have nothing to divide. Each with the four kinds of
     recompute."""
     found = list(strategies(SHAPE, 2, 1))
 
-    assert len(found) == (1 + 1 + 2) * 3
+    assert len(found) == (1 + 1 + 2) * 4
 
 
 def test_attention_over_context_is_not_fused():

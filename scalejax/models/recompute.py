@@ -5,14 +5,12 @@ of what layers do.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from scalejax.model_config import Remat
-
-_Block = TypeVar("_Block", bound=Callable[..., Any])
 
 _KEPT = "kept"
 _FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
@@ -24,7 +22,7 @@ def kept(activations: jax.Array) -> jax.Array:
     return checkpoint_name(activations, _KEPT)
 
 
-def recomputed(block: _Block, remat: Remat) -> _Block:
+def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """`block`, a whole one, whose backward pass computes again what `remat` says.
 
     "full": all but its input. "per_op": all but its input, what is marked `kept`, and what fused

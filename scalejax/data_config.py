@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.parquet_config import ParquetConfig
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package `dataset-fashion-mnist` puts the full set."""
@@ -166,7 +167,8 @@ DataConfig = Annotated[
     | SyntheticImagesConfig
     | SyntheticTokensConfig
     | MaskedTokensConfig
-    | PythonDocsConfig,
+    | PythonDocsConfig
+    | ParquetConfig,
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
@@ -181,7 +183,8 @@ def facts(config: DataConfig) -> DatasetFacts:
     """What the data set named in `config` holds.
 
     Raises:
-        ConfigError: if a text is too short for one example of the length asked for.
+        ConfigError: if a text is too short for one example of the length asked for, or files
+            cannot be read or hold something else.
     """
     match config:
         case FashionMnistConfig():
@@ -223,6 +226,8 @@ def facts(config: DataConfig) -> DatasetFacts:
             )
         case PythonDocsConfig():
             return _text_facts(config)
+        case ParquetConfig():
+            return _parquet_facts(config)
 
 
 def _text_facts(config: PythonDocsConfig) -> DatasetFacts:
@@ -249,3 +254,17 @@ def python_docs() -> bytes:
     from pydoc_data.topics import topics
 
     return "".join(topics[name] for name in sorted(topics)).encode()
+
+
+def _parquet_facts(config: ParquetConfig) -> DatasetFacts:
+    # Imported here because other data sets need no Arrow, and commands start sooner without.
+    from scalejax.parquet_columns import class_values, parquet_part
+
+    values = class_values(config)
+    return DatasetFacts(
+        train_examples=parquet_part(config, "train").kept_count,
+        test_examples=parquet_part(config, "test").kept_count,
+        input_shape=(config.image_size, config.image_size, config.channels),
+        target_shape=(),
+        classes=len(values) if isinstance(values, tuple) else values,
+    )

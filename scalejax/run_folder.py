@@ -11,6 +11,7 @@ from typing import NoReturn
 from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
 from scalejax.documents import JsonValue, load, plain, save_text, save_toml
 from scalejax.errors import ConfigError, refusal
+from scalejax.parquet_files import absolute_location
 from scalejax.predict import Prediction
 from scalejax.record import RunFolder
 
@@ -64,6 +65,9 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         fields["layout.bn_group_size"] = samples
     if config.data.name == "fashion_mnist":
         fields["data.edition"] = "full" if config.data.is_full else "embedded"
+    if config.data.name == "parquet":  # the run may go on in another working directory
+        fields["data.train"] = absolute_location(config.data.train)
+        fields["data.test"] = absolute_location(config.data.test)
     return with_fields(config, fields)
 
 

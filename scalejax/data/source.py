@@ -15,6 +15,7 @@ from scalejax.data_config import (
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
+from scalejax.parquet_config import ParquetConfig
 
 Split = Literal["train", "test"]
 """The part of a data set to train on, and the part to evaluate on."""
@@ -46,6 +47,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.fashion_mnist import FashionMnist
+    from scalejax.data.parquet import ParquetImages
     from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
 
@@ -60,3 +62,5 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return MaskedTokens(config, split, seed=seed)
         case PythonDocsConfig():
             return PythonDocs(config, split)
+        case ParquetConfig():
+            return ParquetImages(config, split)

@@ -1,0 +1,320 @@
+"""Parquet files and the row groups in them, from their footers: no row is read here but those of
+columns that decide how many there are.
+
+Knows files, columns and rows; nothing of what the columns mean to a network.
+"""
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from scalejax.errors import ConfigError, refusal, unknown_name
+
+Filter = tuple[str, str, object]
+"""Column, comparison and value: the rows for which it holds."""
+
+_GLOB = frozenset("*?[")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFile:
+    """One Parquet file, as it was when its footer was read."""
+
+    path: str
+    """Where it is; a URL if it is not on this machine."""
+    size_bytes: int
+    """Its length."""
+    modified_nanoseconds: int | None
+    """When it was last written, since 1970; None if its store does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Rows that are read together."""
+
+    file: DataFile
+    """Where they are."""
+    index: int
+    """Which of the file's row groups they are."""
+    first_row: int
+    """Rows of the file before them."""
+    rows: int
+    """How many they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetFiles:
+    """The row groups of some files of one schema, in order."""
+
+    field: str
+    """Field of the config that names them."""
+    location: str
+    """Its value."""
+    schema: pa.Schema
+    """Columns of every file (those asked for are equal in all)."""
+    groups: tuple[RowGroup, ...]
+    """In the order of file names, and in a file as they lie."""
+    kept: tuple[np.ndarray, ...] | None = None
+    """For each row group the rows that filters keep, int32, in order; None for all."""
+
+    @property
+    def kept_counts(self) -> np.ndarray:
+        """Rows of each group that filters keep."""
+        if self.kept is None:
+            return np.array([group.rows for group in self.groups])
+        return np.array([len(rows) for rows in self.kept])
+
+    @property
+    def kept_count(self) -> int:
+        """Rows of all groups that filters keep."""
+        return int(self.kept_counts.sum())
+
+
+def find_files(field: str, location: str, columns: Sequence[str]) -> ParquetFiles:
+    """The row groups of the files at `location`, a file, folder, glob or URL.
+
+    Footers are read once in a process for as long as their files stay the same.
+
+    Args:
+        field: field of the config that names the location.
+        location: where.
+        columns: columns that every file must have, of the same type.
+
+    Raises:
+        ConfigError: if there are no files or rows, one cannot be read or is not whole, or lacks a
+            column.
+    """
+    footers = [_footer(field, file) for file in _listed(field, location)]
+    first = footers[0]
+    for file, schema, _ in footers:
+        for column in columns:
+            if column not in schema.names:
+                unknown = unknown_name("column", column, schema.names)
+                raise ConfigError(f"{file.path} has no such column: {unknown}")
+            if schema.field(column).type != (type_ := first[1].field(column).type):
+                raise ConfigError(
+                    f"{file.path} holds {column!r} as {schema.field(column).type}, and "
+                    f"{first[0].path} as {type_}: {field} must name files of one schema."
+                )
+    groups = tuple(group for _, _, groups in footers for group in groups if group.rows)
+    if not groups:
+        raise ConfigError(refusal(field, location, "its files hold no rows"))
+    return ParquetFiles(field=field, location=location, schema=first[1], groups=groups)
+
+
+def _listed(field: str, location: str) -> list[DataFile]:
+    filesystem, root = _filesystem(field, location)
+    with _naming(field, location):
+        if isinstance(filesystem, pafs.LocalFileSystem) and _GLOB & set(root):
+            paths = sorted(glob.glob(root, recursive=True))
+            infos = filesystem.get_file_info(paths)
+        elif _GLOB & set(root):
+            paths = sorted(filesystem.handler.fs.glob(root))
+            infos = filesystem.get_file_info(paths)
+        else:
+            info = filesystem.get_file_info(root)
+            if info.type == pafs.FileType.NotFound:
+                raise ConfigError(refusal(field, location, "there is no such file or folder"))
+            infos = [info]
+            if info.type == pafs.FileType.Directory:
+                found = filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
+                infos = sorted(
+                    (each for each in found if each.path.endswith(".parquet")),
+                    key=lambda each: each.path,
+                )
+    files = [
+        DataFile(
+            path=_url(location, each.path),
+            size_bytes=each.size,
+            modified_nanoseconds=each.mtime_ns,
+        )
+        for each in infos
+        if each.type == pafs.FileType.File
+    ]
+    if not files:
+        raise ConfigError(refusal(field, location, "no Parquet file (*.parquet) is there"))
+    return files
+
+
+def absolute_location(location: str) -> str:
+    """The same files, wherever the working directory is."""
+    return location if "://" in location else os.path.abspath(location)
+
+
+def _filesystem(field: str, location: str) -> tuple[Any, str]:
+    """The file system of a location, and the path in it."""
+    if "://" not in location:
+        return pafs.LocalFileSystem(), location
+    try:
+        import fsspec
+    except ImportError as error:
+        accepted = 'a URL needs fsspec: "pip install fsspec" and the package of its protocol'
+        raise ConfigError(refusal(field, location, accepted)) from error
+    with _naming(field, location):
+        filesystem, path = fsspec.core.url_to_fs(location)
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+
+
+def _url(location: str, path: str) -> str:
+    """`path` of the file system of `location`, as it can be opened again."""
+    protocol, separator, _ = location.partition("://")
+    return f"{protocol}{separator}{path}" if separator else path
+
+
+@contextmanager
+def _naming(field: str, location: str) -> Iterator[None]:
+    """Turn what a file system says of a location into a refusal."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(refusal(field, location, f"it cannot be read ({error})")) from error
+
+
+@lru_cache(maxsize=65536)
+def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowGroup, ...]]:
+    with opened(field, file) as parquet:
+        counts = [
+            parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)
+        ]
+        schema = parquet.schema_arrow
+    firsts = np.cumsum([0, *counts])
+    groups = tuple(
+        RowGroup(file=file, index=index, first_row=int(firsts[index]), rows=count)
+        for index, count in enumerate(counts)
+    )
+    return file, schema, groups
+
+
+@contextmanager
+def opened(field: str, file: DataFile) -> Iterator[pq.ParquetFile]:
+    """The file, open.
+
+    Raises:
+        ConfigError: if it cannot be opened or read, or is not whole.
+    """
+    filesystem, path = _filesystem(field, file.path)
+    try:
+        with filesystem.open_input_file(path) as stream:
+            yield pq.ParquetFile(stream)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).strip().rstrip(".")
+        raise ConfigError(
+            f"{field}: {file.path} cannot be read as Parquet ({reason}); "
+            "write or copy it again, or leave it out."
+        ) from error
+
+
+def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+    """The columns of a row group; "image.bytes" names one field of a struct.
+
+    Raises:
+        ConfigError: if the file cannot be read, is damaged, or is another than it was.
+    """
+    with opened(field, group.file) as parquet:
+        groups = parquet.num_row_groups
+        if groups <= group.index or parquet.metadata.row_group(group.index).num_rows != group.rows:
+            raise ConfigError(f"{field}: {group.file.path} was written anew while it was read.")
+        return parquet.read_row_group(group.index, columns=list(columns))
+
+
+def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
+    """`files` with the rows that `filters` keep.
+
+    Raises:
+        ConfigError: if a value does not compare with its column, or no row is kept.
+    """
+    if not filters:
+        return files
+    kept = _kept_rows(files.field, files.groups, filters)
+    if not any(rows.size for rows in kept):
+        raise ConfigError(refusal("data.filters", filters, f"they keep no row of {files.location}"))
+    return replace(files, kept=kept)
+
+
+@lru_cache(maxsize=8)
+def _kept_rows(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...]
+) -> tuple[np.ndarray, ...]:
+    columns = sorted({column for column, _, _ in filters})
+    kept = []
+    for group in groups:
+        table = read_columns(field, group, columns)
+        mask = np.ones(group.rows, bool)
+        for each in filters:
+            mask &= _matches(table[each[0]], each)
+        kept.append(np.flatnonzero(mask).astype(np.int32))
+    return tuple(kept)
+
+
+_COMPARISONS = {
+    "==": "equal",
+    "!=": "not_equal",
+    "<": "less",
+    "<=": "less_equal",
+    ">": "greater",
+    ">=": "greater_equal",
+}
+"""What Arrow calls each."""
+
+
+def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
+    """For which `values` the comparison holds; a missing one fits none."""
+    _, comparison, wanted = each
+    try:
+        if isinstance(wanted, tuple):
+            options = pc.SetLookupOptions(pa.array(wanted).cast(values.type))
+            mask = pc.call_function("is_in", [values], options)
+        else:
+            bound = pa.scalar(wanted).cast(values.type)
+            mask = pc.call_function(_COMPARISONS[comparison], [values, bound])
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        accepted = f"the column is {values.type}, which does not compare so ({error})"
+        raise ConfigError(refusal("data.filters", list(each), accepted)) from error
+    return mask.fill_null(False).to_numpy()
+
+
+@lru_cache(maxsize=8)
+def distinct_texts(field: str, groups: tuple[RowGroup, ...], column: str) -> tuple[str, ...]:
+    """The different values of a column of texts, sorted; nulls left out."""
+    found: set[str] = set()
+    for group in groups:
+        values = read_columns(field, group, [column])[column]
+        found |= set(values.cast(pa.large_string()).unique().to_pylist())
+    return tuple(sorted(found - {None}))
+
+
+@lru_cache(maxsize=8)
+def extremes(field: str, groups: tuple[RowGroup, ...], column: str) -> tuple[int, int]:
+    """Lowest and highest value of an integer column, from the footers where they have them.
+
+    Raises:
+        ConfigError: if it holds nothing but nulls.
+    """
+    bounds = []
+    for group in groups:
+        with opened(field, group.file) as parquet:
+            about = parquet.metadata.row_group(group.index)
+            named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
+            statistics = about.column(named[column]).statistics
+        if statistics is None or not statistics.has_min_max:
+            values = read_columns(field, group, [column])[column]
+            found = pc.call_function("min_max", [values]).as_py()
+            bounds.append((found["min"], found["max"]))
+        else:
+            bounds.append((statistics.min, statistics.max))
+    known = [pair for pair in bounds if None not in pair]
+    if not known:
+        raise ConfigError(f"{field}: column {column!r} holds nothing but nulls.")
+    return min(low for low, _ in known), max(high for _, high in known)

@@ -23,6 +23,7 @@ from scalejax.model_config import (
     GptConfig,
     ImageNetworkConfig,
     LlamaConfig,
+    MlpConfig,
     ModelConfig,
     ResNetConfig,
     VitConfig,
@@ -191,9 +192,13 @@ def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
     )
     if dataset.is_masked:
         has = "text with hidden words"
+    if dataset.is_table:
+        has = f"rows of {dataset.input_shape[0]} numbers"
     match model:
         case CustomConfig():
             return
+        case _ if dataset.is_table:
+            wants = has if isinstance(model, MlpConfig) else "none (an mlp does)"
         case GptConfig() | LlamaConfig():
             wants = "text"
         case VitConfig():

@@ -26,7 +26,8 @@ class DatasetFacts:
     test_examples: int
     """Examples to evaluate on."""
     input_shape: tuple[int, ...]
-    """Of one example: (height, width, channels) of an image, (tokens,) of a text."""
+    """Of one example: (height, width, channels) of an image, (tokens,) of a text, (features,) of
+    a row of numbers."""
     target_shape: tuple[int, ...]
     """Of one example's targets: () for a class, (tokens,) for the next token at each place,
     (masked places,) for the words that are hidden there."""
@@ -34,6 +35,8 @@ class DatasetFacts:
     """Values that a target can take: classes, or the size of the vocabulary."""
     is_masked: bool = False
     """Whether targets are hidden words; a batch then holds "places" besides, the place of each."""
+    is_table: bool = False
+    """Whether examples are rows of numbers (float32, of mean 0 and deviation 1), not images."""
     pixel_mean: float = 0.5
     """Mean of the inputs scaled to 0..1; images only."""
     pixel_std: float = 0.25
@@ -41,12 +44,12 @@ class DatasetFacts:
 
     @property
     def is_text(self) -> bool:
-        """Whether examples are sequences of tokens (int32), not images (uint8)."""
+        """Whether examples are sequences of tokens (int32), not images (uint8) or numbers."""
         return bool(self.target_shape)
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """Tokens in an example; None for images."""
+        """Tokens in an example; None for images and numbers."""
         return self.input_shape[0] if self.is_text else None
 
 
@@ -264,7 +267,10 @@ def _parquet_facts(config: ParquetConfig) -> DatasetFacts:
     return DatasetFacts(
         train_examples=parquet_part(config, "train").kept_count,
         test_examples=parquet_part(config, "test").kept_count,
-        input_shape=(config.image_size, config.image_size, config.channels),
+        input_shape=(len(config.feature_columns),)
+        if config.feature_columns
+        else (config.image_size, config.image_size, config.channels),
         target_shape=(),
         classes=len(values) if isinstance(values, tuple) else values,
+        is_table=bool(config.feature_columns),
     )

@@ -1,9 +1,10 @@
-"""What the columns of a data set in Parquet files are to a network: images, classes, how many.
+"""What the columns of a data set in Parquet files are to a network: images or numbers, classes.
 
 Reads no more of the files than footers and, where these do not say, columns of classes and filters.
 """
 
 import json
+from collections.abc import Callable
 from typing import Literal
 
 import pyarrow as pa
@@ -19,27 +20,48 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
     Raises:
         ConfigError: if they cannot be read, or hold something else than the config says.
     """
-    columns = [config.image_column, config.label_column, *(name for name, _, _ in config.filters)]
+    columns = [*config.columns, *(name for name, _, _ in config.filters)]
     files = find_files(f"data.{split}", getattr(config, split), columns)
-    type_ = files.schema.field(config.image_column).type
-    if not _is_binary(bytes_type(type_)):
-        accepted = (
-            f"it is {type_} in {files.groups[0].file.path}; images are binary, or a struct "
-            'with a binary field "bytes"'
-        )
-        raise ConfigError(refusal("data.image_column", config.image_column, accepted))
-    label = files.schema.field(config.label_column).type
-    if not (_is_text(label) or pa.types.is_boolean(label) or pa.types.is_integer(label)):
-        accepted = f"it is {label}; classes are integers, booleans or texts"
-        raise ConfigError(refusal("data.label_column", config.label_column, accepted))
+    for column in config.feature_columns:
+        _require_type(files, "feature_columns", column, _is_number, "features are numbers or times")
+    if not config.feature_columns:
+        accepted = 'images are binary, or a struct with a binary field "bytes"'
+        _require_type(files, "image_column", config.image_column, _is_image, accepted)
+    if config.label_above is not None:
+        accepted = "data.label_above needs numbers"
+        _require_type(files, "label_column", config.label_column, _is_number, accepted)
+    else:
+        accepted = "classes are integers, booleans or texts"
+        _require_type(files, "label_column", config.label_column, _is_class, accepted)
+    _require_room(files, config)
     return filtered(files, config.filters)
 
 
-def bytes_type(type_: pa.DataType) -> pa.DataType:
-    """The type of a column of images, or of the field "bytes" if it is a struct."""
-    if pa.types.is_struct(type_) and type_.get_field_index("bytes") >= 0:
-        return type_.field("bytes").type
-    return type_
+def _require_type(
+    files: ParquetFiles,
+    field: str,
+    column: str,
+    fits: Callable[[pa.DataType], bool],
+    accepted: str,
+) -> None:
+    type_ = files.schema.field(column).type
+    if not fits(type_):
+        where = files.groups[0].file.path
+        raise ConfigError(refusal(f"data.{field}", column, f"it is {type_} in {where}; {accepted}"))
+
+
+def _require_room(files: ParquetFiles, config: ParquetConfig) -> None:
+    """Refuse row groups that take more than the half of memory that is for them."""
+    reading = config.reading
+    sizes = sorted((group.bytes_of(config.columns) for group in files.groups), reverse=True)
+    at_once = reading.window if reading.shuffle == "row_groups" else 1
+    needed = 2 * sum(sizes[:at_once])
+    if reading.memory_bytes < needed:
+        accepted = (
+            f"the largest row group of {files.location} takes {sizes[0]} bytes, and {at_once} at "
+            f"once need {needed} with the batches made of them"
+        )
+        raise ConfigError(refusal("data.reading.memory_bytes", reading.memory_bytes, accepted))
 
 
 def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
@@ -54,7 +76,9 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     parts = [parquet_part(config, "train"), parquet_part(config, "test")]
     train, column = parts[0], config.label_column
     type_ = train.schema.field(column).type
-    if _is_text(type_):
+    if config.label_above is not None:
+        return 2
+    if is_text(type_):
         texts = distinct_texts(train.field, train.groups, column)
         if config.classes not in (None, len(texts)):
             accepted = f"column {column!r} of {train.location} holds {len(texts)} different texts"
@@ -74,14 +98,27 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     return highest + 1
 
 
-def _is_binary(type_: pa.DataType) -> bool:
-    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
-
-
-def _is_text(type_: pa.DataType) -> bool:
+def is_text(type_: pa.DataType) -> bool:
+    """Whether a column holds texts, or numbers of texts in a dictionary."""
     if pa.types.is_dictionary(type_):
         type_ = type_.value_type
     return pa.types.is_string(type_) or pa.types.is_large_string(type_)
+
+
+def _is_image(type_: pa.DataType) -> bool:
+    if pa.types.is_struct(type_) and type_.get_field_index("bytes") >= 0:
+        type_ = type_.field("bytes").type
+    return pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
+
+
+def _is_number(type_: pa.DataType) -> bool:
+    checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    times = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time, pa.types.is_duration)
+    return any(check(type_) for check in (*checks, *times))
+
+
+def _is_class(type_: pa.DataType) -> bool:
+    return is_text(type_) or pa.types.is_boolean(type_) or pa.types.is_integer(type_)
 
 
 def _hugging_face_classes(schema: pa.Schema, column: str) -> int | None:

@@ -1,6 +1,6 @@
 """What a `run.toml` says of a data set in Parquet files; reads none of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from scalejax.errors import ConfigError, refusal, require_at_least
@@ -14,8 +14,32 @@ Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingConfig:
+    """How row groups are read, kept and mixed."""
+
+    memory_bytes: int = 2**30
+    """Most that row groups kept in memory (a half) and batches made ahead (the rest) take. Besides,
+    the order takes 8 bytes a row, and a row group twice its size while it is read."""
+    shuffle: Literal["rows", "row_groups"] = "rows"
+    """Rows: every epoch in any order. Row groups: in any order too, and the rows of `window` of
+    them mixed, so that each is read once an epoch."""
+    window: int = 8
+    """Row groups whose rows are mixed."""
+    cache_folder: str | None = None
+    """Where decoded row groups are kept on a local disk, for any number of processes and runs;
+    None for nowhere."""
+    cache_bytes: int = 100 * 10**9
+    """Most that they take there; the least recently used leave first."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "window", "cache_bytes"):
+            require_at_least(f"data.reading.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetConfig:
-    """Images and their classes in Parquet files, as Hugging Face `datasets` writes them.
+    """Images or numbers, and their classes, in Parquet files; images as Hugging Face `datasets`
+    writes them.
 
     `train` and `test` are each a file, a folder (every *.parquet in it and below), a glob, or a
     URL of `fsspec`; files count in the order of their names. A relative path begins at the working
@@ -35,21 +59,33 @@ class ParquetConfig:
     of the longer kept."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue."""
+    feature_columns: tuple[str, ...] = ()
+    """Numbers, dates or times to learn from in place of an image, brought to mean 0 and deviation
+    1 (over at most 16 row groups, evenly spread over `train`)."""
     label_column: str = "label"
     """Classes: integers from 0, booleans, or texts (then classes are those of `train`, sorted)."""
+    label_above: float | None = None
+    """Makes two classes of a column of numbers: 1 where it is above this, else 0."""
     classes: int | None = None
     """Values of the target; if absent, what the files say of it, or one more than the largest."""
     filters: tuple[Filter, ...] = ()
     """Rows to keep: [[column, comparison, value], ...], all of which must hold."""
-    memory_bytes: int = 2**30
-    """Most that row groups kept in memory take, training and test part together."""
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    """How they are read."""
 
     def __post_init__(self) -> None:
-        for name in ("image_size", "memory_bytes"):
-            require_at_least(f"data.{name}", getattr(self, name), 1)
+        require_at_least("data.image_size", self.image_size, 1)
         if self.classes is not None:
             require_at_least("data.classes", self.classes, 1)
+            if self.label_above is not None:
+                accepted = "data.label_above makes two classes; leave one of them out"
+                raise ConfigError(refusal("data.classes", self.classes, accepted))
         for column, comparison, value in self.filters:
             if (comparison == "in") != isinstance(value, tuple):
                 accepted = '"in" takes a list of values, every other comparison a single one'
                 raise ConfigError(refusal("data.filters", [column, comparison, value], accepted))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is read of a row: what to learn from, and last its class."""
+        return (*(self.feature_columns or (self.image_column,)), self.label_column)

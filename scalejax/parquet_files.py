@@ -50,6 +50,12 @@ class RowGroup:
     """Rows of the file before them."""
     rows: int
     """How many they are."""
+    column_bytes: tuple[tuple[str, int], ...]
+    """Bytes of each column when it is decompressed."""
+
+    def bytes_of(self, columns: Sequence[str]) -> int:
+        """Bytes that `columns` take in memory; at least, if they were written as a dictionary."""
+        return sum(size for name, size in self.column_bytes if name in columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +191,31 @@ def _naming(field: str, location: str) -> Iterator[None]:
 @lru_cache(maxsize=65536)
 def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowGroup, ...]]:
     with opened(field, file) as parquet:
-        counts = [
-            parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups)
-        ]
+        about = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
         schema = parquet.schema_arrow
-    firsts = np.cumsum([0, *counts])
+    firsts = np.cumsum([0, *(each.num_rows for each in about)])
     groups = tuple(
-        RowGroup(file=file, index=index, first_row=int(firsts[index]), rows=count)
-        for index, count in enumerate(counts)
+        RowGroup(
+            file=file,
+            index=index,
+            first_row=int(firsts[index]),
+            rows=each.num_rows,
+            column_bytes=_column_bytes(each, schema),
+        )
+        for index, each in enumerate(about)
     )
     return file, schema, groups
+
+
+def _column_bytes(about: pq.RowGroupMetaData, schema: pa.Schema) -> tuple[tuple[str, int], ...]:
+    sizes = dict.fromkeys(schema.names, 0)
+    for index in range(about.num_columns):
+        column = about.column(index)
+        sizes[column.path_in_schema.split(".")[0]] += column.total_uncompressed_size
+    for field in schema:  # numbers that repeat are written shorter than they are
+        if pa.types.is_primitive(field.type):
+            sizes[field.name] = about.num_rows * field.type.bit_width // 8
+    return tuple(sizes.items())
 
 
 @contextmanager
@@ -217,7 +238,7 @@ def opened(field: str, file: DataFile) -> Iterator[pq.ParquetFile]:
 
 
 def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
-    """The columns of a row group; "image.bytes" names one field of a struct.
+    """Columns of a row group, each in one piece; of a struct, its field "bytes" in its place.
 
     Raises:
         ConfigError: if the file cannot be read, is damaged, or is another than it was.
@@ -226,7 +247,23 @@ def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Tabl
         groups = parquet.num_row_groups
         if groups <= group.index or parquet.metadata.row_group(group.index).num_rows != group.rows:
             raise ConfigError(f"{field}: {group.file.path} was written anew while it was read.")
-        return parquet.read_row_group(group.index, columns=list(columns))
+        types = {name: parquet.schema_arrow.field(name).type for name in columns}  # each once
+        structs = {name for name, type_ in types.items() if pa.types.is_struct(type_)}
+        leaves = [f"{name}.bytes" if name in structs else name for name in types]
+        table = parquet.read_row_group(group.index, columns=leaves)
+    return pa.table({name: _in_one_piece(table[name], name in structs) for name in types})
+
+
+def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:
+    chunks = [chunk.field("bytes") if is_struct else chunk for chunk in column.chunks]
+    if pa.types.is_dictionary(column.type):
+        chunks = [chunk.dictionary_decode() for chunk in chunks]
+    type_ = chunks[0].type
+    if pa.types.is_binary(type_):  # of which one piece would end at 2 GiB
+        chunks, type_ = [chunk.cast(pa.large_binary()) for chunk in chunks], pa.large_binary()
+    if pa.types.is_string(type_):
+        chunks, type_ = [chunk.cast(pa.large_string()) for chunk in chunks], pa.large_string()
+    return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
 
 
 def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:

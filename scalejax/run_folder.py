@@ -33,6 +33,9 @@ Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resum
 """
 
 _FREE = {
+    "data.reading.memory_bytes",
+    "data.reading.cache_folder",
+    "data.reading.cache_bytes",
     "layout.data",
     "layout.fsdp",
     "layout.tensor",

@@ -155,13 +155,15 @@ def _evaluated_weights(
 
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
-    """Shapes of one global batch of `run`: uint8 images and int32 classes, or int32 tokens."""
+    """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
+    int32 tokens."""
     return _batch_shapes(run, batch_sharding(mesh))
 
 
 def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
     dataset = run.dataset
-    input_dtype = jnp.int32 if dataset.is_text else jnp.uint8
+    image_dtype = jnp.float32 if dataset.is_table else jnp.uint8
+    input_dtype = jnp.int32 if dataset.is_text else image_dtype
     parts = {"inputs": (dataset.input_shape, input_dtype)}
     for name in ("targets", "places") if dataset.is_masked else ("targets",):
         parts[name] = (dataset.target_shape, jnp.int32)

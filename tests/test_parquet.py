@@ -10,7 +10,6 @@ from parquet_cases import encoded, random_images, write_images
 
 from scalejax.config import load_config, with_fields
 from scalejax.data import open_source
-from scalejax.data.row_groups import BoundedMemory
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
 from scalejax.parquet_config import ParquetConfig
@@ -253,7 +252,7 @@ def test_a_class_out_of_range_is_named_by_file_and_row(folder, label):
     source = open_source(config_of(folder, classes=5), "train", seed=0)
 
     with pytest.raises(ConfigError, match=rf"train\.parquet, row 3, column 'label': {label} is"):
-        source.take(np.array([0]))
+        source.take(np.array([0, 3]))
 
 
 def test_a_file_damaged_in_its_middle_is_named(folder):
@@ -266,25 +265,6 @@ def test_a_file_damaged_in_its_middle_is_named(folder):
 
     with pytest.raises(ConfigError, match=r"train\.parquet"):
         source.take(np.arange(40))
-
-
-def test_memory_keeps_what_was_used_last_within_its_limit():
-    """Of values of 4 bytes in 10 bytes two are kept; a larger one is not."""
-    memory, loaded = BoundedMemory(10), []
-
-    def value_of(key, size_bytes=4):
-        def load():
-            loaded.append(key)
-            return key.upper(), size_bytes
-
-        return memory.of(key, load)
-
-    assert [value_of(key) for key in "abab"] == ["A", "B", "A", "B"]
-    assert loaded == ["a", "b"]
-    assert [value_of(key) for key in "cbac"] == ["C", "B", "A", "C"]
-    assert loaded == ["a", "b", "c", "a", "c"]
-    assert value_of("d", 11) == "D"
-    assert memory.held_bytes == 8
 
 
 RUN = """

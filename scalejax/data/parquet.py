@@ -1,140 +1,212 @@
-"""Images and classes in Parquet files, by index: a row group is read when one of its rows is.
+"""Examples in Parquet files, by index: a row group is read when one of its rows is.
 
 Knows columns and what they mean; where row groups are kept is `row_groups`' business.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalejax.data.images import UndecodableImage, decoded, in_threads
-from scalejax.data.row_groups import shared_memory
+from scalejax.data.row_groups import RowGroups
 from scalejax.data.source import Split
 from scalejax.errors import ConfigError
 from scalejax.parquet_columns import class_values, parquet_part
 from scalejax.parquet_config import ParquetConfig
-from scalejax.parquet_files import RowGroup, read_columns
+from scalejax.parquet_files import RowGroup
+
+MOST_SAMPLED_GROUPS = 16
+"""Row groups from which mean and deviation of features are taken."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decoded:
-    """The rows of a row group that the filters keep."""
-
-    images: pa.LargeBinaryArray
-    """Encoded images."""
-    classes: np.ndarray
-    """int32."""
-
-    @property
-    def held_bytes(self) -> int:
-        return self.images.nbytes + self.classes.nbytes
-
-
-class ParquetImages:
-    """Images, uint8 of [height, width, channels], and their classes."""
+class ParquetExamples:
+    """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
 
     def __init__(self, config: ParquetConfig, split: Split) -> None:
         self._config = config
         self._files = parquet_part(config, split)
-        counts = self._files.kept_counts
-        self._ends = np.cumsum(counts)
-        self._firsts = self._ends - counts
-        self._memory = shared_memory(config.memory_bytes)
-        self._values = class_values(config)
+        self._counts = self._files.kept_counts
+        self._ends = np.cumsum(self._counts)
+        self._groups = RowGroups(config.reading)
+        self._classes = class_values(config)
+        if config.feature_columns:
+            self._moments = _moments(config, parquet_part(config, "train").groups)
 
     def __len__(self) -> int:
         """Number of rows that the filters keep."""
         return int(self._ends[-1])
 
+    @property
+    def rows_together(self) -> int:
+        """As many as an eighth of the memory holds, where row groups are decoded more than once an
+        epoch: those that are made, those that wait and those that are used come to three."""
+        reading, config = self._config.reading, self._config
+        needed = sum(group.bytes_of(config.columns) for group in self._files.groups)
+        is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
+        if is_kept or reading.shuffle == "row_groups":
+            return 0
+        pixels = config.image_size**2 * config.channels
+        row_bytes = 4 * len(config.feature_columns) if config.feature_columns else pixels
+        return max(1, reading.memory_bytes // 8 // (row_bytes + 4))
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        """The indices of all examples: in any order, or the rows of some row groups mixed."""
+        dtype = np.int32 if len(self) < 2**31 else np.int64
+        if self._config.reading.shuffle == "rows":
+            indices = np.arange(len(self), dtype=dtype)
+            generator.shuffle(indices)
+            return indices
+        groups, window = generator.permutation(len(self._ends)), self._config.reading.window
+        bounds = np.stack([self._ends - self._counts, self._ends], axis=1)[groups].tolist()
+        mixed = []
+        for first in range(0, len(bounds), window):
+            chosen = bounds[first : first + window]
+            rows = [np.arange(begin, end, dtype=dtype) for begin, end in chosen]
+            mixed.append(np.concatenate(rows))
+            generator.shuffle(mixed[-1])
+        return np.concatenate(mixed)
+
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The images and classes at `indices`.
+        """The inputs and classes at `indices`.
 
         Raises:
             ConfigError: if a row cannot be read, naming file and row.
         """
-        size, channels = self._config.image_size, self._config.channels
-        images = np.empty((len(indices), size, size, channels), np.uint8)
+        config = self._config
+        # Sorted, so that a row group is asked for once, and its rows lie one after the other.
+        order = np.argsort(indices, kind="stable")
+        ascending = np.asarray(indices)[order]
         classes = np.empty(len(indices), np.int32)
-        group_of = np.searchsorted(self._ends, indices, side="right")
-        work = []
-        for number in np.unique(group_of):  # a group is read once, whatever the order of rows
-            places = np.flatnonzero(group_of == number)
-            rows = indices[places] - self._firsts[number]
-            group = self._decoded(number)
-            classes[places] = group.classes[rows]
-            offsets = np.frombuffer(group.images.buffers()[1], np.int64)[group.images.offset :]
-            content = memoryview(group.images.buffers()[2] or b"")
-            begins, ends = offsets[rows].tolist(), offsets[rows + 1].tolist()
-            for place, row, begin, end in zip(places, rows, begins, ends, strict=True):
-                work.append((place, number, row, content[begin:end]))
-        for _ in in_threads(partial(self._decode_into, images), work):
-            pass
-        return {"inputs": images, "targets": classes}
+        inputs = np.empty((len(indices), len(config.feature_columns)), np.float32)
+        encoded = []
+        for part, table in self._pieces(ascending):
+            classes[order[part]] = self._classes_of(table[config.label_column], ascending[part])
+            if config.feature_columns:
+                inputs[order[part]] = self._features(table, ascending[part])
+            else:
+                encoded += table[config.image_column].chunks
+        if encoded:  # of all row groups at once: then no thread waits for another
+            inputs = self._images(pa.chunked_array(encoded), order, ascending)
+        return {"inputs": inputs, "targets": classes}
 
-    def _decode_into(self, images: np.ndarray, item: tuple[int, int, int, memoryview]) -> None:
-        place, number, row, encoded = item
-        config = self._config
-        try:
-            images[place] = decoded(encoded, config.image_size, config.channels)
-        except UndecodableImage as error:
-            where = self._named(number, row)
+    def _pieces(self, ascending: np.ndarray) -> Iterator[tuple[slice, pa.Table]]:
+        """The rows at `ascending` indices, a row group at a time, as the files hold them."""
+        ends = np.searchsorted(ascending, self._ends)
+        for number in np.flatnonzero(np.diff(ends, prepend=0)):
+            part = slice(int(ends[number - 1]) if number else 0, int(ends[number]))
+            rows = ascending[part] - (self._ends[number] - self._counts[number])
+            if self._files.kept is not None:
+                rows = self._files.kept[number][rows]
+            group = self._files.groups[number]
+            table = self._groups.table(self._files.field, group, self._config.columns)
+            yield part, table.take(pa.array(rows))
+
+    def _images(
+        self, column: pa.ChunkedArray, order: np.ndarray, ascending: np.ndarray
+    ) -> np.ndarray:
+        size, channels = self._config.image_size, self._config.channels
+        images = np.empty((len(order), size, size, channels), np.uint8)
+
+        def decode(part: slice) -> None:
+            for row in range(len(order))[part]:
+                content = memoryview(column[row].as_buffer() or b"")
+                try:
+                    images[order[row]] = decoded(content, size, channels)
+                except UndecodableImage as error:
+                    raise ConfigError(
+                        f"{self._named(ascending[row])}, column {self._config.image_column!r}: "
+                        f"no image that can be read ({error})."
+                    ) from error
+
+        in_threads(decode, len(order))
+        return images
+
+    def _features(self, table: pa.Table, ascending: np.ndarray) -> np.ndarray:
+        values = np.stack([_numbers(table[name]) for name in self._config.feature_columns], axis=1)
+        wrong = np.argwhere(~np.isfinite(values))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            name = self._config.feature_columns[column]
             raise ConfigError(
-                f"{where}, column {config.image_column!r}: no image that can be read ({error})."
-            ) from error
+                f"{self._named(int(ascending[row]))}, column {name!r}: "
+                f"{values[row, column]} is no finite number; data.filters can leave the row out."
+            )
+        mean, deviation = self._moments
+        return (values - mean) / deviation
 
-    def _named(self, number: int, row: int) -> str:
-        """File and row, as a user would look for it."""
-        group, kept = self._files.groups[number], self._files.kept
-        in_group = row if kept is None else kept[number][row]
-        return f"{group.file.path}, row {group.first_row + in_group}"
-
-    def _decoded(self, number: int) -> _Decoded:
-        group, config = self._files.groups[number], self._config
-        columns = (config.image_column, config.label_column)
-        key = (group, columns, config.filters, self._values)
-        return self._memory.of(key, partial(self._load, number, group))
-
-    def _load(self, number: int, group: RowGroup) -> tuple[_Decoded, int]:
-        config = self._config
-        type_ = self._files.schema.field(config.image_column).type
-        is_struct = pa.types.is_struct(type_)
-        wanted = f"{config.image_column}.bytes" if is_struct else config.image_column
-        table = read_columns(self._files.field, group, [wanted, config.label_column])
-        if self._files.kept is not None:
-            table = table.take(pa.array(self._files.kept[number]))
-        column = table[config.image_column].combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # more than 2 GiB
-            column = pa.concat_arrays([_bytes_of(chunk, is_struct) for chunk in column.chunks])
-        else:
-            column = _bytes_of(column, is_struct)
-        classes = self._classes(number, table[config.label_column])
-        group_rows = _Decoded(images=column, classes=classes)
-        return group_rows, group_rows.held_bytes
-
-    def _classes(self, number: int, column: pa.ChunkedArray) -> np.ndarray:
+    def _classes_of(self, column: pa.ChunkedArray, ascending: np.ndarray) -> np.ndarray:
         """The class of each row, checked."""
-        if isinstance(self._values, tuple):
-            values = pa.array(self._values, pa.large_string())
-            texts = column.cast(pa.large_string()).combine_chunks()
-            classes = pc.call_function("index_in", [texts], pc.SetLookupOptions(values))
-            count = len(self._values)
+        if self._config.label_above is not None:
+            above = _numbers(column)
+            classes, count = np.where(np.isnan(above), -1, above > self._config.label_above), 2
+        elif isinstance(self._classes, tuple):
+            values = pa.array(self._classes, pa.large_string())
+            found = pc.call_function(
+                "index_in", [column.cast(pa.large_string())], pc.SetLookupOptions(values)
+            )
+            classes, count = found.fill_null(-1).to_numpy(), len(self._classes)
         else:
-            classes, count = column.cast(pa.int64()).combine_chunks(), self._values
-        numbers = classes.fill_null(-1).to_numpy(zero_copy_only=False)
-        wrong = np.flatnonzero((numbers < 0) | (numbers >= count))
+            classes, count = column.cast(pa.int64()).fill_null(-1).to_numpy(), self._classes
+        wrong = np.flatnonzero((classes < 0) | (classes >= count))
         if wrong.size:
             row = int(wrong[0])
             raise ConfigError(
-                f"{self._named(number, row)}, column {self._config.label_column!r}: "
+                f"{self._named(ascending[row])}, column {self._config.label_column!r}: "
                 f"{column[row].as_py()!r} is none of the {count} classes (data.classes)."
             )
-        return numbers.astype(np.int32)
+        return classes.astype(np.int32)
+
+    def _named(self, index: int) -> str:
+        """File and row of an example, as a user would look for it."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        row = index - (self._ends[number] - self._counts[number])
+        if self._files.kept is not None:
+            row = self._files.kept[number][row]
+        group = self._files.groups[number]
+        return f"{group.file.path}, row {group.first_row + row}"
 
 
-def _bytes_of(column: pa.Array, is_struct: bool) -> pa.LargeBinaryArray:
-    if is_struct:
-        column = column.field("bytes")
-    return column.cast(pa.large_binary())
+def _numbers(column: pa.ChunkedArray) -> np.ndarray:
+    """A column of numbers as float64; times in the unit of their type, NaN for what is missing."""
+    if pa.types.is_temporal(column.type):
+        is_short = column.type.bit_width == 32
+        column = column.cast(pa.int32() if is_short else pa.int64())
+    # not safely: an integer beyond 2^53 loses its last digits, and may
+    return column.cast(pa.float64(), safe=False).fill_null(np.nan).to_numpy()
+
+
+@lru_cache(maxsize=8)
+def _moments(config: ParquetConfig, groups: tuple[RowGroup, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of each feature over row groups evenly spread over the training part."""
+    files, reader = parquet_part(config, "train"), RowGroups(config.reading)
+    every = -(-len(groups) // MOST_SAMPLED_GROUPS)
+    moments = [(0, 0.0, 0.0)] * len(config.feature_columns)
+    for number in range(0, len(groups), every):
+        table = reader.table(files.field, groups[number], config.columns)
+        if files.kept is not None:
+            table = table.take(pa.array(files.kept[number]))
+        columns = [_numbers(table[name]) for name in config.feature_columns]
+        moments = [
+            _with(each, values[np.isfinite(values)])
+            for each, values in zip(moments, columns, strict=True)
+        ]
+    mean = np.array([mean for _, mean, _ in moments])
+    deviation = np.sqrt([squares / max(count, 1) for count, _, squares in moments])
+    return mean, np.where(deviation > 0, deviation, 1)
+
+
+def _with(moments: tuple[int, float, float], values: np.ndarray) -> tuple[int, float, float]:
+    """Count, mean and sum of squared deviations with more values among them.
+
+    Source: Chan, Golub & LeVeque 1983, The American Statistician 37(3), equation 2.1.
+    """
+    if not values.size:
+        return moments
+    count, mean, squares = moments
+    more, of_more = values.size, float(values.mean())
+    total, apart = count + more, of_more - mean
+    squares += float(((values - of_more) ** 2).sum()) + apart**2 * count * more / total
+    return total, mean + apart * more / total, squares

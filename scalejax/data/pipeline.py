@@ -15,7 +15,7 @@ import grain
 import jax
 import numpy as np
 
-from scalejax.data.source import Source
+from scalejax.data.source import Grouped, Source
 
 Batch = dict[str, jax.Array]
 """The rows of one global batch, laid out over the mesh."""
@@ -50,13 +50,16 @@ def training_batches(
         first_step: its first step.
     """
     order = _TrainingOrder(
-        len(source),
+        source,
         _global_batch(shapes),
         seed=seed,
         steps=stop_step - first_step,
         first_epoch=first_epoch,
     )
-    return _batches(order, source, shapes, start_step - first_step)
+    together = 1
+    if isinstance(source, Grouped):
+        together = max(1, source.rows_together // len(_local_rows(shapes["inputs"])))
+    return _batches(order, source, shapes, start_step - first_step, together)
 
 
 def evaluation_batches(
@@ -89,9 +92,7 @@ def training_batches_of_seeds(
         stop_step: steps of the whole run.
     """
     orders = [
-        _TrainingOrder(
-            len(source), _global_batch(shapes), seed=seed, first_epoch=0, steps=stop_step
-        )
+        _TrainingOrder(source, _global_batch(shapes), seed=seed, first_epoch=0, steps=stop_step)
         for source, seed in zip(sources, seeds, strict=True)
     ]
     return _stacked(orders, sources, start_step)
@@ -129,16 +130,19 @@ class _TrainingOrder:
     """
 
     def __init__(
-        self, examples: int, global_batch: int, *, seed: int, steps: int, first_epoch: int
+        self, source: Source, global_batch: int, *, seed: int, steps: int, first_epoch: int
     ) -> None:
         self._global_batch = global_batch
         self._steps = steps
         self._first_epoch = first_epoch
-        self._steps_per_epoch = examples // global_batch
+        self._steps_per_epoch = len(source) // global_batch
 
         @lru_cache(maxsize=2)  # reading ahead crosses from one epoch into the next
         def permutation(epoch: int) -> np.ndarray:
-            return np.random.default_rng([seed, epoch]).permutation(examples)
+            generator = np.random.default_rng([seed, epoch])
+            if isinstance(source, Grouped):
+                return source.shuffled(generator)
+            return generator.permutation(len(source))
 
         self._permutation = permutation
 
@@ -169,25 +173,32 @@ class _EvaluationOrder:
 
 
 def _batches(
-    order: grain.sources.RandomAccessDataSource[dict[str, np.ndarray]],
+    order: "_TrainingOrder | _EvaluationOrder",
     source: Source,
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     start: int,
+    together: int = 1,
 ) -> Iterator[Batch]:
+    """Batches of the elements of `order` from `start` on, the rows of `together` taken at once."""
     rows = _local_rows(shapes["inputs"])
     shardings = {name: shape.sharding for name, shape in shapes.items()}
     global_shapes = {name: shape.shape for name, shape in shapes.items()}
 
-    def gather(element: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        local = {name: values[rows] for name, values in element.items()}
-        return source.take(local.pop("index")) | local
+    def gather(first: int) -> list[dict[str, np.ndarray]]:
+        steps = range(first, min(first + together, len(order)))
+        local = [{name: values[rows] for name, values in order[step].items()} for step in steps]
+        taken = source.take(np.concatenate([element.pop("index") for element in local]))
+        for place, element in enumerate(local):
+            part = slice(place * len(rows), (place + 1) * len(rows))
+            element |= {name: values[part] for name, values in taken.items()} | element
+        return local
 
-    elements = grain.MapDataset.source(order).map(gather)
-    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)
-    iterator = iter(elements.to_iter_dataset(reading))
-    iterator.set_state({"next_index": start})
-    for local in iterator:
-        yield jax.make_array_from_process_local_data(shardings, local, global_shapes)
+    elements = grain.MapDataset.range(start, len(order), together).map(gather)
+    ahead = READ_AHEAD if together == 1 else 1
+    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
+    for several in elements.to_iter_dataset(reading):
+        for local in several:
+            yield jax.make_array_from_process_local_data(shardings, local, global_shapes)
 
 
 def _global_batch(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:

@@ -1,19 +1,26 @@
-"""Decoded row groups in memory, the least recently used leaving first.
+"""Row groups as tables, from memory, from a local disk, or from their files.
 
-Knows sizes and keys; nothing of what the row groups hold.
+Knows where row groups are kept; nothing of what their columns mean.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
+
+import pyarrow as pa
+
+from scalejax.data.disk_cache import DiskCache
+from scalejax.parquet_config import ReadingConfig
+from scalejax.parquet_files import RowGroup, read_columns
 
 Value = TypeVar("Value")
 
 
 class BoundedMemory(Generic[Value]):
-    """Values by key, of `limit_bytes` at most.
+    """Values by key, of `limit_bytes` at most, the least recently used leaving first.
 
     A value larger than the limit is handed out and not kept. Safe with several threads, which may
     load the same value twice.
@@ -42,7 +49,36 @@ class BoundedMemory(Generic[Value]):
         return value
 
 
+class RowGroups:
+    """Columns of row groups, as `reading` says where to keep them."""
+
+    def __init__(self, reading: ReadingConfig) -> None:
+        self._memory = _shared_memory(reading.memory_bytes // 2)
+        self._disk = None
+        if reading.cache_folder is not None:
+            self._disk = DiskCache(Path(reading.cache_folder), reading.cache_bytes)
+
+    def table(self, field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        """The columns of `group`, in one piece each.
+
+        Raises:
+            ConfigError: if they cannot be read, or not be kept on the disk.
+        """
+        key = (group, tuple(columns))
+        return self._memory.of(key, partial(self._read, field, group, columns))
+
+    def _read(self, field: str, group: RowGroup, columns: Sequence[str]) -> tuple[pa.Table, int]:
+        read = partial(read_columns, field, group, columns)
+        if self._disk is None:
+            table = read()
+        else:
+            file = group.file
+            parts = (file.path, file.size_bytes, file.modified_nanoseconds, group.index, *columns)
+            table = self._disk.of(repr(parts), read)
+        return table, table.nbytes
+
+
 @cache
-def shared_memory(limit_bytes: int) -> BoundedMemory:
-    """The row groups of this process: the parts of a data set, and runs side by side, share it."""
+def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
+    """Of this process: the parts of a data set, and runs side by side, share it."""
     return BoundedMemory(limit_bytes)

@@ -3,7 +3,7 @@
 Knows which file reads which data set. Knows no batches, no order and no devices.
 """
 
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -29,8 +29,23 @@ class Source(Protocol):
         ...
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows "inputs" (uint8 images or int32 tokens) and "targets" (int32) of the examples; of
-        hidden words also "places" (int32)."""
+        """Rows "inputs" (uint8 images, int32 tokens or float32 numbers) and "targets" (int32) of
+        the examples; of hidden words also "places" (int32)."""
+        ...
+
+
+@runtime_checkable
+class Grouped(Protocol):
+    """What a source is besides, if some orders of its examples cost less than others."""
+
+    @property
+    def rows_together(self) -> int:
+        """Examples of a shuffled order to take at once, so that each group is read once for them;
+        0 if it makes no difference."""
+        ...
+
+    def shuffled(self, generator: np.random.Generator) -> np.ndarray:
+        """The indices of all examples, as an epoch is to go through them."""
         ...
 
 
@@ -47,7 +62,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.fashion_mnist import FashionMnist
-    from scalejax.data.parquet import ParquetImages
+    from scalejax.data.parquet import ParquetExamples
     from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
 
@@ -63,4 +78,4 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
         case PythonDocsConfig():
             return PythonDocs(config, split)
         case ParquetConfig():
-            return ParquetImages(config, split)
+            return ParquetExamples(config, split)

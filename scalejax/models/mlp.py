@@ -1,4 +1,4 @@
-"""A fully connected network over flattened images, and how it is split over a mesh."""
+"""A fully connected network over flattened images or numbers, and how a mesh splits it."""
 
 import math
 from itertools import pairwise
@@ -32,7 +32,7 @@ class Mlp(Network):
         )
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """Logits [batch, classes] of images [batch, height, width, channels]."""
+        """Logits [batch, classes] of images [batch, height, width, channels] or numbers."""
         hidden = inputs.reshape(inputs.shape[0], -1)
         for layer in self.layers[:-1]:
             hidden = jax.nn.relu(placed_by_row(layer(hidden)))

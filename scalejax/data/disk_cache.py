@@ -1,0 +1,122 @@
+"""Tables by key in files on a local disk, mapped into memory; the least recently used leave first.
+
+Any number of processes share a folder. A file appears whole or not at all, whenever a process is
+killed: it is written under another name, flushed, and renamed. Knows nothing of what tables hold.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from scalejax.errors import ConfigError
+
+_KEY = b"scalejax key"
+"""Name under which a file holds its key."""
+
+
+class DiskCache:
+    """Tables in `folder`, of `limit_bytes` at most; one larger than that is not kept."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._host = socket.gethostname()
+        with self._naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._remove_drafts()
+                self._make_room(0)
+
+    def of(self, key: str, load: Callable[[], pa.Table]) -> pa.Table:
+        """The table of `key`; `load` gives it if it is not here.
+
+        Raises:
+            ConfigError: if the disk is full, or the folder cannot be written.
+        """
+        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.arrow"
+        table = _mapped(path, key)
+        if table is None:
+            table = load().replace_schema_metadata({_KEY: key.encode()})
+            with self._naming(path):
+                self._keep(path, table)
+        return table
+
+    def _keep(self, path: Path, table: pa.Table) -> None:
+        draft = path.with_name(
+            f".{path.stem}.{self._host}.{os.getpid()}.{threading.get_ident()}.draft"
+        )
+        try:
+            with draft.open("wb") as file:
+                with pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table)
+                file.flush()
+                os.fsync(file.fileno())  # a name that outlives a power cut has its content
+            size_bytes = draft.stat().st_size
+            if size_bytes <= self._limit_bytes:
+                with self._locked():
+                    self._make_room(size_bytes)
+                    draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Remove the files used longest ago, until `wanted_bytes` more are within the limit."""
+        files = []
+        for path in self._folder.glob("*.arrow"):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                files.append((about.st_mtime_ns, about.st_size, path))
+        held_bytes = sum(size for _, size, _ in files)
+        for _, size_bytes, path in sorted(files):
+            if held_bytes + wanted_bytes <= self._limit_bytes:
+                return
+            path.unlink(missing_ok=True)  # who has it mapped keeps what it reads
+            held_bytes -= size_bytes
+
+    def _remove_drafts(self) -> None:
+        """Remove what killed processes of this machine left half written."""
+        for draft in self._folder.glob(f".*.{self._host}.*.draft"):
+            process = int(draft.name.split(".")[-3])
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                draft.unlink(missing_ok=True)
+            except PermissionError:  # it lives, and is another user's
+                continue
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among processes; the system unlocks what a killed one had locked."""
+        with (self._folder / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _naming(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"data.reading.cache_folder: {path} cannot be written ({error}); make room, "
+                "lower data.reading.cache_bytes, or leave the folder out."
+            ) from error
+
+
+def _mapped(path: Path, key: str) -> pa.Table | None:
+    """The table of a file, read as its rows are; None if it is not there, or is not this table."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        os.utime(path)  # used now; the access time of a file is not to be relied on
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return None
+    except OSError as error:
+        raise ConfigError(f"data.reading.cache_folder: {path} cannot be read ({error}).") from error
+    return table if (table.schema.metadata or {}).get(_KEY) == key.encode() else None

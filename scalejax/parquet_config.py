@@ -69,7 +69,7 @@ class ParquetConfig:
     classes: int | None = None
     """Values of the target; if absent, what the files say of it, or one more than the largest."""
     filters: tuple[Filter, ...] = ()
-    """Rows to keep: [[column, comparison, value], ...], all of which must hold."""
+    """Rows to keep: lists of column, comparison ("==", "<", "in", ...) and value, all to hold."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
     """How they are read."""
 

@@ -79,7 +79,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     if config.label_above is not None:
         return 2
     if is_text(type_):
-        texts = distinct_texts(train.field, train.groups, column)
+        texts = distinct_texts(train, column)
         if config.classes not in (None, len(texts)):
             accepted = f"column {column!r} of {train.location} holds {len(texts)} different texts"
             raise ConfigError(refusal("data.classes", config.classes, accepted))
@@ -90,7 +90,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
         return 2
     if named := _hugging_face_classes(train.schema, column):
         return named
-    bounds = [extremes(part.field, part.groups, column) for part in parts]
+    bounds = [extremes(part, column) for part in parts]
     lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest < 0:
         accepted = f"it holds {lowest}; classes count from 0"

@@ -72,6 +72,8 @@ class ParquetFiles:
     """In the order of file names, and in a file as they lie."""
     kept: tuple[np.ndarray, ...] | None = None
     """For each row group the rows that filters keep, int32, in order; None for all."""
+    filters: tuple[Filter, ...] = ()
+    """What keeps them."""
 
     @property
     def kept_counts(self) -> np.ndarray:
@@ -277,7 +279,7 @@ def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
     kept = _kept_rows(files.field, files.groups, filters)
     if not any(rows.size for rows in kept):
         raise ConfigError(refusal("data.filters", filters, f"they keep no row of {files.location}"))
-    return replace(files, kept=kept)
+    return replace(files, kept=kept, filters=filters)
 
 
 @lru_cache(maxsize=8)
@@ -322,36 +324,63 @@ def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
     return mask.fill_null(False).to_numpy()
 
 
+def distinct_texts(files: ParquetFiles, column: str) -> tuple[str, ...]:
+    """The different values of a column of texts in the kept rows, sorted; nulls left out."""
+    return _distinct_texts(files.field, files.groups, files.filters, column)
+
+
 @lru_cache(maxsize=8)
-def distinct_texts(field: str, groups: tuple[RowGroup, ...], column: str) -> tuple[str, ...]:
-    """The different values of a column of texts, sorted; nulls left out."""
+def _distinct_texts(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> tuple[str, ...]:
     found: set[str] = set()
-    for group in groups:
-        values = read_columns(field, group, [column])[column]
+    for values in _kept_values(field, groups, filters, column):
         found |= set(values.cast(pa.large_string()).unique().to_pylist())
     return tuple(sorted(found - {None}))
 
 
-@lru_cache(maxsize=8)
-def extremes(field: str, groups: tuple[RowGroup, ...], column: str) -> tuple[int, int]:
-    """Lowest and highest value of an integer column, from the footers where they have them.
+def _kept_values(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> Iterator[pa.ChunkedArray]:
+    """A column of each row group, without the rows that `filters` leave out."""
+    kept = _kept_rows(field, groups, filters) if filters else [None] * len(groups)
+    for group, rows in zip(groups, kept, strict=True):
+        values = read_columns(field, group, [column])[column]
+        yield values if rows is None else values.take(pa.array(rows))
+
+
+def extremes(files: ParquetFiles, column: str) -> tuple[int, int]:
+    """Lowest and highest value of an integer column in the kept rows.
+
+    They are those of the footers, if these have them and no row is left out.
 
     Raises:
         ConfigError: if it holds nothing but nulls.
     """
-    bounds = []
-    for group in groups:
-        with opened(field, group.file) as parquet:
-            about = parquet.metadata.row_group(group.index)
-            named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
-            statistics = about.column(named[column]).statistics
-        if statistics is None or not statistics.has_min_max:
-            values = read_columns(field, group, [column])[column]
+    return _extremes(files.field, files.groups, files.filters, column)
+
+
+@lru_cache(maxsize=8)
+def _extremes(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> tuple[int, int]:
+    bounds = [None if filters else _footer_bounds(field, group, column) for group in groups]
+    if None in bounds:
+        bounds = []
+        for values in _kept_values(field, groups, filters, column):
             found = pc.call_function("min_max", [values]).as_py()
             bounds.append((found["min"], found["max"]))
-        else:
-            bounds.append((statistics.min, statistics.max))
-    known = [pair for pair in bounds if None not in pair]
+    known = [pair for pair in bounds if pair is not None and None not in pair]
     if not known:
         raise ConfigError(f"{field}: column {column!r} holds nothing but nulls.")
     return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _footer_bounds(field: str, group: RowGroup, column: str) -> tuple[int, int] | None:
+    with opened(field, group.file) as parquet:
+        about = parquet.metadata.row_group(group.index)
+        named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
+        statistics = about.column(named[column]).statistics
+    if statistics is None or not statistics.has_min_max:
+        return None
+    return statistics.min, statistics.max

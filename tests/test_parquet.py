@@ -103,6 +103,15 @@ def test_facts_are_what_the_files_hold(folder):
     assert facts(config_of(folder, classes=12)).classes == 12
 
 
+def test_classes_are_those_of_the_rows_that_are_kept(folder):
+    """Rows without a class, marked -1, are left out, and so are two classes."""
+    write_images(folder / "train.parquet", IMAGES, np.where(LABELS == 2, -1, LABELS))
+    kept = (("label", ">=", 0), ("label", "<", 3))
+
+    assert facts(config_of(folder, filters=kept)).classes == 3  # 2 in the test part
+    assert facts(config_of(folder, filters=(("label", "==", 1),))).classes == 2
+
+
 def test_classes_are_counted_as_hugging_face_names_them(folder):
     """Ten names in the metadata are ten classes, though the rows show five."""
     about = {"info": {"features": {"label": {"_type": "ClassLabel", "names": list("abcdefghij")}}}}

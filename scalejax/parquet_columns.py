@@ -4,14 +4,25 @@ Reads no more of the files than footers and, where these do not say, columns of 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Literal
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from scalejax.errors import ConfigError, refusal
 from scalejax.parquet_config import ParquetConfig
-from scalejax.parquet_files import ParquetFiles, distinct_texts, extremes, filtered, find_files
+from scalejax.parquet_files import (
+    Filter,
+    ParquetFiles,
+    RowGroup,
+    filtered,
+    find_files,
+    kept_rows,
+    opened,
+    read_columns,
+)
 
 
 def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> ParquetFiles:
@@ -79,7 +90,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     if config.label_above is not None:
         return 2
     if is_text(type_):
-        texts = distinct_texts(train, column)
+        texts = _texts_of(train, column)
         if config.classes not in (None, len(texts)):
             accepted = f"column {column!r} of {train.location} holds {len(texts)} different texts"
             raise ConfigError(refusal("data.classes", config.classes, accepted))
@@ -90,7 +101,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
         return 2
     if named := _hugging_face_classes(train.schema, column):
         return named
-    bounds = [extremes(part, column) for part in parts]
+    bounds = [_bounds_of(part, column) for part in parts]
     lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest < 0:
         accepted = f"it holds {lowest}; classes count from 0"
@@ -128,3 +139,65 @@ def _hugging_face_classes(schema: pa.Schema, column: str) -> int | None:
         return len(about["info"]["features"][column]["names"]) or None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _texts_of(files: ParquetFiles, column: str) -> tuple[str, ...]:
+    """The different values of a column of texts in the kept rows, sorted; nulls left out."""
+    return _distinct_texts(files.field, files.groups, files.filters, column)
+
+
+@lru_cache(maxsize=8)
+def _distinct_texts(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> tuple[str, ...]:
+    found: set[str] = set()
+    for values in _kept_values(field, groups, filters, column):
+        found |= set(values.cast(pa.large_string()).unique().to_pylist())
+    return tuple(sorted(found - {None}))
+
+
+def _kept_values(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> Iterator[pa.ChunkedArray]:
+    """A column of each row group, without the rows that `filters` leave out."""
+    kept = kept_rows(field, groups, filters) if filters else [None] * len(groups)
+    for group, rows in zip(groups, kept, strict=True):
+        values = read_columns(field, group, [column])[column]
+        yield values if rows is None else values.take(pa.array(rows))
+
+
+def _bounds_of(files: ParquetFiles, column: str) -> tuple[int, int]:
+    """Lowest and highest value of an integer column in the kept rows.
+
+    They are those of the footers, if these have them and no row is left out.
+
+    Raises:
+        ConfigError: if it holds nothing but nulls.
+    """
+    return _extremes(files.field, files.groups, files.filters, column)
+
+
+@lru_cache(maxsize=8)
+def _extremes(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
+) -> tuple[int, int]:
+    bounds = [None if filters else _footer_bounds(field, group, column) for group in groups]
+    if None in bounds:
+        bounds = []
+        for values in _kept_values(field, groups, filters, column):
+            found = pc.call_function("min_max", [values]).as_py()
+            bounds.append((found["min"], found["max"]))
+    known = [pair for pair in bounds if pair is not None and None not in pair]
+    if not known:
+        raise ConfigError(f"{field}: column {column!r} holds nothing but nulls.")
+    return min(low for low, _ in known), max(high for _, high in known)
+
+
+def _footer_bounds(field: str, group: RowGroup, column: str) -> tuple[int, int] | None:
+    with opened(field, group.file) as parquet:
+        about = parquet.metadata.row_group(group.index)
+        named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
+        statistics = about.column(named[column]).statistics
+    if statistics is None or not statistics.has_min_max:
+        return None
+    return statistics.min, statistics.max

@@ -276,16 +276,21 @@ def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
     """
     if not filters:
         return files
-    kept = _kept_rows(files.field, files.groups, filters)
+    kept = kept_rows(files.field, files.groups, filters)
     if not any(rows.size for rows in kept):
         raise ConfigError(refusal("data.filters", filters, f"they keep no row of {files.location}"))
     return replace(files, kept=kept, filters=filters)
 
 
 @lru_cache(maxsize=8)
-def _kept_rows(
+def kept_rows(
     field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...]
 ) -> tuple[np.ndarray, ...]:
+    """For each row group the rows that `filters` keep, int32.
+
+    Raises:
+        ConfigError: if a value does not compare with its column.
+    """
     columns = sorted({column for column, _, _ in filters})
     kept = []
     for group in groups:
@@ -322,65 +327,3 @@ def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
         accepted = f"the column is {values.type}, which does not compare so ({error})"
         raise ConfigError(refusal("data.filters", list(each), accepted)) from error
     return mask.fill_null(False).to_numpy()
-
-
-def distinct_texts(files: ParquetFiles, column: str) -> tuple[str, ...]:
-    """The different values of a column of texts in the kept rows, sorted; nulls left out."""
-    return _distinct_texts(files.field, files.groups, files.filters, column)
-
-
-@lru_cache(maxsize=8)
-def _distinct_texts(
-    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
-) -> tuple[str, ...]:
-    found: set[str] = set()
-    for values in _kept_values(field, groups, filters, column):
-        found |= set(values.cast(pa.large_string()).unique().to_pylist())
-    return tuple(sorted(found - {None}))
-
-
-def _kept_values(
-    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
-) -> Iterator[pa.ChunkedArray]:
-    """A column of each row group, without the rows that `filters` leave out."""
-    kept = _kept_rows(field, groups, filters) if filters else [None] * len(groups)
-    for group, rows in zip(groups, kept, strict=True):
-        values = read_columns(field, group, [column])[column]
-        yield values if rows is None else values.take(pa.array(rows))
-
-
-def extremes(files: ParquetFiles, column: str) -> tuple[int, int]:
-    """Lowest and highest value of an integer column in the kept rows.
-
-    They are those of the footers, if these have them and no row is left out.
-
-    Raises:
-        ConfigError: if it holds nothing but nulls.
-    """
-    return _extremes(files.field, files.groups, files.filters, column)
-
-
-@lru_cache(maxsize=8)
-def _extremes(
-    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
-) -> tuple[int, int]:
-    bounds = [None if filters else _footer_bounds(field, group, column) for group in groups]
-    if None in bounds:
-        bounds = []
-        for values in _kept_values(field, groups, filters, column):
-            found = pc.call_function("min_max", [values]).as_py()
-            bounds.append((found["min"], found["max"]))
-    known = [pair for pair in bounds if pair is not None and None not in pair]
-    if not known:
-        raise ConfigError(f"{field}: column {column!r} holds nothing but nulls.")
-    return min(low for low, _ in known), max(high for _, high in known)
-
-
-def _footer_bounds(field: str, group: RowGroup, column: str) -> tuple[int, int] | None:
-    with opened(field, group.file) as parquet:
-        about = parquet.metadata.row_group(group.index)
-        named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
-        statistics = about.column(named[column]).statistics
-    if statistics is None or not statistics.has_min_max:
-        return None
-    return statistics.min, statistics.max

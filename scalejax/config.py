@@ -266,6 +266,13 @@ class ResolvedRun:
         phase = self.phase_of(step)
         return phase.first_epoch + (step - phase.first_step) / phase.steps_per_epoch
 
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the run is evaluated after `step` updates."""
+        wanted = self.config.train
+        every = wanted.evaluate_every_steps
+        is_due = step % every if every else self.epoch_of(step) % wanted.evaluate_every_epochs
+        return is_due == 0 or step == self.total_steps
+
     @property
     def changes(self) -> tuple[Change, ...]:
         """The hyper-parameters that the batch changes, by the rule of the schedule."""

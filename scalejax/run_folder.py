@@ -104,7 +104,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     if not run.config.schedule.depends_on_length:
         free.add("train.epochs")
     if run.config.train.early_stopping is None:
-        free.add("train.evaluate_every_epochs")
+        free |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
     changed = [
         f"{name}={after.get(name)!r} (was {before.get(name)!r})"
         for name in sorted(before | after)

@@ -243,16 +243,11 @@ class _Loop:
         return self._step == self._run.total_steps
 
     @property
-    def _is_evaluated(self) -> bool:
-        epoch = self._run.epoch_of(self._step)
-        return epoch % self._config.evaluate_every_epochs == 0 or self._is_last
-
-    @property
     def _is_pause(self) -> bool:
         """Whether there is something to do here that waits for the state."""
         every = self._config.checkpoint_every_steps
         is_due = self._step % every == 0 if every else self._run.epoch_of(self._step) % 1 == 0
-        return is_due or self._is_evaluated
+        return is_due or self._run.is_evaluated(self._step)
 
     def _settle(self) -> None:
         """Wait for the queued update, and put its metrics down if they are due.
@@ -299,7 +294,7 @@ class _Loop:
     def _pause(self, state: TrainState) -> None:
         """Evaluate if it is time to, and save a checkpoint."""
         accuracy = None
-        if self._is_evaluated:
+        if self._run.is_evaluated(self._step):
             evaluation = self._evaluate(state)
             accuracy = evaluation.test_accuracy
             self._journal.write(evaluation)

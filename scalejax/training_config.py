@@ -235,6 +235,8 @@ class TrainConfig:
     """Passes over the training data."""
     evaluate_every_epochs: int = 1
     """Epochs between evaluations on the test data; the last epoch is always evaluated."""
+    evaluate_every_steps: int | None = None
+    """Steps between evaluations, in place of epochs: how finely steps to a target are known."""
     log_every_steps: int = 10
     """Steps between lines in the record."""
     checkpoint_every_steps: int | None = None
@@ -256,5 +258,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "evaluate_every_epochs", "log_every_steps", "keep_checkpoints"):
             require_at_least(f"train.{name}", getattr(self, name), 1)
-        if self.checkpoint_every_steps is not None:
-            require_at_least("train.checkpoint_every_steps", self.checkpoint_every_steps, 1)
+        for name in ("evaluate_every_steps", "checkpoint_every_steps"):
+            if getattr(self, name) is not None:
+                require_at_least(f"train.{name}", getattr(self, name), 1)
+        if self.evaluate_every_steps is not None and self.early_stopping is not None:
+            accepted = "train.early_stopping counts epochs; use train.evaluate_every_epochs"
+            raise ConfigError(
+                refusal("train.evaluate_every_steps", self.evaluate_every_steps, accepted)
+            )

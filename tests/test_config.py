@@ -100,6 +100,11 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
         ({"optimizer.momentum": 1.0}, r"optimizer\.momentum=1\.0 .*from 0 to below 1"),
         ({"train.early_stopping.patience": -1}, r"train\.early_stopping\.patience=-1"),
         ({"train.early_stopping.monitor": "loss"}, r"did you mean 'test_loss'"),
+        ({"train.evaluate_every_steps": 0}, r"train\.evaluate_every_steps=0"),
+        (
+            {"train.evaluate_every_steps": 5, "train.early_stopping": {}},
+            r"train\.evaluate_every_steps=5 is refused: train\.early_stopping counts epochs",
+        ),
         ({"data": {"name": "python_docs"}}, r"model\.name='mlp' .*holds text"),
         (
             {"model": {"name": "inception_v3"}},

@@ -68,7 +68,9 @@ def figures(folder):
 )
 def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimizer):
     """Other seeds and other schedules, within rounding: 1e-5 after 36 steps."""
-    run_file.write_text(RUN.replace('name = "sgd"\nweight_decay = 1e-4', optimizer))
+    run_file.write_text(
+        RUN.replace('name = "sgd"\nweight_decay = 1e-4', optimizer) + "evaluate_every_steps = 7\n"
+    )
     changes = [
         {"seed": 0},
         {"seed": 1, "schedule.base_learning_rate": 0.03},
@@ -92,7 +94,7 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
     for folder, record in zip(folders, alone, strict=True):
         ours, theirs = figures(folder.path), figures(record.folder.path)
         assert RunRecord.load(folder.path).status == record.status == "completed"
-        assert len(ours) == 7 + 1 + 3
+        assert len(ours) == 7 + 1 + 6  # evaluations after 7, 14, 21, 28, 35, 36 steps
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert figures(folders[0].path) != figures(folders[1].path)
 

@@ -345,6 +345,13 @@ def test_resuming_with_fewer_epochs_than_are_trained_is_refused(finished):
     assert contents_of(folder) == before
 
 
+def test_evaluations_may_be_a_number_of_steps_apart(tmp_path):
+    """Every fourth step, whatever an epoch is, and the last."""
+    record = run(tmp_path / "run", {"train.evaluate_every_steps": 4})
+
+    assert [m.step for m in record.evaluations] == [4, 8, 12, 16, 18]
+
+
 @pytest.mark.parametrize(("epochs_before", "is_refused"), [(3, True), (4, False)])
 def test_early_stopping_must_see_what_a_longer_run_would_show(tmp_path, epochs_before, is_refused):
     """An evaluation after a last odd epoch would count as one without improvement."""

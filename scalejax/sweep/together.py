@@ -199,10 +199,7 @@ class _Loop:
             every = config.checkpoint_every_steps
             is_epoch = self._step % run.steps_per_epoch == 0
             is_pause = self._step % every == 0 if every else is_epoch
-            is_evaluated = (
-                self._step % (config.evaluate_every_epochs * run.steps_per_epoch) == 0
-                or self._is_last
-            )
+            is_evaluated = run.is_evaluated(self._step)
             if self._step % config.log_every_steps == 0 or is_pause or is_evaluated:
                 self._note_update(metrics)
             self._close_diverged(state, ending)

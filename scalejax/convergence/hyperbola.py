@@ -217,9 +217,12 @@ class _Grid:
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
     def _standard_error(self, point: Point) -> float:
-        """How far the mean of the runs may be from that of infinitely many, over it."""
-        deviation = self.deviation if point.run_deviation is None else point.run_deviation
-        return deviation / math.sqrt(point.run_count)
+        """How far the mean of the runs may be from that of infinitely many, over it.
+
+        Runs that all reached the target at the same evaluation have a deviation of 0 and are not
+        exact for that: it is hidden between two evaluations, and taken to be that of the others.
+        """
+        return (point.run_deviation or self.deviation) / math.sqrt(point.run_count)
 
 
 def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:
@@ -231,13 +234,12 @@ def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:
 
 
 def _run_deviation(points: Sequence[Point]) -> float:
-    """Standard deviation between runs of one batch, over all points that state it."""
-    known = [point for point in points if point.run_deviation is not None]
-    freedom = sum(point.run_count - 1 for point in known)
+    """Standard deviation between runs of one batch, over all points that show one."""
+    known = [(point.run_deviation, point.run_count - 1) for point in points if point.run_deviation]
+    freedom = sum(count for _, count in known)
     if not freedom:
         return 0.0
-    squares = sum((point.run_deviation or 0) ** 2 * (point.run_count - 1) for point in known)
-    return math.sqrt(squares / freedom)
+    return math.sqrt(sum(deviation**2 * count for deviation, count in known) / freedom)
 
 
 def _growth(phi: Floats, ratio: Floats | float) -> Floats:

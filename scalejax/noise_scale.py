@@ -11,6 +11,7 @@ Arithmetic that holds for numbers and for arrays; knows no networks and no meshe
 Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2 and appendix A.1.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from scalejax.errors import ConfigError, refusal
@@ -63,6 +64,29 @@ def estimates(
         big_batch - small_batch
     )
     return variance, squared_norm
+
+
+def averaged(noise_scales: Iterable[float | None], global_batch: float) -> float | None:
+    """The mean noise scale of a run over the progress that it made, an estimate of its critical
+    batch; None if none was measured.
+
+    An update with B samples makes 1 / (1 + noise scale / B) of the progress of one without noise.
+    Over that progress s, steps with B samples are the integral of (1 + noise scale / B) ds, so
+
+        B_crit = E_min / S_min = (integral of noise scale ds) / (integral of ds).
+
+    Args:
+        noise_scales: measured at updates evenly apart, up to where the target was reached; None
+            where the gradients were too few to tell.
+        global_batch: samples of an update.
+
+    Source: McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 to 2.4 and appendix D.
+    """
+    scales = [scale for scale in noise_scales if scale is not None]
+    progress = [1 / (1 + scale / global_batch) for scale in scales]
+    if not scales:
+        return None
+    return sum(s * p for s, p in zip(scales, progress, strict=True)) / sum(progress)
 
 
 def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:

@@ -18,6 +18,7 @@ from scalejax.convergence import (
     published_data,
     published_names,
     read_data,
+    read_run,
 )
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
@@ -67,13 +68,13 @@ def find_convergence(
 
     Args:
         config: the run.
-        source: a file (see `scalejax.convergence.read_data`) or the name of published points; if
-            None, the published points of its network, where they are of as many examples and
-            counted from scratch.
+        source: a file (see `scalejax.convergence.read_data`), the folder of a run (`read_run`) or
+            of a sweep, or the name of published points; if None, the published points of its
+            network, where they are of as many examples and counted from scratch.
         target: the target that is wanted; if None, that of the points.
 
     Raises:
-        ConfigError: if `source` is neither, or its points reach other targets.
+        ConfigError: if `source` is none of them, or its points reach other targets.
     """
     examples = facts(config.data).train_examples
     if source is None:
@@ -84,9 +85,14 @@ def find_convergence(
     if source in published_names():
         return published_data(source, target=target)
     path = Path(source)
+    if path.is_dir():
+        results = path / "results.parquet"
+        if not results.exists():
+            return read_run(path, target=target)
+        path = results
     if not path.suffix:
         names = ", ".join(published_names())
-        accepted = f"it must be a file of points, or published ones: {names}"
+        accepted = f"it must be a file of points, the folder of a run, or published ones: {names}"
         raise ConfigError(refusal("convergence", source, accepted))
     return read_data(path, target=target, train_examples=examples)
 
@@ -279,9 +285,11 @@ def _source_in_words(
         return f"the run's own {config.train.epochs} epochs, whatever the batch"
     batches = [point.global_batch for point in convergence.points]
     critical = curve.critical_batch
+    scale = convergence.noise_scale
+    measured = "" if scale is None else f"noise scale {format_count(scale)} samples, "
     return (
         f"{convergence.source}: {len(batches)} points, batch {min(batches)} to {max(batches)}; "
-        f"critical batch {format_count(critical.p50)} "
+        f"{measured}critical batch {format_count(critical.p50)} "
         f"({format_count(critical.p10)} to {format_count(critical.p90)})"
     )
 

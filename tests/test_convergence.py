@@ -21,9 +21,11 @@ from scalejax.convergence import (
     published_data,
     published_names,
     read_data,
+    read_run,
 )
 from scalejax.convergence.points import merged
 from scalejax.errors import ConfigError
+from scalejax.record import EvaluationMeasurement, MeasurementLog, TrainMeasurement
 
 BATCHES = (100, 300, 1000, 4000)
 
@@ -133,6 +135,22 @@ def test_point_of_many_runs_weighs_more_than_one_of_few():
     unsure = Point(global_batch=100, samples=1.2e6, run_deviation=0.2, run_count=2)
 
     assert fit([sure, unsure]).samples(100).p50 < 1.05e6
+
+
+def test_deviation_of_zero_is_that_of_the_others():
+    """Runs that ended at one evaluation are not exact: the curve passes them by as it passes a
+    point that states the deviation of the rest, and not as if it went through them."""
+
+    def predicted(deviation: float | None) -> float:
+        points = [
+            Point(global_batch=batch, samples=1e6 * off, run_deviation=0.2, run_count=4)
+            for batch, off in ((100, 1.0), (200, 1.1), (400, 0.9))
+        ]
+        last = Point(global_batch=300, samples=1.3e6, run_deviation=deviation, run_count=4)
+        return fit([*points, last]).samples(300).p50
+
+    assert predicted(0.0) == pytest.approx(predicted(0.2), rel=1e-6)
+    assert predicted(1e-6) > 1.02 * predicted(0.0)
 
 
 def test_ranges_hold_as_often_as_they_say():
@@ -262,6 +280,76 @@ def test_one_of_several_targets_must_be_named(tmp_path: Path):
         read_data(table)
     with pytest.raises(ConfigError, match=r"target=0\.7 is refused"):
         read_data(table, target=0.7)
+
+
+def recorded(folder: Path, noise_scales: Sequence[float | None], batch: int = 64) -> Path:
+    """A run that was evaluated and measured every 10 steps, better by 0.1 each time."""
+    log = MeasurementLog(folder / "measurements.jsonl")
+    for number, scale in enumerate(noise_scales, start=1):
+        log.append(
+            TrainMeasurement(
+                step=10 * number,
+                epoch=float(number),
+                loss=1.0,
+                accuracy=0.5,
+                learning_rate=0.1,
+                global_batch=batch,
+                step_seconds=1.0,
+                samples_per_second=float(batch),
+                elapsed_seconds=float(number),
+                noise_scale=scale,
+            )
+        )
+        log.append(
+            EvaluationMeasurement(
+                step=10 * number,
+                epoch=float(number),
+                test_loss=1.0,
+                test_accuracy=0.4 + 0.1 * number,
+                examples=10,
+                seconds=1.0,
+                elapsed_seconds=float(number),
+            )
+        )
+    log.close()
+    return folder
+
+
+def test_run_is_a_point_with_its_noise_scale(tmp_path: Path):
+    """Until the target alone: 64 and 192 at batch 64 make 1/2 and 1/4 of a noiseless step's
+    progress, so 64 * 2/3 + 192 * 1/3."""
+    data = read_run(recorded(tmp_path, [None, 64, 192, 5000]), target=0.7)
+
+    assert data.noise_scale == pytest.approx((64 / 2 + 192 / 4) / (1 / 2 + 1 / 4))
+    assert [(point.global_batch, point.samples) for point in data.points] == [(64, 30 * 64)]
+    assert (data.target, data.metric) == (0.7, "test accuracy")
+    assert not data.notes
+
+
+def test_run_without_noise_scale_says_so(tmp_path: Path):
+    """One point is next to nothing."""
+    data = read_run(recorded(tmp_path, [None, None]), target=0.5)
+
+    assert data.noise_scale is None
+    assert any("[train.noise_scale]" in note for note in data.notes)
+
+
+def test_run_that_is_no_point_is_refused(tmp_path: Path):
+    """Without a target, with one that it did not reach, or where there is none."""
+    folder = recorded(tmp_path, [None, None])
+
+    with pytest.raises(ConfigError, match=r"target=None is refused: .* its best is 0\.6"):
+        read_run(folder, target=None)
+    with pytest.raises(ConfigError, match=r"did not reach it: its best is 0\.6"):
+        read_run(folder, target=0.8)
+    with pytest.raises(ConfigError, match="holds no run"):
+        read_run(tmp_path / "nowhere", target=0.8)
+
+
+def test_noise_scales_of_a_table_are_averaged(tmp_path: Path):
+    """Of the runs that got there: 100 and 400 are 200."""
+    text = "global_batch,steps_to_target,noise_scale\n64,10,100\n64,12,400\n128,,9999\n256,7,\n"
+    assert read_data(write(tmp_path / "t.csv", text)).noise_scale == pytest.approx(200)
 
 
 @pytest.mark.parametrize("suffix", [".toml", ".json"])

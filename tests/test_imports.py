@@ -26,7 +26,7 @@ ARITHMETIC = {
     "program": 2,
     "collectives": 2,
     "record": 2,
-    "noise_scale": 3,
+    "noise_scale": 2,
     "loss_gap": 3,
     "model_config": 2,
     "parquet_config": 0,

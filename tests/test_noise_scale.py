@@ -19,7 +19,7 @@ from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.mesh import build_mesh
 from scalejax.models import Network
-from scalejax.noise_scale import NoiseAverages, estimates
+from scalejax.noise_scale import NoiseAverages, averaged, estimates
 from scalejax.progress import Silent
 from scalejax.step import build_step, forward, init_state
 from scalejax.train import train
@@ -277,3 +277,19 @@ def test_one_backward_pass_serves_both():
         counts.append(step.function.lower(step.state, step.batch).as_text().count("dot_general"))
 
     assert counts[0] == counts[1] > 0
+
+
+def test_noise_scale_averaged_over_progress_is_the_critical_batch():
+    """B_crit = E_min / S_min of a run whose noise scale grows, by the definition of each: steps
+    with few samples and with many, integrated numerically, lie on one hyperbola."""
+    progress = (np.arange(100_000) + 0.5) / 1000  # S_min = 100 noiseless steps
+    scale = 20 + 3 * progress  # so E_min / S_min = 20 + 3 * 50 = 170
+    for batch in (10, 170, 5000):
+        steps_till = np.cumsum(1 + scale / batch) / 1000
+        assert steps_till[-1] == pytest.approx(100 * (1 + 170 / batch), rel=1e-3)
+        evenly = np.interp(np.arange(steps_till[-1]), steps_till, scale)
+
+        assert averaged(evenly.tolist(), batch) == pytest.approx(170, rel=0.03)
+
+    assert averaged([None, 30.0], 8) == pytest.approx(30)
+    assert averaged([None], 8) is None

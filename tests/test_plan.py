@@ -29,6 +29,7 @@ from scalejax.plan_tables import planned
 from scalejax.plan_words import missed
 from scalejax.planned_run import Offer, find_convergence, plan_run
 from scalejax.predict import Prediction
+from scalejax.record import EvaluationMeasurement, MeasurementLog, RunFolder, TrainMeasurement
 from scalejax.report import write_report
 from scalejax.units import parse_seconds
 
@@ -419,6 +420,56 @@ def test_published_points_are_of_their_data_set_only(run_file: Path):
     named = find_convergence(load_config(run_file), "bert_large")
     assert named is not None
     assert named.starts_from_checkpoint
+
+
+def test_recorded_run_or_sweep_is_a_source(run_file: Path, tmp_path: Path):
+    """The folder of a run brings its steps and noise scale; that of a sweep, those of its table."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = RunFolder(path=tmp_path / "run")
+    log = MeasurementLog(folder.measurements)
+    log.append(
+        TrainMeasurement(
+            step=100,
+            epoch=1.0,
+            loss=1.0,
+            accuracy=0.5,
+            learning_rate=0.1,
+            global_batch=256,
+            step_seconds=1.0,
+            samples_per_second=256.0,
+            elapsed_seconds=100.0,
+            noise_scale=1000.0,
+        )
+    )
+    log.append(
+        EvaluationMeasurement(
+            step=100,
+            epoch=1.0,
+            test_loss=1.0,
+            test_accuracy=0.9,
+            examples=9,
+            seconds=1.0,
+            elapsed_seconds=101.0,
+        )
+    )
+    log.close()
+    columns = {"global_batch": [256], "steps_to_target": [100], "noise_scale": [500.0]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "results.parquet")
+    config, offers = load_config(run_file), [Offer(cluster=load_cluster("dgx-h100"))]
+
+    of_run = find_convergence(config, str(folder.path), target=0.85)
+    of_sweep = find_convergence(config, str(tmp_path))
+
+    assert of_run is not None
+    assert of_sweep is not None
+    assert (of_run.noise_scale, of_run.points[0].samples) == (1000.0, 25_600)
+    assert of_sweep.noise_scale == pytest.approx(500)
+    plan = plan_run(config, offers, [8, 16], convergence=of_run)
+    assert "noise scale 1 k samples" in plan.steps_source
+    # E(512) / E(256) of a critical batch of 1000: 1.512 / 1.256, within what the two may differ.
+    assert 2 * plan.points[1].steps / plan.points[0].steps == pytest.approx(1.512 / 1.256, rel=0.05)
+    with pytest.raises(ConfigError, match=r"target=0\.95 is refused: .* did not reach it"):
+        find_convergence(config, str(folder.path), target=0.95)
 
 
 def test_command_prints_writes_and_says_no(

@@ -32,10 +32,10 @@ class PlanRun(RunFileCommand):
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
     target: Annotated[str | None, flag("VALUE")] = None
     """What counts as trained, such as 0.759 or 75.9%; by default what the points are of."""
-    convergence: Annotated[str | None, flag("FILE")] = None
+    convergence: Annotated[str | None, flag("FILE|DIR")] = None
     """Steps to target by batch: CSV or Parquet of runs, TOML or JSON of points and maybe a noise
-    scale, or the name of published points. By default those of the network, or else the run's
-    own epochs."""
+    scale, the folder of a run or sweep with its noise scale, or the name of published points. By
+    default those of the network, or else the run's own epochs."""
     recipe: Annotated[str | None, flag("NAME")] = None
     """Which recipe of those points; by default for each batch that of the nearest point."""
     global_batch: Annotated[str | None, flag("B,B,...")] = None

@@ -1,13 +1,15 @@
 """How many samples a network needs to reach its target, by the batch that it trains with.
 
-In order: `Point` is what was measured, `read_data` and `published_data` read points from files,
-`fit` draws the hyperbola through them, `batch_limit` says up to which batch a recipe works.
+In order: `Point` is what was measured; `read_data`, `read_run` and `published_data` read points
+from files and folders; `fit` draws the hyperbola through them, `batch_limit` says up to which
+batch a recipe works.
 Arithmetic on plain data; knows no clock, no device and no JAX.
 """
 
 from scalejax.convergence.hyperbola import Estimate, Hyperbola, fit
 from scalejax.convergence.limits import BatchLimit, Trial, batch_limit
 from scalejax.convergence.points import ConvergenceData, Point, parse_target
+from scalejax.convergence.recorded import read_run
 from scalejax.convergence.sources import published_data, published_names, read_data
 
 __all__ = [
@@ -23,4 +25,5 @@ __all__ = [
     "published_data",
     "published_names",
     "read_data",
+    "read_run",
 ]

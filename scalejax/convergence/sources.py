@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import geometric_mean
 
 from scalejax import documents
 from scalejax.convergence.points import (
@@ -60,9 +61,9 @@ def read_data(
 
     A CSV or Parquet table, such as the results of a sweep, has a row for each run: `global_batch`,
     `samples_to_target` or else `steps_to_target` or `epochs_to_target` (empty where the run did
-    not reach the target), and maybe `recipe`, `target`, and, of rows that are means,
-    `run_deviation` (over the mean) and `run_count`; other columns are ignored. A TOML or JSON
-    document has `points` with the same names, and maybe `target`, `metric`, `noise_scale` and
+    not reach the target), and maybe `recipe`, `target`, `noise_scale`, and, of rows that are
+    means, `run_deviation` (over the mean) and `run_count`; other columns are ignored. A TOML or
+    JSON document has `points` with the same names, and maybe `target`, `metric`, `noise_scale` and
     `failed_batches`.
 
     Args:
@@ -178,7 +179,7 @@ def _data_of(
         accepted = f"it needs columns global_batch and one of {', '.join(_UNITS)}"
         got = sorted(map(str, rows[0])) if rows else "an empty table"
         raise ConfigError(refusal("convergence", got, accepted))
-    points, failed = [], set()
+    points, failed, scales = [], set(), []
     for row in rows:
         batch, needed = _number(row, "global_batch"), _number(row, units[0])
         if batch is None or batch != int(batch):
@@ -186,6 +187,8 @@ def _data_of(
         if needed is None:
             failed.add(int(batch))
             continue
+        if scale := _number(row, "noise_scale"):
+            scales.append(scale)
         points.append(
             Point(
                 global_batch=int(batch),
@@ -201,6 +204,7 @@ def _data_of(
         points=merged(points),
         # One run of several that reached the target shows that the batch can.
         failed_batches=tuple(sorted(failed - {point.global_batch for point in points})),
+        noise_scale=geometric_mean(scales) if scales else None,
         train_examples=train_examples,
         source=source,
     )

@@ -13,6 +13,7 @@ from statistics import mean, stdev
 
 from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, save_bytes
+from scalejax.noise_scale import averaged
 from scalejax.record import EvaluationMeasurement, RunRecord
 from scalejax.sweep.grammar import Fields
 from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan, Target, in_words
@@ -39,6 +40,8 @@ class RunRow:
     """Time that it took; of runs that trained together, its share."""
     reached: EvaluationMeasurement | None
     """The first evaluation at which the target was reached."""
+    noise_scale: float | None = None
+    """Mean gradient noise scale until then, or over the run, in samples; None if not measured."""
 
     @property
     def is_finished(self) -> bool:
@@ -85,13 +88,18 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
         if target
         else iter(())
     )
+    first, steps = next(reached, None), max((e.step for e in record.measurements), default=0)
     return RunRow(
         planned=planned,
         status=record.status or "planned",
         evaluations=record.evaluations,
-        steps=max((each.step for each in record.measurements), default=0),
+        steps=steps,
         seconds=max((each.elapsed_seconds for each in record.measurements), default=0.0),
-        reached=next(reached, None),
+        reached=first,
+        noise_scale=averaged(
+            (e.noise_scale for e in record.training if e.step <= (first.step if first else steps)),
+            planned.run.split.global_batch,
+        ),
     )
 
 
@@ -129,6 +137,7 @@ def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
         "best_step": best and best.step,
         "steps_to_target": row.reached and row.reached.step,
         "samples_to_target": row.samples_to_target,
+        "noise_scale": row.noise_scale,
         "target": target and target.value,
     }
 

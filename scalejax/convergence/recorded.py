@@ -1,0 +1,53 @@
+"""What the record of one run says of its way to a target: a point, and the noise scale till then.
+
+Knows the record of a run; no config, and nothing of how it was measured.
+"""
+
+from pathlib import Path
+
+from scalejax.convergence.points import ConvergenceData, Point
+from scalejax.errors import ConfigError, refusal
+from scalejax.noise_scale import averaged
+from scalejax.record import RunRecord
+
+NOT_MEASURED = (
+    "the run did not measure its gradient noise scale, so that steps at other batches are as good "
+    "as unknown: [train.noise_scale] measures it"
+)
+
+
+def read_run(path: Path, *, target: float | None) -> ConvergenceData:
+    """The steps that the run in a folder took to a test accuracy, and its noise scale until then.
+
+    Args:
+        path: the folder.
+        target: the test accuracy that counts as trained.
+
+    Raises:
+        ConfigError: if there is no run, no target, or the run did not reach it; or if its batch
+            grew, so that it is no point of one batch.
+    """
+    record = RunRecord.load(path)
+    best = max((each.test_accuracy for each in record.evaluations), default=None)
+    seen = "it has no evaluation yet" if best is None else f"its best is {best:g}"
+    if target is None:
+        accepted = f"the test accuracy of {path} that counts as trained must be given; {seen}"
+        raise ConfigError(refusal("target", None, accepted))
+    step = next((e.step for e in record.evaluations if e.test_accuracy >= target), None)
+    if step is None:
+        raise ConfigError(refusal("target", target, f"{path} did not reach it: {seen}"))
+    lines = record.training
+    batches = sorted({line.global_batch for line in lines if line.global_batch is not None})
+    if len(batches) != 1:
+        accepted = f"the record of {path} must be of one batch, which did not grow"
+        raise ConfigError(refusal("global_batch", batches, accepted))
+    scale = averaged((line.noise_scale for line in lines if line.step <= step), batches[0])
+    return ConvergenceData(
+        name=path.name,
+        target=target,
+        metric="test accuracy",
+        points=(Point(global_batch=batches[0], samples=float(step * batches[0])),),
+        noise_scale=scale,
+        notes=() if scale is not None else (NOT_MEASURED,),
+        source=str(path),
+    )

@@ -15,6 +15,7 @@ from scalejax.errors import ConfigError
 from scalejax.loss_gap import LossGap, loss_gap
 from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
+from scalejax.ramp_prediction import RampPrediction
 from scalejax.record import RunRecord
 from scalejax.scaling import scaled_schedule
 from scalejax.schedule_config import ScheduleConfig
@@ -86,7 +87,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
     read = [_read_file(path) for path in paths if not path.is_dir()]
     return Sources(
         runs=tuple(runs),
-        studies=tuple(each for each in read if not isinstance(each, Plan)),
+        studies=tuple(study for each in read for study in _studies(each)),
         plans=tuple(each for each in read if isinstance(each, Plan)),
     )
 
@@ -106,11 +107,20 @@ def _read_run(path: Path) -> RunSource:
     )
 
 
-def _read_file(path: Path) -> ScalingPrediction | Plan:
-    """A plan, a scaling study, or a single prediction as a study of one."""
+def _studies(read: ScalingPrediction | RampPrediction | Plan) -> tuple[ScalingPrediction, ...]:
+    """The scaling studies in what was read: of a batch that grows, one for each batch."""
+    if isinstance(read, RampPrediction):
+        return tuple(phase.study for phase in read.phases)
+    return () if isinstance(read, Plan) else (read,)
+
+
+def _read_file(path: Path) -> ScalingPrediction | RampPrediction | Plan:
+    """A plan, a scaling study, that of a growing batch, or a prediction as a study of one."""
     fields = documents.load(dict, path)
     if "front" in fields:
         return documents.load(Plan, path)
+    if "phases" in fields:
+        return documents.load(RampPrediction, path)
     if "predictions" in fields:
         return documents.load(ScalingPrediction, path)
     if "step_seconds" in fields:

@@ -55,8 +55,9 @@ def study(
     )
     for program in programs:
         on_program(program)
+    epochs = config.train.epochs
     predictions = [
-        _predicted(run, program, cluster, notes)
+        predict_run(run, program, cluster, epochs=epochs, notes=notes)
         for run, program in zip(runs, programs, strict=True)
     ]
     return scaling_prediction(
@@ -64,17 +65,16 @@ def study(
     )
 
 
-def _predicted(
-    run: ResolvedRun, program: Program, cluster: Cluster, notes: Sequence[str]
+def predict_run(
+    run: ResolvedRun, program: Program, cluster: Cluster, *, epochs: int, notes: Sequence[str] = ()
 ) -> Prediction:
-    """What `program` takes, with `notes`, and one on what to change about `run` where it does not
-    fit."""
-    prediction = predict(
-        program,
-        cluster,
-        train_examples=run.dataset.train_examples,
-        epochs=run.config.train.epochs,
-    )
+    """What so many epochs of `program` take, with `notes`, and one on what to change about `run`
+    where it does not fit.
+
+    Raises:
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    prediction = predict(program, cluster, train_examples=run.dataset.train_examples, epochs=epochs)
     shortage = memory_shortage(
         run,
         needed_bytes=prediction.peak_memory_bytes,

@@ -160,9 +160,9 @@ def test_a_run_that_is_killed_within_a_ramp_ends_with_the_same_bits(step, whole,
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_prediction_of_a_growing_batch_is_refused():
+def test_a_program_of_a_growing_batch_is_refused():
     """It would be of one batch, and the time of the run wrong."""
-    with pytest.raises(ConfigError, match=r"batch\.ramp_epochs=\(1, 3\) is refused: a prediction"):
+    with pytest.raises(ConfigError, match=r"batch\.ramp_epochs=\(1, 3\) is refused: this is"):
         profile(resolve(CONFIG, 8), load_cluster("dgx-h100"), cache=None)
 
 

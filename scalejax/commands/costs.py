@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax import documents, scaling_tables, tables, waiting
+from scalejax import documents, ramp_tables, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import given_model_name, load_config
 from scalejax.data_config import facts
@@ -25,6 +25,7 @@ from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
 from scalejax.jax_platform import choose_platform
 from scalejax.presets import costed_note
 from scalejax.program import Program
+from scalejax.ramp_prediction import RampPrediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,12 @@ class Predict(RunFileCommand):
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Where the figures go, for scalejax report."""
     trace: Annotated[Path | None, flag("TRACE.json")] = None
-    """Where a trace of the step on the most devices goes, for ui.perfetto.dev."""
+    """Where a trace of the step on the most devices goes, for ui.perfetto.dev; of the last batch,
+    if it grows."""
 
     def execute(self, overrides: Overrides) -> None:
         """Compile and cost each case, print the table, write the figures."""
+        from scalejax.ramp_study import ramp_study
         from scalejax.scaling_study import study
         from scalejax.trace_export import write_trace
 
@@ -60,8 +63,9 @@ class Predict(RunFileCommand):
         name = given_model_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))
         programs: list[Program] = []
-        with waiting.compiling(len(set(counts))) as on_case:
-            prediction = study(
+        phases = 1 + len(config.batch.ramp_epochs)
+        with waiting.compiling(phases * len(set(counts))) as on_case:
+            prediction = (study if phases == 1 else ramp_study)(
                 config,
                 cluster,
                 counts,
@@ -70,7 +74,10 @@ class Predict(RunFileCommand):
                 on_case=on_case,
                 on_program=programs.append,
             )
-        tables.show(scaling_tables.scaling(prediction))
+        if isinstance(prediction, RampPrediction):
+            tables.show(ramp_tables.ramp(prediction))
+        else:
+            tables.show(scaling_tables.scaling(prediction))
         if self.trace is not None:
             write_trace(programs[-1], cluster, self.trace)
             print(f"wrote {self.trace}; ui.perfetto.dev opens it")

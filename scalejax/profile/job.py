@@ -25,8 +25,8 @@ class RunJob:
     def __post_init__(self) -> None:
         if epochs := self.run.config.batch.ramp_epochs:
             accepted = (
-                "a prediction is of one batch; leave it out, and give the batch of the epochs "
-                "that are meant as batch.global_batch"
+                "this is of one batch, and predict alone takes one after another; leave it out, "
+                "and give the batch of the epochs that are meant as batch.global_batch"
             )
             raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
 

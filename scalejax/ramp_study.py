@@ -83,7 +83,7 @@ def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
     optimizer = scaled_optimizer(config.schedule, config.optimizer, run.split.global_batch)
     schedule = config.schedule
     if isinstance(schedule, ScheduleConfig):  # a rule would scale by the batch of the phase again
-        schedule = replace(schedule, scaling="none")
+        schedule = replace(schedule, reference_batch=phase.split.global_batch)
     batch = replace(config.batch, ramp_epochs=())
     config = replace(config, batch=batch, optimizer=optimizer, schedule=schedule)
     return replace(in_phase(run, phase), config=config)

@@ -39,7 +39,8 @@ def _notes(prediction: RampPrediction) -> list[str]:
         for note in notes
         if note not in shared
     ]
-    return [*own, *shared]
+    # Of the utilisation, which is not in the table, nothing need be known.
+    return [note for note in (*own, *shared) if "MFU " not in note]
 
 
 def _figures(prediction: RampPrediction) -> Table:

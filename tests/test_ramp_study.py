@@ -45,6 +45,12 @@ CLUSTER = load_cluster("dgx-h100")
     [
         {},
         {
+            "schedule.scaling": "linear",
+            "schedule.reference_batch": 4,
+            "schedule.warmup": "gradual",
+            "schedule.warmup_epochs": 1,
+        },
+        {
             "optimizer": {"name": "adamw"},
             "schedule.scaling": "sde",
             "schedule.reference_batch": 2,

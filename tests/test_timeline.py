@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from program_cases import PAPER, contended, fusion, gather, matmul, program_of, schedules, wait
 
 from scalejax.cost import timeline
+from scalejax.cost.occupancy import GRAPH_LAUNCH_SECONDS
 from scalejax.cost.recording import record
 from scalejax.errors import ConfigError
-from scalejax.hardware import RunConditions
+from scalejax.hardware import Attainable, RunConditions
+from scalejax.hardware.conditions import NO_CONDITIONS
 from scalejax.program import DeviceGroup, Loop, Operation
 
 
@@ -34,6 +36,33 @@ def test_host_that_waits_for_each_operation_adds_its_work_to_theirs():
     assert timeline(program, blocking).step_seconds == pytest.approx(8e-3)
     assert timeline(program, blocking).device_seconds == pytest.approx(8e-3)
     assert record(program, blocking).step_seconds == pytest.approx(8e-3)
+
+
+def test_operations_of_a_graph_wait_for_no_host():
+    """100 operations of no time, 10 us apart and each 36 us to set off: 3.6 ms one by one, and in
+    a graph 100 times the gap that is left. A chip that is quicker than that stays as it is."""
+    slow = replace(CHIP.attainable, launch_seconds=10e-6, dispatch_seconds=36e-6)
+    quick = replace(CHIP.attainable, launch_seconds=1e-6)
+    program = program_of(*(fusion(f"f{index}", 0) for index in range(100)))
+
+    def seconds(attainable: Attainable, conditions: RunConditions) -> float:
+        cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
+        cluster = replace(cluster, conditions=conditions)
+        assert record(program, cluster).step_seconds == pytest.approx(
+            timeline(program, cluster).step_seconds
+        )
+        return timeline(program, cluster).step_seconds
+
+    graph = RunConditions(launches_in_graph=True)
+    assert seconds(slow, NO_CONDITIONS) == pytest.approx(3.6e-3)
+    assert seconds(slow, graph) == pytest.approx(100 * GRAPH_LAUNCH_SECONDS)
+    assert seconds(quick, graph) == pytest.approx(100e-6) == seconds(quick, NO_CONDITIONS)
+
+
+def test_a_graph_is_not_set_off_one_by_one():
+    """Both at once say nothing."""
+    with pytest.raises(ConfigError, match=r"conditions\.launches_in_graph=True is refused"):
+        RunConditions(launches_in_graph=True, launches_block=True)
 
 
 def test_a_hidden_collective_costs_nothing():

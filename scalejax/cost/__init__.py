@@ -5,7 +5,7 @@ from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.float8 import in_float8, with_float8_products
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
-from scalejax.cost.occupancy import as_used
+from scalejax.cost.occupancy import as_used, in_graph
 from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined, sent_between_stages
 from scalejax.cost.run_terms import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.cost.timeline import NOMINAL, Scales, Timeline, WhatIf, timeline, what_if
@@ -30,6 +30,7 @@ __all__ = [
     "collective_seconds",
     "device_terms",
     "in_float8",
+    "in_graph",
     "memory_verdict",
     "operation_time",
     "pipelined",

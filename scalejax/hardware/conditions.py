@@ -19,6 +19,9 @@ class RunConditions:
     launches_block: bool = False
     """Whether the host waits for each operation before it sets off the next, as with
     CUDA_LAUNCH_BLOCKING=1, instead of running ahead."""
+    launches_in_graph: bool = False
+    """Whether the host sets off many operations at once, as a CUDA graph, instead of one by one:
+    XLA's command buffers, torch.cuda.graph, MXNET_ENABLE_CUDA_GRAPHS=1."""
     input_samples_per_second: float | None = None
     """Samples that one node can read, decode and hand to its devices."""
     checkpoint_bytes: float | None = None
@@ -43,10 +46,14 @@ class RunConditions:
             "step_cv",
             "restart_seconds",
             "launches_block",
+            "launches_in_graph",
         }
         for name in sorted(others):
             if getattr(self, name) is not None:
                 require_above(f"conditions.{name}", getattr(self, name), 0)
+        if self.launches_block and self.launches_in_graph:
+            accepted = "with conditions.launches_block, nothing is set off before its turn"
+            raise ConfigError(refusal("conditions.launches_in_graph", True, accepted))
         if self.step_cv is not None and self.step_cv >= 1:
             accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"
             raise ConfigError(refusal("conditions.step_cv", self.step_cv, accepted))

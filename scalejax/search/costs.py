@@ -15,6 +15,7 @@ from scalejax.cost import (
     StepTerms,
     Timeline,
     collective_seconds,
+    in_graph,
     operation_time,
     sent_between_stages,
     step_terms,
@@ -128,7 +129,7 @@ class StrategyCosts:
     def __init__(self, shape: TransformerShape, cluster: Cluster) -> None:
         """Nothing is costed yet."""
         self._shape = shape
-        self._cluster = cluster
+        self._cluster = in_graph(cluster)
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         # Kept with its operations, whose id no other tuple can then get.
         self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}

@@ -17,7 +17,7 @@ from statistics import median
 
 from scalejax.config import load_config
 from scalejax.convergence import ConvergenceData, fit, published_data
-from scalejax.hardware import load_cluster
+from scalejax.hardware import load_cluster, with_conditions
 from scalejax.plan import PlanPoint, plan_point
 from scalejax.planned_run import Offer, plan_run
 from scalejax.predict import predict
@@ -121,7 +121,7 @@ def whole_runs() -> list[Comparison]:
             fields["train.epochs"] = int(row["epochs"])
         plan = plan_run(
             load_config(EXAMPLE, fields),
-            [Offer(cluster=load_cluster(row["cluster"]))],
+            [Offer(cluster=with_conditions(load_cluster(row["cluster"]), _stated(row)))],
             [int(row["devices"])],
             convergence=points_without(batch) if is_to_target else None,
             recipe=row["recipe"] or None,
@@ -137,6 +137,11 @@ def whole_runs() -> list[Comparison]:
             )
         )
     return found
+
+
+def _stated(row: dict[str, str]) -> dict[str, bool]:
+    """The conditions of a run that its source states."""
+    return {"launches_in_graph": True} if row["launches_in_graph"] else {}
 
 
 def print_rows(rows: Sequence[Comparison]) -> None:

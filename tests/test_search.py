@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scalejax.cli import main
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, DoesNotFit
-from scalejax.hardware import load_cluster
+from scalejax.hardware import RunConditions, load_cluster
 from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
 from scalejax.profile import has_cuda_compiler
@@ -135,6 +135,19 @@ def test_numbers_of_a_large_network_are_those_of_predict():
         assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
     assert {each.layout.pipeline > 1 for each in some} == {True, False}
     assert {each.pipeline_chunks > 1 for each in some} == {True, False}
+
+
+def test_steps_set_off_as_a_graph_are_those_of_predict():
+    """On a chip whose host is slow: neither counts it."""
+    cluster = load_cluster("dgx-a100-80gb")
+    graphed = replace(cluster, conditions=RunConditions(launches_in_graph=True))
+    strategy = next(iter(strategies(SHAPE, 16, 32)))
+    (candidate,) = StrategyCosts(SHAPE, graphed).candidates([strategy])
+    (one_by_one,) = StrategyCosts(SHAPE, cluster).candidates([strategy])
+    whole = predict(transformer_program(SHAPE, strategy), graphed)
+
+    assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert candidate.step_seconds < one_by_one.step_seconds
 
 
 def test_ranking_is_by_the_objective_and_all_of_it_fits():

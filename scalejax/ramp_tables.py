@@ -26,7 +26,8 @@ def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
         "The time is that of the epochs beside it: updates alone. A device has "
         f"{format_bytes(first.predictions[0].memory_bytes)} of memory."
     )
-    yield Text("\n".join(f"Note: {note}." for note in _notes(prediction)))
+    if found := _notes(prediction):
+        yield Text("\n".join(f"Note: {note}." for note in found))
 
 
 def _notes(prediction: RampPrediction) -> list[str]:

@@ -36,6 +36,7 @@ from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
 from scalejax.training_config import (
     AveragingConfig,
     BatchConfig,
+    FineTuningConfig,
     LayoutConfig,
     LossConfig,
     SwaConfig,
@@ -64,6 +65,8 @@ class RunConfig:
     """What is made small."""
     averaging: AveragingConfig | None = None
     """An average of the parameters, kept beside them; if absent, none."""
+    fine_tuning: FineTuningConfig | None = None
+    """Which parameters learn, and how fast; if absent, all alike."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Over which devices, and how."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -87,6 +90,7 @@ class RunConfig:
             _require_own_statistics(self)
         if isinstance(self.optimizer, ScheduleFreeConfig):
             _require_no_other_average(self)
+            _require_one_rate(self)
         _require_begun_average(self)
 
 
@@ -111,7 +115,11 @@ def _require_begun_average(config: RunConfig) -> None:
 
 def _has_batch_norm(model: ModelConfig) -> bool:
     """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
-    return isinstance(model, CnnConfig | ResNetConfig) or model.name in ("inception_v3", "xception")
+    return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
+        "inception_v3",
+        "xception",
+        "efficientnet_lite0",
+    )
 
 
 def _require_no_other_average(config: RunConfig) -> None:
@@ -123,6 +131,14 @@ def _require_no_other_average(config: RunConfig) -> None:
     if config.averaging is not None:
         accepted = f"optimizer.name={config.optimizer.name!r} averages already; leave it out"
         raise ConfigError(refusal("averaging.name", config.averaging.name, accepted))
+
+
+def _require_one_rate(config: RunConfig) -> None:
+    """Refuse rates that an average which is weighed by the rate would not know of."""
+    fine_tuning = config.fine_tuning
+    if fine_tuning is not None and fine_tuning.rate_factors:
+        accepted = f"optimizer.name={config.optimizer.name!r} averages by one rate; use another"
+        raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
 
 
 def _require_own_statistics(config: RunConfig) -> None:
@@ -213,9 +229,15 @@ def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
                 accepted = f"it must be at most model.max_tokens={model.max_tokens}"
                 raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
         case ImageNetworkConfig():
-            side = model.smallest_image
+            side, is_small = (
+                model.smallest_image,
+                min(dataset.input_shape[:2]) < model.smallest_image,
+            )
             wants = f"images of at least {side} x {side}"
-            if not dataset.is_text and min(dataset.input_shape[:2]) >= side:
+            if model.pretrained and not dataset.is_text and dataset.input_shape[2] != 3:
+                accepted = "its weights read colours, 3 channels; leave it out"
+                raise ConfigError(refusal("model.pretrained", model.pretrained, accepted))
+            if not dataset.is_text and not is_small:
                 return
         case _:
             wants = "images"
@@ -312,7 +334,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     if config.train.noise_scale is not None:
         has_batch_norm = _has_batch_norm(config.model)
         require_parts(split, mode=wanted.mode, has_batch_norm=has_batch_norm)
-    dataset = facts(config.data)
+    dataset = _as_read(facts(config.data), config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (
@@ -336,6 +358,15 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     for phase in run.phases[1:]:  # refuses what cannot be
         _bn_groups(wanted, phase.split)
     return run
+
+
+def _as_read(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
+    """`dataset`, its pixels scaled as those with which the weights of `model` were trained."""
+    pixels = model.pretrained_pixels if isinstance(model, ImageNetworkConfig) else None
+    if pixels is None:
+        return dataset
+    mean, std = pixels
+    return replace(dataset, pixel_mean=mean, pixel_std=std)
 
 
 def in_phase(run: ResolvedRun, phase: Phase) -> ResolvedRun:

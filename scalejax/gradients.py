@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 
 from scalejax.data_config import DatasetFacts
+from scalejax.fine_tuning import trainable, updated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import is_data_manual
 from scalejax.recipe import Recipe, network_of
@@ -95,7 +96,8 @@ def gradients(
     scale: jax.Array | None,
     reduce: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, the statistics after the last, mean metrics.
+    """Mean gradient over the microbatches, the statistics after the last, mean metrics; None in
+    place of the gradient of a parameter that does not learn.
 
     With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
     added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
@@ -103,7 +105,12 @@ def gradients(
     """
     is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
     microbatches = 1 if is_pipelined else recipe.run.split.microbatches
-    differentiate = jax.value_and_grad(partial(mean_loss, recipe, bn, scale=scale), has_aux=True)
+    learning = trainable(recipe.run.config.fine_tuning, params)
+
+    def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
+        return mean_loss(recipe, bn, updated(params, learning), model_state, batch, scale)
+
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
     def reduced(
         loss: jax.Array, accuracy: jax.Array, gradient: PyTree
@@ -116,16 +123,16 @@ def gradients(
 
     def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
         total, model_state = carry
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, microbatch)
+        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, microbatch)
         gradient, metrics = reduced(loss, accuracy, gradient)
         total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
         return (total, model_state), metrics
 
     if microbatches == 1:
-        (loss, (accuracy, model_state)), gradient = differentiate(params, model_state, batch)
+        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, batch)
         gradient, metrics = reduced(loss, accuracy, gradient)
         return gradient, model_state, metrics
-    zeros = _zeros_like(params) if reduce is None else _zeros_of(reduce, params)
+    zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
     (gradient, model_state), metrics = lax.scan(
         accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
     )

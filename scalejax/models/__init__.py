@@ -18,6 +18,7 @@ from scalejax.model_config import (
 from scalejax.models.alexnet import AlexNet
 from scalejax.models.bert import Bert
 from scalejax.models.cnn import Cnn
+from scalejax.models.efficientnet import EfficientNetLite
 from scalejax.models.gpt import Gpt
 from scalejax.models.inception import Inception
 from scalejax.models.llama import Llama
@@ -50,6 +51,7 @@ __all__ = [
 
 IMAGE_NETWORKS = {
     "alexnet": AlexNet,
+    "efficientnet_lite0": EfficientNetLite,
     "inception_v3": Inception,
     "vgg16": Vgg,
     "xception": Xception,

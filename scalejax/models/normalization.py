@@ -60,11 +60,14 @@ class BatchNorm(nnx.Module):
         *,
         scope: BatchNormScope,
         dtype: jnp.dtype,
+        epsilon: float = EPSILON,
         scale_init: Initializer = nnx.initializers.ones,
         rngs: nnx.Rngs,
     ):
         self.scope = scope
         self.dtype = dtype
+        self.epsilon = epsilon
+        self.is_frozen = False  # if so, it is in training what it is in evaluation
         self.scale = nnx.Param(scale_init(rngs.params(), (features,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((features,), jnp.float32))
         self.mean = nnx.BatchStat(jnp.zeros((features,), jnp.float32))
@@ -72,6 +75,7 @@ class BatchNorm(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """`inputs` [batch, ..., features], normalised, in the compute type."""
+        is_training = is_training and not self.is_frozen
         groups = self.scope.groups if is_training else 1
         require_multiple("batch", inputs.shape[0], groups, "bn.groups")
         grouped = inputs.reshape(groups, -1, *inputs.shape[1:]).astype(jnp.float32)
@@ -82,7 +86,7 @@ class BatchNorm(nnx.Module):
             self.var.set_value(self._moved(self.var[...], var))
         else:
             mean, var = self.mean[...][None], self.var[...][None]
-        scale = self.scale[...][None] * jax.lax.rsqrt(var + EPSILON)
+        scale = self.scale[...][None] * jax.lax.rsqrt(var + self.epsilon)
         normalised = (grouped - mean.reshape(per_channel)) * scale.reshape(per_channel)
         bias = self.bias[...].reshape((1,) * inputs.ndim + (-1,))
         return (normalised + bias).astype(self.dtype).reshape(inputs.shape)

@@ -38,19 +38,15 @@ def read_step(
     Raises:
         ProfileError: if the compiler's text cannot be read.
     """
-    from scalejax.profile.model_flop import forward_flop
-    from scalejax.step import forward
     from scalejax.train_state import state_bytes
 
-    function, arguments = forward(run)
     program = read_compiled(
         compiled,
         mesh,
         name=f"{run.config.model.name} train step",
         global_batch=run.split.global_batch,
         tokens_per_sample=run.dataset.tokens_per_sample,
-        # A product forward is two backward: one for either operand's gradient.
-        model_flop=3 * forward_flop(function, *arguments),
+        model_flop=_model_flop(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     if (idle_ticks := run.layout.pipeline - 1) > 0:
@@ -62,6 +58,19 @@ def read_step(
         operations = tuple(_narrowed(item, narrow) for item in program.operations)
         return replace(program, operations=operations)
     return program
+
+
+def _model_flop(run: ResolvedRun) -> int:
+    """FLOP that the model of `run` needs for a step."""
+    from scalejax.profile.model_flop import forward_flop
+    from scalejax.step import forward, forward_and_backward
+
+    if run.config.fine_tuning is not None and run.config.fine_tuning.trainable:
+        function, arguments = forward_and_backward(run)
+        return forward_flop(function, *arguments)
+    function, arguments = forward(run)
+    # A product forward is two backward: one for either operand's gradient.
+    return 3 * forward_flop(function, *arguments)
 
 
 def _narrowed(item: Operation | Loop, narrow: str) -> Operation | Loop:

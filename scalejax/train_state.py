@@ -208,7 +208,8 @@ class DataPart:
 
 
 def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
-    """A `DataPart` for each parameter that learns: whole, but for what the layout's ZeRO stage keeps apart."""
+    """A `DataPart` for each parameter that learns: whole, but for what the layout's ZeRO stage
+    keeps apart."""
     params = abstract_state(recipe).params
 
     def part(leaf: jax.ShapeDtypeStruct, used: NamedSharding) -> DataPart:

@@ -51,6 +51,10 @@ ZOO = {
     "vgg16": {"model": {"name": "vgg16", "width": 1 / 32}, "data": "32 px"},
     "inception_v3": {"model": {"name": "inception_v3", "width": 1 / 32}, "data": "75 px"},
     "xception": {"model": {"name": "xception", "width": 1 / 32}, "data": "16 px"},
+    "efficientnet_lite0": {
+        "model": {"name": "efficientnet_lite0", "width": 1 / 8},
+        "data": "32 px",
+    },
     "bert_base": {
         "model": {"name": "bert_base", "layers": 2, "hidden": 32, "heads": 4},
         "data": "masked",

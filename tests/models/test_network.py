@@ -62,7 +62,7 @@ SMALL = [
     ),
     *(
         pytest.param(ImageNetworkConfig(name=name, width=1 / 4), PHOTOGRAPHS, id=name)
-        for name in ("alexnet", "vgg16", "inception_v3", "xception")
+        for name in ("alexnet", "vgg16", "inception_v3", "xception", "efficientnet_lite0")
     ),
 ]
 

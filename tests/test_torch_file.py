@@ -45,7 +45,7 @@ def write(monkeypatch, tmp_path):
 
     _rebuild_tensor_v2.__module__ = utils.__name__
     _rebuild_tensor_v2.__qualname__ = "_rebuild_tensor_v2"
-    utils._rebuild_tensor_v2 = _rebuild_tensor_v2
+    monkeypatch.setattr(utils, "_rebuild_tensor_v2", _rebuild_tensor_v2, raising=False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch._utils", utils)
     kinds = {np.dtype("<f4"): torch.FloatStorage, np.dtype("<i8"): torch.LongStorage}

@@ -60,12 +60,11 @@ def depthwise(inputs: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
     Its gradient by the inputs is such a convolution too: left to JAX it would be a sum of padded
     arrays, which takes minutes to compile.
     """
-    shifted = _shifted(inputs, len(kernel), stride)
-    flat = kernel.reshape(-1, 1, 1, 1, kernel.shape[-1])
-    products = [
-        each.astype(jnp.float32) * weight for each, weight in zip(shifted, flat, strict=True)
-    ]
-    return sum(products[1:], products[0]).astype(inputs.dtype)
+    size, total = len(kernel), jnp.zeros((), jnp.float32)
+    for place, seen in enumerate(_shifted(inputs, size, stride)):
+        weight = kernel[None, None, None, *divmod(place, size)]
+        total = total + seen.astype(jnp.float32) * weight
+    return total.astype(inputs.dtype)
 
 
 def _shifted(inputs: jax.Array, size: int, stride: int) -> list[jax.Array]:
@@ -111,12 +110,12 @@ def _depthwise_backward(
     for side, span, (before, _) in zip(sides, spans, around, strict=True):
         edges.append((size - 1 - before, side - span + before, stride - 1))
     spread = jax.lax.pad(gradient, jnp.zeros((), gradient.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
-    turned = kernel[::-1, ::-1].reshape(-1, 1, 1, 1, kernel.shape[-1])
     total = jnp.zeros((), jnp.float32)
-    for place, weight in enumerate(turned):
-        row, column = divmod(place, size)
-        seen = spread[:, row : row + sides[0], column : column + sides[1]]
-        total = total + seen.astype(jnp.float32) * weight
+    for row in range(size):
+        for column in range(size):
+            seen = spread[:, row : row + sides[0], column : column + sides[1]]
+            weight = kernel[None, None, None, size - 1 - row, size - 1 - column]
+            total = total + seen.astype(jnp.float32) * weight
     return total.astype(inputs.dtype), jnp.stack(of_kernel).reshape(kernel.shape)
 
 

@@ -1,6 +1,7 @@
 """One `run.toml`, read, checked and resolved: what `train` and `predict` both start from.
 
-Knows every part of a run and what must agree between them; builds nothing, and needs no JAX.
+Knows every part of a run, and has `run_checks` see that they agree; builds nothing, and needs no
+JAX.
 """
 
 import json
@@ -13,33 +14,32 @@ from scalejax import metrics
 from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
-from scalejax.errors import ConfigError, refusal, require_multiple
+from scalejax.errors import ConfigError, refusal
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
-from scalejax.model_config import (
-    BertConfig,
-    CausalConfig,
-    CnnConfig,
-    CustomConfig,
-    GptConfig,
-    ImageNetworkConfig,
-    LlamaConfig,
-    MlpConfig,
-    ModelConfig,
-    ResNetConfig,
-    VitConfig,
-)
+from scalejax.model_config import ImageNetworkConfig, ModelConfig
 from scalejax.noise_scale import require_parts
-from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
+from scalejax.optimizer_config import OptimizerConfig
 from scalejax.presets import PRESETS, with_preset
+from scalejax.run_checks import (
+    has_batch_norm,
+    require_begun_average,
+    require_divided_heads,
+    require_divisible_blocks,
+    require_fitting_data,
+    require_kept_apart,
+    require_one_average,
+    require_one_rate,
+    require_own_statistics,
+    require_reached_ramp,
+)
 from scalejax.scaling import Change, changes, scaled_optimizer
-from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
+from scalejax.schedule_config import LearningRateConfig
 from scalejax.training_config import (
     AveragingConfig,
     BatchConfig,
     FineTuningConfig,
     LayoutConfig,
     LossConfig,
-    SwaConfig,
     TrainConfig,
 )
 
@@ -77,175 +77,16 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
-        for name, count in _divided_heads(self.model):
-            require_multiple(f"model.{name}", count, self.layout.tensor, "layout.tensor")
-        _require_fitting_data(self.model, self.data)
-        _require_divisible_blocks(self)
-        has_batch_norm = _has_batch_norm(self.model)
-        if self.layout.zero_stage == 2 and has_batch_norm:
-            accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
-            raise ConfigError(refusal("layout.zero_stage", 2, accepted))
-        _require_reached_ramp(self)
-        if has_batch_norm:
-            _require_own_statistics(self)
-        if isinstance(self.optimizer, ScheduleFreeConfig):
-            _require_no_other_average(self)
-            _require_one_rate(self)
-        _require_begun_average(self)
-
-
-def _require_reached_ramp(config: RunConfig) -> None:
-    """Refuse growth after the end, and what counts its steps from the first batch."""
-    epochs = config.batch.ramp_epochs
-    if epochs and epochs[-1] >= config.train.epochs:
-        accepted = f"they must be below train.epochs={config.train.epochs}"
-        raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
-    if epochs and isinstance(config.averaging, SwaConfig):
-        accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
-        raise ConfigError(refusal("averaging.name", "swa", accepted))
-
-
-def _require_begun_average(config: RunConfig) -> None:
-    """Refuse an average that begins when the run is over: it would be the last parameters."""
-    averaging, epochs = config.averaging, config.train.epochs
-    if isinstance(averaging, SwaConfig) and averaging.start_epoch >= epochs:
-        accepted = f"it must be below train.epochs={epochs}, such as {epochs - 1}"
-        raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
-
-
-def _has_batch_norm(model: ModelConfig) -> bool:
-    """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
-    return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
-        "inception_v3",
-        "xception",
-        "efficientnet_lite0",
-    )
-
-
-def _require_no_other_average(config: RunConfig) -> None:
-    """Refuse what an optimizer that averages takes the place of."""
-    schedule = config.schedule
-    if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
-        accepted = 'it averages in place of a decay; use schedule.decay="constant"'
-        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
-    if config.averaging is not None:
-        accepted = f"optimizer.name={config.optimizer.name!r} averages already; leave it out"
-        raise ConfigError(refusal("averaging.name", config.averaging.name, accepted))
-
-
-def _require_one_rate(config: RunConfig) -> None:
-    """Refuse rates that an average which is weighed by the rate would not know of."""
-    fine_tuning = config.fine_tuning
-    if fine_tuning is not None and fine_tuning.rate_factors:
-        accepted = f"optimizer.name={config.optimizer.name!r} averages by one rate; use another"
-        raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
-
-
-def _require_own_statistics(config: RunConfig) -> None:
-    """Refuse averages of parameters far apart, whose BatchNorm statistics nobody has measured.
-
-    Izmailov et al. 2018, section 3.2, measure them in another pass over the data; nothing here
-    does. An exponential average is of near neighbours, and keeps that of their statistics.
-    """
-    accepted = "the average would need BatchNorm statistics of its own; use a network without"
-    if isinstance(config.averaging, SwaConfig):
-        raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
-    if isinstance(config.optimizer, ScheduleFreeConfig):
-        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
-
-
-def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
-    """The fields of `model` that count heads, which the tensor axis divides, and their values."""
-    match model:
-        case GptConfig() | VitConfig():
-            return [("heads", model.heads)]
-        case LlamaConfig():
-            return [("heads", model.heads), ("kv_heads", model.kv_heads)]
-        case BertConfig():
-            _, _, heads = model.size
-            return [("heads", heads)]
-        case _:
-            return []
-
-
-def _require_divisible_blocks(config: RunConfig) -> None:
-    """Refuse axes that divide the blocks and tokens of a transformer unevenly, or no transformer.
-
-    Raises:
-        ConfigError: naming the axis, and the nearest that divides.
-    """
-    model, layout = config.model, config.layout
-    if not isinstance(model, CausalConfig):
-        used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
-        used += ["sequence_parallel"] if layout.sequence_parallel else []
-        for name in used:
-            accepted = (
-                f"it splits transformers with stacked blocks (gpt, llama), not {model.name!r}"
-            )
-            raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
-        return
-    if layout.context > 1 and model.attention == "fused":
-        accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
-        raise ConfigError(refusal("model.attention", model.attention, accepted))
-    stages, chunks = layout.pipeline, layout.pipeline_chunks
-    if model.layers < stages:
-        accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
-        raise ConfigError(refusal("model.layers", model.layers, accepted))
-    if chunks > 1:
-        require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
-        microbatches = config.batch.microbatches
-        require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
-    (tokens, *_) = facts(config.data).input_shape
-    shared = layout.tensor if layout.sequence_parallel else 1
-    require_multiple("data.tokens", tokens, layout.context * shared, "the parts of a sample")
-
-
-def _require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
-    """Refuse a network that cannot read the examples of `data`."""
-    dataset = facts(data)
-    has = (
-        "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
-    )
-    if dataset.is_masked:
-        has = "text with hidden words"
-    if dataset.is_table:
-        has = f"rows of {dataset.input_shape[0]} numbers"
-    match model:
-        case CustomConfig():
-            return
-        case _ if dataset.is_table:
-            wants = has if isinstance(model, MlpConfig) else "none (an mlp does)"
-        case GptConfig() | LlamaConfig():
-            wants = "text"
-        case VitConfig():
-            wants = "images"
-            if not dataset.is_text:
-                for side in dataset.input_shape[:2]:
-                    require_multiple("data.image_size", side, model.patch, "model.patch")
-                return
-        case BertConfig():
-            wants = "text with hidden words"
-            if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
-                accepted = f"it must be at most model.max_tokens={model.max_tokens}"
-                raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
-        case ImageNetworkConfig():
-            side, is_small = (
-                model.smallest_image,
-                min(dataset.input_shape[:2]) < model.smallest_image,
-            )
-            wants = f"images of at least {side} x {side}"
-            if model.pretrained and not dataset.is_text and dataset.input_shape[2] != 3:
-                accepted = "its weights read colours, 3 channels; leave it out"
-                raise ConfigError(refusal("model.pretrained", model.pretrained, accepted))
-            if not dataset.is_text and not is_small:
-                return
-        case _:
-            wants = "images"
-            if not dataset.is_text:
-                return
-    if wants != has:
-        accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
-        raise ConfigError(refusal("model.name", model.name, accepted))
+        model, layout, train = self.model, self.layout, self.train
+        require_divided_heads(model, layout)
+        require_fitting_data(model, self.data)
+        require_divisible_blocks(model, self.data, self.batch, layout)
+        require_kept_apart(model, layout)
+        require_reached_ramp(self.batch, self.averaging, train)
+        require_own_statistics(model, self.optimizer, self.averaging)
+        require_one_average(self.optimizer, self.schedule, self.averaging)
+        require_one_rate(self.optimizer, self.fine_tuning)
+        require_begun_average(self.averaging, train)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,9 +173,9 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
     )
     if config.train.noise_scale is not None:
-        has_batch_norm = _has_batch_norm(config.model)
-        require_parts(split, mode=wanted.mode, has_batch_norm=has_batch_norm)
-    dataset = _as_read(facts(config.data), config.model)
+        keeps = has_batch_norm(config.model)
+        require_parts(split, mode=wanted.mode, has_batch_norm=keeps)
+    dataset = facts(config.data)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (

@@ -39,6 +39,7 @@ ARITHMETIC = {
     "scaling": 3,
     "batch_ramp": 3,
     "presets": 3,
+    "run_checks": 3,
     "convergence": 3,
     "cost": 3,
     "predict": 4,

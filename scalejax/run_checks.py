@@ -1,0 +1,211 @@
+"""What the parts of a `run.toml` must agree on: every check of one part against another.
+
+Knows each part's fields and which values do not go together; nothing of how a file is read, and
+nothing of devices: what their number must divide is refused where a run is resolved.
+"""
+
+from scalejax.data_config import DataConfig, facts
+from scalejax.errors import ConfigError, refusal, require_multiple
+from scalejax.model_config import (
+    BertConfig,
+    CausalConfig,
+    CnnConfig,
+    CustomConfig,
+    GptConfig,
+    ImageNetworkConfig,
+    LlamaConfig,
+    MlpConfig,
+    ModelConfig,
+    ResNetConfig,
+    VitConfig,
+)
+from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
+from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
+from scalejax.training_config import (
+    AveragingConfig,
+    BatchConfig,
+    FineTuningConfig,
+    LayoutConfig,
+    SwaConfig,
+    TrainConfig,
+)
+
+
+def has_batch_norm(model: ModelConfig) -> bool:
+    """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
+    return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
+        "inception_v3",
+        "xception",
+        "efficientnet_lite0",
+    )
+
+
+# --- model, data and layout ---
+
+
+def require_divided_heads(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse heads that the tensor axis does not divide."""
+    for name, count in _divided_heads(model):
+        require_multiple(f"model.{name}", count, layout.tensor, "layout.tensor")
+
+
+def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
+    """The fields of `model` that count heads, which the tensor axis divides, and their values."""
+    match model:
+        case GptConfig() | VitConfig():
+            return [("heads", model.heads)]
+        case LlamaConfig():
+            return [("heads", model.heads), ("kv_heads", model.kv_heads)]
+        case BertConfig():
+            _, _, heads = model.size
+            return [("heads", heads)]
+        case _:
+            return []
+
+
+def require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a network that cannot read the examples of `data`."""
+    dataset = facts(data)
+    has = (
+        "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
+    )
+    if dataset.is_masked:
+        has = "text with hidden words"
+    if dataset.is_table:
+        has = f"rows of {dataset.input_shape[0]} numbers"
+    match model:
+        case CustomConfig():
+            return
+        case _ if dataset.is_table:
+            wants = has if isinstance(model, MlpConfig) else "none (an mlp does)"
+        case GptConfig() | LlamaConfig():
+            wants = "text"
+        case VitConfig():
+            wants = "images"
+            if not dataset.is_text:
+                for side in dataset.input_shape[:2]:
+                    require_multiple("data.image_size", side, model.patch, "model.patch")
+                return
+        case BertConfig():
+            wants = "text with hidden words"
+            if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
+                accepted = f"it must be at most model.max_tokens={model.max_tokens}"
+                raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
+        case ImageNetworkConfig():
+            side = model.smallest_image
+            wants = f"images of at least {side} x {side}"
+            if model.pretrained and not dataset.is_text and dataset.input_shape[2] != 3:
+                accepted = "its weights read colours, 3 channels; leave it out"
+                raise ConfigError(refusal("model.pretrained", model.pretrained, accepted))
+            if not dataset.is_text and min(dataset.input_shape[:2]) >= side:
+                return
+        case _:
+            wants = "images"
+            if not dataset.is_text:
+                return
+    if wants != has:
+        accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+
+
+def require_divisible_blocks(
+    model: ModelConfig, data: DataConfig, batch: BatchConfig, layout: LayoutConfig
+) -> None:
+    """Refuse axes that divide the blocks and tokens of a transformer unevenly, or no transformer.
+
+    Raises:
+        ConfigError: naming the axis, and the nearest that divides.
+    """
+    if not isinstance(model, CausalConfig):
+        used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
+        used += ["sequence_parallel"] if layout.sequence_parallel else []
+        for name in used:
+            accepted = (
+                f"it splits transformers with stacked blocks (gpt, llama), not {model.name!r}"
+            )
+            raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
+        return
+    if layout.context > 1 and model.attention == "fused":
+        accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
+    stages, chunks = layout.pipeline, layout.pipeline_chunks
+    if model.layers < stages:
+        accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
+        raise ConfigError(refusal("model.layers", model.layers, accepted))
+    if chunks > 1:
+        require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
+        microbatches = batch.microbatches
+        require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
+    (tokens, *_) = facts(data).input_shape
+    shared = layout.tensor if layout.sequence_parallel else 1
+    require_multiple("data.tokens", tokens, layout.context * shared, "the parts of a sample")
+
+
+def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse gradients in parts where the compiler sums them."""
+    if layout.zero_stage == 2 and has_batch_norm(model):
+        accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
+        raise ConfigError(refusal("layout.zero_stage", 2, accepted))
+
+
+# --- batch and averages against the epochs, the optimizer and the network ---
+
+
+def require_reached_ramp(
+    batch: BatchConfig, averaging: AveragingConfig | None, train: TrainConfig
+) -> None:
+    """Refuse growth after the end, and what counts its steps from the first batch."""
+    epochs = batch.ramp_epochs
+    if epochs and epochs[-1] >= train.epochs:
+        accepted = f"they must be below train.epochs={train.epochs}"
+        raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
+    if epochs and isinstance(averaging, SwaConfig):
+        accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
+        raise ConfigError(refusal("averaging.name", "swa", accepted))
+
+
+def require_begun_average(averaging: AveragingConfig | None, train: TrainConfig) -> None:
+    """Refuse an average that begins when the run is over: it would be the last parameters."""
+    if isinstance(averaging, SwaConfig) and averaging.start_epoch >= train.epochs:
+        accepted = f"it must be below train.epochs={train.epochs}, such as {train.epochs - 1}"
+        raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
+
+
+def require_own_statistics(
+    model: ModelConfig, optimizer: OptimizerConfig, averaging: AveragingConfig | None
+) -> None:
+    """Refuse averages of parameters far apart, whose BatchNorm statistics nobody has measured.
+
+    Izmailov et al. 2018, section 3.2, measure them in another pass over the data; nothing here
+    does. An exponential average is of near neighbours, and keeps that of their statistics.
+    """
+    if not has_batch_norm(model):
+        return
+    accepted = "the average would need BatchNorm statistics of its own; use a network without"
+    if isinstance(averaging, SwaConfig):
+        raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
+    if isinstance(optimizer, ScheduleFreeConfig):
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+
+
+def require_one_average(
+    optimizer: OptimizerConfig, schedule: LearningRateConfig, averaging: AveragingConfig | None
+) -> None:
+    """Refuse what an optimizer that averages takes the place of."""
+    if not isinstance(optimizer, ScheduleFreeConfig):
+        return
+    if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
+        accepted = 'it averages in place of a decay; use schedule.decay="constant"'
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+    if averaging is not None:
+        accepted = f"optimizer.name={optimizer.name!r} averages already; leave it out"
+        raise ConfigError(refusal("averaging.name", averaging.name, accepted))
+
+
+def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
+    """Refuse rates that an average which is weighed by the rate would not know of."""
+    if not isinstance(optimizer, ScheduleFreeConfig):
+        return
+    if fine_tuning is not None and fine_tuning.rate_factors:
+        accepted = f"optimizer.name={optimizer.name!r} averages by one rate; use another"
+        raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))

@@ -14,6 +14,7 @@ Neither rule that is on by default can end a run that still learns:
   has it too, and may recover; so has one that is asked to learn what is random.
 """
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -24,9 +25,10 @@ _MIN_LOSS_SCALE = 1.0
 """DeepSpeed, fp16 options, `min_loss_scale`."""
 
 
-def is_skipped(loss: float | None, loss_scale: float | None) -> bool:
-    """Whether an update of float16 was not made, so that its loss tells nothing of the run."""
-    return loss is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
+def is_skipped(value: float | None, loss_scale: float | None) -> bool:
+    """Whether an update of float16 was not made, so that a `value` of it that is not finite (None),
+    its loss or the norm of its gradient, tells nothing of the run."""
+    return value is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
 
 
 class Divergence:
@@ -74,9 +76,10 @@ class Divergence:
 
     def _watch_norm(self, measurement: TrainMeasurement) -> None:
         growth, patience = self._config.max_gradient_growth, self._config.patience
-        if growth is None or measurement.gradient_norm is None:
+        norm, loss_scale = measurement.gradient_norm, measurement.loss_scale
+        if growth is None or is_skipped(norm, loss_scale):
             return
-        self._norms.append(measurement.gradient_norm)
+        self._norms.append(math.inf if norm is None else norm)  # it is measured: so it overflowed
         before, last = self._norms[:-patience], self._norms[-patience:]
         if before and _is_beyond(last, growth * median(before)):
             self.cause = "exploding_gradient"

@@ -72,9 +72,18 @@ def loss_gap(
 
 def _curve(lines: Sequence[TrainMeasurement]) -> tuple[np.ndarray, np.ndarray]:
     """Epochs trained before each loss, and the losses."""
-    epochs = [line.epoch * (line.step - 1) / line.step for line in lines]
+    epochs = [line.epoch - _epochs_of_update(line, lines[0]) for line in lines]
     losses = [np.nan if line.loss is None else line.loss for line in lines]
     return np.array(epochs), np.array(losses)
+
+
+def _epochs_of_update(line: TrainMeasurement, first: TrainMeasurement) -> float:
+    """Passes over the data that the update of `line` made: as many more than those of the first
+    line as its batch is larger, within the samples that no whole batch takes in."""
+    of_first = first.epoch / first.step
+    if line.global_batch is None or first.global_batch is None:
+        return of_first
+    return of_first * line.global_batch / first.global_batch
 
 
 def _window_means(epochs: np.ndarray, losses: np.ndarray, edges: np.ndarray) -> np.ndarray:

@@ -215,6 +215,18 @@ def test_one_large_gradient_is_not_enough():
     assert cause_of(rising, max_gradient_growth=20.0) is None
 
 
+def test_a_norm_that_is_not_finite_is_a_large_one():
+    """The loss of such an update still is a number; in float16 the update may not be made."""
+    level = [line(step, norm=1.0) for step in range(1, 6)]
+    beyond = [line(6 + n, norm=None) for n in range(3)]
+    skipped = [line(6 + n, norm=None, scale=2.0**16) for n in range(3)]
+
+    assert cause_of([*level, *beyond[:2]], max_gradient_growth=20.0) is None
+    assert cause_of([*level, *beyond], max_gradient_growth=20.0) == "exploding_gradient"
+    assert cause_of([*level, *skipped], max_gradient_growth=20.0) is None
+    assert cause_of([*level, *beyond]) is None
+
+
 def test_a_test_loss_that_is_not_finite_ends_nothing():
     """Running statistics may lag behind a network that trains well."""
     evaluation = EvaluationMeasurement(

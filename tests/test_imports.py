@@ -118,7 +118,7 @@ PROGRAMS = {
 }
 """Row of each module that does."""
 ROWS = {**ARITHMETIC, **PROGRAMS}
-WORKER = ("profile.worker", "profile.model_flop", "sweep.together")
+WORKER = ("profile.worker", "profile.model_flop", "sweep.mapped", "sweep.together")
 """What runs in the worker's own process alone, where JAX is."""
 
 
@@ -230,7 +230,7 @@ def test_step_is_the_only_module_that_jits_a_run():
 
     # they time small programs of their own: products, copies, exchanges
     others -= {"local_cluster", "calibrate.timing", "calibrate.probes"}
-    assert others <= {"sweep.together"}  # it maps what `step` built over several runs
+    assert others <= {"sweep.mapped"}  # it maps what `step` built over several runs
 
 
 @pytest.mark.parametrize("source", ["jax.jit(partial(_update, r))", "nnx.jit(f)"])

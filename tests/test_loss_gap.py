@@ -1,6 +1,7 @@
 """The gap between two loss curves is what their closed forms say."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -70,6 +71,26 @@ def test_a_gap_that_decays_has_the_means_of_its_windows():
     assert gap is not None
     assert gap.max_gap == pytest.approx(first, rel=1e-5)  # of straight pieces, 1e-3 epochs long
     assert gap.mean_gap == pytest.approx(math.exp(-2) * (1 - math.exp(-length)) / length, rel=1e-5)
+
+
+def test_a_batch_that_grows_moves_no_loss_in_its_epoch():
+    """Where the batch is four times as large, an update makes four times the epochs: of steps as
+    many as those of ten such epochs, each loss would stand elsewhere."""
+    small, large = 40, 10
+    updates = [(n / small, 1 / small, 8) for n in range(5 * small)]
+    updates += [(5 + n / large, 1 / large, 32) for n in range(5 * large)]
+    grown = [
+        replace(line, step=step, epoch=before + made, loss=straight(before), global_batch=batch)
+        for step, (line, (before, made, batch)) in enumerate(
+            zip(lines(straight, 25), updates, strict=True), start=1
+        )
+    ]
+
+    gap = loss_gap(lines(straight, 100), grown, after_epoch=1.0)
+
+    assert gap is not None
+    assert gap.max_gap == pytest.approx(0, abs=1e-12)
+    assert gap.to_epoch == pytest.approx(EPOCHS - 1 / large)
 
 
 def test_noise_of_single_batches_is_smoothed_away():

@@ -24,7 +24,14 @@ from scalejax.record import (
     Status,
     StatusChange,
 )
-from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep, read_rows, write_results
+from scalejax.sweep import (
+    SweepFolder,
+    parse_grammar,
+    plan_sweep,
+    read_rows,
+    run_sweep,
+    write_results,
+)
 from scalejax.sweep.optuna_search import best_of, search
 from scalejax.sweep.plan import begin_sweep, parse_target
 from scalejax.sweep.results import arms, mean_and_deviation
@@ -311,6 +318,36 @@ def test_another_sweep_is_not_resumed(run_file, tmp_path):
         begin_sweep(plan, folder, resume=False)
     with pytest.raises(ConfigError, match="holds another sweep: runs differ"):
         begin_sweep(other, folder, resume=True)
+
+
+def test_a_sweep_that_was_killed_as_it_began_is_begun_again(run_file, tmp_path):
+    """Between its two files; one of another run.toml is not."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    begin_sweep(plan, folder, resume=False)
+    written = folder.plan.read_text()
+    folder.plan.unlink()
+
+    begin_sweep(plan, folder, resume=True)
+
+    assert folder.plan.read_text() == written
+    folder.plan.unlink()
+    with pytest.raises(ConfigError, match="holds no sweep to resume"):
+        begin_sweep(dataclasses.replace(plan, text=f"{plan.text}\n"), folder, resume=True)
+
+
+def test_states_that_a_killed_job_left_are_removed(run_file, tmp_path):
+    """The kill fell after the last end of a run, and before that of their states."""
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5])
+    left = folder.shared_checkpoints(0)
+    (left / "24").mkdir(parents=True)
+
+    assert run_sweep(plan, folder) == []
+
+    assert not left.exists()
 
 
 def record(folder: RunFolder, accuracies: list, status: Status | None = "completed"):

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from scalejax.config import load_config, resolve
+from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
 from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
 from scalejax.sweep import together
+from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.together import train_together
 from scalejax.train import train
+from scalejax.train_state import state_bytes
 
 ROOT = Path(__file__).parents[1]
 RUN = """
@@ -126,6 +129,43 @@ def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, ra
         )
         assert steps == others
     assert [RunRecord.load(f.path).status for f in folders] == ["completed", "diverged"]
+
+
+def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, monkeypatch):
+    """By the memory of the compiled program, which grows with each run; a job that is resumed
+    keeps its halves, and repeats none that is finished."""
+    runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1, 2)]
+    folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1, 2)]
+    whole = [RunFolder(path=tmp_path / f"whole{seed}") for seed in (0, 1, 2)]
+    two, three = (MappedPrograms(runs[:count]).memory_bytes for count in (2, 3))
+    state = state_bytes(runs[0], build_mesh(runs[0].layout))
+    assert three >= two + state
+    train_together(runs, whole, tmp_path / "whole", Silent(), memory_bytes=three)
+    save, saved = together.save_weights, []
+
+    def killed_at_the_third(path, weights):
+        saved.append(path)
+        if len(saved) == 3:
+            raise KeyboardInterrupt
+        save(path, weights)
+
+    monkeypatch.setattr(together, "save_weights", killed_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=three - 1)
+    first = [folder.measurements.read_text() for folder in folders[:2]]
+
+    train_together(runs, folders, tmp_path / "states", Silent())
+
+    assert [folder.measurements.read_text() for folder in folders[:2]] == first
+    assert saved[2:] == [folders[2].weights] * 2
+    assert not (tmp_path / "states").exists()
+    for folder, other in zip(folders, whole, strict=True):
+        record = RunRecord.load(folder.path)
+        assert record.status == "completed"
+        words = "with 0 others" if folder is folders[2] else "with 1 others"
+        assert words in record.statuses[-1].message
+        assert "with 2 others" in RunRecord.load(other.path).statuses[-1].message
+        np.testing.assert_allclose(figures(folder.path), figures(other.path), rtol=1e-5, atol=1e-6)
 
 
 SWEEP = (

@@ -77,10 +77,10 @@ def run_jobs(
 def worker_count(job_count: int) -> int:
     """How many of `job_count` jobs to do at once: as many as there are cores and memory for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(job_count, cores or 1, _free_bytes() // WORKER_BYTES))
+    return max(1, min(job_count, cores or 1, free_bytes() // WORKER_BYTES))
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory that can be had without swapping; where that is not known, enough for two."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

@@ -5,8 +5,9 @@
 what they left. Starts without JAX, as all but the workers do.
 """
 
+from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Grammar, parse_grammar
-from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan, Target, plan_sweep
+from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, plan_sweep
 from scalejax.sweep.results import RunRow, read_rows, write_results
 from scalejax.sweep.work import run_sweep
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields, Grammar
-from scalejax.sweep.plan import SweepFolder, SweepPlan, Target, begin_sweep
+from scalejax.sweep.plan import SweepPlan, Target, begin_sweep
 from scalejax.sweep.results import RunRow, read_rows, save_table
 
 _SEED = 0

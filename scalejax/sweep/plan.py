@@ -13,8 +13,8 @@ from typing import Literal
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
 from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.record import RunFolder
 from scalejax.reference import run_reference
+from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields, Grammar
 
 MOST_TOGETHER = 12
@@ -91,56 +91,6 @@ class PlannedRun:
     def label(self) -> str:
         """What sets it apart, for people."""
         return in_words(self.varied)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SweepFolder:
-    """Where the files of a sweep are."""
-
-    path: Path
-    """The folder itself."""
-
-    @property
-    def run_file(self) -> Path:
-        """The run.toml that the runs start from."""
-        return self.path / "run.toml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan as written, JSON."""
-        return self.path / "sweep.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that works here, and by its workers."""
-        return self.path / "sweep.lock"
-
-    @property
-    def results(self) -> Path:
-        """A row for each run, Parquet: what was reached."""
-        return self.path / "results.parquet"
-
-    @property
-    def evaluations(self) -> Path:
-        """A row for each evaluation of each run, Parquet."""
-        return self.path / "evaluations.parquet"
-
-    @property
-    def timings(self) -> Path:
-        """A row for each run, Parquet: how long it took."""
-        return self.path / "timings.parquet"
-
-    def run(self, index: int) -> RunFolder:
-        """The folder of a run."""
-        return RunFolder(path=self.path / "runs" / f"{index:04d}")
-
-    def shared_checkpoints(self, index: int) -> Path:
-        """States of the runs that train together with the one of `index`, their first."""
-        return self.path / "together" / f"{index:04d}"
-
-    def log(self, worker: int) -> Path:
-        """What a worker says on standard error."""
-        return self.path / "logs" / f"worker-{worker}.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +183,10 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
         ConfigError: if the folder holds a sweep and it is not to be resumed, or is another one.
     """
     if not folder.plan.exists():
-        if resume:
-            raise ConfigError(f"{str(folder.path)!r} holds no sweep to resume.")
+        if resume and not _was_beginning(plan, folder):
+            raise ConfigError(
+                f"{str(folder.path)!r} holds no sweep to resume: leave --resume out to begin one."
+            )
         save_text(plan.text, folder.run_file)
         save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
         return
@@ -251,6 +203,14 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
             f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ. Resume it "
             "with the words that began it, or begin a new one in another folder."
         )
+
+
+def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
+    """Whether a kill fell between the two files that begin `plan`."""
+    try:
+        return folder.run_file.read_text(encoding="utf-8") == plan.text
+    except OSError:
+        return False
 
 
 def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:

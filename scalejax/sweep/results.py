@@ -15,8 +15,9 @@ from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, save_bytes
 from scalejax.noise_scale import averaged
 from scalejax.record import EvaluationMeasurement, RunRecord
+from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields
-from scalejax.sweep.plan import PlannedRun, SweepFolder, SweepPlan, Target, in_words
+from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, in_words
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Statuses after which nothing of a run is left to do."""

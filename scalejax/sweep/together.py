@@ -10,10 +10,8 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from scalejax.checkpoint import Checkpoints, save_weights
@@ -25,10 +23,8 @@ from scalejax.data import (
 )
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.measuring import evaluation_measurement, train_measurement
-from scalejax.mesh import build_mesh
 from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
-from scalejax.recipe import schedule_of
 from scalejax.record import (
     DivergenceCause,
     EvaluationMeasurement,
@@ -42,7 +38,7 @@ from scalejax.record import (
     finite,
 )
 from scalejax.run_folder import describe_run, versions
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.results import FINISHED
 from scalejax.train import Interrupted
 from scalejax.train_state import PyTree, TrainState
@@ -56,6 +52,8 @@ def train_together(
     folders: Sequence[RunFolder],
     checkpoints: Path,
     reporter: Reporter,
+    *,
+    memory_bytes: int | None = None,
 ) -> None:
     """Train `runs`, all to their end, and leave the record of each in its folder.
 
@@ -66,72 +64,51 @@ def train_together(
         folders: where the record of each goes.
         checkpoints: where states of all go while they train.
         reporter: told of the first of them.
+        memory_bytes: what the program of all may take; where it takes more, halves of the runs
+            train one after the other. If None, as much as it takes.
 
     Raises:
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
+    programs = MappedPrograms(runs)
+    halves = checkpoints / "halves"  # once they are, they stay: a resumed job may find more room
+    if halves.exists() or (
+        memory_bytes is not None
+        and len(runs) > 1
+        and not checkpoints.exists()
+        and programs.memory_bytes > memory_bytes
+    ):
+        halves.mkdir(parents=True, exist_ok=True)
+        middle = (len(runs) + 1) // 2
+        for number, part in enumerate((slice(None, middle), slice(middle, None))):
+            if not all(_is_finished(folder) for folder in folders[part]):
+                path = halves / str(number)
+                train_together(runs[part], folders[part], path, reporter, memory_bytes=memory_bytes)
+    else:
+        _train_at_once(runs, folders, checkpoints, reporter, programs)
+    shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    return folder.measurements.is_file() and RunRecord.load(folder.path).status in FINISHED
+
+
+def _train_at_once(
+    runs: Sequence[ResolvedRun],
+    folders: Sequence[RunFolder],
+    checkpoints: Path,
+    reporter: Reporter,
+    programs: MappedPrograms,
+) -> None:
     for run, folder in zip(runs, folders, strict=True):
         describe_run(folder, run)
     with Checkpoints(checkpoints, keep=1) as saved, StopSignals() as signals:
         begin = saved.latest_step or 0
-        loop = _Loop(runs, folders, saved, signals, reporter, begin)
+        loop = _Loop(runs, folders, saved, signals, reporter, begin, programs)
         try:
             loop.train()
         finally:
             loop.close()
-    shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
-
-
-class MappedPrograms:
-    """The step and the evaluation of `runs`, each one program for all of them."""
-
-    def __init__(self, runs: Sequence[ResolvedRun]) -> None:
-        run = runs[0]
-        mesh = build_mesh(run.layout)
-        self.seeds = tuple(dict.fromkeys(each.config.seed for each in runs))
-        """Each seed once; a batch is made for each."""
-        self._which = np.asarray([self.seeds.index(each.config.seed) for each in runs])
-        self.rates = jnp.stack([_rates(each) for each in runs])
-        """Learning rates, (runs, steps)."""
-        step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
-        self.batch = step.batch
-        """Shapes of the global batch of one run."""
-        self.evaluation_batch = evaluation.batch
-        """Shapes of the evaluation batch of one run."""
-        of_seed = {each.config.seed: each for each in runs}
-        states = [init_state(of_seed[seed], mesh) for seed in self.seeds]
-        self.state = jax.tree.map(
-            lambda *leaves: jnp.stack([leaves[i] for i in self._which]), *states
-        )
-        """The state of all runs before the first update, with a leading axis of runs."""
-
-        def update(rates: jax.Array, state: TrainState, batch: PyTree) -> Any:
-            def schedule(count: Any) -> jax.Array:
-                return jnp.take(rates, count, mode="clip")
-
-            return build_step(run, mesh, schedule=schedule).function(state, batch)
-
-        def updates(rates: jax.Array, state: PyTree, batches: PyTree) -> Any:
-            return jax.vmap(update)(rates, state, self._dealt(batches))
-
-        def evaluations(weights: PyTree, batches: PyTree) -> Any:
-            return jax.vmap(evaluation.function)(*weights, self._dealt(batches))
-
-        # The one update of `step.py`, which these map; nothing of a step is written here.
-        self.update = jax.jit(updates, donate_argnums=1)
-        """(rates, state, batches of all seeds) -> (state, metrics), of all runs."""
-        self.weights = jax.jit(jax.vmap(evaluation.weights))
-        """From the state to the (params, model_state) that are evaluated, of all runs."""
-        self.evaluate = jax.jit(evaluations)
-        """(weights, evaluation batches of all seeds) -> sums, of all runs."""
-
-    def _dealt(self, batches: PyTree) -> PyTree:
-        """A batch of each run, from one of each seed."""
-        return jax.tree.map(lambda rows: rows[self._which], batches)
-
-
-def _rates(run: ResolvedRun) -> jax.Array:
-    return jnp.asarray(schedule_of(run)(jnp.arange(run.total_steps)), jnp.float32)
 
 
 class _Loop:
@@ -145,21 +122,18 @@ class _Loop:
         signals: StopSignals,
         reporter: Reporter,
         begin: int,
+        programs: MappedPrograms,
     ) -> None:
         self._runs, self._run, self._folders = runs, runs[0], folders
         self._saved, self._signals, self._reporter = saved, signals, reporter
         self._step = begin
-        self._programs = MappedPrograms(runs)
+        self._programs = programs
         self._tests = [
             open_source(self._run.config.data, "test", seed=seed) for seed in self._programs.seeds
         ]
         self._logs = [MeasurementLog(folder.measurements, after_step=begin) for folder in folders]
         self._zero = time.perf_counter() - self._logs[0].elapsed_seconds * len(runs)
-        self._open = [
-            index
-            for index, folder in enumerate(folders)
-            if RunRecord.load(folder.path).status not in FINISHED
-        ]
+        self._open = [index for index, folder in enumerate(folders) if not _is_finished(folder)]
         """Runs that have not ended yet: all, unless a kill fell between the ends of two."""
         self._last: list[dict[str, float | None]] = [{} for _ in runs]
         self._divergences = [Divergence(run.config.train.divergence) for run in runs]
@@ -179,7 +153,7 @@ class _Loop:
     def train(self) -> None:
         """Update all runs until they end."""
         run, begin, total_steps = self._run, self._step, self._run.total_steps
-        state = self._programs.state
+        state = self._programs.initial_state()
         if begin:
             state = self._saved.restore(begin, state)
             self._recall()

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,13 +21,16 @@ from types import FrameType
 
 from scalejax.errors import ConfigError, require_at_least
 from scalejax.jax_platform import has_accelerator
-from scalejax.profile.workers import worker_count
-from scalejax.sweep.plan import SweepFolder, SweepPlan
+from scalejax.profile.workers import free_bytes, worker_count
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import SweepPlan
 from scalejax.sweep.results import read_rows
 
 OnPart = Callable[[int, float], None]
 """Called with the position of a job among the jobs of the plan, and the part of it that is done."""
 
+_PART_FOR_PROGRAMS = 0.75
+"""Of the memory that is free, for what the workers run; libraries and batches take some, too."""
 _SECONDS_TO_STOP = 60.0
 """Given to workers to save what they have."""
 _SECONDS_FOR_LOCK = 10.0
@@ -64,6 +68,8 @@ def run_sweep(
         for position, job in enumerate(plan.jobs):
             if all(is_finished[index] for index in job):
                 on_part(position, 1.0)
+                # Of a kill between the last end and the end of its states.
+                shutil.rmtree(folder.shared_checkpoints(job[0]), ignore_errors=True)
             else:
                 waiting.append(position)
         if not waiting:
@@ -124,6 +130,7 @@ class _Pool:
         self._plan, self._folder, self._lock = plan, folder, lock
         self._on_part = on_part
         self._count = count
+        self._memory_bytes = int(_PART_FOR_PROGRAMS * free_bytes() / count)
         self._workers: list[subprocess.Popen[str]] = []
         self._at: dict[int, int] = {}
         self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
@@ -155,7 +162,10 @@ class _Pool:
         with log.open("a", encoding="utf-8") as file:
             worker = subprocess.Popen(
                 # -P: the working folder may hold a json.py of the user's.
-                [sys.executable, "-P", "-m", "scalejax.sweep.worker", str(self._folder.path)],
+                [
+                    *(sys.executable, "-P", "-m", "scalejax.sweep.worker"),
+                    *(str(self._folder.path), str(self._memory_bytes)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -187,8 +197,9 @@ class _Pool:
 
     def _listen(self, number: int, worker: "subprocess.Popen[str]") -> None:
         if worker.stdout is not None:
-            for line in worker.stdout:
-                self._said.put((number, line))
+            with worker.stdout as said:
+                for line in said:
+                    self._said.put((number, line))
         self._said.put((number, None))
 
     def _give(self, number: int, waiting: list[int]) -> None:
@@ -251,6 +262,9 @@ class _Pool:
                 if worker.poll() is None:
                     worker.kill()
                 worker.wait()
+                if worker.stdin is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        worker.stdin.close()
 
 
 def _share(number: int, count: int) -> set[int]:

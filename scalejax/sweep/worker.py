@@ -5,7 +5,7 @@ JSON; everything else that is said goes to standard error. When standard input e
 started the worker is gone, and it ends at once: what is saved is on disk, and a resumed sweep
 must not meet it at work.
 
-Usage: python -m scalejax.sweep.worker SWEEP_FOLDER
+Usage: python -m scalejax.sweep.worker SWEEP_FOLDER MEMORY_BYTES
 """
 
 import json
@@ -20,7 +20,8 @@ from typing import TextIO
 from scalejax.config import ResolvedRun
 from scalejax.errors import ScalejaxError
 from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
-from scalejax.sweep.plan import SweepFolder, read_runs
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import read_runs
 
 
 class _Steps:
@@ -47,8 +48,8 @@ class _Steps:
         """Nothing is left to send."""
 
 
-def main(folder: Path) -> int:
-    """Do the jobs that standard input names; returns the exit code."""
+def main(folder: Path, memory_bytes: int) -> int:
+    """Do the jobs that standard input names, each in so much memory; returns the exit code."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no word of ours
     jobs: queue.Queue[list[int]] = queue.Queue()
@@ -60,7 +61,7 @@ def main(folder: Path) -> int:
         if not indices:
             return 0
         try:
-            _train(files, runs, indices, _Steps(out))
+            _train(files, runs, indices, _Steps(out), memory_bytes)
         except ScalejaxError as error:
             _send(out, {"refused": str(error)})
         except Exception as error:  # noqa: BLE001  one job fails, and the others go on
@@ -77,7 +78,11 @@ def _listen(jobs: "queue.Queue[list[int]]") -> None:
 
 
 def _train(
-    files: SweepFolder, runs: list[ResolvedRun], indices: list[int], reporter: _Steps
+    files: SweepFolder,
+    runs: list[ResolvedRun],
+    indices: list[int],
+    reporter: _Steps,
+    memory_bytes: int,
 ) -> None:
     """Train the runs of `indices`, from where they are to their end."""
     # JAX is imported once, after the first job has come.
@@ -102,7 +107,16 @@ def _train(
         [files.run(index) for index in indices],
         files.shared_checkpoints(indices[0]),
         reporter,
+        memory_bytes=_of_device(memory_bytes),
     )
+
+
+def _of_device(memory_bytes: int) -> int:
+    """What a program may take: the memory of the accelerator, or else of this process."""
+    import jax
+
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit", memory_bytes)
 
 
 def _send(out: TextIO, message: object) -> None:
@@ -110,4 +124,4 @@ def _send(out: TextIO, message: object) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

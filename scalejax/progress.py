@@ -4,10 +4,18 @@ Knows measurements and streams; no devices and no files.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
 from scalejax.units import UNKNOWN, format_count, format_fraction, format_seconds
@@ -17,6 +25,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 class Reporter(Protocol):
     """Tells someone how a run goes."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """The programs of the run are compiled within, before the loop begins."""
+        ...
 
     def begin(self, step: int, total_steps: int) -> None:
         """The loop begins after `step` of `total_steps` updates."""
@@ -58,6 +70,10 @@ def statistics_in_words(measurement: TrainMeasurement) -> str:
 class Silent:
     """Says nothing: for processes other than the first, and for tests."""
 
+    def compiling(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
     def begin(self, step: int, total_steps: int) -> None:
         """Nothing."""
 
@@ -78,6 +94,12 @@ class PlainLines:
         self._stream = stream
         self._total_steps = 0
         self._last_line = 0.0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Write a line."""
+        self.say("compiling ...")
+        yield
 
     def begin(self, step: int, total_steps: int) -> None:
         """Remember how far it is."""
@@ -120,6 +142,14 @@ class ProgressBar:
         )
         self._task = self._progress.add_task("", total=None, epoch=0.0, figures="")
         self._total_steps = 0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show for how long it has been going on, and take that away."""
+        columns = (TextColumn("compiling"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task("", total=None)
+            yield
 
     def begin(self, step: int, total_steps: int) -> None:
         """Draw the bar."""

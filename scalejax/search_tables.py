@@ -1,4 +1,7 @@
-"""A search on a terminal: what won, by how much, and why the next ones lose; fits 80 columns."""
+"""A search on a terminal: what won, by how much, and why the next ones lose; fits 80 columns.
+
+In two parts: the ranking, which is there at once, and what the compiler says of its first.
+"""
 
 from collections.abc import Iterator
 
@@ -16,7 +19,7 @@ _SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
 
 
 def searched(report: SearchReport) -> Iterator[RenderableType]:
-    """The ranked table, what the compiler says of the first, and why the others lose."""
+    """The table in the order of the closed form."""
     yield Text.assemble(
         (report.title, "bold"),
         f"\n{report.devices} devices, {report.global_batch} samples per step; "
@@ -32,8 +35,18 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
     )
     if report.notes:
         yield Text("\n".join(f"Note: {note}." for note in report.notes))
+
+
+def confirmed(report: SearchReport) -> Iterator[RenderableType]:
+    """What the compiler says of the first, how to run the best, and why the others lose."""
+    if not report.ranked:
+        return
     yield _confirmation(report)
-    yield f"Run the first with {' '.join(_flags(report.ranked[0].strategy))}"
+    best = report.ranked[0]
+    yield (
+        f"Train {best.place} with {' '.join(_flags(best.strategy))}; predict it with "
+        f"--devices {best.strategy.layout.device_count} as well."
+    )
     yield _why(report)
 
 
@@ -43,9 +56,9 @@ def _ranking(report: SearchReport) -> RenderableType:
     headings += [*(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
     headings += ["step", "samples/s", "MFU", "memory"]
     table = figures(*headings, *(["price"] if has_price else []))
-    for place, each in enumerate(report.ranked, start=1):
+    for each in report.ranked:
         one = each.prediction
-        row = [f"{place}", *([f"{one.device_count}"] if has_counts else [])]
+        row = [f"{each.place}", *([f"{one.device_count}"] if has_counts else [])]
         row += [*_strategy(each.strategy), format_seconds(one.step_seconds)]
         row += [format_count(one.samples_per_second), format_fraction(one.mfu)]
         row.append(format_bytes(one.peak_memory_bytes))
@@ -83,7 +96,8 @@ def _strategy(strategy: Strategy) -> list[str]:
 
 def _confirmation(report: SearchReport) -> RenderableType:
     lines = []
-    for place, each in enumerate(report.ranked, start=1):
+    for each in sorted(report.ranked, key=lambda each: each.place):
+        place = each.place
         if each.confirmed is not None:
             own, compiled = each.prediction, each.confirmed
             change = own.step_seconds / compiled.step_seconds - 1
@@ -98,12 +112,13 @@ def _confirmation(report: SearchReport) -> RenderableType:
 
 
 def _flags(strategy: Strategy) -> list[str]:
-    """What to give `scalejax train` or `predict`, beside the file, for this strategy."""
+    """What to give `scalejax train` beside the file for this strategy, and `predict` too."""
     fields = {f"layout.{axis}": size for axis, size in strategy.layout.axis_sizes.items()}
     fields |= {
         "layout.pipeline_chunks": strategy.pipeline_chunks,
         "layout.zero_stage": strategy.zero_stage,
         "layout.sequence_parallel": str(strategy.sequence_parallel).lower(),
+        "batch.global_batch": strategy.split.global_batch,
         "batch.microbatches": strategy.split.microbatches,
         "model.remat": strategy.recompute,
     }
@@ -121,8 +136,9 @@ def _misfit(each: Ranked) -> str:
 
 def _why(report: SearchReport) -> RenderableType:
     lines = []
-    for place, each in enumerate(report.ranked[1:], start=2):
-        lines.append(f"{place} against 1: {_changes(each, report)}")
+    first = report.ranked[0].place
+    for each in report.ranked[1:]:
+        lines.append(f"{each.place} against {first}: {_changes(each, report)}")
     if not lines:
         return "No other strategy fits." if report.fitting == 1 else ""
     return "\n".join(lines)

@@ -40,6 +40,8 @@ _FUSED_HEAD, _WIDE_HEAD = 128, 256
 class Ranked:
     """One strategy of the table."""
 
+    place: int
+    """In the order of the closed form, from 1."""
     prediction: Prediction
     """What its closed form comes to."""
     strategy: Strategy
@@ -71,7 +73,7 @@ class SearchReport:
     fitting: int
     """Those that fit."""
     ranked: tuple[Ranked, ...]
-    """The best, in order."""
+    """The best, in order: of the closed form, or of the compiled steps once there are any."""
     front: tuple[tuple[str, float, int], ...]
     """(strategy, seconds, bytes) of those that no other beats in both time and memory."""
     nearest: tuple[str, float] | None
@@ -173,11 +175,9 @@ def report_search(
     objective: Objective = "time",
     price_per_device_hour: float | None = None,
     top: int = 10,
-    confirm: int = 3,
     notes: Sequence[str] = (),
-    on_case: OnCase = nothing_said,
 ) -> SearchReport:
-    """The best of what was found, the first of them compiled.
+    """The best of what was found, none of them compiled.
 
     Args:
         config: what was searched.
@@ -186,14 +186,9 @@ def report_search(
         objective: what was least.
         price_per_device_hour: of one device, in any currency.
         top: strategies that are told of in full.
-        confirm: of these, the first that are compiled.
         notes: to a reader, besides its own.
-        on_case: told of what is compiled.
     """
     best = distinct(found.ranked)[:top]
-    answers = _confirmed(config, cluster, best[:confirm], on_case)
-    answers += [None] * (len(best) - len(answers))
-    best, answers = _in_order(best, answers, objective)
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
@@ -203,7 +198,7 @@ def report_search(
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
         fitting=len(found.ranked),
-        ranked=tuple(_ranked(config, cluster, best, answers, price_per_device_hour)),
+        ranked=tuple(_ranked(config, cluster, best, price_per_device_hour)),
         front=tuple(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
@@ -212,6 +207,45 @@ def report_search(
             *notes,
             *([_SCHEDULE_NOTE] if any(each.strategy.layout.pipeline > 1 for each in best) else []),
             *left_out_notes(shape_of(config, cluster.chip), counts),
+        ),
+    )
+
+
+def confirm_search(
+    report: SearchReport,
+    config: RunConfig,
+    cluster: Cluster,
+    *,
+    confirm: int,
+    on_case: OnCase = nothing_said,
+) -> SearchReport:
+    """`report` with its first compiled, in the order of what they then come to.
+
+    Args:
+        report: of `report_search`.
+        config: what was searched.
+        cluster: where.
+        confirm: strategies that are compiled.
+        on_case: told of what is compiled.
+    """
+    first = report.ranked[:confirm]
+    answers = _confirmed(config, cluster, [each.strategy for each in first], on_case)
+    answered = (
+        replace(
+            each,
+            confirmed=answer if isinstance(answer, Prediction) else None,
+            note=answer if isinstance(answer, str) else None,
+        )
+        for each, answer in zip(first, answers, strict=True)
+    )
+    ranked = [*answered, *report.ranked[confirm:]]
+    ranked.sort(key=lambda each: _order(each, report.objective))
+    costs = StrategyCosts(shape_of(config, cluster.chip), cluster)
+    winner = costs.terms(ranked[0].strategy)
+    return replace(
+        report,
+        ranked=tuple(
+            replace(each, losses=losses(costs.terms(each.strategy), winner)) for each in ranked
         ),
     )
 
@@ -239,50 +273,42 @@ def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tup
     )
 
 
-def _in_order(
-    best: Sequence[Candidate], answers: Sequence[Prediction | str | None], objective: Objective
-) -> tuple[list[Candidate], list[Prediction | str | None]]:
-    """The best as their compiled steps rank them: those that fit by what they come to, then those
-    that were not compiled, and last those that turned out not to fit."""
-
-    def key(item: tuple[Candidate, Prediction | str | None]) -> tuple[int, float]:
-        candidate, answer = item
-        if not isinstance(answer, Prediction):
-            return 1, 0.0
-        if not answer.fits:
-            return 2, 0.0
-        if objective == "memory":
-            return 0, float(answer.peak_memory_bytes)
-        devices = candidate.strategy.layout.device_count if objective == "cost" else 1
-        return 0, answer.step_seconds * devices
-
-    pairs = sorted(zip(best, answers, strict=True), key=key)
-    return [candidate for candidate, _ in pairs], [answer for _, answer in pairs]
+def _order(each: Ranked, objective: Objective) -> tuple[int, float]:
+    """What ranks compiled steps: those that fit by what they come to, then those that were not
+    compiled as they were, and last those that turned out not to fit."""
+    compiled = each.confirmed
+    if compiled is None:
+        return 1, 0.0
+    if not compiled.fits:
+        return 2, 0.0
+    if objective == "memory":
+        return 0, float(compiled.peak_memory_bytes)
+    return 0, compiled.step_seconds * (compiled.device_count if objective == "cost" else 1)
 
 
 def _ranked(
     config: RunConfig,
     cluster: Cluster,
     best: Sequence[Candidate],
-    answers: Sequence[Prediction | str | None],
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
     """Each of the best in full: the whole program is written down and predicted."""
     shape, workspace = shape_of(config, cluster.chip), workspace_bytes(cluster.chip)
     costs = StrategyCosts(shape, cluster)
     winner = costs.terms(best[0].strategy) if best else ()
-    for each, answer in zip(best, answers, strict=True):
+    for place, each in enumerate(best, start=1):
         program = transformer_program(shape, each.strategy, workspace_bytes=workspace)
         price = None
         if price_per_device_hour is not None:
             price = 1e6 * each.device_hours_per_sample * price_per_device_hour
         yield Ranked(
+            place=place,
             prediction=predict(program, cluster),
             strategy=each.strategy,
             price=price,
             losses=losses(costs.terms(each.strategy), winner),
-            confirmed=answer if isinstance(answer, Prediction) else None,
-            note=answer if isinstance(answer, str) else None,
+            confirmed=None,
+            note=None,
         )
 
 
@@ -333,7 +359,7 @@ def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
 
 
 def _confirmed(
-    config: RunConfig, cluster: Cluster, best: tuple[Candidate, ...], on_case: OnCase
+    config: RunConfig, cluster: Cluster, best: Sequence[Strategy], on_case: OnCase
 ) -> list[Prediction | str]:
     """What the compiled step of each of the best comes to, or why it was not compiled."""
     answers: dict[int, Prediction | str] = {}
@@ -347,13 +373,13 @@ def _confirmed(
             answers[index] = reason
             continue
         try:
-            run = run_of(config, each.strategy)
+            run = run_of(config, each)
         except ConfigError as error:
             answers[index] = str(error)
         else:
             jobs[index] = ProfileJob(run=run, cluster=cluster)
     for index, job in jobs.items():
-        compiled = _compiled(job, in_words(best[index].strategy), on_case)
+        compiled = _compiled(job, in_words(best[index]), on_case)
         answers[index] = compiled if isinstance(compiled, str) else predict(compiled, cluster)
     return [answers[index] for index in range(len(best))]
 

@@ -173,7 +173,10 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
     count = resolved.layout.device_count
     facts.add_row("devices", str(count), str(resolved.layout) if count > 1 else "")
     facts.add_row("global batch", f"{split.global_batch:,}", "samples per update, all devices")
-    facts.add_row("per-device batch", f"{split.per_device_batch:,}", "samples per update")
+    parts = resolved.layout.batch_shards
+    shared = f", on {count // parts} devices each; {parts} parts" if parts < count else ""
+    of_part = "per-part batch" if shared else "per-device batch"
+    facts.add_row(of_part, f"{split.per_device_batch:,}", f"samples per update{shared}")
     passes = "1 forward pass" if split.microbatches == 1 else f"{split.microbatches} forward passes"
     facts.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
     facts.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)

@@ -98,7 +98,8 @@ def train(
     run = resolve(config, device_count)
     mesh = build_mesh(run.layout)
     files = _admitted(folder, run, resume=resume)
-    programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
+    with reporter.compiling():
+        programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
     with (
         Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
         StopSignals() as signals,

@@ -1,6 +1,7 @@
 """Searches over strategies: all of them, none that does not fit, and the times of `predict`."""
 
 import dataclasses
+import json
 import math
 from dataclasses import replace
 from itertools import islice
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_cases import matmul, program_of
 
+from scalejax import searched_run
 from scalejax.cli import main
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, DoesNotFit
@@ -281,6 +284,37 @@ def test_command(
         "search.json",
         "time_and_memory.png",
     }
+
+
+def test_ranking_is_printed_before_its_first_are_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What is compiled keeps its place in the table; the best of it is what to train."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    printed = []
+
+    def compiled(jobs, cases, on_case):
+        printed.append(capsys.readouterr().out)
+        milliseconds = 3.0 - len(printed)  # the second takes half of the first
+        return [program_of(matmul("m", milliseconds))]
+
+    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
+
+    assert main([*command, "--confirm", "2", "--json", str(tmp_path / "out.json")]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert "samples/s" in printed[0]
+    assert "1: compiled, " in said
+    assert "2: compiled, " in said
+    assert "Train 2 with --layout." in said
+    assert "predict it with --devices 8 as well" in said
+    assert "1 against 2: " in said
+    assert "3 against 2: " in said
+    ranked = json.loads((tmp_path / "out.json").read_text())["ranked"]
+    assert [each["place"] for each in ranked] == [2, 1, 3]
 
 
 def test_command_has_a_column_of_devices_where_there_are_several(

@@ -1,6 +1,7 @@
 """A run does what its config says, and its folder tells the whole story."""
 
 import importlib
+import io
 import json
 import math
 import re
@@ -411,6 +412,25 @@ def test_plain_lines_tell_the_same_story(finished, capsys):
     ending = r"completed: 18 steps in [^;]+; median step [\d.]+ \w+, predicted [\d.]+ \w+"
     assert re.fullmatch(ending, lines[-1])
     assert RunRecord.load(record.folder.path).status == "completed"
+
+
+def test_a_terminal_is_told_of_the_compiler(monkeypatch):
+    """With the time it has taken; what is drawn is taken away when it is done."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    reporter = reporter_for(terminal)
+
+    with reporter.compiling():
+        pass
+
+    drawn = terminal.getvalue()
+    assert re.search(r"compiling\b.*0:00:00", drawn)
+    assert drawn.endswith("\x1b[2K")
 
 
 LLAMA = """

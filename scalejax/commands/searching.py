@@ -66,6 +66,7 @@ class Search(RunFileCommand):
         """Search, compile the winners, print the table, write the figures."""
         from scalejax import search_tables
         from scalejax.searched_run import (
+            confirm_search,
             left_out_notes,
             report_search,
             search_run,
@@ -95,19 +96,23 @@ class Search(RunFileCommand):
         if not found.ranked:
             notes = left_out_notes(shape_of(config, cluster.chip), counts)
             raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, notes))
-        with waiting.compiling(min(self.confirm, self.top)) as on_case:
-            report = report_search(
-                config,
-                cluster,
-                found,
-                objective=self.objective,
-                price_per_device_hour=self.price_per_device_hour,
-                top=self.top,
-                confirm=self.confirm,
-                notes=(costed,) if costed else (),
-                on_case=on_case,
-            )
+        report = report_search(
+            config,
+            cluster,
+            found,
+            objective=self.objective,
+            price_per_device_hour=self.price_per_device_hour,
+            top=self.top,
+            notes=(costed,) if costed else (),
+        )
         tables.show(search_tables.searched(report))
+        if self.confirm:
+            with waiting.compiling(min(self.confirm, len(report.ranked))) as on_case:
+                report = confirm_search(
+                    report, config, cluster, confirm=self.confirm, on_case=on_case
+                )
+        print()
+        tables.show(search_tables.confirmed(report))
         self._write(report, found)
 
     def _write(self, report: "SearchReport", found: Found) -> None:

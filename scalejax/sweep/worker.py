@@ -14,6 +14,7 @@ import queue
 import sys
 import threading
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -30,6 +31,10 @@ class _Steps:
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._total_steps = 1
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """It is a part of the job like any other."""
+        return nullcontext()
 
     def begin(self, step: int, total_steps: int) -> None:
         """Remember how far it is."""

@@ -21,6 +21,7 @@ from scalejax.fine_tuning import require_known_parts, trainable
 from scalejax.layout import DATA
 from scalejax.mesh import replicated
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
+from scalejax.models.placement import also_over, split_axes
 from scalejax.noise_scale import NoiseAverages
 from scalejax.recipe import Recipe, network_of, recipe_of
 
@@ -239,20 +240,12 @@ def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) 
     The largest that nothing splits yet, or else the largest: one that most numbers of devices
     divide, which the number of layers is not.
     """
-    mesh = sharding.mesh
-    entries = [*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec))]
-    axes_of = [
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        for entry in entries
-    ]
-    if any(DATA in axes for axes in axes_of):
+    mesh, spec = sharding.mesh, sharding.spec
+    split = split_axes(spec, leaf.ndim)
+    if any(DATA in axes for axes in split):
         return sharding
-    for index in sorted(range(leaf.ndim), key=lambda i: (len(axes_of[i]) > 0, -leaf.shape[i])):
-        axes = (*axes_of[index], DATA)
-        if leaf.shape[index] % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            entries[index] = axes if len(axes) > 1 else DATA
-            return NamedSharding(mesh, PartitionSpec(*entries))
-    return sharding
+    order = sorted(range(leaf.ndim), key=lambda index: (len(split[index]) > 0, -leaf.shape[index]))
+    return NamedSharding(mesh, also_over(DATA, spec, leaf.shape, mesh.shape, order))
 
 
 def shardings_of(shapes: PyTree) -> PyTree:

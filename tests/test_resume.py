@@ -12,12 +12,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from record_cases import figures
 
 from scalejax.checkpoint import load_weights
 from scalejax.config import load_config, resolve
 from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
-from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.record import RunFolder, RunRecord
 from scalejax.step import build_step
 from scalejax.train import train
 
@@ -95,17 +96,6 @@ def wait_for_step(process, folder, step):
             return
         time.sleep(0.005)
     raise AssertionError(process.communicate()[1])
-
-
-def figures(folder):
-    """Everything measured in a run but the time it took."""
-    rows = []
-    for measurement in RunRecord.load(folder).measurements:
-        if isinstance(measurement, TrainMeasurement):
-            rows.append((measurement.step, measurement.loss, measurement.accuracy))
-        elif isinstance(measurement, EvaluationMeasurement):
-            rows.append((measurement.step, measurement.test_loss, measurement.test_accuracy))
-    return rows
 
 
 def weights(run_file, folder):

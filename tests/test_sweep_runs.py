@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from record_cases import figures
 
 from scalejax.config import load_config, resolve
 from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
-from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.record import RunFolder, RunRecord
 from scalejax.sweep import together
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.together import train_together
@@ -52,18 +53,6 @@ def run_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path
-
-
-def figures(folder):
-    """Everything measured in a run but the time it took."""
-    rows = []
-    for measurement in RunRecord.load(folder).measurements:
-        if isinstance(measurement, TrainMeasurement):
-            values = (measurement.loss, measurement.accuracy, measurement.learning_rate)
-            rows.append((measurement.step, *values))
-        elif isinstance(measurement, EvaluationMeasurement):
-            rows.append((measurement.step, measurement.test_loss, measurement.test_accuracy, 0.0))
-    return rows
 
 
 @pytest.mark.parametrize(

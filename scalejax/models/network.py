@@ -25,7 +25,7 @@ from scalejax.errors import ConfigError, refusal, unknown_name
 from scalejax.layout import PIPELINE
 from scalejax.model_config import CustomConfig
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.placement import divisible
+from scalejax.models.placement import also_over, divisible, split_axes
 
 PartitionRules = tuple[tuple[str, PartitionSpec], ...]
 """Regular expressions on paths of parameters, and the mesh axes that split each dimension."""
@@ -103,16 +103,9 @@ def _over_stages(
 ) -> PartitionSpec:
     """`kept`, the first dimension that the stages of a pipeline divide further split over them
     too; one that is whole, if there is one."""
-    entries = [*kept, *[None] * (len(shape) - len(kept))]
-    split = [
-        () if each is None else each if isinstance(each, tuple) else (each,) for each in entries
-    ]
-    parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split]
-    for index in sorted(range(len(shape)), key=lambda index: parts[index] > 1):
-        if shape[index] % (parts[index] * axis_sizes[PIPELINE]) == 0:
-            entries[index] = (*split[index], PIPELINE)
-            break
-    return PartitionSpec(*entries)
+    parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split_axes(kept, len(shape))]
+    order = sorted(range(len(shape)), key=lambda index: parts[index] > 1)
+    return also_over(PIPELINE, kept, shape, axis_sizes, order)
 
 
 def import_network(path: str) -> type[Network]:

@@ -5,7 +5,7 @@ divides tokens and microbatches, are in the context. Without a mesh nothing here
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -203,6 +203,37 @@ def divisible(
         else:
             kept.append(names or None)
     return PartitionSpec(*kept)
+
+
+def split_axes(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
+    """The axes over which `spec` splits each of so many dimensions."""
+    return [_axis_names(entry) for entry in (*spec, *[None] * (dimensions - len(spec)))]
+
+
+def also_over(
+    axis: str,
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    axis_sizes: Mapping[str, int],
+    order: Iterable[int],
+) -> PartitionSpec:
+    """`spec` with one dimension of `shape` split over `axis` as well; as it is where none divides.
+
+    Args:
+        axis: of the mesh.
+        spec: what is split over other axes.
+        shape: of the parameter.
+        axis_sizes: devices along each mesh axis.
+        order: dimensions, the one to take if it divides first.
+    """
+    split = split_axes(spec, len(shape))
+    for index in order:
+        axes = (*split[index], axis)
+        if shape[index] % math.prod(axis_sizes[each] for each in axes) == 0:
+            entries = [*spec, *[None] * (len(shape) - len(spec))]
+            entries[index] = axes if len(axes) > 1 else axis
+            return PartitionSpec(*entries)
+    return spec
 
 
 def _axis_names(entry: Any) -> tuple[str, ...]:

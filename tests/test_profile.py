@@ -221,6 +221,7 @@ def test_a_program_says_what_it_is(programs):
     assert programs["resnet50"].tokens_per_sample is None
 
 
+@pytest.mark.slow  # the test of targets says what each compiles as
 @pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
 def test_other_chips_compile_too():
     """Chips older than Ampere as Ampere, since no compiler takes them any more; part of a node."""
@@ -282,6 +283,7 @@ def test_chips_too_old_to_compile_for_share_one_program():
     assert targets[0] == targets[1] != target_for(load_cluster("dgx-a100"), 8, "cuda")
 
 
+@pytest.mark.slow  # the stand-in keeps the type, and training in float16 is tested by itself
 @pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
 def test_float16_is_compiled_and_costed_as_such():
     """The products of bfloat16 in the other type, at its rate on V100 too, which has no other;

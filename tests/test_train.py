@@ -467,6 +467,7 @@ tensor = 2
 """
 
 
+@pytest.mark.slow  # conformance trains llama over every axis, and other runs go on
 def test_a_small_llama_trains_and_goes_on(tmp_path):
     """Named as published, split over tensor; its stacked blocks survive a checkpoint."""
     (tmp_path / "run.toml").write_text(LLAMA)

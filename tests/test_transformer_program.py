@@ -37,10 +37,6 @@ SMALL = TransformerShape(
 
 QUICK = {
     "one device, unfused": {"attention": "unfused"},
-    "data and tensor, full recompute, accumulated": {
-        "data": 2, "tensor": 2, "microbatches": 4, "remat": "full", "attention": "unfused",
-    },
-    "fsdp, full recompute": {"fsdp": 4, "remat": "full", "attention": "unfused"},
     "data and fsdp and tensor": {"data": 2, "fsdp": 2, "tensor": 2, "attention": "unfused"},
     "fused, accumulated": {
         "data": 2, "tensor": 2, "microbatches": 4, "remat": "full", "attention": "fused",
@@ -50,6 +46,10 @@ QUICK = {
     "every second product": {"fsdp": 4, "attention": "fused", "remat": "per_op"},
 }  # fmt: skip
 MORE = {
+    "data and tensor, full recompute, accumulated": {
+        "data": 2, "tensor": 2, "microbatches": 4, "remat": "full", "attention": "unfused",
+    },
+    "fsdp, full recompute": {"fsdp": 4, "remat": "full", "attention": "unfused"},
     "ZeRO 1, one microbatch": {"data": 4, "zero_stage": 1, "attention": "unfused"},
     "ZeRO 2, microbatches": {
         "data": 4, "zero_stage": 2, "microbatches": 4, "attention": "unfused",

@@ -305,6 +305,16 @@ def test_config_show_prints_what_will_happen(capsys: pytest.CaptureFixture[str])
         assert expected in words
 
 
+def test_config_show_tells_the_batch_of_a_part_from_that_of_a_device(
+    capsys: pytest.CaptureFixture[str],
+):
+    """Two devices along tensor share their samples: 512 / 4 = 128 for each pair."""
+    assert main(["config", "show", WARMUP, "--devices", "8", "--layout.tensor", "2"]) == 0
+
+    words = " ".join(capsys.readouterr().out.split())
+    assert "per-part batch 128 samples per update, on 2 devices each; 4 parts" in words
+
+
 def test_config_show_takes_the_devices_that_are_here(capsys: pytest.CaptureFixture[str]):
     """These tests run on eight."""
     assert main(["config", "show", WARMUP]) == 0

@@ -1,11 +1,12 @@
 """What tests compare of two runs."""
 
 from pathlib import Path
+from typing import Any
 
 from scalejax.record import EvaluationMeasurement, RunRecord, TrainMeasurement
 
 
-def figures(folder: Path) -> list[tuple[float | None, ...]]:
+def figures(folder: Path) -> list[tuple[Any, ...]]:
     """Everything measured in a run but the time it took: (step, loss, accuracy, rate) of updates,
     and of evaluations with 0 for the rate."""
     rows = []

@@ -128,6 +128,8 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
     whole = [RunFolder(path=tmp_path / f"whole{seed}") for seed in (0, 1, 2)]
     two, three = (MappedPrograms(runs[:count]).memory_bytes for count in (2, 3))
     state = state_bytes(runs[0], build_mesh(runs[0].layout))
+    assert two is not None
+    assert three is not None
     assert three >= two + state
     train_together(runs, whole, tmp_path / "whole", Silent(), memory_bytes=three)
     save, saved = together.save_weights, []

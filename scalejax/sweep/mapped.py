@@ -58,9 +58,12 @@ class MappedPrograms:
         """(weights, evaluation batches of all seeds) -> sums, of all runs."""
 
     @property
-    def memory_bytes(self) -> int:
-        """What an update takes, as compiled, beside the batches that wait for the next."""
+    def memory_bytes(self) -> int | None:
+        """What an update takes, as compiled, beside the batches that wait for the next; None where
+        the compiler keeps no account of it."""
         used = self.update.memory_analysis()
+        if used is None:
+            return None
         kept = used.argument_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
         return kept + used.temp_size_in_bytes
 

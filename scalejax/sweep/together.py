@@ -70,14 +70,10 @@ def train_together(
     Raises:
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
-    programs = MappedPrograms(runs)
     halves = checkpoints / "halves"  # once they are, they stay: a resumed job may find more room
-    if halves.exists() or (
-        memory_bytes is not None
-        and len(runs) > 1
-        and not checkpoints.exists()
-        and programs.memory_bytes > memory_bytes
-    ):
+    programs = None if halves.exists() else MappedPrograms(runs)
+    may_part = memory_bytes is not None and len(runs) > 1 and not checkpoints.exists()
+    if programs is None or (may_part and (programs.memory_bytes or 0) > (memory_bytes or 0)):
         halves.mkdir(parents=True, exist_ok=True)
         middle = (len(runs) + 1) // 2
         for number, part in enumerate((slice(None, middle), slice(middle, None))):

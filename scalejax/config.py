@@ -175,7 +175,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     if config.train.noise_scale is not None:
         keeps = has_batch_norm(config.model)
         require_parts(split, mode=wanted.mode, has_batch_norm=keeps)
-    dataset = facts(config.data)
+    dataset = _as_read(facts(config.data), config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (

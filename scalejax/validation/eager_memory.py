@@ -14,6 +14,7 @@ Blocks that are not compiled keep the result of every operation that recompute b
 which no gradient needs. Knows nothing of hardware.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from scalejax.program import Program
@@ -21,18 +22,34 @@ from scalejax.program import Program
 _F32_BYTES = 4
 _ARRAYS, _DIVIDED_ARRAYS, _OWN_ARRAYS = 3, 4, 1
 """Arrays of tokens x vocabulary in float32: theirs, where tensor divides them, and ours."""
+WORDIER = (2, 4)
+"""Times the vocabulary with which steps are compiled to know what they hold at their loss."""
 
 
-def with_eager_loss(program: Program, logits: int, *, is_divided: bool) -> Program:
-    """`program`, whose memory is highest at its loss, with a loss that is not compiled.
+def level_at_loss(temporary_bytes: Sequence[int]) -> int:
+    """What a step holds at its loss, from steps with `WORDIER` times the words.
+
+    A step may hold more elsewhere, such as where a whole block is computed again. With so many
+    words its peak is at the loss, and grows by as much with every word: a straight line leads
+    back to the words that it has.
+    """
+    (few, many), (some, most) = WORDIER, temporary_bytes
+    return some - (most - some) * (few - 1) // (many - few)
+
+
+def with_eager_loss(program: Program, logits: int, at_loss: int, *, is_divided: bool) -> Program:
+    """`program` with a loss that is not compiled.
 
     Args:
         program: the compiled step.
         logits: of a microbatch on one device.
+        at_loss: bytes besides its arguments that it holds at its loss, as `level_at_loss`.
         is_divided: whether devices along tensor each hold a part of them.
     """
     arrays = (_DIVIDED_ARRAYS if is_divided else _ARRAYS) - _OWN_ARRAYS
-    return _with_more(program, arrays * logits * _F32_BYTES)
+    peak = program.memory.temporary_bytes
+    eager = min(at_loss, peak) + arrays * logits * _F32_BYTES
+    return _with_more(program, max(0, eager - peak))
 
 
 def with_eager_blocks(program: Program, stream_bytes: int, layers: int) -> Program:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from scalejax.config import ResolvedRun
 from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
-from scalejax.errors import ScalejaxError
+from scalejax.data_config import SyntheticTokensConfig
+from scalejax.errors import ConfigError, ScalejaxError
 from scalejax.jax_platform import compiler_settings
 from scalejax.layout import stage_layers
 from scalejax.model_config import ELEMENT_BYTES, CausalConfig, GptConfig
@@ -23,7 +24,12 @@ from scalejax.profile.workers import run_jobs
 from scalejax.program import Program
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
-from scalejax.validation.eager_memory import with_eager_blocks, with_eager_loss
+from scalejax.validation.eager_memory import (
+    WORDIER,
+    level_at_loss,
+    with_eager_blocks,
+    with_eager_loss,
+)
 from scalejax.validation.half_weights import with_half_weights
 from scalejax.validation.megatron import (
     recomputed_in_full,
@@ -111,7 +117,7 @@ class Programs:
                     asked[index] = asked_for(cases[index], choice, is_narrow=is_narrow)
                 except ScalejaxError as error:
                     answers[index] = one_line(error)
-            self._require(each.job for each in asked.values())
+            self._require(job for each in asked.values() for job in (each.job, *each.wordier))
             for index, each in asked.items():
                 answer = self._answer(each, cases[index])
                 if answer is not None:
@@ -139,7 +145,8 @@ class Programs:
             if isinstance(program, Program) and case.overlaps_state:
                 program = with_overlapped_state(program)
             if isinstance(program, Program):
-                program = _as_eager(program, asked.run, case)
+                wordier = [self.known[case_key(job)] for job in asked.wordier]
+                program = _as_eager(program, asked.run, case, wordier)
             if isinstance(program, Program):
                 program = as_asked(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
@@ -198,18 +205,29 @@ def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
     return with_bare_heads(program, model.hidden // model.heads)
 
 
-def _as_eager(program: Program, run: ResolvedRun, case: Case) -> Program:
-    """`program` of `run` with what PyTorch holds where it compiles nothing."""
+def _as_eager(
+    program: Program, run: ResolvedRun, case: Case, wordier: Sequence[Program | str]
+) -> Program | str:
+    """`program` of `run` with what PyTorch holds where it compiles nothing, or why there is none.
+
+    `wordier` are those of `Asked`.
+    """
     model, layout = run.config.model, run.layout
     if not isinstance(model, CausalConfig):
         return program
     tokens = run.split.microbatch * run.dataset.input_shape[0] // layout.context
+    if case.has_eager_loss:
+        logits = tokens * run.dataset.classes // layout.tensor
+        levels: list[int] = []
+        for each in wordier:
+            if isinstance(each, str):
+                return each
+            levels.append(each.memory.temporary_bytes)
+        at_loss = level_at_loss(levels)
+        program = with_eager_loss(program, logits, at_loss, is_divided=layout.tensor > 1)
     if case.has_eager_blocks and model.remat == "per_op":
         size = tokens * model.hidden * ELEMENT_BYTES[model.compute_dtype]
         program = with_eager_blocks(program, size, model.layers)
-    if case.has_eager_loss:
-        logits = tokens * run.dataset.classes // layout.tensor
-        program = with_eager_loss(program, logits, is_divided=layout.tensor > 1)
     return program
 
 
@@ -256,6 +274,8 @@ class Asked:
     """The run on the fewest devices, and with the fewest microbatches, that will do."""
     run: ResolvedRun
     """The run to which its program is widened."""
+    wordier: tuple[RunJob, ...] = ()
+    """The run of `job` with `WORDIER` times the words, where what its loss holds is asked for."""
 
 
 def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
@@ -269,7 +289,18 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     narrow = narrowed(run, has_server=has_server) if is_narrow else run
     # Whether or not its compiler is here: the archive has what it made.
     target = target_for(case.cluster, narrow.layout.device_count, "cuda")
-    return Asked(job=RunJob(run=narrow, target=target), run=run)
+    times = WORDIER if case.has_eager_loss else ()
+    wordier = tuple(RunJob(run=_with_words(narrow, each), target=target) for each in times)
+    return Asked(job=RunJob(run=narrow, target=target), run=run, wordier=wordier)
+
+
+def _with_words(run: ResolvedRun, times: int) -> ResolvedRun:
+    """`run`, of a transformer, with a vocabulary `times` as large."""
+    data, words = run.config.data, run.dataset.classes * times
+    if not isinstance(data, SyntheticTokensConfig):
+        raise ConfigError(f"the words of {data.name} are not counted out")
+    config = replace(run.config, data=replace(data, vocabulary=words))
+    return replace(run, config=config, dataset=replace(run.dataset, classes=words))
 
 
 def _compilable(job: RunJob) -> RunJob:

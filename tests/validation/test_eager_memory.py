@@ -1,5 +1,7 @@
 """What PyTorch holds where it compiles nothing, against Llama 3.1 8B counted by hand."""
 
+from dataclasses import replace
+
 import pytest
 from program_cases import matmul, program_of
 
@@ -10,7 +12,12 @@ from scalejax.profile import profile
 from scalejax.profile.target import has_cuda_compiler
 from scalejax.program import Program
 from scalejax.units import GIB
-from scalejax.validation.eager_memory import with_eager_blocks, with_eager_loss
+from scalejax.validation.eager_memory import (
+    WORDIER,
+    level_at_loss,
+    with_eager_blocks,
+    with_eager_loss,
+)
 
 TOKENS, WORDS, HIDDEN, LAYERS = 2 * 8192, 128_256, 4096, 32
 
@@ -23,11 +30,31 @@ def added_gib(program: Program) -> float:
 def test_a_loss_holds_three_arrays_in_float32_where_ours_holds_one():
     """16,384 x 128,256 x 4 bytes are 7.83 GiB; two more of them, and three where divided."""
     program = program_of(matmul("product", 1))
-    whole = with_eager_loss(program, TOKENS * WORDS, is_divided=False)
-    divided = with_eager_loss(program, TOKENS * WORDS, is_divided=True)
+    at_loss = program.memory.temporary_bytes
+    whole = with_eager_loss(program, TOKENS * WORDS, at_loss, is_divided=False)
+    divided = with_eager_loss(program, TOKENS * WORDS, at_loss, is_divided=True)
 
     assert added_gib(whole) == pytest.approx(2 * 7.828, rel=1e-3)
     assert added_gib(divided) == pytest.approx(3 * 7.828, rel=1e-3)
+
+
+def test_a_loss_below_the_peak_fills_it_up_first():
+    """A loss at 30 GiB of a step that holds 40 elsewhere: two arrays more are 45.66."""
+    program = program_of(matmul("product", 1))
+    held = replace(program.memory, temporary_bytes=40 * GIB)
+    eager = with_eager_loss(
+        replace(program, memory=held), TOKENS * WORDS, 30 * GIB, is_divided=False
+    )
+    small = with_eager_loss(replace(program, memory=held), TOKENS, 30 * GIB, is_divided=False)
+
+    assert eager.memory.temporary_bytes / GIB == pytest.approx(30 + 2 * 7.828, rel=1e-4)
+    assert small.memory == held
+
+
+def test_the_loss_is_found_on_the_line_of_wordier_steps():
+    """5 GiB besides, and 12 for the loss: 29 with twice the words, 53 with four times."""
+    assert WORDIER == (2, 4)
+    assert level_at_loss([29 * GIB, 53 * GIB]) == 17 * GIB
 
 
 @pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")

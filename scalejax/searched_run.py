@@ -86,12 +86,16 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
     """The dimensions of the network of `config`, as it would run on `chip`.
 
     Raises:
-        ConfigError: if it is no transformer whose blocks are all alike, or the chip lacks its type.
+        ConfigError: if it is no transformer whose blocks are all alike, only parts of it learn, or
+            the chip lacks its type.
     """
     model = config.model
     if not isinstance(model, CausalConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
+    if config.fine_tuning is not None and config.fine_tuning.trainable:
+        accepted = "the closed form costs training in full; use scalejax predict"
+        raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
     require_type(model, chip)
     dataset = facts(config.data)
     is_llama = isinstance(model, LlamaConfig)

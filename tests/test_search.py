@@ -397,3 +397,15 @@ def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
     assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
     assert "in closed form" in " ".join(capsys.readouterr().err.split())
+
+
+def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The closed form has gradients and moments of everything; rates of their own cost nothing."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN + '[fine_tuning]\ntrainable = ["norm"]\n')
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "fine_tuning.trainable=('norm',) is refused: the closed form costs training in" in said
+    run.write_text(RUN + "[fine_tuning.rate_factors]\nnorm = 0.1\n")
+    assert shape_of(load_config(run), CLUSTER.chip).layers == 4

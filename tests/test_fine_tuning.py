@@ -23,7 +23,7 @@ def run_of(
     fine_tuning=None, *, model=MLP, optimizer=None, rate=0.1, layout=None, microbatches=1, **tables
 ):
     """A small run on random images."""
-    tables |= {
+    tables = {
         "model": model,
         "data": {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 8}
         | {"train_examples": ROWS * UPDATES, "test_examples": 10},
@@ -32,7 +32,7 @@ def run_of(
         "schedule": {"base_learning_rate": rate, "scaling": "none", "warmup": "none"}
         | {"decay": "constant"},
         "layout": layout or {"data": 1},
-    }
+    } | tables
     if fine_tuning is not None:
         tables["fine_tuning"] = fine_tuning
     return resolve(build(RunConfig, tables))
@@ -194,6 +194,23 @@ def test_what_is_frozen_costs_no_backward_pass():
     products = sum(item.flop * times for item, times in program.walk() if item.kind == "matmul")
     assert program.model_flop == forward + gradient_of_kernel
     assert products == forward + gradient_of_kernel
+
+
+def test_what_is_computed_again_is_no_work_of_the_model():
+    """FLOP of the model by hand, whatever the backward pass computes again: the blocks three times
+    their forward pass, the head, whose kernel stays, twice its own."""
+    gpt = {"name": "gpt", "layers": 2, "hidden": 32, "heads": 2, "attention": "unfused"}
+    tokens = {"name": "synthetic_tokens", "tokens": 16, "vocabulary": 64}
+    tokens |= {"train_examples": ROWS * UPDATES, "test_examples": 10}
+    block = 2 * ROWS * 16 * 12 * 32**2 + 2 * 2 * ROWS * 16**2 * 32
+    head = 2 * ROWS * 16 * 32 * 64
+
+    for remat in ("none", "selective", "per_op", "full"):
+        run = run_of({"trainable": ["blocks"]}, model=gpt | {"remat": remat}, data=tokens)
+        mesh = build_mesh(run.layout)
+        step = build_step(run, mesh)
+        program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+        assert program.model_flop == 3 * 2 * block + 2 * head
 
 
 def test_the_average_of_schedule_free_is_of_what_learns():

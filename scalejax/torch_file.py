@@ -7,6 +7,8 @@ which something of ours stands, and all else is refused. Knows no networks.
 Source: torch/serialization.py, `_legacy_save` (tag v1.5.0).
 """
 
+import math
+import os
 import pickle
 import struct
 from collections import OrderedDict
@@ -55,6 +57,8 @@ class _View:
         )
         if values is None or min(counts) < 0 or (0 not in self.shape and furthest >= len(values)):
             raise ValueError("a tensor reaches beyond its storage")
+        if math.prod(self.shape) > len(values):  # strides of 0 would make any number of them
+            raise ValueError(f"a tensor of shape {self.shape} has more numbers than its storage")
         strides = tuple(stride * values.itemsize for stride in self.strides)
         seen = np.lib.stride_tricks.as_strided(values[self.offset :], self.shape, strides)
         return seen.copy()
@@ -120,6 +124,8 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
         TypeError,
         AttributeError,
         LookupError,
+        OverflowError,  # of a pickle or a stride
+        MemoryError,  # of a pickle: no more is asked for here than the file has
         struct.error,
         pickle.UnpicklingError,
     ) as error:
@@ -139,7 +145,7 @@ def _require_format(unpickled: Callable[[], Any]) -> None:
 def _read(file: BinaryIO, storage: _Storage) -> None:
     """Fill `storage` with the numbers that come next, after how many they are."""
     (length,) = struct.unpack("<q", file.read(8))
-    values = np.frombuffer(file.read(storage.length * storage.dtype.itemsize), storage.dtype)
-    if not length == storage.length == len(values):
-        raise ValueError(f"{storage.length} numbers are announced, and {len(values)} there")
-    storage.values = values
+    left = (os.fstat(file.fileno()).st_size - file.tell()) // storage.dtype.itemsize
+    if length != storage.length or not 0 <= length <= left:
+        raise ValueError(f"{storage.length} numbers are announced, {length} stored, {left} there")
+    storage.values = np.frombuffer(file.read(length * storage.dtype.itemsize), storage.dtype)

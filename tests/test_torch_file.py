@@ -50,14 +50,21 @@ def write(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch._utils", utils)
     kinds = {np.dtype("<f4"): torch.FloatStorage, np.dtype("<i8"): torch.LongStorage}
 
-    def written(content, storages, magic_number=MAGIC_NUMBER) -> Path:
+    def written(content, storages, magic_number=MAGIC_NUMBER, announced=None) -> Path:
         path = tmp_path / "weights.pth"
 
         class Pickler(pickle.Pickler):
             def persistent_id(self, obj):
                 if isinstance(obj, Storage):
                     values = storages[obj.key]
-                    return "storage", kinds[values.dtype], obj.key, "cpu", len(values), None
+                    return (
+                        "storage",
+                        kinds[values.dtype],
+                        obj.key,
+                        "cpu",
+                        announced or len(values),
+                        None,
+                    )
                 return None
 
         with path.open("wb") as file:
@@ -66,7 +73,8 @@ def write(monkeypatch, tmp_path):
             Pickler(file, protocol=2).dump(content)
             pickle.dump(sorted(storages), file, protocol=2)
             for key in sorted(storages):
-                file.write(struct.pack("<q", len(storages[key])) + storages[key].tobytes())
+                length = min(announced or len(storages[key]), 2**63 - 1)
+                file.write(struct.pack("<q", length) + storages[key].tobytes())
         return path
 
     return written
@@ -114,6 +122,8 @@ def test_a_pickle_that_calls_something_is_refused_and_nothing_is_called(write, t
     [
         (Tensor("a", (3, 5), (5, 1)), "beyond its storage"),
         (Tensor("a", (2,), (-1,), offset=3), "beyond its storage"),
+        (Tensor("a", (10**15,), (0,)), "more numbers than its storage"),
+        (Tensor("a", (1,), (2**70,)), "weights="),
         ("no tensor", "weights="),
     ],
 )
@@ -123,6 +133,15 @@ def test_tensors_that_are_none_are_refused(write, tensor, message):
 
     with pytest.raises(ConfigError, match=message):
         read_torch_file(path)
+
+
+@pytest.mark.parametrize("announced", [2**70, 10**15, -1])
+def test_lengths_that_the_file_has_not_are_refused(write, announced):
+    """Before memory is asked for."""
+    tensors, storages = OrderedDict(a=Tensor("a", (1,), (1,))), {"a": np.arange(12, dtype="<f4")}
+
+    with pytest.raises(ConfigError, match="numbers are announced"):
+        read_torch_file(write(tensors, storages, announced=announced))
 
 
 def test_damaged_and_other_files_are_refused(write, tmp_path):

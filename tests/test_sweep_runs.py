@@ -159,6 +159,29 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
         np.testing.assert_allclose(figures(folder.path), figures(other.path), rtol=1e-5, atol=1e-6)
 
 
+def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
+    run_file, tmp_path, monkeypatch
+):
+    """As by want of memory, which a resumed job finds less of; the folder of states is there."""
+    runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
+    folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
+
+    def killed(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MappedPrograms, "initial_state", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=2**40)
+    assert (tmp_path / "states").exists()
+
+    train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=1)
+
+    for folder in folders:
+        last = RunRecord.load(folder.path).statuses[-1]
+        assert (last.status, "with 0 others" in last.message) == ("completed", True)
+
+
 SWEEP = (
     *("-V", "seed=[0,1]"),
     *("-V", "schedule.base_learning_rate=[0.01,0.02]"),

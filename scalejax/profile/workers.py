@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path, PurePosixPath
 from threading import Lock
 
 from pydantic import TypeAdapter
@@ -80,14 +81,53 @@ def worker_count(job_count: int) -> int:
     return max(1, min(job_count, cores or 1, free_bytes() // WORKER_BYTES))
 
 
-def free_bytes() -> int:
-    """Memory that can be had without swapping; where that is not known, enough for two."""
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be had without swapping and within the limits of this process's control
+    groups; where neither is known, enough for two workers.
+
+    Args:
+        root: under which `proc` and `sys` are.
+    """
+    found = _control_group_free_bytes(root)
+    match = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
+    if match:
+        found.append(int(match[1]) * 1024)
+    return max(0, min(found, default=2 * WORKER_BYTES))
+
+
+def _control_group_free_bytes(root: Path) -> list[int]:
+    """What each control group above this process leaves of its limit, of those that have one.
+
+    Files that were read and that nobody uses count as taken there, though they are given up.
+
+    Source: cgroups(7); the kernel's admin guide on memory, cgroup-v2 and cgroup-v1.
+    """
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":
+            top, limit, taken, idle = "", "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            top, limit, taken = "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle = "total_inactive_file"
+        else:
+            continue
+        # A container may see its own group in place of the root, by a name that is not there.
+        group = PurePosixPath(name.lstrip("/"))
+        for part in (group, *group.parents):
+            folder = root / "sys/fs/cgroup" / top / part
+            most, used = (_text(folder / file).strip() for file in (limit, taken))
+            if most.isdigit() and used.isdigit():  # "max" is none
+                kept = re.search(rf"^{idle} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                found.append(int(most) - int(used) + (int(kept[1]) if kept else 0))
+    return found
+
+
+def _text(path: Path) -> str:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            match = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
+        return path.read_text("utf-8")
     except OSError:
-        match = None
-    return int(match[1]) * 1024 if match else 2 * WORKER_BYTES
+        return ""
 
 
 class _Workers:

@@ -6,6 +6,7 @@ The runs leave the records that they would leave one by one, equal within roundi
 all is checkpointed as one.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -72,8 +73,9 @@ def train_together(
     """
     halves = checkpoints / "halves"  # once they are, they stay: a resumed job may find more room
     programs = None if halves.exists() else MappedPrograms(runs)
-    may_part = memory_bytes is not None and len(runs) > 1 and not checkpoints.exists()
-    if programs is None or (may_part and (programs.memory_bytes or 0) > (memory_bytes or 0)):
+    limit = math.inf if memory_bytes is None or len(runs) == 1 else memory_bytes
+    is_too_large = programs is not None and (programs.memory_bytes or 0) > limit
+    if programs is None or (is_too_large and not _has_state(checkpoints)):
         halves.mkdir(parents=True, exist_ok=True)
         middle = (len(runs) + 1) // 2
         for number, part in enumerate((slice(None, middle), slice(middle, None))):
@@ -83,6 +85,14 @@ def train_together(
     else:
         _train_at_once(runs, folders, checkpoints, reporter, programs)
     shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
+
+
+def _has_state(checkpoints: Path) -> bool:
+    """Whether a state was saved; a job that is killed before leaves an empty folder."""
+    if not checkpoints.exists():
+        return False
+    with Checkpoints(checkpoints, keep=1) as saved:
+        return saved.latest_step is not None
 
 
 def _is_finished(folder: RunFolder) -> bool:

@@ -30,7 +30,9 @@ OnPart = Callable[[int, float], None]
 """Called with the position of a job among the jobs of the plan, and the part of it that is done."""
 
 _PART_FOR_PROGRAMS = 0.75
-"""Of the memory that is free, for what the workers run; libraries and batches take some, too."""
+"""Of the memory that is free, for what the workers run. The account of a compiled program lacks
+the interpreter with JAX (350 MB of a worker, seen), batches on their way, the compiler itself and
+what others start meanwhile; that a quarter is enough for them is judged, not measured."""
 _SECONDS_TO_STOP = 60.0
 """Given to workers to save what they have."""
 _SECONDS_FOR_LOCK = 10.0

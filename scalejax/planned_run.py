@@ -23,6 +23,7 @@ from scalejax.convergence import (
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
 from scalejax.hardware import Cluster
+from scalejax.optimizer_config import OptimizerConfig, SgdConfig
 from scalejax.plan import Plan, PlanPoint, make_plan, plan_point
 from scalejax.predict import RUN_CONDITIONS, STEP_CONDITIONS, Prediction, predict
 from scalejax.units import format_count
@@ -62,7 +63,11 @@ class _Way:
 
 
 def find_convergence(
-    config: RunConfig, source: str | None = None, *, target: float | None = None
+    config: RunConfig,
+    source: str | None = None,
+    *,
+    target: float | None = None,
+    recipe: str | None = None,
 ) -> ConvergenceData | None:
     """What is known of the samples that `config` needs; None if nothing is.
 
@@ -72,6 +77,7 @@ def find_convergence(
             of a sweep, or the name of published points; if None, the published points of its
             network, where they are of as many examples and counted from scratch.
         target: the target that is wanted; if None, that of the points.
+        recipe: see `scalejax.convergence.read_data`.
 
     Raises:
         ConfigError: if `source` is none of them, or its points reach other targets.
@@ -94,7 +100,7 @@ def find_convergence(
         names = ", ".join(published_names())
         accepted = f"it must be a file of points, the folder of a run, or published ones: {names}"
         raise ConfigError(refusal("convergence", source, accepted))
-    return read_data(path, target=target, train_examples=examples)
+    return read_data(path, target=target, train_examples=examples, recipe=recipe)
 
 
 def plan_run(
@@ -139,7 +145,11 @@ def plan_run(
     _require_choice(offers, deadline_seconds, budget)
     _require_recipe(recipe, convergence)
     left_out: Counter[str] = Counter()
-    curve = fit(convergence.points, noise_scale=convergence.noise_scale) if convergence else None
+    curve = convergence and fit(
+        convergence.points,
+        noise_scale=convergence.noise_scale,
+        is_plain_sgd=_is_plain_sgd(config.optimizer),
+    )
     ways = _ways(config, offers, device_counts, global_batches, convergence, left_out)
     points, predictions = [], []
     programs = programs_of([(way.run, way.offer.cluster) for way in ways], on_progress)
@@ -164,6 +174,10 @@ def plan_run(
         left_out=tuple(left_out.items()),
         notes=_notes(config, predictions, convergence, recipe, points),
     )
+
+
+def _is_plain_sgd(optimizer: OptimizerConfig) -> bool:
+    return isinstance(optimizer, SgdConfig) and not optimizer.momentum
 
 
 def _require_choice(
@@ -310,6 +324,14 @@ def _notes(
         )
     else:
         notes += convergence.notes
+        if convergence.noise_scale is not None and not _is_plain_sgd(config.optimizer):
+            momentum = " with momentum" if isinstance(config.optimizer, SgdConfig) else ""
+            notes.append(
+                f"the noise scale is likely too small for {config.optimizer.name}{momentum}: it "
+                "foretells the critical batch of SGD without momentum, and those of four other "
+                "optimizers were 4 to 8 times as large (experiments/critical_batch); the range "
+                "is wider upward for that, and steps at several batches narrow it"
+            )
         recipes = convergence.recipes
         if recipe is not None:
             notes.append(f"steps are those of the recipe {recipe!r}")

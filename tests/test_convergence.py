@@ -108,6 +108,23 @@ def test_noise_scale_takes_the_place_of_other_batches():
     assert found.samples(1000).p50 == pytest.approx(2e6, rel=0.05)
 
 
+def test_noise_scale_is_no_bound_above_for_other_optimizers():
+    """Of two half-normal distributions of ln(B_crit / noise scale), with ln 2 below and ln 5.6
+    above: sampled, for what `fit` sums. 4 to 8, as measured, is within p10 to p90."""
+    drawn = np.random.default_rng(0).standard_normal((2, 1_000_000))
+    below, above = math.log(2), math.log(5.6)
+    is_above = np.random.default_rng(1).random(1_000_000) < above / (above + below)
+    sampled = np.where(is_above, above * abs(drawn[0]), -below * abs(drawn[1]))
+    p10, p50, p90 = 1000 * np.exp(np.quantile(sampled, (0.1, 0.5, 0.9)))
+
+    found = fit([Point(global_batch=1000, samples=1.1e6)], noise_scale=1000, is_plain_sgd=False)
+
+    critical = found.critical_batch
+    assert (critical.p10, critical.p50) == pytest.approx((p10, p50), rel=0.05)
+    assert critical.p90 == pytest.approx(p90, rel=0.1)
+    assert p10 < 4000 < 8000 < p90
+
+
 def test_points_outvote_a_wrong_noise_scale():
     """Four exact points against a noise scale that is 30 times too large."""
     found = fit(exact(), noise_scale=30_000)
@@ -280,6 +297,21 @@ def test_one_of_several_targets_must_be_named(tmp_path: Path):
         read_data(table)
     with pytest.raises(ConfigError, match=r"target=0\.7 is refused"):
         read_data(table, target=0.7)
+
+
+def test_noise_scales_of_several_recipes_are_not_averaged(tmp_path: Path):
+    """That of the recipe that is asked for, or none, which is said; not above 0 is refused."""
+    head = "recipe,global_batch,steps_to_target,noise_scale\n"
+    table = write(tmp_path / "t.csv", head + "a,64,90,100\na,64,90,400\nb,64,80,10000\nb,128,50,\n")
+
+    assert read_data(table, recipe="a").noise_scale == pytest.approx(200)
+    assert read_data(table, recipe="b").noise_scale == pytest.approx(10_000)
+    both = read_data(table)
+    assert both.noise_scale is None
+    assert any("2 recipes, 200 to 10000 samples, are not averaged" in note for note in both.notes)
+    for scale in ("-5", "0"):
+        with pytest.raises(ConfigError, match=rf"noise_scale={scale}\.0 is refused"):
+            read_data(write(tmp_path / "bad.csv", f"{head}a,64,90,{scale}\n"))
 
 
 def recorded(folder: Path, noise_scales: Sequence[float | None], batch: int = 64) -> Path:

@@ -455,7 +455,8 @@ def test_recorded_run_or_sweep_is_a_source(run_file: Path, tmp_path: Path):
     log.close()
     columns = {"global_batch": [256], "steps_to_target": [100], "noise_scale": [500.0]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "results.parquet")
-    config, offers = load_config(run_file), [Offer(cluster=load_cluster("dgx-h100"))]
+    offers = [Offer(cluster=load_cluster("dgx-h100"))]
+    config = load_config(run_file, {"optimizer.momentum": 0.0})
 
     of_run = find_convergence(config, str(folder.path), target=0.85)
     of_sweep = find_convergence(config, str(tmp_path))
@@ -468,6 +469,11 @@ def test_recorded_run_or_sweep_is_a_source(run_file: Path, tmp_path: Path):
     assert "noise scale 1 k samples" in plan.steps_source
     # E(512) / E(256) of a critical batch of 1000: 1.512 / 1.256, within what the two may differ.
     assert 2 * plan.points[1].steps / plan.points[0].steps == pytest.approx(1.512 / 1.256, rel=0.05)
+    assert not any("critical_batch" in note for note in plan.notes)
+    adam = load_config(run_file, {"optimizer": {"name": "adamw"}})
+    other = plan_run(adam, offers, [8, 16], convergence=of_run)
+    assert any("too small for adamw: " in note for note in other.notes)
+    assert other.points[1].steps < plan.points[1].steps  # its critical batch may be larger
     with pytest.raises(ConfigError, match=r"target=0\.95 is refused: .* did not reach it"):
         find_convergence(config, str(folder.path), target=0.95)
 

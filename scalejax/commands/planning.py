@@ -37,7 +37,8 @@ class PlanRun(RunFileCommand):
     scale, the folder of a run or sweep with its noise scale, or the name of published points. By
     default those of the network, or else the run's own epochs."""
     recipe: Annotated[str | None, flag("NAME")] = None
-    """Which recipe of those points; by default for each batch that of the nearest point."""
+    """Which recipe of those points, and of their noise scales; by default for each batch that of
+    the nearest point."""
     global_batch: Annotated[str | None, flag("B,B,...")] = None
     """Batches to choose from, such as 1024..8192; by default each device keeps its samples."""
     deadline: Annotated[str | None, flag("TIME")] = None
@@ -66,7 +67,7 @@ class PlanRun(RunFileCommand):
         target = None if self.target is None else parse_target(self.target)
         offers, rest = self._offers(overrides)
         config = load_config(self.run_file, rest)
-        data = find_convergence(config, self.convergence, target=target)
+        data = find_convergence(config, self.convergence, target=target, recipe=self.recipe)
         with waiting.compiling_programs() as on_progress:
             plan = plan_run(
                 config,

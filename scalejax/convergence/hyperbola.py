@@ -34,6 +34,10 @@ published points. The form of the prior is that of Gelman 2006, Bayesian Analysi
 NOISE_SCALE_DEVIATION = math.log(2)
 """Standard deviation of ln(B_crit / noise scale): the two agree to about a factor of 2
 (McCandlish et al. 2018, arXiv 1812.06162, section 3 and figure 4)."""
+AVERAGED_DEVIATION = math.log(5.6)
+"""The same upward, of an optimizer that does more than step along one gradient: the root mean
+square over Nesterov, Adam, LAMB and LARS, whose critical batches were 4.0, 5.8, 4.8 and 8.0 times
+the noise scale of SGD on Fashion-MNIST (experiments/critical_batch, one network)."""
 _SHARES, _SCATTERS = 160, 48  # cells of the grid
 _LEAST_SCATTER, _MOST_SCATTER = 1e-4, 1.0
 _NEGLIGIBLE = 1e-9  # probability beside the largest
@@ -132,7 +136,9 @@ class Hyperbola:
         return self.recipes.index(recipe)
 
 
-def fit(points: Sequence[Point], *, noise_scale: float | None = None) -> Hyperbola:
+def fit(
+    points: Sequence[Point], *, noise_scale: float | None = None, is_plain_sgd: bool = True
+) -> Hyperbola:
     """All hyperbolas through `points`, by how well each fits.
 
     Bayes' rule on a grid of (phi, scatter), the height of each recipe being normal where those
@@ -145,6 +151,8 @@ def fit(points: Sequence[Point], *, noise_scale: float | None = None) -> Hyperbo
     Args:
         points: at least one; samples and batches.
         noise_scale: an estimate of the critical batch from gradients, good to a factor of about 2.
+        is_plain_sgd: whether each update is along one gradient. Where it is not, the critical
+            batch may be farther above the noise scale (`AVERAGED_DEVIATION`).
 
     Raises:
         ConfigError: if there is no point.
@@ -154,7 +162,8 @@ def fit(points: Sequence[Point], *, noise_scale: float | None = None) -> Hyperbo
     recipes = tuple(dict.fromkeys(point.recipe for point in points))
     reference = math.exp(float(np.mean([math.log(point.global_batch) for point in points])))
     deviation = _run_deviation(points)
-    grid = _Grid(tuple(points), reference, deviation, noise_scale, recipes)
+    above = NOISE_SCALE_DEVIATION if is_plain_sgd else AVERAGED_DEVIATION
+    grid = _Grid(tuple(points), reference, deviation, noise_scale, above, recipes)
     edges = np.linspace(0.0, 1.0, _SHARES + 1)
     found = grid.posterior(edges)
     for _ in range(_REFINEMENTS):
@@ -171,6 +180,8 @@ class _Grid:
     reference: float
     deviation: float
     noise_scale: float | None
+    above: float
+    """Standard deviation of ln(B_crit / noise scale), where that is above 0."""
     recipes: tuple[str, ...]
 
     def posterior(self, edges: Floats) -> Hyperbola:
@@ -212,8 +223,9 @@ class _Grid:
         """ln of the probability of phi beforehand."""
         if self.noise_scale is None:
             return np.zeros_like(phi)
-        off = np.log(self.reference * (1 - phi) / phi / self.noise_scale) / NOISE_SCALE_DEVIATION
-        # ln B_crit is normal; the last term is its slope over phi.
+        off = np.log(self.reference * (1 - phi) / phi / self.noise_scale)
+        off /= np.where(off > 0, self.above, NOISE_SCALE_DEVIATION)
+        # ln B_crit is normal, in two halves; the last term is its slope over phi.
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
     def _standard_error(self, point: Point) -> float:

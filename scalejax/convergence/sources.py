@@ -5,6 +5,7 @@ Knows columns and fields; computes nothing but means over runs.
 
 import csv
 import io
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -18,7 +19,7 @@ from scalejax.convergence.points import (
     is_same_target,
     merged,
 )
-from scalejax.errors import ConfigError, refusal
+from scalejax.errors import ConfigError, refusal, require_above
 
 _UNITS = ("samples_to_target", "steps_to_target", "epochs_to_target")
 """Columns that say what a run needed; the first of them that a table has is read. An empty cell:
@@ -55,7 +56,11 @@ class _Document:
 
 
 def read_data(
-    path: Path, *, target: float | None = None, train_examples: int | None = None
+    path: Path,
+    *,
+    target: float | None = None,
+    train_examples: int | None = None,
+    recipe: str | None = None,
 ) -> ConvergenceData:
     """The points in a file.
 
@@ -70,10 +75,13 @@ def read_data(
         path: the file; its suffix says which kind.
         target: which of the file's targets is wanted; if None, its only one.
         train_examples: samples in an epoch, for points in epochs.
+        recipe: whose noise scale is wanted, of a table that has those of several; without it,
+            none is taken of these, as they are of different critical batches.
 
     Raises:
-        ConfigError: if the file is missing or holds something else, no run reached the target, or
-            it has points of another target only, or of several and none is asked for.
+        ConfigError: if the file is missing or holds something else, a noise scale is not above 0,
+            no run reached the target, or it has points of another target only, or of several and
+            none is asked for.
     """
     if path.suffix in _DOCUMENTS:
         return _from_document(path, target, train_examples)
@@ -82,7 +90,7 @@ def read_data(
         raise ConfigError(refusal("convergence", str(path), accepted))
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
     rows = _of_target(rows, target, path)
-    return _data_of(path.stem, rows, train_examples, source=str(path))
+    return _data_of(path.stem, rows, train_examples, source=str(path), recipe=recipe)
 
 
 def published_names() -> list[str]:
@@ -172,14 +180,19 @@ def _listed(values: Iterable[float]) -> str:
 
 
 def _data_of(
-    name: str, rows: list[Row], train_examples: int | None, *, source: str
+    name: str,
+    rows: list[Row],
+    train_examples: int | None,
+    *,
+    source: str,
+    recipe: str | None = None,
 ) -> ConvergenceData:
     units = [unit for unit in _UNITS if rows and unit in rows[0]]
     if not rows or "global_batch" not in rows[0] or not units:
         accepted = f"it needs columns global_batch and one of {', '.join(_UNITS)}"
         got = sorted(map(str, rows[0])) if rows else "an empty table"
         raise ConfigError(refusal("convergence", got, accepted))
-    points, failed, scales = [], set(), []
+    points, failed, scales = [], set(), defaultdict[str, list[float]](list)
     for row in rows:
         batch, needed = _number(row, "global_batch"), _number(row, units[0])
         if batch is None or batch != int(batch):
@@ -187,8 +200,9 @@ def _data_of(
         if needed is None:
             failed.add(int(batch))
             continue
-        if scale := _number(row, "noise_scale"):
-            scales.append(scale)
+        if (scale := _number(row, "noise_scale")) is not None:
+            require_above("noise_scale", scale, 0)
+            scales[str(row.get("recipe") or "")].append(scale)
         points.append(
             Point(
                 global_batch=int(batch),
@@ -198,15 +212,32 @@ def _data_of(
                 recipe=str(row.get("recipe") or ""),
             )
         )
+    scale, notes = _noise_scale(scales, recipe)
     return ConvergenceData(
         name=name,
         target=_number(rows[0], "target"),
         points=merged(points),
         # One run of several that reached the target shows that the batch can.
         failed_batches=tuple(sorted(failed - {point.global_batch for point in points})),
-        noise_scale=geometric_mean(scales) if scales else None,
+        noise_scale=scale,
         train_examples=train_examples,
+        notes=notes,
         source=source,
+    )
+
+
+def _noise_scale(
+    scales: Mapping[str, list[float]], recipe: str | None
+) -> tuple[float | None, tuple[str, ...]]:
+    """The mean over runs of one recipe, and what to say where that is none."""
+    means = {name: geometric_mean(found) for name, found in scales.items()}
+    if recipe is not None or not means:
+        return means.get(recipe or ""), ()
+    if len(means) == 1:
+        return next(iter(means.values())), ()
+    return None, (
+        f"the noise scales of {len(means)} recipes, {min(means.values()):g} to "
+        f"{max(means.values()):g} samples, are not averaged, so none is used; --recipe names one",
     )
 
 

@@ -34,8 +34,9 @@ class DataFile:
     """Where it is; a URL if it is not on this machine."""
     size_bytes: int
     """Its length."""
-    modified_nanoseconds: int | None
-    """When it was last written, since 1970; None if its store does not say."""
+    version: str | None
+    """What is another when it is written anew: the nanoseconds since 1970 when it was written, or
+    what its store names its content by; None if the store says neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +145,7 @@ def _listed(field: str, location: str) -> list[DataFile]:
         DataFile(
             path=_url(location, each.path),
             size_bytes=each.size,
-            modified_nanoseconds=each.mtime_ns,
+            version=_version(filesystem, each),
         )
         for each in infos
         if each.type == pafs.FileType.File
@@ -152,6 +153,14 @@ def _listed(field: str, location: str) -> list[DataFile]:
     if not files:
         raise ConfigError(refusal(field, location, "no Parquet file (*.parquet) is there"))
     return files
+
+
+def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:
+    if info.mtime_ns is not None:
+        return str(info.mtime_ns)
+    about = filesystem.handler.fs.info(info.path)  # of what S3, HTTP, Hugging Face, Google say
+    names = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
+    return next((str(about[name]) for name in names if about.get(name) is not None), None)
 
 
 def absolute_location(location: str) -> str:

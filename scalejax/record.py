@@ -131,6 +131,11 @@ class RunFolder:
         return self.path / "run.toml"
 
     @property
+    def data_files(self) -> Path:
+        """The files that are trained on, `UsedFiles` in JSON; none if the data is no files."""
+        return self.path / "data_files.json"
+
+    @property
     def program(self) -> Path:
         """The compiled step, a `Program` in JSON."""
         return self.path / "program.json"

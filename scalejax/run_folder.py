@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
+from scalejax.data_files import refuse_other_files, save_used_files
 from scalejax.documents import JsonValue, load, plain, save_text, save_toml
 from scalejax.errors import ConfigError, refusal
 from scalejax.parquet_files import absolute_location
@@ -19,6 +20,7 @@ _README = """\
 A run of scalejax.
 
 run.toml             what was asked for, as resolved on these devices
+data_files.json      the files trained on, if the data is files: the run resumes on no others
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
 measurements.jsonl   what was measured, a line each: kinds "train", "evaluation" and "status";
@@ -87,14 +89,14 @@ def refuse_second_run(folder: RunFolder) -> NoReturn:
 
 
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
-    """Refuse to go on with a run whose config asks for other figures than `run` would give.
+    """Refuse to go on with a run whose config or data give other figures than `run` would.
 
     Devices, and what is written how often, may change; more epochs may be asked for where the
     learning rate does not depend on how many there are, and early stopping saw what it would have
     seen.
 
     Raises:
-        ConfigError: if `folder` holds no run, or naming the fields that differ.
+        ConfigError: if `folder` holds no run, or naming the fields, or the first file, that differ.
     """
     if not folder.config.exists():
         raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
@@ -116,6 +118,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
             "Resume with the config of its run.toml, or begin a new run in another folder."
         )
     _refuse_other_evaluations(before["train.epochs"], run)
+    refuse_other_files(folder, run.config.data)
 
 
 def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> None:
@@ -158,6 +161,7 @@ def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
     if not (_holds_same_program(folder, run) and _is_predicted(folder, run)):
         folder.prediction.unlink(missing_ok=True)
         folder.program.unlink(missing_ok=True)
+    save_used_files(folder, run.config.data)
     save_toml(resolved_config(run), folder.config)
     save_text(_README.format(path=folder.path), folder.readme)
 

@@ -48,6 +48,7 @@ ARITHMETIC = {
     "config": 5,
     "profile": 9,
     "reference": 8,
+    "data_files": 7,
     "run_folder": 8,
     "shortage": 8,
     "early_stopping": 9,

@@ -1,6 +1,7 @@
 """Parquet files as data: every row found by its index, whatever the files look like."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from parquet_cases import encoded, random_images, write_images
 
+from scalejax.cli import main
 from scalejax.config import load_config, with_fields
 from scalejax.data import open_source
 from scalejax.data_config import facts
@@ -317,6 +319,34 @@ def test_a_run_trains_on_parquet_and_goes_on_from_another_folder(folder, tmp_pat
         predicts=False,
     )
     assert longer.statuses[-1].step == 15
+
+
+def _more_files(folder):
+    write_images(folder / "train" / "b.parquet", IMAGES[:8], LABELS[:8])
+
+
+def _other_rows(folder):
+    write_images(folder / "train" / "a.parquet", 255 - IMAGES, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(_more_files, r"b\.parquet of data\.train is new"), (_other_rows, r"a\.parquet .* changed")],
+)
+def test_a_run_on_files_that_changed_is_not_resumed(folder, tmp_path, change, message, capfd):
+    """Exit 2 and the file's name; on files as they were, nothing is refused."""
+    (folder / "train").mkdir()
+    write_images(folder / "train" / "a.parquet", IMAGES, LABELS)
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(folder=folder).replace("/train.parquet", "/train"))
+    train(load_config(path), tmp_path / "run", device_count=1, predicts=False)
+    resume = ["train", str(path), "--folder", str(tmp_path / "run"), "--resume"]
+    assert main(resume) == 0
+
+    change(folder)
+
+    assert main(resume) == 2
+    assert re.search(message, " ".join(capfd.readouterr().err.split()))
 
 
 def test_a_run_ends_where_an_image_cannot_be_read(folder, tmp_path):

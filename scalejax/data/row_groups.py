@@ -73,7 +73,7 @@ class RowGroups:
             table = read()
         else:
             file = group.file
-            parts = (file.path, file.size_bytes, file.modified_nanoseconds, group.index, *columns)
+            parts = (file.path, file.size_bytes, file.version, group.index, *columns)
             table = self._disk.of(repr(parts), read)
         return table, table.nbytes
 

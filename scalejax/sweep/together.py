@@ -22,6 +22,7 @@ from scalejax.data import (
     open_source,
     training_batches_of_seeds,
 )
+from scalejax.data_files import refuse_other_files
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.processes import StopSignals
@@ -107,6 +108,7 @@ def _train_at_once(
     programs: MappedPrograms,
 ) -> None:
     for run, folder in zip(runs, folders, strict=True):
+        refuse_other_files(folder, run.config.data)
         describe_run(folder, run)
     with Checkpoints(checkpoints, keep=1) as saved, StopSignals() as signals:
         begin = saved.latest_step or 0

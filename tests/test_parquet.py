@@ -1,5 +1,6 @@
 """Parquet files as data: every row found by its index, whatever the files look like."""
 
+import io
 import json
 import re
 
@@ -8,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from parquet_cases import encoded, random_images, write_images
+from PIL import Image
 
 from scalejax.cli import main
 from scalejax.config import load_config, with_fields
@@ -177,6 +179,37 @@ def test_grey_and_coloured_images_become_what_is_asked_for(folder):
     np.testing.assert_array_equal(coloured[0], np.stack([grey] * 3, 2))
     np.testing.assert_array_equal(luma[0, :, :, 0], grey)
     np.testing.assert_allclose(luma[1, :, :, 0], IMAGES[0] @ [0.299, 0.587, 0.114], atol=1)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "kind", "mode"),
+    [(np.uint16, "PNG", "I;16"), (np.int32, "TIFF", "I"), (np.float32, "TIFF", "F")],
+)
+def test_an_image_of_more_than_8_bits_is_refused_with_its_mode(folder, pixels, kind, mode):
+    """Pillow would make 255 of all values above it."""
+    deep = (IMAGES[0, :, :, 0].astype(pixels)) * 200
+    write_images(folder / "train.parquet", [encoded(deep, kind)], [0])
+    source = open_source(config_of(folder, classes=1), "train", seed=0)
+
+    with pytest.raises(ConfigError, match=rf"row 0, column 'image': .* mode {mode}:"):
+        source.take(np.arange(1))
+
+
+def test_an_image_is_turned_as_its_exif_says(folder):
+    """Orientation 6: to be turned clockwise by 90 degrees; damaged EXIF turns nothing."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    contents = []
+    for about in (exif, b"Exif\0\0damaged"):
+        file = io.BytesIO()
+        Image.fromarray(IMAGES[0]).save(file, "PNG", exif=about)
+        contents.append(file.getvalue())
+    write_images(folder / "train.parquet", contents, [0, 1])
+
+    rows = open_source(config_of(folder), "train", seed=0).take(np.arange(2))
+
+    np.testing.assert_array_equal(rows["inputs"][0], np.rot90(IMAGES[0], -1))
+    np.testing.assert_array_equal(rows["inputs"][1], IMAGES[0])
 
 
 def _without_label(folder):

@@ -3,8 +3,10 @@
 Knows no files and no columns: bytes in, pixels out.
 """
 
+import contextlib
 import io
 import os
+import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -14,14 +16,14 @@ from PIL import Image, ImageOps
 
 
 class UndecodableImage(Exception):
-    """Bytes that hold no whole image of a format that Pillow knows."""
+    """Bytes that hold no whole image of 8 bits a channel in a format that Pillow knows."""
 
 
 def decoded(encoded: bytes | memoryview, size: int, channels: int) -> np.ndarray:
     """The image, uint8 [size, size, channels].
 
-    The shorter side is scaled to `size` (bilinear, over all pixels that a new one covers), the
-    middle of the longer kept.
+    It is turned upright, as its EXIF says; the shorter side is scaled to `size` (bilinear, over
+    all pixels that a new one covers), the middle of the longer kept.
 
     Args:
         encoded: a file's content.
@@ -36,12 +38,22 @@ def decoded(encoded: bytes | memoryview, size: int, channels: int) -> np.ndarray
         with Image.open(io.BytesIO(encoded)) as image:
             # A JPEG is decoded at a half, a quarter or an eighth, if that is still twice the size.
             image.draft(mode, (2 * size, 2 * size))
+            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would cut at 255
+                raise UndecodableImage(f"Pillow's mode {image.mode}: more than 8 bits a pixel")
+            image.load()
+            _turn_upright(image)
             image = image.convert(mode)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UndecodableImage(str(error) or type(error).__name__) from error
     if image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(size, size, channels)
+
+
+def _turn_upright(image: Image.Image) -> None:
+    """Turn and mirror `image` as its EXIF says; one whose EXIF is damaged stays as it is."""
+    with contextlib.suppress(OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error):
+        ImageOps.exif_transpose(image, in_place=True)
 
 
 def in_threads(function: Callable[[slice], None], count: int) -> None:

@@ -82,7 +82,8 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     names, else to the largest of both parts.
 
     Raises:
-        ConfigError: if the column holds an integer below 0, or other than `config.classes` texts.
+        ConfigError: if the column holds an integer below 0, other than `config.classes` texts, or
+            in the test part a text that the training part has not.
     """
     parts = [parquet_part(config, "train"), parquet_part(config, "test")]
     train, column = parts[0], config.label_column
@@ -94,6 +95,12 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
         if config.classes not in (None, len(texts)):
             accepted = f"column {column!r} of {train.location} holds {len(texts)} different texts"
             raise ConfigError(refusal("data.classes", config.classes, accepted))
+        if unknown := sorted(set(_texts_of(parts[1], column)) - set(texts)):
+            accepted = (
+                f"{parts[1].location} holds {unknown[0]!r} in it, and {train.location} does not; "
+                "data.filters can leave its rows out"
+            )
+            raise ConfigError(refusal("data.label_column", column, accepted))
         return texts
     if config.classes is not None:
         return config.classes

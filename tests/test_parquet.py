@@ -240,6 +240,11 @@ def _below_zero(folder):
     write_images(folder / "train.parquet", IMAGES[:2], [0, -1])
 
 
+def _text_of_test(folder):
+    write_images(folder / "train.parquet", IMAGES[:2], ["fig", "pear"])
+    write_images(folder / "test.parquet", IMAGES[:2], ["apple", "fig"])
+
+
 def _empty(folder):
     write_images(folder / "train.parquet", [], pa.array([], pa.int64()))
 
@@ -257,6 +262,7 @@ def _empty(folder):
         (_no_images, {}, r"data\.image_column='image' is refused: it is double in .*train"),
         (_float_labels, {}, r"data\.label_column='label' is refused: it is double"),
         (_below_zero, {}, r"data\.label_column='label' is refused: it holds -1"),
+        (_text_of_test, {}, r"data\.label_column='label' .*test\.parquet holds 'apple' in it, and"),
         (_empty, {}, r"data\.train=.* is refused: its files hold no rows"),
         (None, {"train": "nowhere.parquet"}, "there is no such file or folder"),
         (None, {"train": "nowhere/*.parquet"}, "no Parquet file"),

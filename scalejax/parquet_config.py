@@ -41,8 +41,8 @@ class ParquetConfig:
     """Images or numbers, and their classes, in Parquet files; images as Hugging Face `datasets`
     writes them.
 
-    `train` and `test` are each a file, a folder (every *.parquet in it and below), a glob, or a
-    URL of `fsspec`; files count in the order of their names. A relative path begins at the working
+    `train` and `test` are each a file, a folder (every *.parquet in it and below, but for names of
+    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files count in the order of their names. A relative path begins at the working
     directory.
     """
 

@@ -138,7 +138,7 @@ def _listed(field: str, location: str) -> list[DataFile]:
             if info.type == pafs.FileType.Directory:
                 found = filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
                 infos = sorted(
-                    (each for each in found if each.path.endswith(".parquet")),
+                    (each for each in found if _is_data(os.path.relpath(each.path, root))),
                     key=lambda each: each.path,
                 )
     files = [
@@ -153,6 +153,12 @@ def _listed(field: str, location: str) -> list[DataFile]:
     if not files:
         raise ConfigError(refusal(field, location, "no Parquet file (*.parquet) is there"))
     return files
+
+
+def _is_data(path: str) -> bool:
+    """Whether a path below a folder is of data: writers begin what is unfinished, or about the
+    data, with "_" or "."."""
+    return path.endswith(".parquet") and not any(part[0] in "_." for part in path.split(os.sep))
 
 
 def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:

@@ -65,11 +65,24 @@ def test_several_files_count_in_the_order_of_their_names(tmp_path):
     write_images(tmp_path / "a.parquet", IMAGES[:20], LABELS[:20], rows=3)
     (tmp_path / "notes.txt").write_text("no Parquet")
 
-    for location in (tmp_path, tmp_path / "**" / "*.parquet"):
+    for location in (tmp_path, f"{tmp_path}/", tmp_path / "**" / "*.parquet"):
         config = config_of(tmp_path, train=str(location), test=str(location))
         rows = open_source(config, "train", seed=0).take(np.arange(40))
         np.testing.assert_array_equal(rows["inputs"], IMAGES)
         np.testing.assert_array_equal(rows["targets"], LABELS)
+
+
+@pytest.mark.parametrize("unfinished", ["_temporary/0/b.parquet", ".b.parquet", "_b.parquet"])
+def test_what_a_writer_left_unfinished_is_no_data(tmp_path, monkeypatch, unfinished):
+    """In a folder whose own name begins so, by a relative path too."""
+    folder = tmp_path / "_data"
+    (folder / unfinished).parent.mkdir(parents=True)
+    write_images(folder / "a.parquet", IMAGES, LABELS)
+    (folder / unfinished).write_text("half a file")
+    monkeypatch.chdir(tmp_path)
+
+    for location in (str(folder), "_data", "./_data/", "../" + tmp_path.name + "/_data"):
+        assert facts(config_of(folder, train=location, test=location)).train_examples == 40
 
 
 def test_files_are_read_where_fsspec_finds_them(folder):
@@ -78,8 +91,16 @@ def test_files_are_read_where_fsspec_finds_them(folder):
     fsspec.filesystem("memory").pipe(
         {f"/images/{p.name}": p.read_bytes() for p in folder.glob("*.parquet")}
     )
-    for location in ("memory://images/train.parquet", "memory://images/tr*.parquet"):
-        config = config_of(folder, train=location, test="memory://images/test.parquet")
+    fsspec.filesystem("memory").pipe(
+        {
+            "/folder/a.parquet": (folder / "train.parquet").read_bytes(),
+            "/folder/_temporary/b.parquet": b"half a file",
+        }
+    )
+    for location in ("images/train.parquet", "images/tr*.parquet", "folder"):
+        config = config_of(
+            folder, train=f"memory://{location}", test="memory://images/test.parquet"
+        )
 
         rows = open_source(config, "train", seed=0).take(np.arange(40))
 

@@ -82,7 +82,7 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     names, else to the largest of both parts.
 
     Raises:
-        ConfigError: if the column holds an integer below 0, other than `config.classes` texts, or
+        ConfigError: if the column holds an integer below 0 or no int32, other than `config.classes` texts, or
             in the test part a text that the training part has not.
     """
     parts = [parquet_part(config, "train"), parquet_part(config, "test")]
@@ -112,6 +112,9 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest < 0:
         accepted = f"it holds {lowest}; classes count from 0"
+        raise ConfigError(refusal("data.label_column", column, accepted))
+    if highest >= 2**31 - 1:
+        accepted = f"it holds {highest}; classes count from 0, to 2^31 - 2 at most"
         raise ConfigError(refusal("data.label_column", column, accepted))
     return highest + 1
 

@@ -42,8 +42,8 @@ class ParquetConfig:
     writes them.
 
     `train` and `test` are each a file, a folder (every *.parquet in it and below, but for names of
-    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files count in the order of their names. A relative path begins at the working
-    directory.
+    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files count in the
+    order of their names. A relative path begins at the working directory.
     """
 
     name: Literal["parquet"] = "parquet"

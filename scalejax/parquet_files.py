@@ -336,9 +336,13 @@ def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
             options = pc.SetLookupOptions(pa.array(wanted).cast(values.type))
             mask = pc.call_function("is_in", [values], options)
         else:
+            is_fraction = isinstance(wanted, float) and not wanted.is_integer()
+            if is_fraction and pa.types.is_integer(values.type):
+                # integers that are rounded here are further from 0 than any bound with a fraction
+                values = values.cast(pa.float64(), safe=False)
             bound = pa.scalar(wanted).cast(values.type)
             mask = pc.call_function(_COMPARISONS[comparison], [values, bound])
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+    except (pa.ArrowException, OverflowError) as error:
         accepted = f"the column is {values.type}, which does not compare so ({error})"
         raise ConfigError(refusal("data.filters", list(each), accepted)) from error
     return mask.fill_null(False).to_numpy()

@@ -119,6 +119,18 @@ def test_filters_keep_the_rows_for_which_they_hold(folder):
     np.testing.assert_array_equal(source.take(np.arange(len(kept)))["inputs"], IMAGES[kept])
 
 
+@pytest.mark.parametrize(("comparison", "kept"), [(">", 32), ("<=", 8), ("==", 0), ("!=", 40)])
+def test_integers_compare_with_fractions(folder, comparison, kept):
+    """Of labels 0 ... 4, eight of each, those on the side of 0.5 that is asked for."""
+    config = config_of(folder, filters=(("label", comparison, 0.5), ("label", "<", 9.0)))
+
+    if kept:
+        assert facts(config).train_examples == kept
+    else:
+        with pytest.raises(ConfigError, match="they keep no row"):
+            facts(config)
+
+
 def test_facts_are_what_the_files_hold(folder):
     """Counts of rows and classes, from the footers; a count that is given is taken."""
     about = facts(config_of(folder))
@@ -261,6 +273,12 @@ def _below_zero(folder):
     write_images(folder / "train.parquet", IMAGES[:2], [0, -1])
 
 
+def _beyond_int64(folder):
+    labels = pa.array([0, 2**63 + 5], pa.uint64())
+    write_images(folder / "train.parquet", IMAGES[:2], labels)
+    write_images(folder / "test.parquet", IMAGES[:2], labels)
+
+
 def _text_of_test(folder):
     write_images(folder / "train.parquet", IMAGES[:2], ["fig", "pear"])
     write_images(folder / "test.parquet", IMAGES[:2], ["apple", "fig"])
@@ -289,6 +307,9 @@ def _empty(folder):
         (None, {"train": "nowhere/*.parquet"}, "no Parquet file"),
         (None, {"train": "none://train.parquet"}, "it cannot be read .*none"),
         (None, {"filters": (("label", ">", "many"),)}, r"data\.filters=.* does not compare so"),
+        (None, {"filters": (("label", "in", ("a", 1)),)}, r"data\.filters=.* does not compare so"),
+        (None, {"filters": (("label", ">", 10**30),)}, r"data\.filters=.* does not compare so"),
+        (_beyond_int64, {}, r"data\.label_column='label' is refused: it holds 9223372036854775813"),
         (None, {"filters": (("label", ">", 7),)}, r"data\.filters=.* they keep no row of"),
         (None, {"image_column": "imag"}, "did you mean 'image'"),
     ],
@@ -315,10 +336,10 @@ def test_an_unreadable_image_is_named_by_file_and_row(folder):
         source.take(np.array([3, 9]))
 
 
-@pytest.mark.parametrize("label", [7, None])
+@pytest.mark.parametrize("label", [7, None, 2**63 + 5])
 def test_a_class_out_of_range_is_named_by_file_and_row(folder, label):
     """Where classes are given, a label beyond them, or none, is found when its row is read."""
-    labels = [0, 1, 2, label]
+    labels = pa.array([0, 1, 2, label], pa.uint64())
     write_images(folder / "train.parquet", IMAGES[:4], labels)
     source = open_source(config_of(folder, classes=5), "train", seed=0)
 

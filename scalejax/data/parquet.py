@@ -149,7 +149,9 @@ class ParquetExamples:
             )
             classes, count = found.fill_null(-1).to_numpy(), len(self._classes)
         else:
-            classes, count = column.cast(pa.int64()).fill_null(-1).to_numpy(), self._classes
+            # not safely: an unsigned one beyond 2^63 gets below 0, and is none of the classes
+            numbers = column.cast(pa.int64(), safe=False)
+            classes, count = numbers.fill_null(-1).to_numpy(), self._classes
         wrong = np.flatnonzero((classes < 0) | (classes >= count))
         if wrong.size:
             row = int(wrong[0])

@@ -45,6 +45,7 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
         accepted = "classes are integers, booleans or texts"
         _require_type(files, "label_column", config.label_column, _is_class, accepted)
     _require_room(files, config)
+    _require_versions(files, config)
     return filtered(files, config.filters)
 
 
@@ -75,6 +76,18 @@ def _require_room(files: ParquetFiles, config: ParquetConfig) -> None:
         raise ConfigError(refusal("data.reading.memory_bytes", reading.memory_bytes, accepted))
 
 
+def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:
+    """Refuse a cache of files of which no one could say later that they are the same."""
+    folder = config.reading.cache_folder
+    unknown = [group.file.path for group in files.groups if group.file.version is None]
+    if folder is not None and unknown:
+        accepted = (
+            f"the store of {unknown[0]} says neither when it was written nor what its content is; "
+            "leave the cache out, or copy the files to this machine"
+        )
+        raise ConfigError(refusal("data.reading.cache_folder", folder, accepted))
+
+
 def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     """How many classes there are; where they are texts, which.
 
@@ -82,8 +95,8 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
     names, else to the largest of both parts.
 
     Raises:
-        ConfigError: if the column holds an integer below 0 or no int32, other than `config.classes` texts, or
-            in the test part a text that the training part has not.
+        ConfigError: if the column holds an integer below 0 or no int32, other than
+            `config.classes` texts, or in the test part a text that the training part has not.
     """
     parts = [parquet_part(config, "train"), parquet_part(config, "test")]
     train, column = parts[0], config.label_column

@@ -27,7 +27,7 @@ class ReadingConfig:
     """Row groups whose rows are mixed."""
     cache_folder: str | None = None
     """Where decoded row groups are kept on a local disk, for any number of processes and runs;
-    None for nowhere."""
+    None for nowhere. Refused for files whose store does not say when they were written."""
     cache_bytes: int = 100 * 10**9
     """Most that they take there; the least recently used leave first."""
 

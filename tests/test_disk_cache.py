@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from parquet_cases import random_images, write_images
 from scalejax.data import open_source
 from scalejax.data.disk_cache import DiskCache
 from scalejax.data.row_groups import _shared_memory
+from scalejax.data_config import facts
 from scalejax.errors import ConfigError
 from scalejax.parquet_config import ParquetConfig, ReadingConfig
 
@@ -70,16 +72,31 @@ def test_the_least_recently_used_leave_first(tmp_path):
     assert sum(path.stat().st_size for path in files_in(tmp_path)[0]) <= 20_000
 
 
-def test_a_table_beyond_the_limit_is_handed_out_and_not_kept(tmp_path):
+def test_a_table_beyond_the_limit_is_handed_out_and_not_kept(tmp_path, monkeypatch):
     """The files of others stay."""
     cache = DiskCache(tmp_path, 20_000)
     cache.of("small", lambda: SMALL)
 
+    # nor even begun to write, which would end here
+    monkeypatch.setattr(pa.ipc, "new_file", never)
     large = cache.of("large", lambda: table_of(0))
 
     assert large.equals(table_of(0))
     assert len(files_in(tmp_path)[0]) == 1
     cache.of("small", never)
+
+
+def test_a_file_of_another_user_is_read(tmp_path, monkeypatch):
+    """Whose time of use the system lets only its owner set."""
+    cache = DiskCache(tmp_path, 20_000)
+    cache.of("a", lambda: SMALL)
+
+    def refuse(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(os, "utime", refuse)
+
+    assert cache.of("a", never).equals(SMALL)
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-100], lambda b: b[:10], lambda b: b""])
@@ -153,6 +170,30 @@ def test_row_groups_come_from_the_cache_and_a_file_written_anew_from_itself(conf
 
     write_images(config.train, 255 - IMAGES, np.arange(40), rows=10)
     rows = open_source(config, "train", seed=0).take(np.arange(40))
+    np.testing.assert_array_equal(rows["inputs"], 255 - IMAGES)
+
+
+def test_files_that_may_change_unseen_are_not_kept(config, monkeypatch):
+    """A store in memory names no time; with an ETag, the cache tells two contents apart."""
+    fsspec = pytest.importorskip("fsspec")
+    memory = fsspec.filesystem("memory")
+    url = "memory://cached/images.parquet"
+    content = Path(config.train).read_bytes()
+    memory.pipe("/cached/images.parquet", content)
+    remote = replace(config, train=url, test=url)
+    with pytest.raises(ConfigError, match=r"cache_folder=.* is refused: the store of memory://"):
+        facts(remote)
+
+    info = type(memory).info
+    tag = "a"
+    monkeypatch.setattr(type(memory), "info", lambda *a, **k: info(*a, **k) | {"ETag": tag})
+    rows = open_source(remote, "train", seed=0).take(np.arange(40))
+    np.testing.assert_array_equal(rows["inputs"], IMAGES)
+
+    write_images(config.train, 255 - IMAGES, np.arange(40), rows=10)
+    memory.pipe("/cached/images.parquet", Path(config.train).read_bytes())
+    tag = "b"
+    rows = open_source(remote, "train", seed=0).take(np.arange(40))
     np.testing.assert_array_equal(rows["inputs"], 255 - IMAGES)
 
 

@@ -49,6 +49,8 @@ class DiskCache:
         return table
 
     def _keep(self, path: Path, table: pa.Table) -> None:
+        if table.nbytes > self._limit_bytes:  # its file would take more still
+            return
         draft = path.with_name(
             f".{path.stem}.{self._host}.{os.getpid()}.{threading.get_ident()}.draft"
         )
@@ -114,7 +116,8 @@ def _mapped(path: Path, key: str) -> pa.Table | None:
     try:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
-        os.utime(path)  # used now; the access time of a file is not to be relied on
+        with contextlib.suppress(PermissionError):  # another user's: it leaves sooner, no more
+            os.utime(path)  # used now; the access time of a file is not to be relied on
     except (FileNotFoundError, pa.ArrowInvalid):
         return None
     except OSError as error:

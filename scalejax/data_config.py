@@ -38,9 +38,10 @@ class DatasetFacts:
     is_table: bool = False
     """Whether examples are rows of numbers (float32, of mean 0 and deviation 1), not images."""
     pixel_mean: float = 0.5
-    """Mean of the inputs scaled to 0..1; images only."""
+    """Taken from inputs scaled to 0..1; images only. Their mean where a data set states it,
+    else about that of photographs; or what pretrained weights expect."""
     pixel_std: float = 0.25
-    """Standard deviation of the inputs scaled to 0..1; images only."""
+    """Divides what is left; their standard deviation, likewise."""
 
     @property
     def is_text(self) -> bool:

@@ -29,7 +29,7 @@ words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."
 
 
 def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
-    """Images with mean 0 and deviation 1 over the training data; others as they are."""
+    """Images less the mean and over the deviation that the facts state; others as they are."""
     if dataset.is_text or dataset.is_table:
         return inputs
     return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std

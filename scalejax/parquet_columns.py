@@ -20,7 +20,6 @@ from scalejax.parquet_files import (
     filtered,
     find_files,
     kept_rows,
-    opened,
     read_columns,
 )
 
@@ -204,23 +203,14 @@ def _bounds_of(files: ParquetFiles, column: str) -> tuple[int, int]:
 def _extremes(
     field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...], column: str
 ) -> tuple[int, int]:
-    bounds = [None if filters else _footer_bounds(field, group, column) for group in groups]
-    if None in bounds:
+    known = [each for group in groups for each in group.column_bounds if each[0] == column]
+    bounds = [(low, high) for _, low, high in known]
+    if filters or len(bounds) < len(groups):
         bounds = []
         for values in _kept_values(field, groups, filters, column):
             found = pc.call_function("min_max", [values]).as_py()
             bounds.append((found["min"], found["max"]))
-    known = [pair for pair in bounds if pair is not None and None not in pair]
-    if not known:
+    bounds = [pair for pair in bounds if None not in pair]
+    if not bounds:
         raise ConfigError(f"{field}: column {column!r} holds nothing but nulls.")
-    return min(low for low, _ in known), max(high for _, high in known)
-
-
-def _footer_bounds(field: str, group: RowGroup, column: str) -> tuple[int, int] | None:
-    with opened(field, group.file) as parquet:
-        about = parquet.metadata.row_group(group.index)
-        named = {about.column(i).path_in_schema: i for i in range(about.num_columns)}
-        statistics = about.column(named[column]).statistics
-    if statistics is None or not statistics.has_min_max:
-        return None
-    return statistics.min, statistics.max
+    return min(low for low, _ in bounds), max(high for _, high in bounds)

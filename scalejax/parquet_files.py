@@ -53,6 +53,8 @@ class RowGroup:
     """How many they are."""
     column_bytes: tuple[tuple[str, int], ...]
     """Bytes of each column when it is decompressed."""
+    column_bounds: tuple[tuple[str, int, int], ...]
+    """Lowest and highest value of each column of integers whose bounds the footer has."""
 
     def bytes_of(self, columns: Sequence[str]) -> int:
         """Bytes that `columns` take in memory; at least, if they were written as a dictionary."""
@@ -218,6 +220,7 @@ def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowG
             first_row=int(firsts[index]),
             rows=each.num_rows,
             column_bytes=_column_bytes(each, schema),
+            column_bounds=_column_bounds(each, schema),
         )
         for index, each in enumerate(about)
     )
@@ -233,6 +236,19 @@ def _column_bytes(about: pq.RowGroupMetaData, schema: pa.Schema) -> tuple[tuple[
         if pa.types.is_primitive(field.type):
             sizes[field.name] = about.num_rows * field.type.bit_width // 8
     return tuple(sizes.items())
+
+
+def _column_bounds(
+    about: pq.RowGroupMetaData, schema: pa.Schema
+) -> tuple[tuple[str, int, int], ...]:
+    integers = {field.name for field in schema if pa.types.is_integer(field.type)}
+    columns = [about.column(index) for index in range(about.num_columns)]
+    known = [
+        (column.path_in_schema, column.statistics)
+        for column in columns
+        if column.path_in_schema in integers and column.statistics is not None
+    ]
+    return tuple((name, found.min, found.max) for name, found in known if found.has_min_max)
 
 
 @contextmanager

@@ -140,6 +140,29 @@ def test_facts_are_what_the_files_hold(folder):
     assert facts(config_of(folder, classes=12)).classes == 12
 
 
+def test_pixels_enter_less_a_half_and_over_a_quarter(folder):
+    """As the data set says in its description, whatever the images hold."""
+    about = facts(config_of(folder))
+
+    assert (about.pixel_mean, about.pixel_std) == (0.5, 0.25)
+    assert "less 0.5 and over 0.25" in " ".join((ParquetConfig.__doc__ or "").split())
+
+
+def test_a_file_is_opened_once_for_its_classes(folder, monkeypatch):
+    """The footer that says which row groups there are says their bounds too."""
+    write_images(folder / "train.parquet", IMAGES, LABELS, rows=2)
+    paths, init = [], pq.ParquetFile.__init__
+
+    def counted(self, source, **options):
+        paths.append(source)
+        init(self, source, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "__init__", counted)
+
+    assert facts(config_of(folder)).classes == 5
+    assert len(paths) == 2  # one file to train on, one to test on
+
+
 def test_classes_are_those_of_the_rows_that_are_kept(folder):
     """Rows without a class, marked -1, are left out, and so are two classes."""
     write_images(folder / "train.parquet", IMAGES, np.where(LABELS == 2, -1, LABELS))

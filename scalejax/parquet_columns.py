@@ -17,11 +17,10 @@ from scalejax.parquet_files import (
     Filter,
     ParquetFiles,
     RowGroup,
-    filtered,
     find_files,
-    kept_rows,
     read_columns,
 )
+from scalejax.parquet_filters import filtered, kept_rows
 
 
 def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> ParquetFiles:

@@ -1,5 +1,4 @@
-"""Parquet files and the row groups in them, from their footers: no row is read here but those of
-columns that decide how many there are.
+"""Parquet files and the row groups in them, from their footers.
 
 Knows files, columns and rows; nothing of what the columns mean to a network.
 """
@@ -8,13 +7,12 @@ import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
@@ -297,68 +295,3 @@ def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:
     if pa.types.is_string(type_):
         chunks, type_ = [chunk.cast(pa.large_string()) for chunk in chunks], pa.large_string()
     return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
-
-
-def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
-    """`files` with the rows that `filters` keep.
-
-    Raises:
-        ConfigError: if a value does not compare with its column, or no row is kept.
-    """
-    if not filters:
-        return files
-    kept = kept_rows(files.field, files.groups, filters)
-    if not any(rows.size for rows in kept):
-        raise ConfigError(refusal("data.filters", filters, f"they keep no row of {files.location}"))
-    return replace(files, kept=kept, filters=filters)
-
-
-@lru_cache(maxsize=8)
-def kept_rows(
-    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...]
-) -> tuple[np.ndarray, ...]:
-    """For each row group the rows that `filters` keep, int32.
-
-    Raises:
-        ConfigError: if a value does not compare with its column.
-    """
-    columns = sorted({column for column, _, _ in filters})
-    kept = []
-    for group in groups:
-        table = read_columns(field, group, columns)
-        mask = np.ones(group.rows, bool)
-        for each in filters:
-            mask &= _matches(table[each[0]], each)
-        kept.append(np.flatnonzero(mask).astype(np.int32))
-    return tuple(kept)
-
-
-_COMPARISONS = {
-    "==": "equal",
-    "!=": "not_equal",
-    "<": "less",
-    "<=": "less_equal",
-    ">": "greater",
-    ">=": "greater_equal",
-}
-"""What Arrow calls each."""
-
-
-def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
-    """For which `values` the comparison holds; a missing one fits none."""
-    _, comparison, wanted = each
-    try:
-        if isinstance(wanted, tuple):
-            options = pc.SetLookupOptions(pa.array(wanted).cast(values.type))
-            mask = pc.call_function("is_in", [values], options)
-        else:
-            is_fraction = isinstance(wanted, float) and not wanted.is_integer()
-            if is_fraction and pa.types.is_integer(values.type):
-                # integers that are rounded here are further from 0 than any bound with a fraction
-                values = values.cast(pa.float64(), safe=False)
-            bound = pa.scalar(wanted).cast(values.type)
-            mask = pc.call_function(_COMPARISONS[comparison], [values, bound])
-    except (pa.ArrowException, OverflowError) as error:
-        accepted = f"the column is {values.type}, which does not compare so ({error})"
-        raise ConfigError(refusal("data.filters", list(each), accepted)) from error
-    return mask.fill_null(False).to_numpy()

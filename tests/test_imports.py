@@ -16,7 +16,7 @@ import scalejax
 ROOT = Path(scalejax.__file__).parent
 
 ARITHMETIC = {
-    "errors": -1,
+    "errors": -2,
     "units": 0,
     "documents": 0,
     "jax_platform": 1,
@@ -30,7 +30,8 @@ ARITHMETIC = {
     "loss_gap": 3,
     "model_config": 2,
     "parquet_config": 0,
-    "parquet_files": 0,
+    "parquet_files": -1,
+    "parquet_filters": 0,
     "parquet_columns": 1,
     "data_config": 2,
     "training_config": 2,

@@ -23,7 +23,7 @@ from scalejax.sweep import (
     run_sweep,
     write_results,
 )
-from scalejax.sweep.plan import begin_sweep, parse_target
+from scalejax.sweep.plan import begin_sweep, parse_target, require_met_conditions
 
 
 def _repeated(letter: str, metavar: str) -> object:
@@ -45,7 +45,8 @@ class Sweep(RunFileCommand):
     """A value for every run. May be repeated."""
     extension: UseAppendAction[Annotated[tuple[str, ...], _repeated("E", "JSON")]] = ()
     """{"condition": {FIELD: VALUE or [VALUES]}, "parameters": {...}, "cases": [{...}, ...]}.
-    May be repeated."""
+    May be repeated. Such as '{"condition": {"batch.global_batch": 512}, "cases": [{},
+    {"schedule": {"warmup": "gradual", "warmup_epochs": 1}}]}': with and without warmup."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Where everything goes. By default sweeps/ and the name of the file."""
     plan: FlagCreatePairsOff[bool] = False
@@ -76,6 +77,7 @@ class Sweep(RunFileCommand):
             self._search(grammar, folder)
             return
         sweep = self._planned(grammar)
+        require_met_conditions(self.run_file, grammar)
         tables.show(sweep_tables.plan(sweep))
         if self.plan:
             return

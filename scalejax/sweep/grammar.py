@@ -88,20 +88,46 @@ class Grammar:
         for name in self.ranges:
             accepted = "a range is for --optuna to choose from; give a list of values"
             raise ConfigError(refusal(f"-V {name}", "{...}", accepted))
+        runs, _ = self._extended(file)
+        return [_filled_in(fields, {**file, **fields}) for fields in runs]
+
+    def require_met_conditions(self, file: Mapping[str, JsonValue]) -> None:
+        """Refuse an extension that would change nothing, since no run matches its condition.
+
+        Raises:
+            ConfigError: naming the condition, and how to give a field that no run has.
+        """
+        _, unmet = self._extended(file)
+        known = {*file, *self.parameters, *self.named_fields()}
+        for extension in unmet:
+            accepted = "it matches none of the runs"
+            for name, wanted in extension.condition.items():
+                if name not in known:
+                    value = json.dumps((_listed(wanted) or [None])[0])
+                    accepted += (
+                        f"; {name} is neither in the file nor among the sweep's fields, "
+                        f"where -P '{name}={value}' puts it"
+                    )
+            raise ConfigError(refusal("-E condition", extension.condition, accepted))
+
+    def _extended(self, file: Mapping[str, JsonValue]) -> tuple[list[Fields], list[Extension]]:
+        """The runs, their templates as they are, and the extensions that matched none."""
         names = list(self.variables)
         runs = [
             self.parameters | dict(zip(names, values, strict=True))
             for values in itertools.product(*self.variables.values())
         ]
+        unmet = []
         for extension in self.extensions:
+            matched = [extension.matches({**file, **fields}) for fields in runs]
+            if not any(matched):
+                unmet.append(extension)
             runs = [
                 changed
-                for fields in runs
-                for changed in (
-                    extension.applied(fields) if extension.matches({**file, **fields}) else [fields]
-                )
+                for fields, is_met in zip(runs, matched, strict=True)
+                for changed in (extension.applied(fields) if is_met else [fields])
             ]
-        return [_filled_in(fields, {**file, **fields}) for fields in runs]
+        return runs, unmet
 
     def named_fields(self) -> list[str]:
         """Every field that runs may differ in, in the order in which they were named."""
@@ -141,9 +167,27 @@ def _json(field: str, text: str) -> JsonValue:
     try:
         return json.loads(text, parse_constant=_no_number)
     except ValueError as error:
-        quoted = json.dumps(text.strip("'\""))
-        accepted = f"it must be JSON ({error}); a text is written '{quoted}', its quotes included"
+        accepted = f"it must be JSON ({error}){_mended(field, text)}"
         raise ConfigError(refusal(field, text, accepted)) from error
+
+
+def _mended(field: str, text: str) -> str:
+    """The JSON that was most likely meant, in words; nothing of nested values."""
+    bare = text.strip().strip("'\"")
+    if "{" in bare or "[" in bare[1:]:
+        return ""
+    if not (field.startswith("-V") or bare.startswith("[")):
+        return f"; a text is written '{json.dumps(bare)}', its quotes included"
+    items = [item.strip().strip("'\"") for item in bare.strip("[]").split(",")]
+    return f"; try '[{','.join(item if _is_json(item) else json.dumps(item) for item in items)}]'"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_no_number)
+    except ValueError:
+        return False
+    return True
 
 
 def _no_number(text: str) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
-from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.errors import ConfigError, nearest_name, refusal, unknown_name
 from scalejax.reference import run_reference
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields, Grammar
@@ -149,7 +149,9 @@ def plan_sweep(
     for extension in grammar.extensions:
         for name in extension.condition:
             if name not in _known_fields():
-                raise ConfigError(unknown_name("-E condition", name, _known_fields()))
+                nearest = nearest_name(name, _known_fields())
+                accepted = f"; did you mean {nearest!r}?" if nearest else "."
+                raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
     file = _flat(load_toml(run_file))
     expanded = grammar.expanded(file)
     resolved = [
@@ -176,6 +178,15 @@ def plan_sweep(
     )
 
 
+def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
+    """Refuse extensions that match none of the runs of `grammar` over `run_file`.
+
+    Raises:
+        ConfigError: naming the condition.
+    """
+    grammar.require_met_conditions(_flat(load_toml(run_file)))
+
+
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
     """Write `plan` into `folder`, or make sure that it is the one that is there.
 
@@ -200,9 +211,23 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
     changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
         raise ConfigError(
-            f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ. Resume it "
+            f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ"
+            f"{_first_difference(before['runs'], now['runs'])}. Resume it "
             "with the words that began it, or begin a new one in another folder."
         )
+
+
+def _first_difference(before: JsonValue, now: JsonValue) -> str:
+    """The first field in which the runs of two plans differ, or how many there are, in words."""
+    assert isinstance(before, list) and isinstance(now, list)  # noqa: S101, PT018  as written
+    for index, (old, new) in enumerate(zip(before, now, strict=False)):
+        if isinstance(old, dict) and isinstance(new, dict):
+            for name in [*new, *old]:
+                if (name in old, old.get(name)) != (name in new, new.get(name)):
+                    was = json.dumps(old[name]) if name in old else "not given"
+                    value = json.dumps(new[name]) if name in new else "not given"
+                    return f" (run {index}: {name} is {value}, was {was})"
+    return "" if len(before) == len(now) else f" ({len(now)} runs, there were {len(before)})"
 
 
 def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:

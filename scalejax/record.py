@@ -196,6 +196,9 @@ class RunRecord:
         """
         folder = RunFolder(path=path)
         if not folder.measurements.is_file():
+            if (path / "sweep.json").is_file():
+                accepted = f"give those of its runs, such as {path / 'runs' / '*'}"
+                raise ConfigError(f"{str(path)!r} is the folder of a sweep: {accepted}.")
             raise ConfigError(f"{str(path)!r} holds no run: it has no {folder.measurements.name}.")
         return cls(folder=folder, measurements=tuple(_read(folder.measurements)))
 

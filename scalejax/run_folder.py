@@ -32,6 +32,9 @@ traces/              what the profiler recorded, if it was asked to (--profile)
 Read it all as one page:  scalejax report {path}
 Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resume
                           (and --cpu-devices, if it began with virtual devices)
+
+A run that a sweep trained in one program with others has neither program.json, prediction.json,
+checkpoints/ nor traces/: it goes on by the --resume of its sweep.
 """
 
 _FREE = {

@@ -70,7 +70,9 @@ def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
 def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
     """Draw accuracy over epochs for each arm: the mean over seeds, shaded by its deviation.
 
-    A run that diverged before its last evaluation is a cross at the bottom, where it ended.
+    Where seeds have ended, the mean of those left is dotted, apart, and says of how many it is:
+    it would otherwise rise because the worst are gone. A run that diverged before its last
+    evaluation is a cross at the bottom, where it ended.
 
     Args:
         rows: of a sweep; those that are not finished are left out.
@@ -87,16 +89,20 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
         points = sorted(
             (each.epoch, each.test_accuracy) for row in arm.rows for each in row.evaluations
         )
-        epochs, spreads = [], []
-        for epoch, group in groupby(points, key=lambda point: point[0]):
-            epochs.append(epoch)
-            spreads.append(mean_and_deviation([value for _, value in group]))
+        groups = [
+            (epoch, [value for _, value in group])
+            for epoch, group in groupby(points, key=lambda point: point[0])
+        ]
+        whole = [(epoch, values) for epoch, values in groups if len(values) == len(arm.rows)]
+        epochs = [epoch for epoch, _ in whole]
+        spreads = [mean_and_deviation(values) for _, values in whole]
         low = [m - (0 if math.isnan(d) else d) for m, d in spreads]
         high = [m + (0 if math.isnan(d) else d) for m, d in spreads]
         color, dashes = f"C{number % 10}", _DASHES[number // 10 % len(_DASHES)]
         label = in_words(arm.varied) or "all runs"
         axes.plot(epochs, [m for m, _ in spreads], color=color, linestyle=dashes, label=label)
         axes.fill_between(epochs, low, high, color=color, alpha=0.15, linewidth=0)
+        _draw_rest(axes, groups, len(arm.rows), color=color)
         lost = [row.planned.run.epoch_of(row.steps) for row in arm.without_final]
         _mark_diverged(axes, lost, color=color)
     left_out = len(found) - _MOST_CURVES
@@ -107,6 +113,19 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
     axes.grid(alpha=0.3)
     _add_legend(axes, found[:_MOST_CURVES], fontsize="x-small", loc="lower right")
     save_figure(figure, path)
+
+
+def _draw_rest(
+    axes: "Axes", groups: Sequence[tuple[float, list[float]]], seeds: int, *, color: str
+) -> None:
+    """The mean over the seeds that are left, dotted, a line for each number of them."""
+    for count, part in groupby(groups, key=lambda group: len(group[1])):
+        if count == seeds:
+            continue
+        points = [(epoch, mean_and_deviation(values)[0]) for epoch, values in part]
+        axes.plot(*zip(*points, strict=True), color=color, linestyle=":", marker=".", alpha=0.6)
+        label = f"{count} of {seeds} seeds from here"
+        axes.annotate(label, points[0], color=color, fontsize="x-small")
 
 
 def _mark_diverged(axes: "Axes", xs: Sequence[float], *, color: str) -> None:

@@ -154,6 +154,8 @@ def test_templates_take_values_of_fields_and_of_the_environment(monkeypatch):
         ({"parameters": ['a="${b}"', 'b="${a}"']}, "a -> b -> a"),
         ({"parameters": ['a="${nowhere}"']}, "no field of the run"),
         ({"parameters": ["a=mlp"]}, "a text is written '\"mlp\"'"),
+        ({"variables": ["a=[none,gradual]"]}, r"try '\[\"none\",\"gradual\"\]'"),
+        ({"variables": ["a=0,1"]}, r"try '\[0,1\]'"),
         ({"parameters": ["a=NaN"]}, "NaN is no number of JSON"),
         ({"parameters": ["a"]}, "must be field=value"),
         ({"variables": ["a=3"]}, r"such as 'a=\[3\]'"),
@@ -183,6 +185,11 @@ def test_runs_of_a_plan_are_checked_and_the_bad_one_is_named(run_file):
     [
         (["-P", "train.epoch=3"], "train.epoch is no field"),
         (["-E", '{"condition": {"sed": 1}, "cases": [{}]}'], "did you mean 'seed'"),
+        (["-E", '{"condition": {"batch.global_batch": 7}, "cases": [{}]}'], "of the runs."),
+        (
+            ["-E", '{"condition": {"batch.microbatches": 2}, "cases": [{}]}'],
+            "where -P 'batch.microbatches=2' puts it",
+        ),
         (["--target", "accuracy=1"], "did you mean 'test_accuracy'"),
         (["--processes", "0"], "at least 1"),
         (["--resume"], "holds no sweep to resume"),
@@ -316,7 +323,7 @@ def test_another_sweep_is_not_resumed(run_file, tmp_path):
 
     with pytest.raises(ConfigError, match="holds a sweep already"):
         begin_sweep(plan, folder, resume=False)
-    with pytest.raises(ConfigError, match="holds another sweep: runs differ"):
+    with pytest.raises(ConfigError, match=r"runs differ \(run 1: seed is 2, was 1\)"):
         begin_sweep(other, folder, resume=True)
 
 
@@ -633,6 +640,35 @@ def test_runs_that_diverged_are_crosses(run_file, tmp_path, monkeypatch):
         assert sorted(x for each in crosses for x in each.get_offsets()[:, 0]) == places
         labels = [text.get_text() for text in axes.get_legend().get_texts()]
         assert "diverged (5 runs, in no mean)" in labels
+
+
+def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_path, monkeypatch):
+    """The worse of two seeds ends after the first epoch: the line does not rise to the other."""
+    figures = []
+    monkeypatch.setattr(sweep_plots, "save_figure", lambda figure, path: figures.append(figure))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    record(folder.run(0), [0.5, 0.75])
+    record(folder.run(1), [0.25], status="diverged")
+
+    sweep_plots.save_curves(read_rows(plan, folder), path=tmp_path / "curves.png")
+
+    (axes,) = figures[0].axes
+    whole, rest = axes.lines[:2]
+    assert list(whole.get_ydata()) == [0.375]
+    assert list(rest.get_ydata()) == [0.75]
+    assert [text.get_text() for text in axes.texts] == ["1 of 2 seeds from here"]
+
+
+def test_report_of_a_sweep_names_its_runs(run_file, tmp_path, capsys):
+    """The folder itself holds no record."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    begin_sweep(plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], [])), folder, resume=False)
+
+    code = main(["report", str(folder.path)])
+
+    assert code == 2
+    assert "sweep/runs/*" in "".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ class Sweep(RunFileCommand):
     extension: UseAppendAction[Annotated[tuple[str, ...], _repeated("E", "JSON")]] = ()
     """{"condition": {FIELD: VALUE or [VALUES]}, "parameters": {...}, "cases": [{...}, ...]}.
     May be repeated. Such as '{"condition": {"batch.global_batch": 512}, "cases": [{},
-    {"schedule": {"warmup": "gradual", "warmup_epochs": 1}}]}': with and without warmup."""
+    {"schedule": {"warmup": "gradual", "warmup_epochs": 1, "warmup_from": "zero"}}]}': with and
+    without warmup."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Where everything goes. By default sweeps/ and the name of the file."""
     plan: FlagCreatePairsOff[bool] = False

@@ -1,8 +1,8 @@
-"""Loss curves of k = 1 and k = 16 laid over each other, by the warmup of k = 16.
+"""Loss curves of k = 1 and k = 16 laid over each other, by base rate and warmup of k = 16.
 
     python experiments/loss_curve_overlay/measure.py [--folder DIR]
 
-A folder that holds the sweep already is gone on with.
+A folder that holds the sweeps already is gone on with.
 """
 
 import argparse
@@ -19,16 +19,23 @@ from itertools import combinations, groupby
 from pathlib import Path
 from statistics import mean, stdev
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scalejax.config import load_config
 from scalejax.loss_gap import LossGap, loss_gap
 from scalejax.record import RunRecord, TrainMeasurement
 
+Curves = Mapping[str, Sequence[Sequence[float | None]]]
+"""Loss of each epoch of each seed of an arm."""
+Results = Mapping[str, Mapping[str, Sequence[float | None]]]
+"""Figures of each arm by seed."""
 HERE = Path(__file__).parent
 SMALL, LARGE = 32, 512
 """Batches of k = 1 and k = 16 workers of 32 images."""
 WARMUPS = ("none", "constant", "gradual")
+BASE_RATES = (0.0125, 0.1)
+"""Of k = 1: 0.1 kn / 256 as in the paper (section 5.1), and eight times that."""
 BASELINE = "k = 1"
 WARMUP_EPOCHS = 5
 """As in the paper (section 2.2)."""
@@ -51,11 +58,12 @@ SWEEP = (
 )
 
 
-def sweep(folder: Path) -> float | None:
+def sweep(folder: Path, base_rate: float) -> float | None:
     """Seconds that the sweep took, from the command to its tables; None if it was resumed."""
     begin, is_resumed = time.perf_counter(), (folder / "sweep.json").exists()
     command = [sys.executable, "-m", "scalejax", "sweep", str(HERE / "run.toml")]
-    command += [*SWEEP, "--folder", str(folder), *(["--resume"] if is_resumed else [])]
+    command += [*SWEEP, "-P", f"schedule.base_learning_rate={base_rate}"]
+    command += ["--folder", str(folder), *(["--resume"] if is_resumed else [])]
     subprocess.run(command, check=True)
     return None if is_resumed else time.perf_counter() - begin
 
@@ -116,7 +124,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
     return f"{mean(kept):{form}} ± {stdev(kept):{form}}{lost}"
 
 
-def print_table(results: Mapping[str, Mapping[str, Sequence[float | None]]]) -> None:
+def print_table(results: Results) -> None:
     """One Markdown row for each arm."""
     print("\n| arm | test accuracy | last training loss | mean gap | largest gap |")
     print("|---|---|---|---|---|")
@@ -126,41 +134,9 @@ def print_table(results: Mapping[str, Mapping[str, Sequence[float | None]]]) -> 
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def draw(curves: Mapping[str, Sequence[Sequence[float | None]]], path: Path) -> None:
-    """One panel for each warmup, with k = 1 in all; a line is a seed."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    large = [name for name in curves if name != BASELINE]
-    for axes, name in zip(figure.subplots(1, len(large), sharey=True), large, strict=True):
-        for color, shown in (("C0", BASELINE), ("C1", name)):
-            for number, losses in enumerate(curves[shown]):
-                ys = [float("nan") if loss is None else loss for loss in losses]
-                label = shown.split(",")[0] if number == 0 else None
-                epochs = [0.5 + epoch for epoch in range(len(ys))]
-                axes.plot(epochs, ys, color=color, linewidth=1, label=label)
-        axes.axvline(WARMUP_EPOCHS, color="black", linewidth=0.8, linestyle="dotted")
-        axes.set_yscale("log")
-        axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
-        axes.minorticks_off()
-        axes.set_xlabel("epoch")
-        axes.set_title(name.split(", ")[1].replace("none", "no"), fontsize="medium")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    figure.axes[0].set_ylabel("training loss, mean of the epoch")
-    figure.savefig(path, dpi=110)
-
-
-def main() -> None:
-    """Train, print, draw, and keep the figures as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--folder", type=Path, default=None)
-    folder = parser.parse_args().folder or Path(tempfile.mkdtemp()) / "sweep"
-    load_before = os.getloadavg()[0]
-    seconds = sweep(folder)
-    found = arms(folder)
-    curves = {
-        name: [epoch_losses(run.training) for run in runs.values()] for name, runs in found.items()
-    }
-    results = {
+def results_of(found: Mapping[str, Mapping[int, RunRecord]], curves: Curves) -> Results:
+    """Accuracies, last losses and gaps of each arm, by seed."""
+    return {
         name: {
             "accuracy": [accuracy(run) for run in found[name].values()],
             "last_epoch_loss": [losses[-1] for losses in curves[name]],
@@ -169,11 +145,65 @@ def main() -> None:
         }
         for name, of_arm in gaps(found).items()
     }
-    print_table(results)
+
+
+def draw(curves_by_rate: Mapping[float, Curves], path: Path) -> None:
+    """A row for each base rate, a panel for each warmup, with k = 1 in all; a line is a seed."""
+    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    rows = figure.subplots(len(curves_by_rate), len(WARMUPS), sharex=True, sharey="row")
+    for row, (rate, curves) in zip(rows, curves_by_rate.items(), strict=True):
+        large = [name for name in curves if name != BASELINE]
+        for axes, name in zip(row, large, strict=True):
+            draw_panel(axes, {BASELINE: curves[BASELINE], name: curves[name]})
+        row[0].set_ylabel(f"training loss, base rate {rate}")
+    for axes in rows[-1]:
+        axes.set_xlabel("epoch")
+    figure.savefig(path, dpi=100)
+
+
+def draw_panel(axes: Axes, curves: Curves) -> None:
+    """One arm over k = 1."""
+    for color, (name, seeds) in zip(("C0", "C1"), curves.items(), strict=True):
+        for number, losses in enumerate(seeds):
+            ys = [float("nan") if loss is None else loss for loss in losses]
+            label = name.split(",")[0] if number == 0 else None
+            epochs = [0.5 + epoch for epoch in range(len(ys))]
+            axes.plot(epochs, ys, color=color, linewidth=1, label=label)
+    axes.axvline(WARMUP_EPOCHS, color="black", linewidth=0.8, linestyle="dotted")
+    axes.set_yscale("log")
+    axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
+    axes.minorticks_off()
+    axes.set_title(list(curves)[1].split(", ")[1].replace("none", "no"), fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def main() -> None:
+    """Train, print, draw, and keep the figures as JSON."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=None)
+    folder = parser.parse_args().folder or Path(tempfile.mkdtemp())
+    load_before = os.getloadavg()[0]
+    seconds: dict[str, float | None] = {}
+    results: dict[str, Results] = {}
+    curves: dict[float, Curves] = {}
+    for rate in BASE_RATES:
+        seconds[f"{rate}"] = sweep(folder / f"{rate}", rate)
+        found = arms(folder / f"{rate}")
+        curves[rate] = {
+            name: [epoch_losses(run.training) for run in runs.values()]
+            for name, runs in found.items()
+        }
+        results[f"{rate}"] = results_of(found, curves[rate])
+        print(f"\nbase rate {rate}", end="")
+        print_table(results[f"{rate}"])
     draw(curves, HERE / "curves.png")
     rounded = {
-        name: [[loss and round(loss, 4) for loss in losses] for losses in runs]
-        for name, runs in curves.items()
+        f"{rate}": {
+            name: [[loss and round(loss, 4) for loss in losses] for losses in runs]
+            for name, runs in of_rate.items()
+        }
+        for rate, of_rate in curves.items()
     }
     document = {
         "results": results,

@@ -260,9 +260,9 @@ def _most_devices(cluster: Cluster) -> float:
 
 def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
     batch = run.split.global_batch
-    if convergence.smallest_failed is not None:
-        return batch < convergence.smallest_failed
-    return batch <= FARTHEST * convergence.largest_reached
+    failed = convergence.smallest_failed
+    is_below_failed = failed is None or batch < failed
+    return is_below_failed and batch <= FARTHEST * convergence.largest_reached
 
 
 def _point(

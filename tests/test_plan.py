@@ -381,6 +381,8 @@ def test_batches_that_failed_or_nobody_tried_are_left_out(run_file: Path):
     assert [each.is_extrapolated for each in beyond.points] == [False, True]
     assert [each.global_batch for each in beyond.points] == [256, 512]
     assert [each.global_batch for each in failed.points] == [256]
+    far = plan_run(config, offers, [8, 16], convergence=data_of(64, 128, failed=(4096,)))
+    assert [each.global_batch for each in far.points] == [256]  # 512 is four times, and below 4096
     assert sum(count for _, count in beyond.left_out) == 1
 
 

@@ -15,6 +15,7 @@ from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, plain
 from scalejax.errors import ConfigError, refusal
+from scalejax.input_config import InputConfig
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
 from scalejax.model_config import ImageNetworkConfig, ModelConfig
 from scalejax.noise_scale import require_parts
@@ -69,6 +70,8 @@ class RunConfig:
     """Which parameters learn, and how fast; if absent, all alike."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Over which devices, and how."""
+    input: InputConfig = field(default_factory=InputConfig)
+    """The way from the data set to them."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The loop."""
     seed: int = 0

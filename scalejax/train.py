@@ -206,6 +206,7 @@ class _Loop:
             stop_step=end,
             first_epoch=phase.first_epoch,
             first_step=phase.first_step,
+            how=run.config.input,
         )
         self._restart_clock()
         while self._step < end and not self._has_ended_early:
@@ -307,7 +308,9 @@ class _Loop:
     def _evaluate(self, state: TrainState) -> EvaluationMeasurement:
         begin, sums = time.perf_counter(), []
         weights = self._programs.evaluation.weights(state)
-        batches = evaluation_batches(self._test_source, self._programs.evaluation.batch)
+        batches = evaluation_batches(
+            self._test_source, self._programs.evaluation.batch, self._run.config.input
+        )
         for batch in batches:
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])  # for the reasons of `_settle`

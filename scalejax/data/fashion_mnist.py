@@ -28,7 +28,7 @@ class FashionMnist:
         """Number of images."""
         return len(self._classes)
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The images and classes at `indices`."""
         return {"inputs": self._images[indices], "targets": self._classes[indices]}
 

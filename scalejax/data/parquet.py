@@ -12,8 +12,7 @@ import pyarrow.compute as pc
 
 from scalejax.data.images import UndecodableImage, decoded, in_threads
 from scalejax.data.row_groups import RowGroups
-from scalejax.data.source import Split
-from scalejax.errors import ConfigError
+from scalejax.data.source import Split, UnreadableExample
 from scalejax.parquet_columns import class_values, parquet_part
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import RowGroup
@@ -69,11 +68,12 @@ class ParquetExamples:
             generator.shuffle(mixed[-1])
         return np.concatenate(mixed)
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The inputs and classes at `indices`.
 
         Raises:
-            ConfigError: if a row cannot be read, naming file and row.
+            UnreadableExample: if a row holds what cannot be learnt, naming file and row.
+            ConfigError: if a file cannot be read.
         """
         config = self._config
         # Sorted, so that a row group is asked for once, and its rows lie one after the other.
@@ -116,7 +116,7 @@ class ParquetExamples:
                 try:
                     images[order[row]] = decoded(content, size, channels)
                 except UndecodableImage as error:
-                    raise ConfigError(
+                    raise UnreadableExample(
                         f"{self._named(ascending[row])}, column {self._config.image_column!r}: "
                         f"no image that can be read ({error})."
                     ) from error
@@ -130,7 +130,7 @@ class ParquetExamples:
         if wrong.size:
             row, column = wrong[0].tolist()
             name = self._config.feature_columns[column]
-            raise ConfigError(
+            raise UnreadableExample(
                 f"{self._named(int(ascending[row]))}, column {name!r}: "
                 f"{values[row, column]} is no finite number; data.filters can leave the row out."
             )
@@ -155,7 +155,7 @@ class ParquetExamples:
         wrong = np.flatnonzero((classes < 0) | (classes >= count))
         if wrong.size:
             row = int(wrong[0])
-            raise ConfigError(
+            raise UnreadableExample(
                 f"{self._named(ascending[row])}, column {self._config.label_column!r}: "
                 f"{column[row].as_py()!r} is none of the {count} classes (data.classes)."
             )

@@ -15,10 +15,15 @@ from scalejax.data_config import (
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
+from scalejax.errors import ConfigError
 from scalejax.parquet_config import ParquetConfig
 
 Split = Literal["train", "test"]
 """The part of a data set to train on, and the part to evaluate on."""
+
+
+class UnreadableExample(ConfigError):
+    """An example is damaged, or holds what it must not; says in which file and row, and why."""
 
 
 class Source(Protocol):
@@ -28,9 +33,19 @@ class Source(Protocol):
         """Number of examples."""
         ...
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """Rows "inputs" (uint8 images, int32 tokens or float32 numbers) and "targets" (int32) of
-        the examples; of hidden words also "places" (int32)."""
+        the examples; of hidden words also "places" (int32).
+
+        What is random in an example is decided by seed, epoch and index alone.
+
+        Args:
+            indices: int [rows].
+            epoch: in which they are taken to train; None to evaluate.
+
+        Raises:
+            UnreadableExample: if one of them cannot be read or decoded.
+        """
         ...
 
 

@@ -39,7 +39,7 @@ class SyntheticImages:
         """Number of images."""
         return self._length
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The images and classes at `indices`."""
         bits = _hash(indices, self._key)
         images = self._windows[bits % OFFSETS].reshape(-1, *self._shape)
@@ -62,7 +62,7 @@ class SyntheticTokens:
         """Number of sequences."""
         return self._length
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The sequences at `indices`, and the same one place on."""
         windows = self._windows[_hash(indices, self._key) % OFFSETS]
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
@@ -96,7 +96,7 @@ class MaskedTokens:
         """Number of sequences."""
         return self._length
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The sequences at `indices`, what they hide, and where."""
         bits = _hash(indices, self._key)
         inputs = self._windows[bits % OFFSETS]  # a copy, for the index is an array

@@ -24,7 +24,7 @@ class PythonDocs:
         """Number of pieces."""
         return self._length
 
-    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The pieces at `indices`, and the same one byte on."""
         windows = self._windows[indices * self._tokens].astype(np.int32)
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}

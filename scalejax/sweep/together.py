@@ -204,6 +204,7 @@ class _Loop:
             seeds=seeds,
             start_step=begin,
             stop_step=self._run.total_steps,
+            how=config.input,
         )
 
     def _restart_clock(self) -> None:
@@ -260,7 +261,8 @@ class _Loop:
         begin, sums = time.perf_counter(), []
         weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
-        for batches in evaluation_batches_of_seeds(self._tests, shapes):
+        how = self._run.config.input
+        for batches in evaluation_batches_of_seeds(self._tests, shapes, how):
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])
             sums.append(self._programs.evaluate(weights, batches))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from scalejax.data_config import DataConfig
 from scalejax.documents import load, save
 from scalejax.errors import ConfigError
-from scalejax.parquet_files import DataFile, absolute_location, find_files
+from scalejax.locations import DataFile, absolute_location
+from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
 
 

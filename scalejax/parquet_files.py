@@ -3,38 +3,20 @@
 Knows files, columns and rows; nothing of what the columns mean to a network.
 """
 
-import glob
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.locations import DataFile, listed, opened_filesystem
 
 Filter = tuple[str, str, object]
 """Column, comparison and value: the rows for which it holds."""
-
-_GLOB = frozenset("*?[")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
-    """One Parquet file, as it was when its footer was read."""
-
-    path: str
-    """Where it is; a URL if it is not on this machine."""
-    size_bytes: int
-    """Its length."""
-    version: str | None
-    """What is another when it is written anew: the nanoseconds since 1970 when it was written, or
-    what its store names its content by; None if the store says neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +85,8 @@ def find_files(field: str, location: str, columns: Sequence[str]) -> ParquetFile
         ConfigError: if there are no files or rows, one cannot be read or is not whole, or lacks a
             column.
     """
-    footers = [_footer(field, file) for file in _listed(field, location)]
+    wanted = "Parquet file (*.parquet)"
+    footers = [_footer(field, file) for file in listed(field, location, _is_parquet, wanted)]
     first = footers[0]
     for file, schema, _ in footers:
         for column in columns:
@@ -121,88 +104,8 @@ def find_files(field: str, location: str, columns: Sequence[str]) -> ParquetFile
     return ParquetFiles(field=field, location=location, schema=first[1], groups=groups)
 
 
-def _listed(field: str, location: str) -> list[DataFile]:
-    filesystem, root = _filesystem(field, location)
-    with _naming(field, location):
-        if isinstance(filesystem, pafs.LocalFileSystem) and _GLOB & set(root):
-            paths = sorted(glob.glob(root, recursive=True))
-            infos = filesystem.get_file_info(paths)
-        elif _GLOB & set(root):
-            paths = sorted(filesystem.handler.fs.glob(root))
-            infos = filesystem.get_file_info(paths)
-        else:
-            info = filesystem.get_file_info(root)
-            if info.type == pafs.FileType.NotFound:
-                raise ConfigError(refusal(field, location, "there is no such file or folder"))
-            infos = [info]
-            if info.type == pafs.FileType.Directory:
-                found = filesystem.get_file_info(pafs.FileSelector(root, recursive=True))
-                infos = sorted(
-                    (each for each in found if _is_data(os.path.relpath(each.path, root))),
-                    key=lambda each: each.path,
-                )
-    files = [
-        DataFile(
-            path=_url(location, each.path),
-            size_bytes=each.size,
-            version=_version(filesystem, each),
-        )
-        for each in infos
-        if each.type == pafs.FileType.File
-    ]
-    if not files:
-        raise ConfigError(refusal(field, location, "no Parquet file (*.parquet) is there"))
-    return files
-
-
-def _is_data(path: str) -> bool:
-    """Whether a path below a folder is of data: writers begin what is unfinished, or about the
-    data, with "_" or "."."""
-    return path.endswith(".parquet") and not any(part[0] in "_." for part in path.split(os.sep))
-
-
-def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:
-    if info.mtime_ns is not None:
-        return str(info.mtime_ns)
-    about = filesystem.handler.fs.info(info.path)  # of what S3, HTTP, Hugging Face, Google say
-    names = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
-    return next((str(about[name]) for name in names if about.get(name) is not None), None)
-
-
-def absolute_location(location: str) -> str:
-    """The same files, wherever the working directory is."""
-    return location if "://" in location else os.path.abspath(location)
-
-
-def _filesystem(field: str, location: str) -> tuple[Any, str]:
-    """The file system of a location, and the path in it."""
-    if "://" not in location:
-        return pafs.LocalFileSystem(), location
-    try:
-        import fsspec
-    except ImportError as error:
-        accepted = 'a URL needs fsspec: "pip install fsspec" and the package of its protocol'
-        raise ConfigError(refusal(field, location, accepted)) from error
-    with _naming(field, location):
-        filesystem, path = fsspec.core.url_to_fs(location)
-    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
-
-
-def _url(location: str, path: str) -> str:
-    """`path` of the file system of `location`, as it can be opened again."""
-    protocol, separator, _ = location.partition("://")
-    return f"{protocol}{separator}{path}" if separator else path
-
-
-@contextmanager
-def _naming(field: str, location: str) -> Iterator[None]:
-    """Turn what a file system says of a location into a refusal."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(refusal(field, location, f"it cannot be read ({error})")) from error
+def _is_parquet(name: str) -> bool:
+    return name.endswith(".parquet")
 
 
 @lru_cache(maxsize=65536)
@@ -256,7 +159,7 @@ def opened(field: str, file: DataFile) -> Iterator[pq.ParquetFile]:
     Raises:
         ConfigError: if it cannot be opened or read, or is not whole.
     """
-    filesystem, path = _filesystem(field, file.path)
+    filesystem, path = opened_filesystem(field, file.path)
     try:
         with filesystem.open_input_file(path) as stream:
             yield pq.ParquetFile(stream)

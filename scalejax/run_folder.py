@@ -12,7 +12,7 @@ from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
 from scalejax.data_files import refuse_other_files, save_used_files
 from scalejax.documents import JsonValue, load, plain, save_text, save_toml
 from scalejax.errors import ConfigError, refusal
-from scalejax.parquet_files import absolute_location
+from scalejax.locations import absolute_location
 from scalejax.predict import Prediction
 from scalejax.record import RunFolder
 
@@ -73,9 +73,10 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         fields["layout.bn_group_size"] = samples
     if config.data.name == "fashion_mnist":
         fields["data.edition"] = "full" if config.data.is_full else "embedded"
-    if config.data.name == "parquet":  # the run may go on in another working directory
-        fields["data.train"] = absolute_location(config.data.train)
-        fields["data.test"] = absolute_location(config.data.test)
+    for part in ("train", "test"):  # the run may go on in another working directory
+        location = getattr(config.data, part, None)
+        if location is not None:
+            fields[f"data.{part}"] = absolute_location(location)
     return with_fields(config, fields)
 
 

@@ -16,7 +16,10 @@ import scalejax
 ROOT = Path(scalejax.__file__).parent
 
 ARITHMETIC = {
-    "errors": -2,
+    "errors": -3,
+    "locations": -2,
+    "dataset_facts": 0,
+    "formats": 1,
     "units": 0,
     "documents": 0,
     "jax_platform": 1,

@@ -1,26 +1,33 @@
 """The files a run is trained on, as they were when it began: a resumed run asks for the same.
 
-Knows no rows and no loop; of other data sets than Parquet there is nothing to keep.
+Knows no rows and no loop; of data sets that are made, or come with scalejax, there is nothing to
+keep.
 """
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from scalejax.data_config import DataConfig
 from scalejax.documents import load, save
 from scalejax.errors import ConfigError
+from scalejax.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.locations import DataFile, absolute_location
+from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedFile:
-    """One file of a data set."""
+    """One file of a data set, or the folder of a class of images."""
 
     file: DataFile
-    """Where it is, and what tells it from another in its place."""
+    """Where it is, and what tells it from another in its place; of a folder, the bytes of the
+    names in it and their SHA-256."""
     rows: int
-    """Rows it holds, before filters."""
+    """Rows or images it holds, before filters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +42,7 @@ class UsedFiles:
 
 def save_used_files(folder: RunFolder, data: DataConfig) -> None:
     """Keep in `folder` which files `data` has now, if it is of files."""
-    if data.name == "parquet":
-        used = UsedFiles(train=_used("train", data.train), test=_used("test", data.test))
+    if (used := used_files(data)) is not None:
         save(used, folder.data_files)
 
 
@@ -46,13 +52,10 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
     Raises:
         ConfigError: naming the first file that is new, gone or changed.
     """
-    if data.name != "parquet" or not folder.data_files.exists():
+    if not folder.data_files.exists() or (now := used_files(data)) is None:
         return
     used = load(UsedFiles, folder.data_files)
-    parts = (
-        ("data.train", used.train, _used("train", data.train)),
-        ("data.test", used.test, _used("test", data.test)),
-    )
+    parts = (("data.train", used.train, now.train), ("data.test", used.test, now.test))
     for field, files_before, files_after in parts:
         before = {each.file.path: each for each in files_before}
         after = {each.file.path: each for each in files_after}
@@ -66,8 +69,32 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
                 )
 
 
-def _used(part: str, location: str) -> tuple[UsedFile, ...]:
+def used_files(data: DataConfig) -> UsedFiles | None:
+    """The files of `data` as they are now; None if it is of none."""
+    match data:
+        case ParquetConfig():
+            of_part = _of_parquet
+        case ImageFolderConfig():
+            of_part = _of_folders
+        case _:
+            return None
+    return UsedFiles(train=tuple(of_part(data, "train")), test=tuple(of_part(data, "test")))
+
+
+def _of_parquet(data: ParquetConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
     rows: dict[DataFile, int] = {}
-    for group in find_files(f"data.{part}", absolute_location(location), ()).groups:
+    location = absolute_location(getattr(data, part))
+    for group in find_files(f"data.{part}", location, ()).groups:
         rows[group.file] = rows.get(group.file, 0) + group.rows
-    return tuple(UsedFile(file=file, rows=count) for file, count in rows.items())
+    return (UsedFile(file=file, rows=count) for file, count in rows.items())
+
+
+def _of_folders(data: ImageFolderConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
+    """The folder of each class in place of its files, told from another by their names."""
+    files = image_files(data, part)
+    location = absolute_location(files.location)
+    for number, name in enumerate(files.classes):
+        names = files.names_of(number)
+        version = hashlib.sha256(names).hexdigest()
+        file = DataFile(path=f"{location}/{name}", size_bytes=len(names), version=version)
+        yield UsedFile(file=file, rows=files.counts[number])

@@ -14,6 +14,8 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageOps
 
+from scalejax.data.source import UnreadableExample
+
 
 class UndecodableImage(Exception):
     """Bytes that hold no whole image of 8 bits a channel in a format that Pillow knows."""
@@ -54,6 +56,41 @@ def _turn_upright(image: Image.Image) -> None:
     """Turn and mirror `image` as its EXIF says; one whose EXIF is damaged stays as it is."""
     with contextlib.suppress(OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error):
         ImageOps.exif_transpose(image, in_place=True)
+
+
+def decoded_all(
+    contents: Callable[[int], bytes | memoryview],
+    count: int,
+    *,
+    size: int,
+    channels: int,
+    named: Callable[[int], str],
+) -> np.ndarray:
+    """Images, uint8 [count, size, size, channels], as `decoded` makes each, in threads.
+
+    Args:
+        contents: the content of the file of image 0 ... `count` - 1, as it is asked for.
+        count: how many.
+        size: height and width to give.
+        channels: 1 for grey, 3 for red, green and blue.
+        named: where an image is, for the refusal.
+
+    Raises:
+        UnreadableExample: if one cannot be read or decoded, saying which and why.
+    """
+    images = np.empty((count, size, size, channels), np.uint8)
+
+    def decode(part: slice) -> None:
+        for number in range(count)[part]:
+            try:
+                images[number] = decoded(contents(number), size, channels)
+            except (UndecodableImage, OSError) as error:
+                raise UnreadableExample(
+                    f"{named(number)}: no image that can be read ({error})."
+                ) from error
+
+    in_threads(decode, count)
+    return images
 
 
 def in_threads(function: Callable[[slice], None], count: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalejax.data.images import UndecodableImage, decoded, in_threads
+from scalejax.data.images import decoded_all
 from scalejax.data.row_groups import RowGroups
 from scalejax.data.source import Split, UnreadableExample
 from scalejax.parquet_columns import class_values, parquet_part
@@ -107,22 +107,18 @@ class ParquetExamples:
     def _images(
         self, column: pa.ChunkedArray, order: np.ndarray, ascending: np.ndarray
     ) -> np.ndarray:
-        size, channels = self._config.image_size, self._config.channels
-        images = np.empty((len(order), size, size, channels), np.uint8)
+        config, to = (
+            self._config,
+            np.argsort(order),
+        )  # where each row of the result lies in the column
 
-        def decode(part: slice) -> None:
-            for row in range(len(order))[part]:
-                content = memoryview(column[row].as_buffer() or b"")
-                try:
-                    images[order[row]] = decoded(content, size, channels)
-                except UndecodableImage as error:
-                    raise UnreadableExample(
-                        f"{self._named(ascending[row])}, column {self._config.image_column!r}: "
-                        f"no image that can be read ({error})."
-                    ) from error
-
-        in_threads(decode, len(order))
-        return images
+        return decoded_all(
+            lambda row: memoryview(column[to[row]].as_buffer() or b""),
+            len(order),
+            size=config.image_size,
+            channels=config.channels,
+            named=lambda row: f"{self._named(ascending[to[row]])}, column {config.image_column!r}",
+        )
 
     def _features(self, table: pa.Table, ascending: np.ndarray) -> np.ndarray:
         values = np.stack([_numbers(table[name]) for name in self._config.feature_columns], axis=1)

@@ -16,6 +16,7 @@ from scalejax.data_config import (
     SyntheticTokensConfig,
 )
 from scalejax.errors import ConfigError
+from scalejax.formats.image_folder import ImageFolderConfig
 from scalejax.parquet_config import ParquetConfig
 
 Split = Literal["train", "test"]
@@ -77,6 +78,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.fashion_mnist import FashionMnist
+    from scalejax.data.image_folder import ImageFolder
     from scalejax.data.parquet import ParquetExamples
     from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
@@ -94,3 +96,5 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return PythonDocs(config, split)
         case ParquetConfig():
             return ParquetExamples(config, split)
+        case ImageFolderConfig():
+            return ImageFolder(config, split)

@@ -66,6 +66,12 @@ class ImageFiles:
         begin = self.ends[index - 1] + 1 if index else 0
         return os.fsdecode(self.names[begin : self.ends[index]])
 
+    def names_of(self, class_number: int) -> bytes:
+        """The part of `names` that is of one class."""
+        first = sum(self.counts[:class_number])
+        begin = self.ends[first - 1] + 1 if first else 0
+        return self.names[begin : self.ends[first + self.counts[class_number] - 1]]
+
 
 def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
     """Counts of images and classes.
@@ -95,7 +101,9 @@ def image_files(config: ImageFolderConfig, split: Literal["train", "test"]) -> I
         known = image_files(config, "train").classes
         unknown = sorted(set(files.classes) - set(known))
         if unknown:
-            accepted = f"it holds the class {unknown[0]!r}, and data.train={config.train!r} does not"
+            accepted = (
+                f"it holds the class {unknown[0]!r}, and data.train={config.train!r} does not"
+            )
             raise ConfigError(refusal("data.test", config.test, accepted))
     return files
 

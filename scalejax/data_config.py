@@ -13,6 +13,7 @@ from pydantic import Field
 from scalejax.dataset_facts import DatasetFacts
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.formats.image_folder import ImageFolderConfig, image_folder_facts
+from scalejax.formats.numpy_arrays import NumpyConfig, numpy_facts
 from scalejax.parquet_config import ParquetConfig
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -138,7 +139,8 @@ DataConfig = Annotated[
     | MaskedTokensConfig
     | PythonDocsConfig
     | ParquetConfig
-    | ImageFolderConfig,
+    | ImageFolderConfig
+    | NumpyConfig,
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
@@ -200,6 +202,8 @@ def facts(config: DataConfig) -> DatasetFacts:
             return _parquet_facts(config)
         case ImageFolderConfig():
             return image_folder_facts(config)
+        case NumpyConfig():
+            return numpy_facts(config)
 
 
 def _text_facts(config: PythonDocsConfig) -> DatasetFacts:

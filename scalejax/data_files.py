@@ -6,13 +6,14 @@ keep.
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.data_config import DataConfig
 from scalejax.documents import load, save
 from scalejax.errors import ConfigError
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
+from scalejax.formats.numpy_arrays import NumpyConfig, part_headers
 from scalejax.locations import DataFile, absolute_location
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
@@ -76,6 +77,8 @@ def used_files(data: DataConfig) -> UsedFiles | None:
             of_part = _of_parquet
         case ImageFolderConfig():
             of_part = _of_folders
+        case NumpyConfig():
+            of_part = _of_arrays
         case _:
             return None
     return UsedFiles(train=tuple(of_part(data, "train")), test=tuple(of_part(data, "test")))
@@ -98,3 +101,14 @@ def _of_folders(data: ImageFolderConfig, part: Literal["train", "test"]) -> Iter
         version = hashlib.sha256(names).hexdigest()
         file = DataFile(path=f"{location}/{name}", size_bytes=len(names), version=version)
         yield UsedFile(file=file, rows=files.counts[number])
+
+
+def _of_arrays(data: NumpyConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
+    headers = part_headers(data, part)
+    files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # one, of an .npz
+    return (_used(file, headers.inputs.shape[0]) for file in files)
+
+
+def _used(file: DataFile, rows: int) -> UsedFile:
+    """The same file whatever the working directory is."""
+    return UsedFile(file=replace(file, path=absolute_location(file.path)), rows=rows)

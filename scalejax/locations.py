@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow.fs as pafs
 
@@ -103,6 +103,23 @@ def opened_filesystem(field: str, location: str) -> tuple[Any, str]:
     with naming(field, location):
         filesystem, path = fsspec.core.url_to_fs(location)
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
+
+
+@contextmanager
+def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
+    """The file, open to be read from any place.
+
+    Raises:
+        ConfigError: if it cannot be opened or read.
+    """
+    with naming(field, file.path):
+        if is_url(file.path):
+            filesystem, path = opened_filesystem(field, file.path)
+            stream = filesystem.handler.fs.open(path, "rb")
+        else:
+            stream = open(file.path, "rb")  # noqa: SIM115  closed below
+        with stream:
+            yield stream
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from scalejax.data_config import (
 )
 from scalejax.errors import ConfigError
 from scalejax.formats.image_folder import ImageFolderConfig
+from scalejax.formats.numpy_arrays import NumpyConfig
 from scalejax.parquet_config import ParquetConfig
 
 Split = Literal["train", "test"]
@@ -79,6 +80,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.fashion_mnist import FashionMnist
     from scalejax.data.image_folder import ImageFolder
+    from scalejax.data.numpy_arrays import NumpyArrays
     from scalejax.data.parquet import ParquetExamples
     from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
@@ -98,3 +100,5 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return ParquetExamples(config, split)
         case ImageFolderConfig():
             return ImageFolder(config, split)
+        case NumpyConfig():
+            return NumpyArrays(config, split)

@@ -1,0 +1,327 @@
+"""Arrays in NumPy's files, as their headers say; nothing in them is ever unpickled."""
+
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, BinaryIO, Literal
+
+import numpy as np
+
+from scalejax.dataset_facts import DatasetFacts
+from scalejax.errors import ConfigError, refusal, require_at_least, unknown_name
+
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+    from scalejax.locations import DataFile
+
+Part = Literal["train", "test"]
+PAIRS = (
+    ("x_{part}", "y_{part}"),  # keras.datasets
+    ("{part}_images", "{part}_labels"),  # MedMNIST
+    ("inputs", "targets"),
+    ("images", "labels"),
+    ("x", "y"),
+)
+"""Names of inputs and targets that are looked for, in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumpyConfig:
+    """Images or numbers, and their classes, in NumPy's files.
+
+    `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
+    arrays (an .npz that was unzipped). Arrays in .npy files are mapped into memory, or, at a URL,
+    read in the ranges that a batch needs; those of an .npz are loaded whole, in every process that
+    makes batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or
+    numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
+    spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
+    """
+
+    name: Literal["numpy"] = "numpy"
+    """Selects this data set."""
+    train: str
+    """Arrays to train on."""
+    test: str
+    """Arrays to evaluate on; it may be the same file, with other arrays in it."""
+    inputs: str | None = None
+    """Name of the array to learn from, "{part}" in it standing for train or test; if absent, the
+    first of x_{part}, {part}_images, inputs, images and x that is there with its targets."""
+    targets: str | None = None
+    """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
+    classes: int | None = None
+    """Values of the target; if absent, one more than the largest."""
+    memory_bytes: int = 4 * 2**30
+    """Most that arrays of .npz files take."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.memory_bytes", self.memory_bytes, 1)
+        if self.classes is not None:
+            require_at_least("data.classes", self.classes, 1)
+        if (self.inputs is None) != (self.targets is None):
+            given = "inputs" if self.targets is None else "targets"
+            accepted = "data.inputs and data.targets are named both or neither"
+            raise ConfigError(refusal(f"data.{given}", getattr(self, given), accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayHeader:
+    """What a file says of an array in it."""
+
+    file: "DataFile"
+    """The .npy or .npz."""
+    member: str | None
+    """Its name in an .npz."""
+    shape: tuple[int, ...]
+    """Elements in each dimension."""
+    dtype: np.dtype
+    """Type of an element."""
+    offset: int
+    """Bytes before the first element, of an .npy."""
+
+    @property
+    def size_bytes(self) -> int:
+        """What its elements take."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    @property
+    def where(self) -> str:
+        """The file, and the array in it, as a user would look for them."""
+        return self.file.path if self.member is None else f"{self.file.path}[{self.member!r}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHeaders:
+    """The two arrays of one part of a data set."""
+
+    inputs: ArrayHeader
+    """Examples."""
+    targets: ArrayHeader
+    """Their classes."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether examples are rows of numbers."""
+        return len(self.inputs.shape) == 2
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one example, with the channels of an image."""
+        shape = self.inputs.shape[1:]
+        return (*shape, 1) if len(shape) == 2 else shape
+
+
+def numpy_facts(config: NumpyConfig) -> DatasetFacts:
+    """Counts, shapes and classes.
+
+    Raises:
+        ConfigError: as of `part_headers` and `targets_of`; if the parts differ in shape, or
+            arrays of .npz files take more than `config.memory_bytes`.
+    """
+    train, test = part_headers(config, "train"), part_headers(config, "test")
+    if train.input_shape != test.input_shape:
+        raise ConfigError(
+            f"data.test: {test.inputs.where} holds examples of {test.input_shape}, and "
+            f"{train.inputs.where} of {train.input_shape}; they must be of one shape."
+        )
+    arrays = {train.inputs, train.targets, test.inputs, test.targets}
+    loaded = sum(array.size_bytes for array in arrays if array.member is not None)
+    if loaded > config.memory_bytes:
+        accepted = (
+            f"the arrays take {loaded}; unzip the .npz into a folder, whose .npy files are not "
+            "loaded but mapped"
+        )
+        raise ConfigError(refusal("data.memory_bytes", config.memory_bytes, accepted))
+    classes = [int(targets_of(config, part).max()) + 1 for part in ("train", "test")]
+    return DatasetFacts(
+        train_examples=train.inputs.shape[0],
+        test_examples=test.inputs.shape[0],
+        input_shape=train.input_shape,
+        target_shape=(),
+        classes=config.classes or max(classes),
+        is_table=train.is_table,
+    )
+
+
+def part_headers(config: NumpyConfig, part: Part) -> PartHeaders:
+    """The arrays of one part.
+
+    Raises:
+        ConfigError: if files cannot be read or are not whole, arrays are not there, hold Python
+            objects, or are of types and shapes that are no examples and classes.
+    """
+    field, location = f"data.{part}", getattr(config, part)
+    found = _headers(field, location)
+    given = (config.inputs, config.targets)
+    pairs = PAIRS if config.inputs is None else (given,)
+    pairs = [tuple((name or "").replace("{part}", part) for name in pair) for pair in pairs]
+    pair = next((pair for pair in pairs if set(pair) <= set(found)), None)
+    if pair is None and config.inputs is None:
+        tried = ", ".join(f"{x} with {y}" for x, y in pairs)
+        accepted = (
+            f"it holds {', '.join(sorted(found))}, and none of {tried}; name its arrays in "
+            "data.inputs and data.targets"
+        )
+        raise ConfigError(refusal(field, location, accepted))
+    if pair is None:
+        field, name = next(
+            (name, value)
+            for name, value in zip(("inputs", "targets"), pairs[0], strict=True)
+            if value not in found
+        )
+        unknown = unknown_name(f"data.{field}", name, found)
+        raise ConfigError(f"{location} has no such array: {unknown}")
+    headers = PartHeaders(inputs=found[pair[0]], targets=found[pair[1]])
+    for header in (headers.inputs, headers.targets):
+        if header.dtype.hasobject:
+            raise ConfigError(
+                f"{field}: {header.where} holds Python objects, and unpickling them could run any "
+                "program; write it as an array of numbers."
+            )
+    _require_examples(headers.inputs)
+    _require_classes(headers)
+    return headers
+
+
+def _require_examples(inputs: ArrayHeader) -> None:
+    accepted = "inputs are uint8 images [n, height, width(, 1 or 3)], or numbers [n, features]"
+    shape, kind = inputs.shape, inputs.dtype.kind
+    if len(shape) == 4 and shape[3] not in (1, 3):
+        accepted += "; channels come last"
+    is_image = len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3))
+    fits = inputs.dtype == np.uint8 if is_image else len(shape) == 2 and kind in "fiub"
+    if not fits or 0 in shape:
+        raise ConfigError(f"{inputs.where} holds {inputs.dtype} {list(shape)}: {accepted}.")
+
+
+def _require_classes(headers: PartHeaders) -> None:
+    targets, count = headers.targets, headers.inputs.shape[0]
+    if targets.shape not in ((count,), (count, 1)) or targets.dtype.kind not in "iub":
+        raise ConfigError(
+            f"{targets.where} holds {targets.dtype} {list(targets.shape)}: targets are integers "
+            f"[{count}], one for each of {headers.inputs.where}."
+        )
+
+
+def targets_of(config: NumpyConfig, part: Part) -> np.ndarray:
+    """The classes of a part, int32 [n].
+
+    Raises:
+        ConfigError: if one is below 0, or not below `config.classes`, naming file and row.
+    """
+    return _targets(f"data.{part}", part_headers(config, part).targets, config.classes)
+
+
+@lru_cache(maxsize=4)
+def _targets(field: str, header: ArrayHeader, classes: int | None) -> np.ndarray:
+    values = loaded_array(field, header).reshape(-1)
+    most = 2**31 - 1 if classes is None else classes
+    wrong = np.flatnonzero((values < 0) | (values >= most))
+    if wrong.size:
+        count = "from 0" if classes is None else f"0 to {classes - 1} (data.classes)"
+        raise ConfigError(
+            f"{header.where}, row {wrong[0]}: {values[wrong[0]]} is no class; they are {count}."
+        )
+    return values.astype(np.int32)
+
+
+def loaded_array(field: str, header: ArrayHeader) -> np.ndarray:
+    """The array, in memory; one of an .npz stays there for who asks next.
+
+    Raises:
+        ConfigError: if it cannot be read, or is damaged.
+    """
+    return _read_array(field, header) if header.member is None else _kept_array(field, header)
+
+
+@lru_cache(maxsize=8)
+def _kept_array(field: str, header: ArrayHeader) -> np.ndarray:
+    return _read_array(field, header)
+
+
+def _read_array(field: str, header: ArrayHeader) -> np.ndarray:
+    from scalejax.locations import opened
+
+    with opened(field, header.file) as file:
+        try:
+            if header.member is None:
+                return np.lib.format.read_array(file, allow_pickle=False)
+            with zipfile.ZipFile(file) as archive, archive.open(f"{header.member}.npy") as member:
+                return np.lib.format.read_array(member, allow_pickle=False)
+        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise ConfigError(f"{field}: {header.where} cannot be read ({error}).") from error
+
+
+def _headers(field: str, location: str) -> dict[str, ArrayHeader]:
+    """The arrays at a location, by name."""
+    from scalejax.locations import listed
+
+    files = listed(field, location, lambda name: name.endswith(".npy"), "array (*.npy)")
+    if len(files) == 1 and files[0].path.endswith(".npz"):
+        return dict(_headers_of_archive(field, files[0]))
+    headers = [_header_of_file(field, file) for file in files]
+    names = [file.path.rpartition("/")[2].removesuffix(".npy") for file in files]
+    return dict(zip(names, headers, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _header_of_file(field: str, file: "DataFile") -> ArrayHeader:
+    from scalejax.locations import opened
+
+    if not file.path.endswith(".npy"):
+        accepted = "it must be an .npz, or a folder of .npy files"
+        raise ConfigError(refusal(field, file.path, accepted))
+    with opened(field, file) as stream:
+        shape, is_fortran, dtype = _header(field, file.path, stream)
+        offset = stream.tell()
+    header = ArrayHeader(file=file, member=None, shape=shape, dtype=dtype, offset=offset)
+    if file.size_bytes < offset + header.size_bytes and not dtype.hasobject:
+        raise ConfigError(
+            f"{field}: {file.path} is not whole: it has {file.size_bytes} bytes of "
+            f"{offset + header.size_bytes}; write or copy it again."
+        )
+    if is_fortran and len(shape) > 1:
+        raise ConfigError(
+            f"{field}: {file.path} lies column by column, and rows cannot be read from it; "
+            "write numpy.ascontiguousarray of it."
+        )
+    return header
+
+
+@lru_cache(maxsize=64)
+def _headers_of_archive(field: str, file: "DataFile") -> tuple[tuple[str, ArrayHeader], ...]:
+    from scalejax.locations import opened
+
+    headers = []
+    with opened(field, file) as stream:
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                for name in archive.namelist():
+                    if not name.endswith(".npy"):
+                        continue
+                    with archive.open(name) as member:
+                        shape, _, dtype = _header(field, f"{file.path}[{name[:-4]!r}]", member)
+                    header = ArrayHeader(
+                        file=file, member=name[:-4], shape=shape, dtype=dtype, offset=0
+                    )
+                    headers.append((name[:-4], header))
+        except (EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ConfigError(
+                f"{field}: {file.path} cannot be read as .npz ({error}); write or copy it again."
+            ) from error
+    return tuple(headers)
+
+
+def _header(field: str, where: str, stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether columns come first, and type; leaves the stream at the first element."""
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }
+        if version not in read:
+            raise ValueError(f"version {version} of the format")
+        shape, is_fortran, dtype = read[version](stream)
+    except ValueError as error:
+        raise ConfigError(f"{field}: {where} cannot be read as .npy ({error}).") from error
+    return shape, is_fortran, dtype

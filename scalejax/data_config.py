@@ -14,6 +14,7 @@ from scalejax.dataset_facts import DatasetFacts
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.formats.image_folder import ImageFolderConfig, image_folder_facts
 from scalejax.formats.numpy_arrays import NumpyConfig, numpy_facts
+from scalejax.formats.tokens import TokensConfig, tokens_facts
 from scalejax.parquet_config import ParquetConfig
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
@@ -140,7 +141,8 @@ DataConfig = Annotated[
     | PythonDocsConfig
     | ParquetConfig
     | ImageFolderConfig
-    | NumpyConfig,
+    | NumpyConfig
+    | TokensConfig,
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
@@ -204,6 +206,8 @@ def facts(config: DataConfig) -> DatasetFacts:
             return image_folder_facts(config)
         case NumpyConfig():
             return numpy_facts(config)
+        case TokensConfig():
+            return tokens_facts(config)
 
 
 def _text_facts(config: PythonDocsConfig) -> DatasetFacts:

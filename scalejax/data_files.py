@@ -14,10 +14,15 @@ from scalejax.documents import load, save
 from scalejax.errors import ConfigError
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.formats.numpy_arrays import NumpyConfig, part_headers
+from scalejax.formats.tokens import TokensConfig, token_files
 from scalejax.locations import DataFile, absolute_location
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
+
+OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig
+"""Data sets of files that a user names."""
+Part = Literal["train", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class UsedFile:
     """Where it is, and what tells it from another in its place; of a folder, the bytes of the
     names in it and their SHA-256."""
     rows: int
-    """Rows or images it holds, before filters."""
+    """Rows, images or tokens it holds, before filters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +77,24 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
 
 def used_files(data: DataConfig) -> UsedFiles | None:
     """The files of `data` as they are now; None if it is of none."""
+    if not isinstance(data, OfFiles):
+        return None
+    return UsedFiles(train=tuple(_of_part(data, "train")), test=tuple(_of_part(data, "test")))
+
+
+def _of_part(data: OfFiles, part: Part) -> Iterable[UsedFile]:
     match data:
         case ParquetConfig():
-            of_part = _of_parquet
+            return _of_parquet(data, part)
         case ImageFolderConfig():
-            of_part = _of_folders
+            return _of_folders(data, part)
         case NumpyConfig():
-            of_part = _of_arrays
-        case _:
-            return None
-    return UsedFiles(train=tuple(of_part(data, "train")), test=tuple(of_part(data, "test")))
+            return _of_arrays(data, part)
+        case TokensConfig():
+            return (_used(each.file, each.count) for each in token_files(data, part))
 
 
-def _of_parquet(data: ParquetConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
+def _of_parquet(data: ParquetConfig, part: Part) -> Iterable[UsedFile]:
     rows: dict[DataFile, int] = {}
     location = absolute_location(getattr(data, part))
     for group in find_files(f"data.{part}", location, ()).groups:
@@ -92,7 +102,7 @@ def _of_parquet(data: ParquetConfig, part: Literal["train", "test"]) -> Iterable
     return (UsedFile(file=file, rows=count) for file, count in rows.items())
 
 
-def _of_folders(data: ImageFolderConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
+def _of_folders(data: ImageFolderConfig, part: Part) -> Iterable[UsedFile]:
     """The folder of each class in place of its files, told from another by their names."""
     files = image_files(data, part)
     location = absolute_location(files.location)
@@ -103,7 +113,7 @@ def _of_folders(data: ImageFolderConfig, part: Literal["train", "test"]) -> Iter
         yield UsedFile(file=file, rows=files.counts[number])
 
 
-def _of_arrays(data: NumpyConfig, part: Literal["train", "test"]) -> Iterable[UsedFile]:
+def _of_arrays(data: NumpyConfig, part: Part) -> Iterable[UsedFile]:
     headers = part_headers(data, part)
     files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # one, of an .npz
     return (_used(file, headers.inputs.shape[0]) for file in files)

@@ -195,6 +195,7 @@ def test_a_run_trains_and_is_not_resumed_on_other_files(root, tmp_path, monkeypa
     assert record.status == "completed"
     monkeypatch.chdir("/")
     longer = with_fields(load_config(tmp_path / "run" / "run.toml"), {"train.epochs": 2})
+    assert isinstance(longer.data, ImageFolderConfig)
     assert longer.data.train == f"{root}/train"
     (root / "train/dog/b.png").write_bytes(encoded(IMAGES[1]))
     with pytest.raises(ConfigError, match=r"train/dog of data\.train has changed since it began"):

@@ -1,6 +1,7 @@
 """Arrays in NumPy's files as data: rows by index, and nothing that is unpickled or half there."""
 
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -49,6 +50,11 @@ def as_url(folder, arrays):
     return {"train": f"memory:/{store}", "test": f"memory:/{store}"}
 
 
+def config_of(stored, **changed):
+    """The files of the two parts, and what else is given."""
+    return NumpyConfig(**{**stored, **changed})
+
+
 def keras(inputs, targets):
     """Arrays named as those of keras.datasets: ten of the forty to test on."""
     return {
@@ -63,7 +69,7 @@ def keras(inputs, targets):
 @pytest.mark.parametrize("targets", [CLASSES, CLASSES[:, None].astype(np.uint8)])
 def test_rows_are_found_by_index(tmp_path, stored, targets):
     """Images as they were saved, whatever the files are; columns of classes are classes."""
-    config = NumpyConfig(**stored(tmp_path, keras(IMAGES, targets)))
+    config = config_of(stored(tmp_path, keras(IMAGES, targets)))
 
     about, source = facts(config), open_source(config, "train", seed=0)
     rows = source.take(INDICES, 0)
@@ -90,9 +96,10 @@ def test_rows_are_found_by_index(tmp_path, stored, targets):
 def test_arrays_go_by_usual_names(tmp_path, train, test):
     """Of Keras, MedMNIST, and files of one part; other arrays in the file are no matter."""
     grey = IMAGES[..., 0]
-    others = {"about": np.array([{"by": "me"}], object)}
-    np.savez(tmp_path / "train.npz", **{train[0]: grey, train[1]: CLASSES}, **others)
-    np.savez(tmp_path / "test.npz", **{test[0]: grey[:9], test[1]: CLASSES[:9]})
+    of_train = {train[0]: grey, train[1]: CLASSES, "about": np.array([{"by": "me"}], object)}
+    save = partial(np.savez, allow_pickle=True)
+    save(tmp_path / "train.npz", **of_train)
+    save(tmp_path / "test.npz", **{test[0]: grey[:9], test[1]: CLASSES[:9]})
     config = NumpyConfig(train=f"{tmp_path}/train.npz", test=f"{tmp_path}/test.npz")
 
     assert facts(config).input_shape == (6, 5, 1)
@@ -104,7 +111,7 @@ def test_arrays_go_by_usual_names(tmp_path, train, test):
 def test_arrays_go_by_the_names_given(tmp_path):
     """With the part in their names."""
     arrays = {"my_train": IMAGES, "is_train": CLASSES, "my_test": IMAGES, "is_test": CLASSES}
-    config = NumpyConfig(**as_files(tmp_path, arrays), inputs="my_{part}", targets="is_{part}")
+    config = config_of(as_files(tmp_path, arrays), inputs="my_{part}", targets="is_{part}")
 
     assert facts(config).train_examples == 40
 
@@ -115,7 +122,7 @@ def test_numbers_have_mean_0_and_deviation_1(tmp_path, stored, dtype):
     """Of the training part, in the test part too; a feature that is the same everywhere is 0."""
     numbers = np.abs(NUMBERS).astype(dtype)
     numbers[:, 2] = 5
-    config = NumpyConfig(**stored(tmp_path, keras(numbers, CLASSES)))
+    config = config_of(stored(tmp_path, keras(numbers, CLASSES)))
 
     rows = open_source(config, "test", seed=0).take(np.arange(10))["inputs"]
 
@@ -130,7 +137,7 @@ def test_numbers_have_mean_0_and_deviation_1(tmp_path, stored, dtype):
 def test_moments_of_many_rows_are_those_of_some(tmp_path):
     """Of 200,000 rows with a trend, within the error of 65,536 evenly spread ones."""
     numbers = np.arange(200_000, dtype=np.float64)[:, None]
-    config = NumpyConfig(**as_files(tmp_path, keras(numbers, np.arange(200_000) % 2)))
+    config = config_of(as_files(tmp_path, keras(numbers, np.arange(200_000) % 2)))
 
     rows = open_source(config, "train", seed=0).take(np.arange(200_000))["inputs"]
 
@@ -194,7 +201,7 @@ def test_what_cannot_work_is_refused(tmp_path, stored, spoil, changed, message):
         spoil(arrays)
 
     with pytest.raises(ConfigError, match=message):
-        facts(NumpyConfig(**{**stored(tmp_path, arrays), **changed}))
+        facts(config_of(stored(tmp_path, arrays), **changed))
 
 
 def test_a_folder_without_arrays_and_a_single_array_are_refused(tmp_path):
@@ -216,9 +223,9 @@ def test_arrays_of_archives_are_loaded_within_a_limit(tmp_path):
     """3600 + 900 bytes of pixels, 320 + 80 of classes; files of their own need none."""
     stored = as_archive(tmp_path, keras(IMAGES, CLASSES))
 
-    facts(NumpyConfig(**stored, memory_bytes=4900))
+    facts(config_of(stored, memory_bytes=4900))
     with pytest.raises(ConfigError, match=r"data\.memory_bytes=4899 .*: the arrays take 4900; unz"):
-        facts(NumpyConfig(**stored, memory_bytes=4899))
+        facts(config_of(stored, memory_bytes=4899))
     with zipfile.ZipFile(tmp_path / "data.npz") as archive:
         archive.extractall(tmp_path / "unzipped")
     unzipped = f"{tmp_path}/unzipped"
@@ -237,7 +244,7 @@ def test_arrays_of_archives_are_loaded_within_a_limit(tmp_path):
 )
 def test_half_a_file_is_refused(tmp_path, stored, file, message):
     """Before anything runs."""
-    config = NumpyConfig(**stored(tmp_path, keras(IMAGES, CLASSES)))
+    config = config_of(stored(tmp_path, keras(IMAGES, CLASSES)))
     whole = (tmp_path / file).read_bytes()
     (tmp_path / file).write_bytes(whole[: len(whole) // 2])
 
@@ -247,7 +254,7 @@ def test_half_a_file_is_refused(tmp_path, stored, file, message):
 
 def test_a_file_of_another_kind_and_one_in_columns_are_refused(tmp_path):
     """No header of NumPy's; rows that lie in pieces."""
-    config = NumpyConfig(**as_files(tmp_path, keras(NUMBERS, CLASSES)))
+    config = config_of(as_files(tmp_path, keras(NUMBERS, CLASSES)))
     np.save(tmp_path / "x_train.npy", np.asfortranarray(NUMBERS))
     with pytest.raises(ConfigError, match=r"x_train\.npy lies column by column"):
         facts(config)
@@ -261,7 +268,7 @@ def test_what_is_no_number_is_named_by_file_and_row(tmp_path):
     """When its row is taken, and not before."""
     numbers = NUMBERS.copy()
     numbers[21, 3] = np.nan
-    config = NumpyConfig(**as_files(tmp_path, keras(numbers, CLASSES)))
+    config = config_of(as_files(tmp_path, keras(numbers, CLASSES)))
     source = open_source(config, "train", seed=0)
 
     source.take(np.array([20, 22]))
@@ -273,7 +280,7 @@ def test_what_is_no_number_is_named_by_file_and_row(tmp_path):
 def test_a_file_cut_short_while_it_is_read_ends_in_words(tmp_path, stored):
     """And not in a signal, as reading what was mapped of it would."""
     where = stored(tmp_path, keras(np.repeat(IMAGES, 100, axis=0), np.repeat(CLASSES, 100)))
-    config = NumpyConfig(**where)
+    config = config_of(where)
     source = open_source(config, "train", seed=0)
     source.take(np.array([3999]))
     if stored is as_files:

@@ -1,10 +1,11 @@
-"""Numbers that lie one after the other in a file, taken from many places of it at once.
+"""Numbers that lie one after the other in files, taken from many places of them at once.
 
 Knows places and types; nothing of what the numbers mean.
 """
 
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,7 +37,12 @@ class FlatFile:
             ConfigError: if the file is gone, or another than it was.
         """
         if is_url(self.file.path):
-            return self._fetched(begins, width)
+            zeros = np.zeros(len(begins), np.int64)
+            return gathered([self], zeros, begins, begins + width).reshape(-1, width)
+        return np.lib.stride_tricks.sliding_window_view(self._mapped(), width)[begins]
+
+    def _mapped(self) -> np.ndarray:
+        """All of them, of a file that is as it was."""
         try:
             about = os.stat(self.file.path)
         except OSError as error:
@@ -46,21 +52,43 @@ class FlatFile:
         if (about.st_size, str(about.st_mtime_ns)) != (self.file.size_bytes, self.file.version):
             # what is mapped of a file that was cut short would end this process
             raise ConfigError(f"{self.field}: {self.file.path} was written anew while it was read.")
-        return np.lib.stride_tricks.sliding_window_view(_mapped(self), width)[begins]
+        return _mapped(self)
 
-    def _fetched(self, begins: np.ndarray, width: int) -> np.ndarray:
-        filesystem, path = opened_filesystem(self.field, self.file.path)
-        size = self.dtype.itemsize
-        starts = [self.offset + int(begin) * size for begin in begins]
-        ends = [start + width * size for start in starts]
-        ranges = filesystem.handler.fs.cat_ranges([path] * len(starts), starts, ends)
-        for found in ranges:
-            if isinstance(found, Exception) or len(found) != width * size:
-                why = found if isinstance(found, Exception) else "it is shorter than it was"
-                raise ConfigError(
-                    f"{self.field}: {self.file.path} cannot be read any more ({why})."
-                )
-        return np.frombuffer(b"".join(ranges), self.dtype).reshape(len(starts), width)
+
+def gathered(
+    files: Sequence[FlatFile], which: np.ndarray, begins: np.ndarray, ends: np.ndarray
+) -> np.ndarray:
+    """Ranges of numbers of `files`, one after the other.
+
+    Args:
+        files: all on this machine, or all of one store.
+        which: file of each range.
+        begins: its first number.
+        ends: the number after its last.
+
+    Raises:
+        ConfigError: if a file is gone, or another than it was.
+    """
+    ranges = zip(which.tolist(), begins.tolist(), ends.tolist(), strict=True)
+    if not is_url(files[0].file.path):
+        mapped = {number: files[number]._mapped() for number in set(which.tolist())}
+        return np.concatenate([mapped[number][begin:end] for number, begin, end in ranges])
+    paths, starts, stops = [], [], []
+    for number, begin, end in ranges:
+        each = files[number]
+        paths.append(opened_filesystem(each.field, each.file.path)[1])
+        starts.append(each.offset + begin * each.dtype.itemsize)
+        stops.append(each.offset + end * each.dtype.itemsize)
+    filesystem, _ = opened_filesystem(files[0].field, files[0].file.path)
+    parts = []
+    found = filesystem.handler.fs.cat_ranges(paths, starts, stops, on_error="return")
+    for number, start, stop, content in zip(which.tolist(), starts, stops, found, strict=True):
+        if isinstance(content, Exception) or len(content) != stop - start:
+            why = content if isinstance(content, Exception) else "it is shorter than it was"
+            each = files[number]
+            raise ConfigError(f"{each.field}: {each.file.path} cannot be read any more ({why}).")
+        parts.append(np.frombuffer(content, files[number].dtype))
+    return np.concatenate(parts)
 
 
 @lru_cache(maxsize=256)  # each holds a file descriptor

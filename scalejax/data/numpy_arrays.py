@@ -7,13 +7,8 @@ import numpy as np
 
 from scalejax.data.flat_files import FlatFile
 from scalejax.data.source import Split, UnreadableExample
-from scalejax.formats.numpy_arrays import (
-    ArrayHeader,
-    NumpyConfig,
-    loaded_array,
-    part_headers,
-    targets_of,
-)
+from scalejax.formats.numpy_arrays import NumpyConfig, part_headers, targets_of
+from scalejax.formats.numpy_files import ArrayHeader, loaded_array
 
 MOST_SAMPLED_ROWS = 2**16
 """Rows from which mean and deviation of features are taken."""

@@ -117,7 +117,7 @@ class ParquetExamples:
             len(order),
             size=config.image_size,
             channels=config.channels,
-            named=lambda row: f"{self._named(ascending[to[row]])}, column {config.image_column!r}",
+            named=lambda row: f"{self._named(int(ascending[to[row]]))}, column {config.image_column!r}",
         )
 
     def _features(self, table: pa.Table, ascending: np.ndarray) -> np.ndarray:

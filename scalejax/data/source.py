@@ -18,6 +18,7 @@ from scalejax.data_config import (
 from scalejax.errors import ConfigError
 from scalejax.formats.image_folder import ImageFolderConfig
 from scalejax.formats.numpy_arrays import NumpyConfig
+from scalejax.formats.tokens import TokensConfig
 from scalejax.parquet_config import ParquetConfig
 
 Split = Literal["train", "test"]
@@ -72,7 +73,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     Args:
         config: the data set.
         split: which part of it.
-        seed: decides what synthetic examples hold; real ones do not depend on it.
+        seed: decides what synthetic examples hold, and what is random of real ones.
 
     Raises:
         ConfigError: if a file of the data set is missing or damaged.
@@ -84,6 +85,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     from scalejax.data.parquet import ParquetExamples
     from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
     from scalejax.data.text import PythonDocs
+    from scalejax.data.tokens import TokenExamples
 
     match config:
         case FashionMnistConfig():
@@ -102,3 +104,5 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return ImageFolder(config, split)
         case NumpyConfig():
             return NumpyArrays(config, split)
+        case TokensConfig():
+            return TokenExamples(config, split, seed=seed)

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from scalejax.dataset_facts import DatasetFacts
 from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.formats.array_record import ArrayRecordConfig, array_record_facts
 from scalejax.formats.image_folder import ImageFolderConfig, image_folder_facts
 from scalejax.formats.numpy_arrays import NumpyConfig, numpy_facts
 from scalejax.formats.tokens import TokensConfig, tokens_facts
@@ -142,7 +143,8 @@ DataConfig = Annotated[
     | ParquetConfig
     | ImageFolderConfig
     | NumpyConfig
-    | TokensConfig,
+    | TokensConfig
+    | ArrayRecordConfig,
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
@@ -208,6 +210,8 @@ def facts(config: DataConfig) -> DatasetFacts:
             return numpy_facts(config)
         case TokensConfig():
             return tokens_facts(config)
+        case ArrayRecordConfig():
+            return array_record_facts(config)
 
 
 def _text_facts(config: PythonDocsConfig) -> DatasetFacts:

@@ -12,6 +12,7 @@ from typing import Literal
 from scalejax.data_config import DataConfig
 from scalejax.documents import load, save
 from scalejax.errors import ConfigError
+from scalejax.formats.array_record import ArrayRecordConfig, record_files
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.formats.numpy_arrays import NumpyConfig, part_headers
 from scalejax.formats.tokens import TokensConfig, token_files
@@ -20,7 +21,7 @@ from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
 
-OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig
+OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
 """Data sets of files that a user names."""
 Part = Literal["train", "test"]
 
@@ -33,7 +34,7 @@ class UsedFile:
     """Where it is, and what tells it from another in its place; of a folder, the bytes of the
     names in it and their SHA-256."""
     rows: int
-    """Rows, images or tokens it holds, before filters."""
+    """Rows, images, records or tokens it holds, before filters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,8 @@ def _of_part(data: OfFiles, part: Part) -> Iterable[UsedFile]:
             return _of_arrays(data, part)
         case TokensConfig():
             return (_used(each.file, each.count) for each in token_files(data, part))
+        case ArrayRecordConfig():
+            return (_used(each.file, each.count) for each in record_files(data, part))
 
 
 def _of_parquet(data: ParquetConfig, part: Part) -> Iterable[UsedFile]:

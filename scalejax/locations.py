@@ -4,9 +4,10 @@ Knows names, sizes and times; nothing of what is in a file.
 """
 
 import glob
+import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -120,6 +121,32 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
             stream = open(file.path, "rb")  # noqa: SIM115  closed below
         with stream:
             yield stream
+
+
+def local_copy(field: str, file: DataFile, folder: str) -> str:
+    """Path of a copy in `folder` of a file at a URL; made once, and whole whenever it is there.
+
+    Raises:
+        ConfigError: if it cannot be read or written.
+    """
+    key = repr((file.path, file.size_bytes, file.version)).encode()
+    copy = os.path.join(folder, f"{hashlib.sha256(key).hexdigest()[:16]}-{_name(file.path)}")
+    if not os.path.exists(copy):
+        filesystem, path = opened_filesystem(field, file.path)
+        draft = f"{copy}.{os.getpid()}.draft"
+        with naming(field, file.path):
+            os.makedirs(folder, exist_ok=True)
+            try:
+                filesystem.handler.fs.get_file(path, draft)
+                os.replace(draft, copy)
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(draft)
+    return copy
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 @contextmanager

@@ -107,17 +107,17 @@ class ParquetExamples:
     def _images(
         self, column: pa.ChunkedArray, order: np.ndarray, ascending: np.ndarray
     ) -> np.ndarray:
-        config, to = (
-            self._config,
-            np.argsort(order),
-        )  # where each row of the result lies in the column
+        config, places = self._config, np.argsort(order)  # of each row, in the column
+
+        def named(row: int) -> str:
+            return f"{self._named(int(ascending[places[row]]))}, column {config.image_column!r}"
 
         return decoded_all(
-            lambda row: memoryview(column[to[row]].as_buffer() or b""),
+            lambda row: memoryview(column[places[row]].as_buffer() or b""),
             len(order),
             size=config.image_size,
             channels=config.channels,
-            named=lambda row: f"{self._named(int(ascending[to[row]]))}, column {config.image_column!r}",
+            named=named,
         )
 
     def _features(self, table: pa.Table, ascending: np.ndarray) -> np.ndarray:

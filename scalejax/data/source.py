@@ -16,6 +16,7 @@ from scalejax.data_config import (
     SyntheticTokensConfig,
 )
 from scalejax.errors import ConfigError
+from scalejax.formats.array_record import ArrayRecordConfig
 from scalejax.formats.image_folder import ImageFolderConfig
 from scalejax.formats.numpy_arrays import NumpyConfig
 from scalejax.formats.tokens import TokensConfig
@@ -79,6 +80,7 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
         ConfigError: if a file of the data set is missing or damaged.
     """
     # Imported here because the readers name `Split` from this file.
+    from scalejax.data.array_record import ArrayRecords
     from scalejax.data.fashion_mnist import FashionMnist
     from scalejax.data.image_folder import ImageFolder
     from scalejax.data.numpy_arrays import NumpyArrays
@@ -106,3 +108,5 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
             return NumpyArrays(config, split)
         case TokensConfig():
             return TokenExamples(config, split, seed=seed)
+        case ArrayRecordConfig():
+            return ArrayRecords(config, split)

@@ -32,6 +32,7 @@ from scalejax.run_checks import (
     require_one_rate,
     require_own_statistics,
     require_reached_ramp,
+    require_shared_batch,
 )
 from scalejax.scaling import Change, changes, scaled_optimizer
 from scalejax.schedule_config import LearningRateConfig
@@ -175,6 +176,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     split = BatchSplit(
         global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
     )
+    require_shared_batch(config.data, config.batch, global_batch)
     if config.train.noise_scale is not None:
         keeps = has_batch_norm(config.model)
         require_parts(split, mode=wanted.mode, has_batch_norm=keeps)

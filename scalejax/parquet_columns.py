@@ -21,6 +21,7 @@ from scalejax.parquet_files import (
     read_columns,
 )
 from scalejax.parquet_filters import filtered, kept_rows
+from scalejax.petastorm_order import require_full_shards
 
 
 def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> ParquetFiles:
@@ -44,7 +45,10 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
         _require_type(files, "label_column", config.label_column, _is_class, accepted)
     _require_room(files, config)
     _require_versions(files, config)
-    return filtered(files, config.filters)
+    kept = filtered(files, config.filters)
+    if split == "train" and config.reading.petastorm is not None:
+        require_full_shards(kept, config.reading.petastorm)
+    return kept
 
 
 def _require_type(
@@ -65,6 +69,8 @@ def _require_room(files: ParquetFiles, config: ParquetConfig) -> None:
     reading = config.reading
     sizes = sorted((group.bytes_of(config.columns) for group in files.groups), reverse=True)
     at_once = reading.window if reading.shuffle == "row_groups" else 1
+    if reading.petastorm is not None:  # each process reads one
+        at_once = reading.petastorm.shard_count or 1
     needed = 2 * sum(sizes[:at_once])
     if reading.memory_bytes < needed:
         accepted = (

@@ -14,6 +14,43 @@ Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PetastormConfig:
+    """The order in which readers of Petastorm 0.13.1 give rows to the processes of a run, so that
+    a run that was trained with them can be trained again.
+
+    The same: which row groups each process reads (index % shard_count), in which order (both
+    shuffles, bit by bit), that it is the same order in every epoch, and the rows of a group as they
+    lie. A process takes its part of each batch from its own row groups, again from the first after
+    the last, as with `num_epochs=None` and as many steps an epoch as batches fit into all rows: so
+    within an epoch rows of large shards are left out and those of small ones come twice. That is
+    what such runs did; leave this out to see each row once an epoch.
+
+    Not the same: orders that Petastorm itself does not repeat (no seed, `shuffle_rows`, process
+    pools of more than one worker), and what a loader mixes afterwards (shuffling buffers).
+    """
+
+    shard_count: int | None = None
+    """Processes among which row groups were shared; if absent, none, and one reader read all."""
+    seed: int | None = None
+    """Its `seed`."""
+    shuffle_row_groups: bool = True
+    """Whether row groups come in an order by the seed."""
+
+    def __post_init__(self) -> None:
+        if self.shard_count is not None:
+            require_at_least("data.reading.petastorm.shard_count", self.shard_count, 1)
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            accepted = "it must be from 0 to 4294967295"
+            raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
+        if self.shuffle_row_groups and not self.seed:
+            accepted = (
+                "Petastorm shuffles anew at every start without one, and with 0; give it, or "
+                "shuffle_row_groups = false"
+            )
+            raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingConfig:
     """How row groups are read, kept and mixed."""
 
@@ -25,6 +62,8 @@ class ReadingConfig:
     them mixed, so that each is read once an epoch."""
     window: int = 8
     """Row groups whose rows are mixed."""
+    petastorm: PetastormConfig | None = None
+    """Petastorm's order, in place of `shuffle`; if absent, that."""
     cache_folder: str | None = None
     """Where decoded row groups are kept on a local disk, for any number of processes and runs;
     None for nowhere. Refused for files whose store does not say when they were written."""
@@ -34,6 +73,9 @@ class ReadingConfig:
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "window", "cache_bytes"):
             require_at_least(f"data.reading.{name}", getattr(self, name), 1)
+        if self.petastorm is not None and self.shuffle != "rows":
+            accepted = "data.reading.petastorm has an order of its own; leave one of them out"
+            raise ConfigError(refusal("data.reading.shuffle", self.shuffle, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from scalejax.model_config import (
     VitConfig,
 )
 from scalejax.optimizer_config import OptimizerConfig, ScheduleFreeConfig
+from scalejax.parquet_config import ParquetConfig
 from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
 from scalejax.training_config import (
     AveragingConfig,
@@ -146,6 +147,18 @@ def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:
     if layout.zero_stage == 2 and has_batch_norm(model):
         accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
+
+
+def require_shared_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
+    """Refuse batches that the processes of Petastorm's order do not share evenly and for good."""
+    order = data.reading.petastorm if isinstance(data, ParquetConfig) else None
+    if order is None:
+        return
+    shards = "data.reading.petastorm.shard_count"
+    require_multiple("batch.global_batch", global_batch, order.shard_count or 1, shards)
+    if batch.ramp_epochs:
+        accepted = "data.reading.petastorm has an order for one batch; leave one of them out"
+        raise ConfigError(refusal("batch.ramp_epochs", batch.ramp_epochs, accepted))
 
 
 # --- batch and averages against the epochs, the optimizer and the network ---

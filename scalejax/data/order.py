@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from scalejax.data.source import Grouped, Source
+from scalejax.data.source import Grouped, Ordered, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class TrainingOrder:
     """Element k: the rows of step k after the first of its epochs.
 
     Every epoch is a new shuffle of all examples, cut into batches; an incomplete last batch is
-    dropped, and its examples come back in the next epoch.
+    dropped, and its examples come back in the next epoch. A source may have an order of its own.
 
     Whole epochs are shuffled by NumPy, 5 ns an example; Grain's own shuffle is called for each
     example and takes 8 us, at a batch of 8192 longer than a step of a small network.
@@ -51,6 +51,10 @@ class TrainingOrder:
 
         @lru_cache(maxsize=2)  # reading ahead crosses from one epoch into the next
         def permutation(epoch: int) -> np.ndarray:
+            if isinstance(source, Ordered):
+                given = source.order_of_epoch(epoch, self._steps_per_epoch, global_batch)
+                if given is not None:
+                    return given
             generator = np.random.default_rng([seed, epoch])
             if isinstance(source, Grouped):
                 return source.shuffled(generator)

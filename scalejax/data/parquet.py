@@ -16,6 +16,7 @@ from scalejax.data.source import Split, UnreadableExample
 from scalejax.parquet_columns import class_values, parquet_part
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import RowGroup
+from scalejax.petastorm_order import epoch_rows
 
 MOST_SAMPLED_GROUPS = 16
 """Row groups from which mean and deviation of features are taken."""
@@ -45,7 +46,7 @@ class ParquetExamples:
         reading, config = self._config.reading, self._config
         needed = sum(group.bytes_of(config.columns) for group in self._files.groups)
         is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
-        if is_kept or reading.shuffle == "row_groups":
+        if is_kept or reading.shuffle == "row_groups" or reading.petastorm is not None:
             return 0
         pixels = config.image_size**2 * config.channels
         row_bytes = 4 * len(config.feature_columns) if config.feature_columns else pixels
@@ -67,6 +68,13 @@ class ParquetExamples:
             mixed.append(np.concatenate(rows))
             generator.shuffle(mixed[-1])
         return np.concatenate(mixed)
+
+    def order_of_epoch(self, epoch: int, steps: int, global_batch: int) -> np.ndarray | None:
+        """Petastorm's, if it is asked for."""
+        order = self._config.reading.petastorm
+        if order is None:
+            return None
+        return epoch_rows(self._counts, order, epoch=epoch, steps=steps, global_batch=global_batch)
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The inputs and classes at `indices`.

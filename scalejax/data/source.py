@@ -68,6 +68,16 @@ class Grouped(Protocol):
         ...
 
 
+@runtime_checkable
+class Ordered(Protocol):
+    """What a source is besides, if it may have an order of its own."""
+
+    def order_of_epoch(self, epoch: int, steps: int, global_batch: int) -> np.ndarray | None:
+        """The indices of the batches of an epoch, one after the other, [steps x global batch];
+        None if they may be shuffled."""
+        ...
+
+
 def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """The examples of one part of the data set named in `config`.
 

@@ -62,6 +62,16 @@ def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
     return tree_map_with_path(read, shapes)
 
 
+def require_weights(model: ModelConfig) -> None:
+    """Refuse weights that `model` begins with and that are not here, before anything is compiled.
+
+    Raises:
+        ConfigError: as of `weights_file`.
+    """
+    if isinstance(model, ImageNetworkConfig) and model.pretrained is not None:
+        weights_file()
+
+
 def weights_file() -> Path:
     """Where the weights are, once their checksum is right.
 

@@ -17,8 +17,7 @@ from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.ramp_prediction import RampPrediction
 from scalejax.record import RunRecord
-from scalejax.scaling import scaled_schedule
-from scalejax.schedule_config import ScheduleConfig
+from scalejax.scaling import warmup_epochs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +50,11 @@ class RunSource:
     def warmup_epochs(self) -> float:
         """Length of its warmup; 0 without one."""
         schedule, global_batch = self.config.schedule, self.config.batch.global_batch
-        if isinstance(schedule, ScheduleConfig) and global_batch is not None:
-            _, epochs = scaled_schedule(schedule, global_batch)
-            return epochs
-        return schedule.warmup_epochs
+        return (
+            schedule.warmup_epochs
+            if global_batch is None
+            else warmup_epochs(schedule, global_batch)
+        )
 
 
 def gap_between(one: RunSource, other: RunSource) -> LossGap | None:

@@ -41,6 +41,14 @@ def scaled_schedule(schedule: ScheduleConfig, global_batch: int) -> tuple[float,
     return schedule.base_learning_rate * factor[schedule.scaling], schedule.warmup_epochs * stretch
 
 
+def warmup_epochs(schedule: LearningRateConfig, global_batch: int) -> float:
+    """Epochs of warmup at `global_batch`; 0 without one."""
+    if isinstance(schedule, ScheduleConfig):
+        _, epochs = scaled_schedule(schedule, global_batch)
+        return epochs
+    return schedule.warmup_epochs
+
+
 def scaled_optimizer(
     schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
 ) -> OptimizerConfig:

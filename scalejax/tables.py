@@ -130,7 +130,7 @@ def validation(found: Validation) -> Iterator[RenderableType]:
         "precision, batch, devices). in band: share of rows measured between p10 and p90."
     )
     if skipped := skip_reasons(found):
-        reasons = _facts()
+        reasons = facts()
         for reason, count in skipped:
             reasons.add_row(f"{count:5d}", reason)
         yield "Skipped rows:"
@@ -169,31 +169,31 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
         learning_rates: of every update.
     """
     config, split = resolved.config, resolved.split
-    facts = _facts()
+    table = facts()
     count = resolved.layout.device_count
-    facts.add_row("devices", str(count), str(resolved.layout) if count > 1 else "")
-    facts.add_row("global batch", f"{split.global_batch:,}", "samples per update, all devices")
+    table.add_row("devices", str(count), str(resolved.layout) if count > 1 else "")
+    table.add_row("global batch", f"{split.global_batch:,}", "samples per update, all devices")
     parts = resolved.layout.batch_shards
     shared = f", on {count // parts} devices each; {parts} parts" if parts < count else ""
     of_part = "per-part batch" if shared else "per-device batch"
-    facts.add_row(of_part, f"{split.per_device_batch:,}", f"samples per update{shared}")
+    table.add_row(of_part, f"{split.per_device_batch:,}", f"samples per update{shared}")
     passes = "1 forward pass" if split.microbatches == 1 else f"{split.microbatches} forward passes"
-    facts.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
-    facts.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)
-    facts.add_row("steps per epoch", f"{resolved.steps_per_epoch:,}", _dropped(resolved))
+    table.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
+    table.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)
+    table.add_row("steps per epoch", f"{resolved.steps_per_epoch:,}", _dropped(resolved))
     for phase in resolved.phases[1:]:
         batch, epoch = phase.split.global_batch, phase.first_epoch
-        facts.add_row(f"from epoch {epoch}", f"{batch:,}", f"{phase.steps_per_epoch:,} steps each")
-    facts.add_row("total steps", f"{resolved.total_steps:,}", f"{config.train.epochs} epochs")
-    yield facts
-    rates = _facts()
+        table.add_row(f"from epoch {epoch}", f"{batch:,}", f"{phase.steps_per_epoch:,} steps each")
+    table.add_row("total steps", f"{resolved.total_steps:,}", f"{config.train.epochs} epochs")
+    yield table
+    rates = facts()
     for step, what in turning_points(learning_rates):
         epoch = resolved.epoch_of(step)
         rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
     yield "[bold]learning rate[/]"
     yield rates
     if resolved.changes:
-        scaled = _facts()
+        scaled = facts()
         for each in resolved.changes:
             scaled.add_row(each.name, f"{each.after:.6g}", f"{each.before:.6g} before scaling")
         yield "[bold]scaled with the batch[/]"
@@ -329,7 +329,7 @@ def _rate(flop_per_second: float | None) -> str:
     return UNKNOWN if flop_per_second is None else f"{flop_per_second / TFLOP:g}"
 
 
-def _facts() -> Table:
+def facts() -> Table:
     """A table of names, values and remarks."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)

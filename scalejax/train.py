@@ -30,6 +30,7 @@ from scalejax.journal import Journal
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
+from scalejax.pretrained import require_weights
 from scalejax.processes import StopSignals, first_says, is_first
 from scalejax.progress import Reporter, Silent, reporter_for, statistics_in_words
 from scalejax.record import (
@@ -50,6 +51,7 @@ from scalejax.run_folder import (
     refuse_second_run,
     versions,
 )
+from scalejax.run_notes import notes_of
 from scalejax.run_programs import RunPrograms, compile_run, predict_run
 from scalejax.step import Step, init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
@@ -98,6 +100,10 @@ def train(
     run = resolve(config, device_count)
     mesh = build_mesh(run.layout)
     files = _admitted(folder, run, resume=resume)
+    if not resume:  # a checkpoint has its own
+        require_weights(config.model)
+    for note in notes_of(run):
+        reporter.say(f"Note: {note}.")
     with reporter.compiling():
         programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
     with (

@@ -83,6 +83,21 @@ def abstract_state(recipe: Recipe) -> TrainState:
     )
 
 
+def learning_count(run: ResolvedRun) -> tuple[int, int]:
+    """Parameters of `run` that learn, and all that its network has, counted in numbers.
+
+    Raises:
+        ConfigError: as of `abstract_state`.
+    """
+    recipe = recipe_of(run)
+    params = abstract_state(recipe).params
+    learning, whole = (
+        sum(leaf.size for leaf in jax.tree.leaves(tree))
+        for tree in (learning_params(recipe, params), params)
+    )
+    return learning, whole
+
+
 def learning_params(recipe: Recipe, params: PyTree) -> PyTree:
     """`params`, or a tree alike, with None in place of what does not learn."""
     return trainable(recipe.run.config.fine_tuning, params)

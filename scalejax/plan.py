@@ -87,6 +87,14 @@ class Plan:
     """(reason, ways) of what was not looked at."""
     notes: tuple[str, ...]
     """What a reader must know to trust the figures as far as they go."""
+    points_optimizer: str | None = None
+    """What the points of the steps were trained with, where that is not what the run has."""
+
+    @property
+    def warning(self) -> str | None:
+        """The first note, where without it the figures would be taken for what they are not."""
+        is_measured = self.has_convergence and self.points_optimizer is None
+        return None if is_measured or not self.notes else self.notes[0]
 
     @property
     def is_wide(self) -> bool:
@@ -233,6 +241,7 @@ def make_plan(
     budget: float | None = None,
     left_out: Sequence[tuple[str, int]] = (),
     notes: Sequence[str] = (),
+    points_optimizer: str | None = None,
 ) -> Plan:
     """The best of `points`: soonest, cheapest, the front and the knee.
 
@@ -247,6 +256,7 @@ def make_plan(
         budget: most that it may cost, in the units of the points' costs.
         left_out: (reason, ways) of what was not looked at.
         notes: what a reader must know.
+        points_optimizer: see `Plan`.
     """
     ordered = tuple(sorted(points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))
     misses = [miss_factor(point, deadline_seconds, budget) for point in ordered]
@@ -269,4 +279,5 @@ def make_plan(
         nearest=None if within else min(range(len(ordered)), key=misses.__getitem__, default=None),
         left_out=tuple(left_out),
         notes=tuple(notes),
+        points_optimizer=points_optimizer,
     )

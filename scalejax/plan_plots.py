@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 _COLORS = ("C4", "C5", "C6", "C7", "C8", "C9", "C0")
 """Of clusters: others than those of the answers."""
-_ANSWERS = (
-    ("soonest", "C3", "*", 15),
-    ("cheapest", "C2", "s", 9),
-    ("knee", "C1", "D", 8),
+ANSWERS = (
+    ("soonest", "C3", "o", 17),
+    ("cheapest", "C2", "s", 9.5),
+    ("knee", "C1", "D", 4.5),
 )
-"""Name, colour, mark and size of each answer of a plan; where two are one point, the larger mark
-shows behind the smaller."""
+"""Name, colour, mark and size in points of each answer of a plan. The marks are outlines, and each
+fits into the one before it, so that all are seen where they are of one point."""
+EDGE = 1.5
+"""Width of the outlines, in points."""
 
 
 def save_plan(plan: Plan, *, path: Path) -> None:
@@ -67,7 +69,7 @@ def save_plan(plan: Plan, *, path: Path) -> None:
     )  # fmt: skip
     _mark_answers(left, right, plan, seconds)
     _scale(left, right, plan, unit)
-    left.legend(fontsize="small", title="band: p10 to p90", title_fontsize="small")
+    left.legend(fontsize="small", title="band: p10 to p90", title_fontsize="small", markerscale=0.7)
     right.legend(fontsize="small")
     save_figure(figure, path)
 
@@ -99,14 +101,14 @@ def _scale(left: "Axes", right: "Axes", plan: Plan, unit: str) -> None:
 
 def _mark_answers(left: "Axes", right: "Axes", plan: Plan, seconds: float) -> None:
     """Draw the answers of a plan and its limits into both of its pictures."""
-    for name, color, marker, size in _ANSWERS:
+    for name, color, marker, size in ANSWERS:
         position = getattr(plan, name)
         if position is None:
             continue
         point = plan.points[position]
         time = point.run_seconds / seconds
         style = {"color": color, "marker": marker, "markersize": size, "linestyle": "none"}
-        style |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
+        style |= {"markerfacecolor": "none", "markeredgewidth": EDGE}
         left.plot([point.device_count], [time], label=name, **style)
         right.plot([time], [point.cost], **style)
     if plan.deadline_seconds is not None:

@@ -9,9 +9,18 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from scalejax.plan import Plan
-from scalejax.plan_words import described, format_cost, in_words, marks_of, of_the_knee, shown
+from scalejax.plan_words import (
+    MARKS_IN_WORDS,
+    described,
+    format_cost,
+    format_steps,
+    in_words,
+    marks_of,
+    of_the_knee,
+    shown,
+)
 from scalejax.tables import figures
-from scalejax.units import format_count, format_seconds, format_seconds_briefly
+from scalejax.units import format_seconds, format_seconds_briefly
 
 _LONGEST_NAME = 16
 
@@ -19,13 +28,14 @@ _LONGEST_NAME = 16
 def planned(plan: Plan) -> Iterator[RenderableType]:
     """The table, then the answers in words, then what was left out and what must be known."""
     yield Text.assemble((plan.title, "bold"), f"\nTo {plan.target}.\nSteps: {plan.steps_source}.")
-    if not plan.has_convergence:
-        yield Text(f"WARNING: {plan.notes[0]}.", style="bold")
+    if plan.warning is not None:
+        yield Text(f"WARNING: {plan.warning}.", style="bold")
     yield _table(plan)
-    yield Text("\n".join(_answers(plan)))
+    legend = [] if plan.nearest is not None else [MARKS_IN_WORDS]
+    yield Text("\n".join([*legend, *_answers(plan)]))
     lines = [f"Left out, {reason}: {count}." for reason, count in plan.left_out]
-    notes = plan.notes if plan.has_convergence else plan.notes[1:]
-    yield Text("\n".join([*lines, *(f"Note: {note}." for note in notes)]))
+    notes = [f"Note: {note}." for note in plan.notes if note != plan.warning]
+    yield Text("\n".join([*lines, *notes]))
 
 
 def _table(plan: Plan) -> RenderableType:
@@ -41,7 +51,7 @@ def _table(plan: Plan) -> RenderableType:
         row += [
             str(point.device_count),
             f"{'~' if point.is_extrapolated else ''}{point.global_batch}",
-            format_count(point.steps),
+            format_steps(point.steps),
             format_seconds(point.step_seconds),
             format_seconds_briefly(point.run_seconds),
             format_seconds_briefly(point.p10_run_seconds),

@@ -4,7 +4,13 @@ Shared by the terminal and the report; knows neither.
 """
 
 from scalejax.plan import Plan, PlanPoint, deadline_probability, miss_factor, soonest_by_devices
-from scalejax.units import UNKNOWN, format_seconds, format_seconds_briefly
+from scalejax.units import (
+    UNKNOWN,
+    format_count,
+    format_devices,
+    format_seconds,
+    format_seconds_briefly,
+)
 
 _SURE = 0.98
 """Probability beyond which a range of p10 to p90 says no more."""
@@ -17,6 +23,10 @@ def shown(plan: Plan) -> list[int]:
     found = [position for position, point in enumerate(plan.points) if id(point) in best]
     answers = {plan.soonest, plan.cheapest, plan.knee, plan.nearest} - {None}
     return sorted({*found, *(each for each in answers if each is not None)})
+
+
+MARKS_IN_WORDS = "S soonest, C cheapest, K knee."
+"""What the letters of `marks_of` mean."""
 
 
 def marks_of(plan: Plan) -> dict[int, str]:
@@ -34,15 +44,15 @@ def described(plan: Plan, point: PlanPoint) -> str:
     if point.p10_run_seconds is not None:
         low, high = point.p10_run_seconds, point.p90_run_seconds
         span = f" ({format_seconds_briefly(low)} to {format_seconds_briefly(high)})"
-    unit = "" if plan.is_priced else " device-hours"
-    plural = "s" if point.device_count > 1 else ""
     words = (
-        f"{point.device_count} device{plural} of {point.cluster}, batch {point.global_batch}: "
-        f"{format_seconds(point.run_seconds)}{span}, {format_cost(point.cost)}{unit}"
+        f"{format_devices(point.device_count)} of {point.cluster}, batch {point.global_batch}: "
+        f"{format_seconds(point.run_seconds)}{span}, {_cost_in_words(plan, point.cost)}"
     )
     if plan.deadline_seconds is not None:
         chance = deadline_probability(point, plan.deadline_seconds)
         words += f", in time with probability {_probability(chance)}"
+        if plan.points_optimizer is not None:
+            words += f" if it learns as {plan.points_optimizer} did"
     return words
 
 
@@ -61,9 +71,19 @@ def in_words(plan: Plan) -> str:
     if plan.deadline_seconds is not None:
         limits.append(format_seconds(plan.deadline_seconds))
     if plan.budget is not None:
-        unit = "" if plan.is_priced else " device-hours"
-        limits.append(f"{format_cost(plan.budget)}{unit}")
+        limits.append(_cost_in_words(plan, plan.budget))
     return " and ".join(limits)
+
+
+def _cost_in_words(plan: Plan, cost: float) -> str:
+    """A cost with its unit: device-hours, or the currency of the prices, whichever that is."""
+    found = format_cost(cost)
+    return f"a cost of {found}" if plan.is_priced else f"{found} device-hours"
+
+
+def format_steps(steps: float) -> str:
+    """A number of updates, of which a run makes whole ones, at least one."""
+    return format_count(max(1, round(steps)))
 
 
 def format_cost(cost: float) -> str:
@@ -76,10 +96,10 @@ def of_the_knee(plan: Plan) -> str:
     free = plan.knee_without_limits
     if free is not None and plan.knee != free:
         point = plan.points[free]
-        plural = "s" if point.device_count > 1 else ""
         return (
-            f"The limits end before the knee: without them it is {point.device_count} "
-            f"device{plural} of {point.cluster}, batch {point.global_batch}."
+            f"The limits end before the knee: without them it is "
+            f"{format_devices(point.device_count)} of {point.cluster}, "
+            f"batch {point.global_batch}."
         )
     if plan.pays_to_the_end:
         return "The knee is the soonest of all: more devices might still pay."

@@ -6,10 +6,11 @@ Decides which ways are looked at and where steps to target come from; `plan` com
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax import documents
+from scalejax.config import ResolvedRun, RunConfig, load_config, resolve, with_fields
 from scalejax.convergence import (
     ConvergenceData,
     Estimate,
@@ -23,10 +24,15 @@ from scalejax.convergence import (
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
 from scalejax.hardware import Cluster
-from scalejax.optimizer_config import OptimizerConfig, SgdConfig
 from scalejax.plan import Plan, PlanPoint, make_plan, plan_point
-from scalejax.predict import RUN_CONDITIONS, STEP_CONDITIONS, Prediction, predict
-from scalejax.units import format_count
+from scalejax.plan_notes import (
+    is_plain_sgd,
+    notes_of,
+    other_optimizer,
+    source_in_words,
+    target_in_words,
+)
+from scalejax.predict import Prediction, predict
 from scalejax.widened_programs import OnProgress, programs_of
 
 FARTHEST = 2
@@ -93,14 +99,32 @@ def find_convergence(
     path = Path(source)
     if path.is_dir():
         results = path / "results.parquet"
-        if not results.exists():
-            return read_run(path, target=target)
-        path = results
+        if results.exists():
+            data = read_data(results, target=target, train_examples=examples, recipe=recipe)
+        else:
+            data = read_run(path, target=target)
+        return replace(data, optimizer=_optimizer_in(path))
     if not path.suffix:
         names = ", ".join(published_names())
         accepted = f"it must be a file of points, the folder of a run, or published ones: {names}"
         raise ConfigError(refusal("convergence", source, accepted))
     return read_data(path, target=target, train_examples=examples, recipe=recipe)
+
+
+def _optimizer_in(folder: Path) -> str | None:
+    """What trained the run, or all runs of the sweep, in `folder`; None if several did, or its
+    files do not say."""
+    try:
+        document = documents.load(dict, folder / "sweep.json")
+    except ConfigError:  # a run
+        document = {"runs": [{}]}
+    try:
+        found = {
+            load_config(folder / "run.toml", fields).optimizer.name for fields in document["runs"]
+        }
+    except ConfigError:  # of an older version, say
+        return None
+    return found.pop() if len(found) == 1 else None
 
 
 def plan_run(
@@ -148,7 +172,7 @@ def plan_run(
     curve = convergence and fit(
         convergence.points,
         noise_scale=convergence.noise_scale,
-        is_plain_sgd=_is_plain_sgd(config.optimizer),
+        is_plain_sgd=is_plain_sgd(config.optimizer),
     )
     ways = _ways(config, offers, device_counts, global_batches, convergence, left_out)
     points, predictions = [], []
@@ -165,19 +189,16 @@ def plan_run(
     return make_plan(
         points,
         title=f"{config.model.name} on {clusters}",
-        target=_target_in_words(convergence, target),
-        steps_source=_source_in_words(config, convergence, curve),
+        target=target_in_words(convergence, target),
+        steps_source=source_in_words(config, convergence, curve),
         has_convergence=convergence is not None,
         is_priced=offers[0].price_per_device_hour is not None,
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
-        notes=_notes(config, predictions, convergence, recipe, points),
+        notes=notes_of(config, predictions, convergence, recipe, points),
+        points_optimizer=other_optimizer(config, convergence),
     )
-
-
-def _is_plain_sgd(optimizer: OptimizerConfig) -> bool:
-    return isinstance(optimizer, SgdConfig) and not optimizer.momentum
 
 
 def _require_choice(
@@ -282,80 +303,3 @@ def _point(
         price_per_device_hour=way.offer.price_per_device_hour,
         is_extrapolated=convergence is not None and batch > convergence.largest_reached,
     )
-
-
-def _target_in_words(convergence: ConvergenceData | None, target: float | None) -> str:
-    if convergence is None:
-        return "the end of its epochs" if target is None else f"{target:g} (assumed)"
-    value = convergence.target if convergence.target is not None else target
-    words = convergence.metric or "target"
-    return words if value is None else f"{words} {value:g}"
-
-
-def _source_in_words(
-    config: RunConfig, convergence: ConvergenceData | None, curve: Hyperbola | None
-) -> str:
-    if convergence is None or curve is None:
-        return f"the run's own {config.train.epochs} epochs, whatever the batch"
-    batches = [point.global_batch for point in convergence.points]
-    critical = curve.critical_batch
-    scale = convergence.noise_scale
-    measured = "" if scale is None else f"noise scale {format_count(scale)} samples, "
-    return (
-        f"{convergence.source}: {len(batches)} points, batch {min(batches)} to {max(batches)}; "
-        f"{measured}critical batch {format_count(critical.p50)} "
-        f"({format_count(critical.p10)} to {format_count(critical.p90)})"
-    )
-
-
-def _notes(
-    config: RunConfig,
-    predictions: Sequence[Prediction],
-    convergence: ConvergenceData | None,
-    recipe: str | None,
-    points: Sequence[PlanPoint],
-) -> list[str]:
-    notes = []
-    if convergence is None:
-        notes.append(
-            f"NOBODY MEASURED that the target is reached: {config.train.epochs} epochs are taken "
-            "for it at every batch, though large batches need more, or fail; --convergence FILE "
-            "gives measured points"
-        )
-    else:
-        notes += convergence.notes
-        if convergence.noise_scale is not None and not _is_plain_sgd(config.optimizer):
-            momentum = " with momentum" if isinstance(config.optimizer, SgdConfig) else ""
-            notes.append(
-                f"the noise scale is likely too small for {config.optimizer.name}{momentum}: it "
-                "foretells the critical batch of SGD without momentum, and those of four other "
-                "optimizers were 4 to 8 times as large (experiments/critical_batch); the range "
-                "is wider upward for that, and steps at several batches narrow it"
-            )
-        recipes = convergence.recipes
-        if recipe is not None:
-            notes.append(f"steps are those of the recipe {recipe!r}")
-        elif len(recipes) > 1:
-            notes.append(
-                f"the points are of {len(recipes)} recipes ({', '.join(recipes)}): each batch is "
-                "taken to be trained with that of the point nearest to it; --recipe names one"
-            )
-        if any(point.is_extrapolated for point in points):
-            notes.append(
-                "~ marks batches beyond the largest that was shown to reach the target, "
-                f"{convergence.largest_reached}"
-            )
-    wanted = (*STEP_CONDITIONS, *RUN_CONDITIONS)
-    unknown = [
-        name
-        for name in wanted
-        if any(dict(each.waterfall).get(name) is None for each in predictions)
-    ]
-    if unknown:
-        notes.append(
-            f"not known, so not in any time: {', '.join(unknown)} (flags --conditions.NAME say it)"
-        )
-    notes.append("start-up and evaluations are not counted")
-    # Of the utilisation, which is not in a plan, nothing need be known.
-    others = [note for each in predictions for note in each.notes if not note.startswith("MFU ")]
-    return [*notes, *dict.fromkeys(others)]

@@ -53,13 +53,13 @@ def reporter_for(stream: TextIO) -> Reporter:
 
 
 def statistics_in_words(measurement: TrainMeasurement) -> str:
-    """What the run measures of its gradients, and what float16 has made of it so far, to be put
-    behind other figures; else nothing."""
+    """What the run measures of its gradients over its last updates, and what float16 has made of
+    it so far, to be put behind other figures; else nothing."""
     words = ""
     if measurement.gradient_norm is not None:
         words += f", gradient norm {measurement.gradient_norm:.3g}"
     if measurement.noise_scale is not None:
-        words += f", noise scale {measurement.noise_scale:,.0f} samples"
+        words += f", noise scale {measurement.noise_scale:,.0f} samples lately"
     if measurement.loss_scale is not None:
         skipped = measurement.skipped_updates
         updates = "update" if skipped == 1 else "updates"

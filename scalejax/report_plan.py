@@ -6,10 +6,19 @@ from html import escape
 import altair as alt
 
 from scalejax.plan import Plan, PlanPoint, soonest_by_devices
-from scalejax.plan_words import described, format_cost, in_words, marks_of, of_the_knee, shown
+from scalejax.plan_words import (
+    MARKS_IN_WORDS,
+    described,
+    format_cost,
+    format_steps,
+    in_words,
+    marks_of,
+    of_the_knee,
+    shown,
+)
 from scalejax.report_charts import PALETTE, Row, Spec
 from scalejax.report_page import Page
-from scalejax.units import format_count, format_fraction, format_seconds, unit_of_axis
+from scalejax.units import format_fraction, format_seconds, unit_of_axis
 
 _HEIGHT = 320
 _LOGARITHMIC = alt.Scale(type="log", nice=False, padding=20)
@@ -37,8 +46,8 @@ def add_plans(page: Page, plans: Sequence[Plan]) -> None:
 def _add_plan(page: Page, plan: Plan) -> None:
     page.add(f"<h3>{escape(plan.title)}: {escape(plan.target)}</h3>")
     page.add(f"<p>Steps to target: {escape(plan.steps_source)}.</p>")
-    if not plan.has_convergence:
-        page.add(f"<p><strong>{escape(plan.notes[0])}.</strong></p>")
+    if plan.warning is not None:
+        page.add(f"<p><strong>{escape(plan.warning)}.</strong></p>")
     page.add(f"<ul>{''.join(f'<li>{line}</li>' for line in _answers(plan))}</ul>")
     page.add_chart(
         "Time to target as devices are added",
@@ -59,7 +68,8 @@ def _add_plan(page: Page, plan: Plan) -> None:
         ["cluster", "devices", "batch", "steps", "step", "goodput", "time", "p10", "p90", cost, ""],
         [_row(plan.points[position], marks_of(plan).get(position, "")) for position in shown(plan)],
     )
-    lines = [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
+    lines = [] if plan.nearest is not None else [MARKS_IN_WORDS.removesuffix(".")]
+    lines += [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
     items = "".join(f"<li>{escape(note)}</li>" for note in [*lines, *plan.notes])
     page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
 
@@ -82,7 +92,7 @@ def _row(point: PlanPoint, mark: str) -> list[str]:
         point.cluster,
         f"{point.device_count:,}",
         f"{'~' if point.is_extrapolated else ''}{point.global_batch:,}",
-        format_count(point.steps),
+        format_steps(point.steps),
         format_seconds(point.step_seconds),
         format_fraction(point.goodput),
         format_seconds(point.run_seconds),

@@ -81,6 +81,11 @@ def format_count(count: float | None) -> str:
     return f"{count:.3g}"
 
 
+def format_devices(count: int) -> str:
+    """So many devices, in words: "1 device", "4,096 devices"."""
+    return "1 device" if count == 1 else f"{count:,} devices"
+
+
 def format_fraction(fraction: float | None) -> str:
     """A ratio as a percentage: "87.5 %"."""
     return UNKNOWN if fraction is None else f"{fraction * 100:.1f} %"

@@ -314,13 +314,15 @@ def test_noise_scales_of_several_recipes_are_not_averaged(tmp_path: Path):
             read_data(write(tmp_path / "bad.csv", f"{head}a,64,90,{scale}\n"))
 
 
-def recorded(folder: Path, noise_scales: Sequence[float | None], batch: int = 64) -> Path:
-    """A run that was evaluated and measured every 10 steps, better by 0.1 each time."""
+def recorded(
+    folder: Path, noise_scales: Sequence[float | None], batch: int = 64, every: int = 10
+) -> Path:
+    """A run that was evaluated and measured every so many steps, better by 0.1 each time."""
     log = MeasurementLog(folder / "measurements.jsonl")
     for number, scale in enumerate(noise_scales, start=1):
         log.append(
             TrainMeasurement(
-                step=10 * number,
+                step=every * number,
                 epoch=float(number),
                 loss=1.0,
                 accuracy=0.5,
@@ -334,7 +336,7 @@ def recorded(folder: Path, noise_scales: Sequence[float | None], batch: int = 64
         )
         log.append(
             EvaluationMeasurement(
-                step=10 * number,
+                step=every * number,
                 epoch=float(number),
                 test_loss=1.0,
                 test_accuracy=0.4 + 0.1 * number,
@@ -355,7 +357,17 @@ def test_run_is_a_point_with_its_noise_scale(tmp_path: Path):
     assert data.noise_scale == pytest.approx((64 / 2 + 192 / 4) / (1 / 2 + 1 / 4))
     assert [(point.global_batch, point.samples) for point in data.points] == [(64, 30 * 64)]
     assert (data.target, data.metric) == (0.7, "test accuracy")
-    assert not data.notes
+    assert any("what train prints is that of the last updates" in note for note in data.notes)
+
+
+def test_evaluations_far_apart_are_said(tmp_path: Path):
+    """An accuracy of 0.7 was seen at step 30 and not at 20, so it may have taken 21: 9 of 30 too
+    many, at most a third. Of evaluations after every one of 30 steps, nothing is to be said."""
+    data = read_run(recorded(tmp_path, [None] * 4), target=0.7)
+
+    assert any("after 20 and 30 steps" in n and "up to 33% too many" in n for n in data.notes)
+    fine = read_run(recorded(tmp_path / "fine", [None] * 30, every=1), target=0.4 + 0.1 * 30)
+    assert not any("too many" in note for note in fine.notes)
 
 
 def test_run_without_noise_scale_says_so(tmp_path: Path):

@@ -67,6 +67,7 @@ ARITHMETIC = {
     "plan": 5,
     "ramp_prediction": 5,
     "plan_words": 6,
+    "plan_notes": 6,
     "compilation": 10,
     "explained_run": 11,
     "scaling_study": 11,

@@ -1,6 +1,7 @@
 """Plans: the right cluster, devices and batch by hand, an honest no, and what is printed."""
 
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from scalejax.plan import (
     pareto_front,
     plan_point,
 )
-from scalejax.plan_plots import save_plan
+from scalejax.plan_plots import ANSWERS, EDGE, save_plan
 from scalejax.plan_tables import planned
 from scalejax.plan_words import missed
 from scalejax.planned_run import Offer, find_convergence, plan_run
@@ -262,6 +263,24 @@ def test_plan_survives_its_file(tmp_path: Path):
     assert documents.load(Plan, tmp_path / "plan.json") == plan
 
 
+def test_steps_are_whole_in_a_table():
+    """42.4 updates are none, and 0.2 not even one; the letters of the answers are explained."""
+    ways = [plan_point(prediction_of(n, 1.0), steps) for n, steps in ((1, 42.4), (2, 0.2))]
+    text = printed(plan_of(*ways))
+
+    assert [line.split()[2] for line in text.splitlines()[4:6]] == ["42", "1"]
+    assert "S soonest, C cheapest, K knee." in text
+
+
+def test_costs_say_of_what_they_are():
+    """Device-hours, or the currency of the prices."""
+    plan = plan_of(*BY_HAND, budget=20)
+    assert "Within 20 device-hours:" in printed(plan)
+    priced = " ".join(printed(replace(plan, is_priced=True)).split())
+    assert "Within a cost of 20:" in priced
+    assert "(5 h to 20 h), a cost of 10." in priced
+
+
 def test_report_shows_a_plan(tmp_path: Path):
     """Its answers, its charts, and what it is called in the contents."""
     plan = plan_of(*BY_HAND, deadline=12, budget=20)
@@ -282,6 +301,17 @@ def test_plot_is_drawn(tmp_path: Path):
     ):
         save_plan(plan, path=tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_marks_of_one_point_are_all_seen():
+    """Outlines that do not touch: the corners of a square of side a are 0.71 a from its middle,
+    those of the diamond, a turned square, 0.71 a as well, and an edge is half as wide outward."""
+    (_, _, circle, outer), (_, _, square, side), (_, _, diamond, inner) = ANSWERS
+    edge = EDGE / 2
+
+    assert (circle, square, diamond) == ("o", "s", "D")
+    assert side / math.sqrt(2) + edge < outer / 2 - edge
+    assert inner / math.sqrt(2) + edge < side / 2 - edge
 
 
 @pytest.mark.parametrize(
@@ -394,6 +424,66 @@ def test_without_points_the_epochs_are_taken_and_that_is_said_loudly(run_file: P
     assert [each.steps for each in plan.points] == [10 * (60000 // 256), 10 * (60000 // 512)]
     assert plan.notes[0].startswith("NOBODY MEASURED")
     assert "WARNING: NOBODY MEASURED" in printed(plan)
+
+
+def test_critical_batch_of_one_batch_is_called_assumed(run_file: Path):
+    """Points of one batch say nothing of others, and those of two recipes no more; two batches of
+    one recipe, or a noise scale, do."""
+    offers, config = [Offer(cluster=load_cluster("dgx-h100"))], load_config(run_file)
+    one = data_of(256)
+    other = replace(one.points[0], global_batch=512, recipe="another")
+    apart = replace(one, points=(*one.points, other))
+
+    for data, is_assumed in (
+        (one, True),
+        (apart, True),
+        (replace(one, noise_scale=1000.0), False),
+        (data_of(256, 512), False),
+    ):
+        source = plan_run(config, offers, [8], convergence=data).steps_source
+        assert ("critical batch ASSUMED to be about" in source) == is_assumed
+    source = plan_run(config, offers, [8], convergence=one).steps_source
+    assert source.startswith(": 1 point, batch 256; critical batch ASSUMED")
+
+
+def test_points_of_another_optimizer_are_said_loudly_and_behind_each_probability(run_file: Path):
+    """Of the same, or of one that nobody knows, nothing is said."""
+    offers, config = [Offer(cluster=load_cluster("dgx-h100"))], load_config(run_file)
+
+    def shown(optimizer: str | None) -> str:
+        data = replace(data_of(128, 256), optimizer=optimizer)
+        plan = plan_run(config, offers, [8], convergence=data, deadline_seconds=1e9)
+        return " ".join(printed(plan).split())
+
+    text = shown("lars")
+    assert "WARNING: the points were trained with lars, and this run trains with sgd" in text
+    assert "in time with probability above 98% if it learns as lars did." in text
+    for quiet in (shown("sgd"), shown(None)):
+        assert "WARNING" not in quiet
+        assert "probability above 98%." in quiet
+
+
+def test_optimizer_of_points_is_that_of_their_run_sweep_or_publisher(
+    run_file: Path, tmp_path: Path
+):
+    """What a sweep's runs replaced counts, and of several optimizers none."""
+    example = Path(__file__).parent.parent / "scalejax" / "examples" / "resnet50_modern.toml"
+    published = find_convergence(load_config(example))
+    assert published is not None
+    assert published.optimizer == "lars"
+
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"global_batch": [256], "steps_to_target": [100]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "results.parquet")
+    for runs, expected in (
+        ([{}, {"seed": 1}], "sgd"),
+        ([{"optimizer.name": "lamb"}], "lamb"),
+        ([{}, {"optimizer": {"name": "lamb"}}], None),
+    ):
+        (tmp_path / "sweep.json").write_text(json.dumps({"runs": runs}))
+        found = find_convergence(load_config(run_file), str(tmp_path))
+        assert found is not None
+        assert found.optimizer == expected
 
 
 def test_conditions_of_the_site_are_in_the_time(run_file: Path):

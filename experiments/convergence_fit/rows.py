@@ -25,6 +25,8 @@ class Network:
     """Samples in an epoch of the data set; None where rows count samples."""
     starts_from_checkpoint: bool = False
     """Whether training begins with weights that MLPerf hands out, and not from scratch."""
+    optimizer: str = ""
+    """What trained it, as scalejax names it; empty where rows do not say."""
     note: str = ""
     """What a reader must know before using the points for a run of his own."""
 
@@ -45,6 +47,7 @@ NETWORKS = {
         metric="ImageNet top-1 accuracy",
         target=0.759,
         train_examples=1_281_167,
+        optimizer="lars",
         note="LARS with a polynomial decay that ends where training does",
     ),
     "bert_large": Network(
@@ -55,6 +58,7 @@ NETWORKS = {
         target=0.72,
         train_examples=None,
         starts_from_checkpoint=True,
+        optimizer="lamb",
         note=f"LAMB, 512 tokens; {FROM_CHECKPOINT}",
     ),
     "ssd_resnet34": Network(

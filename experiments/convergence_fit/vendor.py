@@ -13,7 +13,7 @@ OUTPUT = Path(__file__).parents[2] / "scalejax" / "convergence" / "published" / 
 COLUMNS = (
     "network", "metric", "target", "recipe", "global_batch", "samples_to_target",
     "run_deviation", "run_count", "train_examples", "starts_from_checkpoint", "rounds",
-    "note", "source",
+    "optimizer",    "note", "source",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def cells(row: PublishedRow) -> dict[str, object]:
         "train_examples": network.train_examples,
         "starts_from_checkpoint": str(network.starts_from_checkpoint).lower(),
         "rounds": network.rounds,
+        "optimizer": network.optimizer,
         "note": network.note,
         "source": row.source,
     }

@@ -44,7 +44,8 @@ class PlanRun(RunFileCommand):
     deadline: Annotated[str | None, flag("TIME")] = None
     """Time within which the target must be reached, such as 30min, 2h or 3d."""
     budget: Annotated[float | None, flag("COST")] = None
-    """Most that it may cost: in the currency of --price, or in device-hours without one."""
+    """Most that it may cost: a number in the currency of --price, such as 500, or of device-hours
+    where no --price is given."""
     price: Annotated[str | None, flag("PRICE")] = None
     """Of one device for an hour, in any currency; one for all clusters, or P,P,... for each."""
     json: Annotated[Path | None, flag("OUT.json")] = None

@@ -55,6 +55,8 @@ class ConvergenceData:
     noise_scale: float | None = None
     """Gradient noise scale in samples, an estimate of the critical batch: B_simple of McCandlish
     et al. 2018, arXiv 1812.06162, section 2.2; None if it was not measured."""
+    optimizer: str | None = None
+    """What trained all of it, as a run.toml names it; None if that is not known."""
     train_examples: int | None = None
     """Samples of the data set on which it was measured; None if that does not matter."""
     starts_from_checkpoint: bool = False
@@ -77,6 +79,13 @@ class ConvergenceData:
     def recipes(self) -> tuple[str, ...]:
         """Names of the recipes of the points."""
         return tuple(sorted({point.recipe for point in self.points}))
+
+    @property
+    def compares_batches(self) -> bool:
+        """Whether some recipe was tried with several batches, so that a curve is measured."""
+        return len({(point.recipe, point.global_batch) for point in self.points}) > len(
+            self.recipes
+        )
 
     @property
     def largest_reached(self) -> int:

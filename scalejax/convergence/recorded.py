@@ -16,6 +16,15 @@ NOT_MEASURED = (
 )
 
 
+_AVERAGED = (
+    "the noise scale is the mean over the run's progress up to the target; what train prints is "
+    "that of the last updates"
+)
+_COARSE = 0.05
+"""Part of the steps to a target beyond which it is said that they are known no better: as far as
+points lie from their curve where all goes well (`hyperbola.SCATTER`)."""
+
+
 def read_run(path: Path, *, target: float | None) -> ConvergenceData:
     """The steps that the run in a folder took to a test accuracy, and its noise scale until then.
 
@@ -36,6 +45,7 @@ def read_run(path: Path, *, target: float | None) -> ConvergenceData:
     step = next((e.step for e in record.evaluations if e.test_accuracy >= target), None)
     if step is None:
         raise ConfigError(refusal("target", target, f"{path} did not reach it: {seen}"))
+    before = max((e.step for e in record.evaluations if e.step < step), default=0)
     lines = record.training
     batches = sorted({line.global_batch for line in lines if line.global_batch is not None})
     if len(batches) != 1:
@@ -48,6 +58,17 @@ def read_run(path: Path, *, target: float | None) -> ConvergenceData:
         metric="test accuracy",
         points=(Point(global_batch=batches[0], samples=float(step * batches[0])),),
         noise_scale=scale,
-        notes=() if scale is not None else (NOT_MEASURED,),
+        notes=(
+            NOT_MEASURED if scale is None else _AVERAGED,
+            *((_coarse(before, step),) if step - before > _COARSE * step else ()),
+        ),
         source=str(path),
+    )
+
+
+def _coarse(before: int, step: int) -> str:
+    return (
+        f"the target was reached between the evaluations after {before} and {step} steps, and "
+        f"{step} are taken: up to {(step - before) / step:.0%} too many; "
+        "train.evaluate_every_steps evaluates more often"
     )

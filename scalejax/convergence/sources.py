@@ -119,6 +119,7 @@ def published_data(name: str, *, target: float | None = None) -> ConvergenceData
     return replace(
         data,
         metric=str(first["metric"]),
+        optimizer=str(first["optimizer"]) or None,
         starts_from_checkpoint=first["starts_from_checkpoint"] == "true",
         notes=(f"steps to target: {first['note']}",) if first["note"] else (),
     )

@@ -23,14 +23,14 @@ try:
 
     from scalejax import __version__
     from scalejax.commands import COMMANDS, Command, Overrides, RunFileCommand
-    from scalejax.config import parse_value
+    from scalejax.config import RunConfig, parse_value
     from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
 except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
     print("interrupted", file=sys.stderr)
     sys.exit(_INTERRUPTED)
 
-_FIELDS_WITHOUT_DOT = ("seed",)
-"""Fields of a run.toml that stand in no table."""
+_FIELDS_WITHOUT_DOT = tuple(field.name for field in dataclasses.fields(RunConfig))
+"""The seed, and whole tables: --optimizer='{name = "lamb"}' leaves none of the file's fields."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -240,7 +240,29 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
     Raises:
         ConfigError: one line per problem.
     """
-    return _built(_tables(path, overrides))
+    try:
+        return _built(_tables(path, overrides))
+    except ConfigError as error:
+        if hints := _hints_of_kind(path, overrides or {}, str(error)):
+            raise ConfigError("\n".join([str(error), *hints])) from error
+        raise
+
+
+def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
+    """What to do about refused fields that the file gives for another kind than a flag asks for."""
+    hints = []
+    for dotted, kind in overrides.items():
+        table, _, last = dotted.rpartition(".")
+        given = load_toml(path).get(table)
+        if last != "name" or not isinstance(given, dict):
+            continue
+        kept = [name for name in given if f"{table}.{name}" not in overrides]
+        if fields := [name for name in kept if f"{table}.{name} is no field" in refused]:
+            hints.append(
+                f"{path} gives {', '.join(fields)} of [{table}], for another name than {kind!r}: "
+                f"--{table}='{{name = {json.dumps(kind)}}}' replaces the whole table."
+            )
+    return hints
 
 
 def given_model_name(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> str | None:

@@ -225,6 +225,25 @@ def test_layout_larger_than_the_machine_is_refused(
     assert "8" in refused(f"train {WARMUP} --layout.data 16 --folder {folder}", capsys)
 
 
+def test_fields_of_another_kind_are_said_to_be_the_files_and_how_to_drop_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """The example gives sgd's momentum, which lamb has not; what a flag gives is its own."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    show = ["config", "show", WARMUP, "--devices", "8"]
+
+    assert main([*show, "--optimizer.name", "lamb", "--optimizer.nesterov", "true"]) == 2
+    *_, hint = capsys.readouterr().err.splitlines()
+    assert hint.endswith(
+        "fashion_gradual_warmup.toml gives momentum of [optimizer], for another name than 'lamb': "
+        """--optimizer='{name = "lamb"}' replaces the whole table."""
+    )
+
+    assert main([*show, '--optimizer={name = "lamb"}', "--optimizer.beta1", "0.8"]) == 0
+    assert "optimizer lamb variant optax, beta1 0.8" in " ".join(capsys.readouterr().out.split())
+    assert "whole table" not in refused("config show " + WARMUP + " --optimizer.beta1 1", capsys)
+
+
 def test_each_problem_of_a_file_has_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

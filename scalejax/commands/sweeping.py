@@ -40,7 +40,9 @@ class Sweep(RunFileCommand):
     """
 
     variable: UseAppendAction[Annotated[tuple[str, ...], _repeated("V", "FIELD=[VALUE,...]")]] = ()
-    """Values to combine, such as 'seed=[0,1,2]'. May be repeated."""
+    """Values to combine, such as 'seed=[0,1,2]'. May be repeated. A whole table as a value, such
+    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces that of the file, all its fields;
+    -P and -E replace those that they name, and leave the others."""
     parameter: UseAppendAction[Annotated[tuple[str, ...], _repeated("P", "FIELD=VALUE")]] = ()
     """A value for every run. May be repeated."""
     extension: UseAppendAction[Annotated[tuple[str, ...], _repeated("E", "JSON")]] = ()

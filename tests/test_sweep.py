@@ -14,6 +14,7 @@ from rich.console import Console
 
 from scalejax import sweep_plots, sweep_tables
 from scalejax.cli import main
+from scalejax.config import load_config, resolve
 from scalejax.convergence.sources import read_data
 from scalejax.documents import plain
 from scalejax.errors import ConfigError
@@ -24,6 +25,7 @@ from scalejax.record import (
     Status,
     StatusChange,
 )
+from scalejax.run_folder import describe_run
 from scalejax.sweep import (
     SweepFolder,
     parse_grammar,
@@ -292,6 +294,20 @@ def test_runs_that_differ_in_a_table_are_told_apart(run_file, tmp_path, variable
     )
 
 
+def test_a_table_among_values_replaces_that_of_the_file_and_others_merge_into_it(run_file):
+    """As the help of the command says: momentum is the file's, which lamb has not."""
+    run_file.write_text(RUN.replace('name = "sgd"\n', 'name = "sgd"\nmomentum = 0.5\n'))
+
+    whole = plan_sweep(run_file, parse_grammar([], ['optimizer=[{"name":"lamb"}]'], []))
+    assert [run.run.config.optimizer.name for run in whole.runs] == ["lamb"]
+
+    merged = parse_grammar(['optimizer={"nesterov":true}'], [], [])
+    (run,) = plan_sweep(run_file, merged).runs
+    assert (run.run.config.optimizer.momentum, run.run.config.optimizer.nesterov) == (0.5, True)
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum is no field"):
+        plan_sweep(run_file, parse_grammar(['optimizer={"name":"lamb"}'], [], []))
+
+
 def test_plan_is_printed_in_80_columns_and_nothing_is_trained(run_file, tmp_path, capsys):
     """Flags with a dot are parameters."""
     flags = ["-V", "seed=[0,1]", "-V", "batch.global_batch=[8,16]", "--train.epochs", "3"]
@@ -341,6 +357,28 @@ def test_a_sweep_that_was_killed_as_it_began_is_begun_again(run_file, tmp_path):
     folder.plan.unlink()
     with pytest.raises(ConfigError, match="holds no sweep to resume"):
         begin_sweep(dataclasses.replace(plan, text=f"{plan.text}\n"), folder, resume=True)
+
+
+def test_a_sweep_does_not_begin_where_a_run_is(run_file, tmp_path, capsys):
+    """What `train` has left stays as it is, also before its first measurement; so does any other
+    run.toml, and that of the sweep itself is no other."""
+    folder = tmp_path / "run"
+    record(RunFolder(path=folder), [0.5])
+    described = tmp_path / "described"
+    describe_run(RunFolder(path=described), resolve(load_config(run_file), 1))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.toml").write_text("seed = 3\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for path in (folder, described, other):
+        assert main(["sweep", str(run_file), "--folder", str(path), "-V", "seed=[0,1]"]) == 2
+        assert "holds a run, or another run.toml" in " ".join(capsys.readouterr().err.split())
+
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    begin_sweep(plan, SweepFolder(path=run_file.parent), resume=False)
 
 
 def test_states_that_a_killed_job_left_are_removed(run_file, tmp_path):

@@ -13,6 +13,7 @@ from typing import Literal
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
 from scalejax.errors import ConfigError, nearest_name, refusal, unknown_name
+from scalejax.record import RunFolder
 from scalejax.reference import run_reference
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields, Grammar
@@ -191,12 +192,18 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
     """Write `plan` into `folder`, or make sure that it is the one that is there.
 
     Raises:
-        ConfigError: if the folder holds a sweep and it is not to be resumed, or is another one.
+        ConfigError: if the folder holds a sweep and it is not to be resumed, or is another one,
+            or holds a run.
     """
     if not folder.plan.exists():
         if resume and not _was_beginning(plan, folder):
             raise ConfigError(
                 f"{str(folder.path)!r} holds no sweep to resume: leave --resume out to begin one."
+            )
+        if _holds_other(plan, folder):
+            raise ConfigError(
+                f"{str(folder.path)!r} holds a run, or another run.toml, and no sweep: "
+                "give another folder."
             )
         save_text(plan.text, folder.run_file)
         save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
@@ -228,6 +235,14 @@ def _first_difference(before: JsonValue, now: JsonValue) -> str:
                     value = json.dumps(new[name]) if name in new else "not given"
                     return f" (run {index}: {name} is {value}, was {was})"
     return "" if len(before) == len(now) else f" ({len(now)} runs, there were {len(before)})"
+
+
+def _holds_other(plan: SweepPlan, folder: SweepFolder) -> bool:
+    """Whether `folder` holds what `train` wrote there, or a run.toml that `plan` is not of."""
+    run = RunFolder(path=folder.path)
+    if run.measurements.exists() or run.readme.exists():
+        return True
+    return folder.run_file.exists() and not _was_beginning(plan, folder)
 
 
 def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:

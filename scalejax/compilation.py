@@ -8,6 +8,7 @@ from typing import Literal
 
 from scalejax.profile import ProfileJob, profile_many, remembered
 from scalejax.program import Program
+from scalejax.units import counted
 
 Stage = Literal["begun", "compiled", "remembered"]
 """What has become of a case: remembered ones were compiled for an earlier question."""
@@ -21,7 +22,7 @@ def nothing_said(stage: Stage, case: str) -> None:
 
 def in_words(device_count: int) -> str:
     """So many devices, as the name of a case."""
-    return "1 device" if device_count == 1 else f"{device_count} devices"
+    return counted(device_count, "device")
 
 
 def compile_cases(

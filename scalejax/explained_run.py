@@ -15,6 +15,7 @@ from scalejax.profile import ProfileJob
 from scalejax.program import Program
 from scalejax.shortage import memory_shortage
 from scalejax.trace_import import MeasuredTrace
+from scalejax.units import counted
 
 CASES = 2
 """Programs that are compiled for one explanation: as asked for, and with twice the batch."""
@@ -91,7 +92,10 @@ def compare_trace(
     match = match_trace(explained.program, cluster, recorded.seconds_by_name)
     notes = explained.explanation.notes
     if recorded.device_count != explained.program.device_count:
-        notes = (*notes, f"the trace is of one process, with {recorded.device_count} devices")
+        notes = (
+            *notes,
+            f"the trace is of one process, with {counted(recorded.device_count, 'device')}",
+        )
     return replace(explained, explanation=replace(explained.explanation, trace=match, notes=notes))
 
 

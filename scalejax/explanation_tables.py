@@ -17,7 +17,7 @@ from scalejax.explain import (
     UnexpectedCollective,
 )
 from scalejax.tables import figures
-from scalejax.units import UNKNOWN, format_fraction, format_seconds
+from scalejax.units import UNKNOWN, counted, format_fraction, format_seconds
 
 _BAR_CELLS = 33
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -56,7 +56,7 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
 
 def _heading(explained: Explanation) -> Text:
     axes = " x ".join(f"{name}={size}" for name, size in explained.mesh_axes if size > 1)
-    devices = f"{explained.device_count} devices" if explained.device_count > 1 else "one device"
+    devices = counted(explained.device_count, "device")
     line = f"\n{devices}: {axes}. " if axes else f"\n{devices}. "
     band = ""
     if explained.p10_step_seconds is not None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.units import counted
 
 GPU_FLAGS = (
     # Off by default, and then gradients are reduced after the backward pass and not during it.
@@ -74,5 +75,5 @@ def choose_platform(cpu_devices: int | None = None) -> None:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", cpu_devices)
         except RuntimeError as error:
-            accepted = f"JAX already runs here with {jax.device_count()} devices"
+            accepted = f"JAX already runs here with {counted(jax.device_count(), 'device')}"
             raise ConfigError(refusal("cpu_devices", cpu_devices, accepted)) from error

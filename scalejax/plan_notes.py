@@ -10,7 +10,7 @@ from scalejax.convergence import ConvergenceData, Hyperbola
 from scalejax.optimizer_config import OptimizerConfig, SgdConfig
 from scalejax.plan import PlanPoint
 from scalejax.predict import RUN_CONDITIONS, STEP_CONDITIONS, Prediction
-from scalejax.units import format_count
+from scalejax.units import counted, format_count
 
 
 def is_plain_sgd(optimizer: OptimizerConfig) -> bool:
@@ -38,15 +38,14 @@ def source_in_words(
 ) -> str:
     """Where the steps to target come from, and the critical batch that they are taken to have."""
     if convergence is None or curve is None:
-        return f"the run's own {config.train.epochs} epochs, whatever the batch"
+        return f"the run's own {counted(config.train.epochs, 'epoch')}, whatever the batch"
     batches = [point.global_batch for point in convergence.points]
     critical, scale = curve.critical_batch, convergence.noise_scale
     measured = "" if scale is None else f"noise scale {format_count(scale)} samples, "
     is_assumed = scale is None and not convergence.compares_batches
-    count = "1 point" if len(batches) == 1 else f"{len(batches)} points"
     batch = " to ".join(map(str, sorted({min(batches), max(batches)})))
     return (
-        f"{convergence.source}: {count}, batch {batch}; "
+        f"{convergence.source}: {counted(len(batches), 'point')}, batch {batch}; "
         f"{measured}critical batch {'ASSUMED to be about ' if is_assumed else ''}"
         f"{format_count(critical.p50)} "
         f"({format_count(critical.p10)} to {format_count(critical.p90)})"
@@ -64,8 +63,9 @@ def notes_of(
     """What a reader must know of a plan; what makes its figures others than they look first."""
     notes = []
     if convergence is None:
+        epochs = counted(config.train.epochs, "epoch")
         notes.append(
-            f"NOBODY MEASURED that the target is reached: {config.train.epochs} epochs are taken "
+            f"NOBODY MEASURED that the target is reached: the run's own {epochs} stand "
             "for it at every batch, though large batches need more, or fail; --convergence FILE "
             "gives measured points"
         )

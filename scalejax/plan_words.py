@@ -4,13 +4,7 @@ Shared by the terminal and the report; knows neither.
 """
 
 from scalejax.plan import Plan, PlanPoint, deadline_probability, miss_factor, soonest_by_devices
-from scalejax.units import (
-    UNKNOWN,
-    format_count,
-    format_devices,
-    format_seconds,
-    format_seconds_briefly,
-)
+from scalejax.units import UNKNOWN, counted, format_count, format_seconds, format_seconds_briefly
 
 _SURE = 0.98
 """Probability beyond which a range of p10 to p90 says no more."""
@@ -45,7 +39,7 @@ def described(plan: Plan, point: PlanPoint) -> str:
         low, high = point.p10_run_seconds, point.p90_run_seconds
         span = f" ({format_seconds_briefly(low)} to {format_seconds_briefly(high)})"
     words = (
-        f"{format_devices(point.device_count)} of {point.cluster}, batch {point.global_batch}: "
+        f"{counted(point.device_count, 'device')} of {point.cluster}, batch {point.global_batch}: "
         f"{format_seconds(point.run_seconds)}{span}, {_cost_in_words(plan, point.cost)}"
     )
     if plan.deadline_seconds is not None:
@@ -97,8 +91,8 @@ def of_the_knee(plan: Plan) -> str:
     if free is not None and plan.knee != free:
         point = plan.points[free]
         return (
-            f"The limits end before the knee: without them it is "
-            f"{format_devices(point.device_count)} of {point.cluster}, "
+            "The limits end before the knee: without them it is "
+            f"{counted(point.device_count, 'device')} of {point.cluster}, "
             f"batch {point.global_batch}."
         )
     if plan.pays_to_the_end:

@@ -12,6 +12,7 @@ from scalejax.hardware import Cluster
 from scalejax.program import Program
 from scalejax.record import RunFolder
 from scalejax.trace_import import MeasuredTrace, read_trace, trace_file
+from scalejax.units import counted
 
 
 def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredTrace:
@@ -29,7 +30,9 @@ def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredT
     devices = trace.device_count if program is None else program.device_count
     may_be_more = program is None and device_count % devices == 0
     if devices != device_count and not may_be_more:
-        accepted = f"{str(path)!r} is of {_devices(devices)}; compare it with --devices {devices}"
+        accepted = (
+            f"{str(path)!r} is of {counted(devices, 'device')}; compare it with --devices {devices}"
+        )
         raise ConfigError(refusal("devices", device_count, accepted))
     backend = trace.platform if program is None else program.backend
     if backend is not None:
@@ -45,7 +48,3 @@ def _program_of_run(file: Path) -> Program | None:
         if files.program.is_file() and files.holds_run:
             return load(Program, files.program)
     return None
-
-
-def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"

@@ -12,7 +12,7 @@ from scalejax.documents import save_text
 from scalejax.explain import Explanation, TraceMatch
 from scalejax.report_charts import PALETTE, Row, Spec
 from scalejax.report_page import Page
-from scalejax.units import UNKNOWN, format_fraction, format_seconds
+from scalejax.units import UNKNOWN, counted, format_fraction, format_seconds
 
 _MS = 1e3
 _MOST_MATCHES = 20
@@ -59,8 +59,9 @@ def render(explained: Explanation) -> str:
     title = f"{explained.program} on {explained.cluster_title}"
     page.add(f"<h1>{escape(title)}</h1>")
     axes = " x ".join(f"{name}={size}" for name, size in explained.mesh_axes if size > 1)
+    devices = counted(explained.device_count, "device")
     page.add(
-        f"<p>{explained.device_count:,} devices{': ' + escape(axes) if axes else ''}. One step "
+        f"<p>{devices}{': ' + escape(axes) if axes else ''}. One step "
         f"takes {format_seconds(explained.step_seconds)}; p10 "
         f"{format_seconds(explained.p10_step_seconds)}, p90 "
         f"{format_seconds(explained.p90_step_seconds)}. MFU {format_fraction(explained.mfu)}. "

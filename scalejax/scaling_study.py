@@ -15,6 +15,7 @@ from scalejax.predict import Prediction, Scaling, ScalingPrediction, predict, sc
 from scalejax.profile import ProfileJob
 from scalejax.program import Program
 from scalejax.shortage import memory_shortage
+from scalejax.units import counted
 
 
 def study(
@@ -112,5 +113,5 @@ def resolve_all(
         try:
             runs.append(resolve(scaled, count))
         except ConfigError as error:
-            raise ConfigError(f"on {count} devices, {error}") from error
+            raise ConfigError(f"on {counted(count, 'device')}, {error}") from error
     return runs

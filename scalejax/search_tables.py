@@ -12,7 +12,7 @@ from scalejax.layout import AXES
 from scalejax.searched_run import Ranked, SearchReport
 from scalejax.tables import figures
 from scalejax.transformer_program import Strategy
-from scalejax.units import format_bytes, format_count, format_fraction, format_seconds
+from scalejax.units import counted, format_bytes, format_count, format_fraction, format_seconds
 
 _LOSSES_SHOWN = 3
 _SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
@@ -22,7 +22,7 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
     """The table in the order of the closed form."""
     yield Text.assemble(
         (report.title, "bold"),
-        f"\n{report.devices} devices, {report.global_batch} samples per step; "
+        f"\n{counted(report.devices, 'device')}, {report.global_batch} samples per step; "
         f"least {report.objective}. "
         f"{report.considered:,} strategies, of which {report.fitting:,} fit.",
     )

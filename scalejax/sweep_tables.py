@@ -12,7 +12,7 @@ from scalejax.documents import JsonValue
 from scalejax.sweep.optuna_search import Trial
 from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words
 from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
-from scalejax.units import UNKNOWN, format_fraction, format_seconds
+from scalejax.units import UNKNOWN, counted, format_fraction, format_seconds
 
 _MOST_ROWS = 40
 
@@ -61,7 +61,7 @@ def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType
         words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
     words += f"{format_seconds(seconds)} of training."
     if left:
-        words += f" {len(left)} runs are not finished."
+        words += f" {counted(len(left), 'run')} {'is' if len(left) == 1 else 'are'} not finished."
     yield Text(words)
 
 

@@ -20,14 +20,7 @@ from scalejax.fit_runs import WIDE_ERROR, Fit
 from scalejax.hardware import Chip, Cluster
 from scalejax.presets import Preset
 from scalejax.reference import TableReference
-from scalejax.units import (
-    GB,
-    TFLOP,
-    UNKNOWN,
-    format_bytes,
-    format_count,
-    format_seconds,
-)
+from scalejax.units import GB, TFLOP, UNKNOWN, counted, format_bytes, format_count, format_seconds
 from scalejax.validation import Summary, Validation
 
 SUDDEN = 0.9
@@ -184,7 +177,7 @@ def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[Rend
     for phase in resolved.phases[1:]:
         batch, epoch = phase.split.global_batch, phase.first_epoch
         table.add_row(f"from epoch {epoch}", f"{batch:,}", f"{phase.steps_per_epoch:,} steps each")
-    table.add_row("total steps", f"{resolved.total_steps:,}", f"{config.train.epochs} epochs")
+    table.add_row("total steps", f"{resolved.total_steps:,}", counted(config.train.epochs, "epoch"))
     yield table
     rates = facts()
     for step, what in turning_points(learning_rates):

@@ -56,7 +56,7 @@ from scalejax.run_programs import RunPrograms, compile_run, predict_run
 from scalejax.step import Step, init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.train_state import TrainState
-from scalejax.units import format_seconds
+from scalejax.units import counted, format_seconds
 
 
 class Interrupted(SystemExit):
@@ -180,7 +180,9 @@ class _Loop:
         for measurement in self._journal.earlier:
             self._note(measurement)
         self._journal.reporter.begin(begin, self._run.total_steps)
-        devices = f"on {self._run.layout.device_count} devices ({self._run.layout}); {versions()}"
+        layout = self._run.layout
+        spread = f" ({layout})" if layout.device_count > 1 else ""
+        devices = f"on {counted(layout.device_count, 'device')}{spread}; {versions()}"
         if begin:
             self._change_status("resumed", f"at step {begin}, {devices}")
         else:
@@ -365,7 +367,7 @@ class _Loop:
 
     def _ending(self) -> tuple[Status, str, DivergenceCause | None]:
         """How the run ended, the same in words, and why if it diverged."""
-        took = f"{self._step} steps in {format_seconds(self._journal.elapsed_seconds)}"
+        took = f"{counted(self._step, 'step')} in {format_seconds(self._journal.elapsed_seconds)}"
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"

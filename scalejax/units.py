@@ -81,9 +81,9 @@ def format_count(count: float | None) -> str:
     return f"{count:.3g}"
 
 
-def format_devices(count: int) -> str:
-    """So many devices, in words: "1 device", "4,096 devices"."""
-    return "1 device" if count == 1 else f"{count:,} devices"
+def counted(count: int, noun: str) -> str:
+    """So many of a thing, in words: "1 device", "4096 devices"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def format_fraction(fraction: float | None) -> str:

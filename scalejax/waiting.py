@@ -17,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from scalejax.units import counted
+
 if TYPE_CHECKING:
     from scalejax.compilation import OnCase, Stage
 
@@ -166,7 +168,7 @@ def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"training {runs} runs", total=float(jobs))
+        task = progress.add_task(f"training {counted(runs, 'run')}", total=float(jobs))
 
         def show(job: int, part: float) -> None:
             parts[job] = part

@@ -10,6 +10,7 @@ from scalejax.config import ResolvedRun
 from scalejax.hardware import Cluster
 from scalejax.profile import ProfileJob
 from scalejax.program import Program
+from scalejax.units import counted
 from scalejax.validation.widen import narrowed, widened
 
 OnProgress = Callable[[int, int], None]
@@ -37,8 +38,8 @@ def programs_of(
 
     def ask(run: ResolvedRun, cluster: Cluster) -> str:
         name = (
-            f"{cluster.name}, {run.layout.device_count} devices, "
-            f"{run.split.per_device_batch} samples on each"
+            f"{cluster.name}, {counted(run.layout.device_count, 'device')}, "
+            f"{counted(run.split.per_device_batch, 'sample')} on each"
         )
         jobs[name] = ProfileJob(run=run, cluster=cluster)
         return name

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from scalejax import tables
+from scalejax.units import counted
 
 
 def printed(*parts: object) -> str:
@@ -31,3 +32,10 @@ def printed(*parts: object) -> str:
 def test_turning_points_of_a_schedule(rates: list[float], points: list[tuple[int, str]]):
     """Start, peak, sudden falls and end; smooth decay has none between."""
     assert tables.turning_points(rates) == points
+
+
+def test_one_of_a_thing_is_no_plural():
+    """None is."""
+    counts = [counted(count, "device") for count in (0, 1, 2, 4096)]
+
+    assert counts == ["0 devices", "1 device", "2 devices", "4096 devices"]

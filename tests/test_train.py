@@ -416,6 +416,13 @@ def test_a_warmup_that_the_run_does_not_finish_is_said_at_its_start(tmp_path, ca
     assert first.startswith("Note: the warmup of 1.5 epochs is longer than the run of 1:")
 
 
+def test_a_run_on_one_device_says_so_in_the_singular(tmp_path):
+    """Without a mesh of which every axis is 1."""
+    record = run(tmp_path / "run", {"train.epochs": 1}, device_count=1)
+
+    assert record.statuses[0].message.startswith("on 1 device; scalejax ")
+
+
 def test_plain_lines_tell_the_same_story(finished, capsys):
     """Where there is no terminal: one line per evaluation and turn, nothing that moves."""
     record, _ = finished

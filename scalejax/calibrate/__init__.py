@@ -21,6 +21,7 @@ from scalejax.calibrate.processes import Between, Probe, between_processes
 from scalejax.documents import JsonValue, plain, save_toml
 from scalejax.errors import ConfigError
 from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
+from scalejax.units import counted
 
 __all__ = ["GRID", "TINY_GRID", "Calibration", "Grid", "calibrate", "stage_count"]
 
@@ -103,7 +104,7 @@ def calibrate(
     source = _source()
     chips = {}
     for count in busy_counts():
-        where = f"on {count} device{'s' if count > 1 else ''}"
+        where = f"on {counted(count, 'device')}"
         mesh = machine.mesh_of(jax.local_devices()[:count])
         chips[count] = machine.measure_chip(
             mesh, grid, source, lambda what, where=where: on_stage(f"{what} {where}")

@@ -17,6 +17,7 @@ from scalejax.layout import MODEL_AXES
 from scalejax.presets import costed_note
 from scalejax.search import Found
 from scalejax.transformer_program import Strategy
+from scalejax.units import counted
 
 if TYPE_CHECKING:
     from scalejax.searched_run import SearchReport
@@ -134,12 +135,13 @@ class Search(RunFileCommand):
         """No answer as an answer: how far it is, and what was not searched."""
         from scalejax.searched_run import in_words
 
+        devices = counted(self.devices, "device")
         if nearest is None:
-            answer = f"no strategy divides network and samples evenly over {self.devices} devices."
+            answer = f"no strategy divides network and samples evenly over {devices}."
         else:
             strategy, ratio = nearest
             answer = (
-                f"no strategy fits {self.devices} devices of {title}; "
+                f"no strategy fits {devices} of {title}; "
                 f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
             )
         return "\n".join((answer, *(f"{note}." for note in notes)))

@@ -9,6 +9,7 @@ from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
 from scalejax.profile.target import Target
 from scalejax.program import Program
+from scalejax.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class RunJob:
     def title(self) -> str:
         """What is compiled, for people."""
         model = self.run.config.model.name
-        return f"the training step of {model!r} for {self.target.device_count} devices"
+        return f"the training step of {model!r} for {counted(self.target.device_count, 'device')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,9 @@ class FunctionJob:
     @property
     def title(self) -> str:
         """What is compiled, for people."""
-        return f"{self.builder.rpartition('/')[2]!r} for {self.target.device_count} devices"
+        return (
+            f"{self.builder.rpartition('/')[2]!r} for {counted(self.target.device_count, 'device')}"
+        )
 
 
 Job = Annotated[RunJob | FunctionJob, Field(discriminator="name")]

@@ -13,6 +13,7 @@ from scalejax.documents import JsonValue, build
 from scalejax.errors import ConfigError, ScalejaxError
 from scalejax.hardware import Cluster
 from scalejax.model_config import ModelConfig
+from scalejax.units import counted
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.errata import as_published
 from scalejax.validation.ledger import LedgerRow
@@ -161,7 +162,9 @@ def _require_axes(row: LedgerRow) -> None:
     axes = (spread.data, spread.fsdp, spread.tensor, spread.context, spread.pipeline)
     product = math.prod(size or 1 for size in axes)
     if spread.data is not None and product != row.device_count:
-        raise ConfigError(f"its axes multiply to {product}, not to {row.device_count} devices")
+        raise ConfigError(
+            f"its axes multiply to {product}, not to {counted(row.device_count, 'device')}"
+        )
 
 
 def _runs(row: LedgerRow) -> list[ResolvedRun]:
@@ -217,7 +220,7 @@ def _per_device_batch(row: LedgerRow) -> int:
     sharing = (spread.tensor or 1) * (spread.context or 1) * (spread.pipeline or 1)
     shards = row.device_count // sharing
     if shards == 0 or work.global_batch % shards:
-        raise ConfigError(f"a global batch of {work.global_batch} over {shards} devices")
+        raise ConfigError(f"a global batch of {work.global_batch} over {counted(shards, 'device')}")
     return work.global_batch // shards
 
 

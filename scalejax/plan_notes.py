@@ -65,9 +65,9 @@ def notes_of(
     if convergence is None:
         epochs = counted(config.train.epochs, "epoch")
         notes.append(
-            f"NOBODY MEASURED that the target is reached: the run's own {epochs} stand "
-            "for it at every batch, though large batches need more, or fail; --convergence FILE "
-            "gives measured points"
+            f"NOBODY MEASURED that the target is reached: what the run trains, {epochs}, is "
+            "taken for it at every batch, though large batches need more, or fail; "
+            "--convergence FILE gives measured points"
         )
     else:
         if (other := other_optimizer(config, convergence)) is not None:

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from scalejax.predict import merged_notes
-from scalejax.ramp_prediction import RampPrediction
+from scalejax.ramp_prediction import PhasePrediction, RampPrediction
 from scalejax.tables import figures
-from scalejax.units import UNKNOWN, format_bytes, format_seconds
+from scalejax.units import UNKNOWN, format_bytes, format_fraction, format_seconds
 
 
 def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
@@ -22,6 +22,9 @@ def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
         (prediction.title, "bold"), f"\nPredicted, {first.scaling} scaling, the batch grows."
     )
     yield _figures(prediction)
+    every = [each for phase in prediction.phases for each in phase.study.predictions]
+    if any(each.p10_step_seconds or each.goodput for each in every):
+        yield _ranges(prediction)
     yield (
         "The time is that of the epochs beside it: updates alone. A device has "
         f"{format_bytes(first.predictions[0].memory_bytes)} of memory."
@@ -44,6 +47,27 @@ def _notes(prediction: RampPrediction) -> list[str]:
     return [note for note in (*own, *shared) if "MFU " not in note]
 
 
+def _ranges(prediction: RampPrediction) -> Table:
+    """How far off the step time of each batch may be, on each number of devices."""
+    table = figures("devices", "epochs", "step p10", "p50", "p90", "goodput")
+    for position, count in enumerate(prediction.device_counts):
+        for phase in prediction.phases:
+            each = phase.study.predictions[position]
+            table.add_row(
+                str(count),
+                _epochs(phase),
+                format_seconds(each.p10_step_seconds),
+                format_seconds(each.step_seconds),
+                format_seconds(each.p90_step_seconds),
+                format_fraction(each.goodput),
+            )
+    return table
+
+
+def _epochs(phase: PhasePrediction) -> str:
+    return f"{phase.first_epoch} to {phase.first_epoch + phase.epochs}"
+
+
 def _figures(prediction: RampPrediction) -> Table:
     """A row for each batch, then the whole run, on each number of devices."""
     table = figures("devices", "epochs", "batch", "updates", "step", "time", "memory", "fits")
@@ -53,7 +77,7 @@ def _figures(prediction: RampPrediction) -> Table:
             steps = each.steps_per_epoch
             table.add_row(
                 str(count),
-                f"{phase.first_epoch} to {phase.first_epoch + phase.epochs}",
+                _epochs(phase),
                 UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
                 UNKNOWN if steps is None else f"{steps * phase.epochs:,}",
                 format_seconds(each.step_seconds),

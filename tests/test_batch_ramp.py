@@ -1,11 +1,10 @@
 """A batch that grows: which update has which samples and rate, and that nothing is lost."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ramp_cases import TABLES
 
 from scalejax.checkpoint import load_weights
 from scalejax.config import RunConfig, resolve, with_fields
@@ -21,23 +20,14 @@ from scalejax.record import RunFolder, RunRecord
 from scalejax.step import build_step, init_state
 from scalejax.train import train
 
-TABLES: dict[str, Any] = {
-    "seed": 3,
-    "model": {"name": "mlp", "hidden": [16]},
-    "data": {
-        "name": "synthetic_images",
-        "image_size": 8,
-        "channels": 1,
-        "classes": 4,
-        "train_examples": 40,
-        "test_examples": 12,
+CONFIG = build(
+    RunConfig,
+    {
+        **TABLES,
+        "seed": 3,
+        "train": {"epochs": 5, "log_every_steps": 1, "checkpoint_every_steps": 2},
     },
-    "batch": {"global_batch": 8, "ramp_epochs": [1, 3]},
-    "optimizer": {"name": "sgd", "momentum": 0.9},
-    "schedule": {"base_learning_rate": 0.1},
-    "train": {"epochs": 5, "log_every_steps": 1, "checkpoint_every_steps": 2},
-}
-CONFIG = build(RunConfig, TABLES)
+)
 BATCHES = [8] * 5 + [16] * 4 + [32] * 2
 """Of every update: five in the first epoch, two in each of the next two, then one."""
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from ramp_cases import TABLES
 
 from scalejax import compilation
 from scalejax.cli import main
@@ -20,22 +21,8 @@ from scalejax.ramp_prediction import RampPrediction
 from scalejax.ramp_study import phase_alone, ramp_study
 from scalejax.report_sources import read_sources
 from scalejax.step import build_step
+from scalejax.units import format_seconds
 
-TABLES: dict[str, Any] = {
-    "model": {"name": "mlp", "hidden": [16]},
-    "data": {
-        "name": "synthetic_images",
-        "image_size": 8,
-        "channels": 1,
-        "classes": 4,
-        "train_examples": 40,
-        "test_examples": 12,
-    },
-    "batch": {"global_batch": 8, "ramp_epochs": [1, 3]},
-    "optimizer": {"name": "sgd", "momentum": 0.9},
-    "schedule": {"base_learning_rate": 0.1},
-    "train": {"epochs": 5},
-}
 CONFIG = build(RunConfig, TABLES)
 CLUSTER = load_cluster("dgx-h100")
 
@@ -178,6 +165,13 @@ def test_predict_prints_and_writes_every_batch(tmp_path, capsys):
         ["3", "to", "5", "32", "2"],
     ]
     assert rows[3][1:3] == ["all", "11"]
+    saved = load(RampPrediction, figures)
+    steps = [phase.study.predictions[0] for phase in saved.phases]
+    bands = [(each.p10_step_seconds, each.step_seconds, each.p90_step_seconds) for each in steps]
+    # The second table: devices, "0 to 1", then two words for each time.
+    assert [" ".join(row[4:10]) for row in rows[4:7]] == [
+        " ".join(map(format_seconds, band)) for band in bands
+    ]
     studies = read_sources([figures]).studies
     assert studies == tuple(phase.study for phase in load(RampPrediction, figures).phases)
 

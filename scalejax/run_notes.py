@@ -1,10 +1,15 @@
 """What may well be meant in a run and often is not: said, and not refused.
 
-Knows runs as they are resolved; needs no JAX.
+Knows runs as they are resolved, and what was predicted of them; needs no JAX.
 """
 
 from scalejax.config import ResolvedRun
+from scalejax.predict import Prediction
 from scalejax.scaling import warmup_epochs
+
+FAR_OFF = 3
+"""How many times the predicted a measured step may take before it is said what that tells: runs on
+a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
@@ -17,3 +22,17 @@ def notes_of(run: ResolvedRun) -> tuple[str, ...]:
         f"the warmup of {warmup:g} epochs is longer than the run of {epochs}: the learning rate "
         "never gets to its peak",
     )
+
+
+def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
+    """What to think of a step that takes far longer than was predicted; None if it does not."""
+    times = measured_seconds / prediction.step_seconds
+    if times <= FAR_OFF:
+        return None
+    why = "the machine was busy with other work, or the prediction is wrong"
+    if prediction.backend == "cpu" and prediction.device_count > 1:
+        why = (
+            "virtual devices share the cores of one machine, and with other work there: they show "
+            "that a run is right, not how fast it is"
+        )
+    return f"{times:.0f} times the predicted step: {why}"

@@ -51,12 +51,12 @@ from scalejax.run_folder import (
     refuse_second_run,
     versions,
 )
-from scalejax.run_notes import notes_of
+from scalejax.run_notes import notes_of, slow_note
 from scalejax.run_programs import RunPrograms, compile_run, predict_run
 from scalejax.step import Step, init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.train_state import TrainState
-from scalejax.units import counted, format_seconds
+from scalejax.units import UNKNOWN, counted, format_seconds
 
 
 class Interrupted(SystemExit):
@@ -384,12 +384,15 @@ class _Loop:
         """The median step in words, and what was predicted of it, as far as the two are known."""
         if not self._step_times:
             return ""
+        step_seconds = median(self._step_times)
         try:
-            predicted = documents.load(Prediction, self._journal.files.prediction).step_seconds
+            prediction = documents.load(Prediction, self._journal.files.prediction)
         except ConfigError:  # none was made, or it was damaged since: no reason to end in an error
-            predicted = None
-        median_step = format_seconds(median(self._step_times))
-        return f"; median step {median_step}, predicted {format_seconds(predicted)}"
+            return f"; median step {format_seconds(step_seconds)}, predicted {UNKNOWN}"
+        predicted = format_seconds(prediction.step_seconds)
+        note = slow_note(prediction, step_seconds)
+        behind = f" ({note})" if note else ""
+        return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
 
     def _change_status(
         self, status: Status, message: str, cause: DivergenceCause | None = None

@@ -13,6 +13,7 @@ from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
 from scalejax.report_sources import RunSource, Sources, gap_between, read_sources
+from scalejax.report_sweep import add_sweeps
 from scalejax.units import (
     UNKNOWN,
     format_bytes,
@@ -26,7 +27,7 @@ def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax 
     """Write what is at `paths` as one page.
 
     Args:
-        paths: folders of runs, and JSON files of predictions and plans.
+        paths: folders of runs and sweeps, and JSON files of predictions and plans.
         output: the HTML file.
         title: heading of the page.
 
@@ -40,12 +41,19 @@ def render(sources: Sources, title: str) -> str:
     """The page, as HTML with everything inside it."""
     page = Page()
     page.add(f"<h1>{escape(title)}</h1>")
-    parts = (("Runs", sources.runs), ("Plans", sources.plans), ("Predictions", sources.studies))
+    runs = (("Sweeps", sources.sweeps), ("Runs", sources.runs))
+    parts = (*runs, ("Plans", sources.plans), ("Predictions", sources.studies))
     links = [f'<a href="#{name.lower()}">{name}</a>' for name, part in parts if part]
     if len(links) > 1:
         page.add(f"<nav>{''.join(links)}</nav>")
+    if sources.sweeps:
+        add_sweeps(page, sources.sweeps)
     if sources.runs:
         _add_runs(page, sources.runs)
+    if sources.curves:
+        _add_curves(page, sources.curves)
+    if sources.runs:
+        _add_comparisons(page, sources.runs)
     if sources.plans:
         add_plans(page, sources.plans)
     if sources.studies:
@@ -63,6 +71,9 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
         ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
         [_run_row(run) for run in runs],
     )
+
+
+def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
     page.add_chart(
         "Test accuracy",
         "The part of the test examples that is right, after each epoch. A click on a name in the "
@@ -89,6 +100,9 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
             "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
             report_charts.noise_scale(runs),
         )
+
+
+def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     if len(runs) > 1:
         _add_gaps(page, runs)
     page.add("<h3>Time of a step: predicted and measured</h3>")
@@ -102,6 +116,9 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
         ["run", "devices", "samples/s", "step measured", "step predicted", "error"],
         [_time_row(run) for run in runs],
     )
+    slow = [(run.label, run.slow_note) for run in runs if run.slow_note]
+    items = "".join(f"<li>{escape(label)}: {escape(note)}</li>" for label, note in slow)
+    page.add(f'<ul class="soft">{items}</ul>' if items else "")
 
 
 def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:

@@ -44,6 +44,8 @@ _DASHES = [[1, 0], [7, 5], [2, 5]]
 _SAME = 0.005
 """Share of a value below which a difference cannot be seen."""
 _HEIGHT = 280
+_LEGEND_WIDTH = 140
+"""Letters in a line of a legend."""
 _MS = 1e3
 
 
@@ -266,7 +268,7 @@ def _curves(
                 axis=alt.Axis(tickMinStep=1) if is_long else alt.Axis(),
             ),
             y=y,
-            color=_color("run", families),
+            color=_color("run", families, columns=_legend_columns(families)),
             detail="label:N",
             strokeDash=alt.StrokeDash(
                 "covers:N",
@@ -283,6 +285,11 @@ def _curves(
         .add_params(picked)
     )
     return _spec(chart.interactive())
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """How many columns of such names are as wide as a page, at most 4."""
+    return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names), default=1) + 4)))
 
 
 def _devices() -> alt.X:

@@ -3,9 +3,10 @@
 Knows files; nothing of how they are shown.
 """
 
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -16,8 +17,16 @@ from scalejax.loss_gap import LossGap, loss_gap
 from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
 from scalejax.ramp_prediction import RampPrediction
-from scalejax.record import RunRecord
+from scalejax.record import RunRecord, TrainMeasurement
+from scalejax.run_notes import slow_note
 from scalejax.scaling import warmup_epochs
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import SweepPlan, in_words
+from scalejax.sweep.recorded import recorded_sweep
+from scalejax.sweep.results import RunRow, seedless
+
+MOST_LINES = 20_000
+"""Lines on updates, over all runs of a sweep, that are drawn: about 3 MB in each chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,13 @@ class RunSource:
         return median(times) if times else None
 
     @property
+    def slow_note(self) -> str | None:
+        """What to think of its steps where they took far longer than was predicted."""
+        if self.prediction is None or self.step_seconds is None:
+            return None
+        return slow_note(self.prediction, self.step_seconds)
+
+    @property
     def measures_noise_scale(self) -> bool:
         """Whether the record has its gradient noise scale."""
         return any(m.noise_scale is not None for m in self.record.training)
@@ -55,6 +71,23 @@ class RunSource:
             if global_batch is None
             else warmup_epochs(schedule, global_batch)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSource:
+    """One sweep: its plan, what its runs reached, and those that have begun, for curves."""
+
+    name: str
+    """That of its folder."""
+    plan: SweepPlan
+    """What was to be trained."""
+    rows: tuple[RunRow, ...]
+    """What became of each run, from its whole record."""
+    runs: tuple[RunSource, ...]
+    """Those with a record, families being runs that differ in their seed alone."""
+    kept_every: int
+    """Of so many lines on updates in the records one is among `runs`: of many runs, all would
+    make a page of many megabytes."""
 
 
 def gap_between(one: RunSource, other: RunSource) -> LossGap | None:
@@ -73,23 +106,67 @@ class Sources:
     """Predictions over numbers of devices, in the order in which they were named."""
     plans: tuple[Plan, ...] = ()
     """Plans, in the order in which they were named."""
+    sweeps: tuple[SweepSource, ...] = ()
+    """Sweeps, in the order in which they were named."""
+
+    @property
+    def curves(self) -> tuple[RunSource, ...]:
+        """All runs that are drawn, those of sweeps last."""
+        return (*self.runs, *(run for sweep in self.sweeps for run in sweep.runs))
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """The runs and predictions at `paths`.
+    """The runs, sweeps and predictions at `paths`.
 
     Raises:
-        ConfigError: if there is none, or a path is neither a run's folder nor a prediction.
+        ConfigError: if there is none, or a path is neither a folder of a run or sweep nor a
+            prediction.
     """
     if not paths:
         raise ConfigError("a report needs a run's folder, or a prediction's or plan's JSON file.")
-    runs = [_read_run(path) for path in paths if path.is_dir()]
+    folders = [path for path in paths if path.is_dir()]
+    sweeps = [path for path in folders if SweepFolder(path=path).plan.is_file()]
+    runs = [_read_run(path) for path in folders if path not in sweeps]
     read = [_read_file(path) for path in paths if not path.is_dir()]
     return Sources(
         runs=tuple(runs),
         studies=tuple(study for each in read for study in _studies(each)),
         plans=tuple(each for each in read if isinstance(each, Plan)),
+        sweeps=tuple(_read_sweep(path, is_alone=len(paths) == 1) for path in sweeps),
     )
+
+
+def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
+    plan, rows = recorded_sweep(path)
+    name = path.resolve().name
+    prefix = "" if is_alone else f"{name}: "
+    runs = []
+    for row in rows:
+        if row.status == "planned":
+            continue
+        run = _read_run(SweepFolder(path=path).run(row.planned.index).path)
+        family = f"{prefix}{in_words(seedless(row)) or 'all'}"
+        label = f"{prefix}{row.planned.label or row.planned.name}"
+        runs.append(replace(run, label=label, family=family))
+    kept_every = math.ceil(sum(len(run.record.training) for run in runs) / MOST_LINES) or 1
+    return SweepSource(
+        name=name,
+        plan=plan,
+        rows=tuple(rows),
+        runs=tuple(replace(run, record=_thinned(run.record, kept_every)) for run in runs),
+        kept_every=kept_every,
+    )
+
+
+def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
+    """`record` with one line on an update of so many, and all other lines."""
+    kept = {id(line) for line in record.training[::kept_every]}
+    lines = tuple(
+        line
+        for line in record.measurements
+        if id(line) in kept or not isinstance(line, TrainMeasurement)
+    )
+    return replace(record, measurements=lines)
 
 
 def _read_run(path: Path) -> RunSource:

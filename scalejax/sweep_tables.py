@@ -42,13 +42,16 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
     """What each arm reached: mean and standard deviation over its seeds."""
     with_target = sweep.target is not None
-    headings = ["mean of", "test accuracy", "best", "diverged"]
-    headings += ["reached", "samples to it"] if with_target else []
-    table = tables.figures("", *headings)
-    found = arms(rows)
-    for arm in found:
-        table.add_row(*_cells(arm, with_target=with_target))
+    table = tables.figures("", *arm_headings(with_target=with_target))
+    for arm in arms(rows):
+        table.add_row(*arm_cells(arm, with_target=with_target))
     yield table
+    yield Text(results_in_words(sweep, rows))
+
+
+def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
+    """What the figures are means of, and what is missing in them."""
+    found = arms(rows)
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
     words = "Mean and standard deviation over seeds, after the last epoch; best: mean of the best "
@@ -57,12 +60,12 @@ def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType
     if missing:
         words += f"{missing} of {sum(len(arm.rows) for arm in found)} runs ended without a last "
         words += "evaluation, and are in no mean. "
-    if with_target and sweep.target:
+    if sweep.target:
         words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
     words += f"{format_seconds(seconds)} of training."
     if left:
         words += f" {counted(len(left), 'run')} {'is' if len(left) == 1 else 'are'} not finished."
-    yield Text(words)
+    return words
 
 
 def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
@@ -75,7 +78,14 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
     yield table
 
 
-def _cells(arm: Arm, *, with_target: bool) -> list[str]:
+def arm_headings(*, with_target: bool) -> list[str]:
+    """Of the cells of an arm but for its name."""
+    headings = ["mean of", "test accuracy", "best", "diverged"]
+    return [*headings, "reached", "samples to it"] if with_target else headings
+
+
+def arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
+    """What an arm is, and what it reached over its seeds."""
     best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
     cells = [
         in_words(arm.varied) or "all",

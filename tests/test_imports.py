@@ -81,7 +81,7 @@ ARITHMETIC = {
     "fit_runs": 5,
     "validation": 10,
     "plots": 11,
-    "report": 11,
+    "report": 14,
     "tables": 11,
     "waiting": 11,
     "explanation_tables": 12,
@@ -94,10 +94,10 @@ ARITHMETIC = {
     "sweep": 12,
     "sweep_plots": 13,
     "sweep_tables": 13,
-    "quickstart": 13,
-    "commands": 14,
-    "cli": 15,
-    "__main__": 16,
+    "quickstart": 15,
+    "commands": 16,
+    "cli": 17,
+    "__main__": 18,
 }
 """Row of each module that imports no JAX when it is imported."""
 PROGRAMS = {

@@ -4,12 +4,13 @@ import json
 import math
 import re
 from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from scalejax import documents, report_charts
+from scalejax import documents, report_charts, report_sources
 from scalejax.cli import main
 from scalejax.errors import ConfigError
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
@@ -17,6 +18,8 @@ from scalejax.record import EvaluationMeasurement, MeasurementLog, StatusChange,
 from scalejax.report import render, write_report
 from scalejax.report_page import Page as ReportPage
 from scalejax.report_sources import gap_between, read_sources
+from scalejax.sweep import SweepFolder, parse_grammar, plan_sweep
+from scalejax.sweep.plan import begin_sweep
 
 EXAMPLE = Path(__file__).parent.parent / "scalejax/examples/fashion_gradual_warmup.toml"
 
@@ -276,6 +279,88 @@ def test_runs_that_differ_in_their_seed_share_a_colour(tmp_path: Path):
 
     assert {run.family for run in runs} == {"no-warmup"}
     assert [run.label for run in runs] == ["no-warmup, seed-0", "no-warmup, seed-1"]
+
+
+def sweep_of_48(folder: Path) -> Path:
+    """16 arms of 3 seeds, whose last accuracies are 0.6, 0.61 and 0.62; the last one diverged."""
+    variables = [
+        "batch.global_batch=[64,128,256,512]",
+        "schedule.base_learning_rate=[0.01,0.02,0.04,0.08]",
+        "seed=[0,1,2]",
+    ]
+    plan = plan_sweep(EXAMPLE, parse_grammar([], variables, []))
+    files = SweepFolder(path=folder)
+    begin_sweep(plan, files, resume=False)
+    for each in plan.runs:
+        last = 0.6 + 0.01 * (each.index % 3)
+        write_run(files.run(each.index).path, [0.5, last], diverged=each.index == 47)
+    return folder
+
+
+def test_a_sweep_is_reported_as_means_over_seeds_with_the_curves_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A row for each arm, a colour for each, and no rows of 48 runs."""
+    folder = sweep_of_48(tmp_path / "sweep")
+
+    write_report([folder], tmp_path / "report.html")
+
+    page = Page((tmp_path / "report.html").read_text())
+    first = page.cells[:5]
+    assert first == [
+        "global_batch=64 base_learning_rate=0.01",
+        "3 of 3",
+        "61.00 ± 1.00 %",
+        "61.0 %",
+        "0",
+    ]
+    cells = [cell for cell in page.cells if cell.strip()]
+    assert len(cells) == 16 * 5
+    assert cells[-1] == "1"
+    curves = page.charts["chart0"]
+    values = curves["data"]["values"]
+    assert len({row["label"] for row in values}) == 48
+    assert len({row["run"] for row in values}) == 16
+
+    (sweep,) = read_sources([folder]).sweeps
+    assert sweep.kept_every == 1
+    monkeypatch.setattr(report_sources, "MOST_LINES", 48)  # of 96
+    (thinner,) = read_sources([folder]).sweeps
+    assert thinner.kept_every == 2
+    assert [len(run.record.training) for run in thinner.runs] == [1] * 48
+    assert [len(run.record.evaluations) for run in thinner.runs] == [2] * 48
+
+
+def test_a_sweep_beside_a_run_is_told_apart_by_its_name(tmp_path: Path):
+    """The run has its own table, and labels of the sweep say whose they are."""
+    sources = read_sources([write_run(tmp_path / "run", [0.5]), sweep_of_48(tmp_path / "lr")])
+
+    assert [run.label for run in sources.runs] == ["run"]
+    assert sources.sweeps[0].runs[0].label == "lr: global_batch=64 base_learning_rate=0.01 seed=0"
+    assert len(sources.curves) == 49
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "predicted", "said"),
+    [
+        (8, "cpu", 1e-4, "50 times the predicted step: virtual devices share the cores"),
+        (1, "cpu", 1e-4, "50 times the predicted step: the machine was busy"),
+        (8, "cuda", 1e-3, "5 times the predicted step: the machine was busy"),
+        (8, "cpu", 2e-3, None),
+    ],
+)
+def test_a_step_far_slower_than_predicted_is_not_left_uncommented(
+    tmp_path: Path, devices: int, backend: str, predicted: float, said: str | None
+):
+    """5 ms were measured; to a factor of 3, nothing is to be said."""
+    folder = write_run(tmp_path / "run", [0.5])
+    made = replace(prediction(devices, predicted), backend=backend)
+    documents.save(made, folder / "prediction.json")
+
+    write_report([folder], tmp_path / "report.html")
+
+    assert ("times the predicted step" in (tmp_path / "report.html").read_text()) == bool(said)
+    assert said is None or said in (tmp_path / "report.html").read_text()
 
 
 def test_single_prediction_is_reported_too(tmp_path: Path):

@@ -54,13 +54,14 @@ class Train(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Draw runs and predictions in one HTML file.
+    """Draw runs, sweeps and predictions in one HTML file.
 
-    Of several runs, it says how far the loss of each is from that of the first after warmup.
+    Of a sweep, it shows means over seeds, and the curves of all its runs. Of several runs, it says
+    how far the loss of each is from that of the first after warmup.
     """
 
     sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
-    """Folders that train wrote, and JSON files that predict wrote."""
+    """Folders that train and sweep wrote, and JSON files that predict and plan wrote."""
     output: Annotated[Path, flag("FILE")] = Path("report.html")
     """The HTML file. By default report.html."""
 

@@ -163,7 +163,7 @@ def plan_sweep(
     for position, run in enumerate(resolved):
         first.setdefault(json.dumps(plain(run.config), sort_keys=True), position)
     kept = [(expanded[position], resolved[position]) for position in first.values()]
-    varied = _varied(grammar.named_fields(), [run.config for _, run in kept])
+    varied = varied_fields(grammar.named_fields(), [run.config for _, run in kept])
     _require_told_apart(varied)
     runs = tuple(
         PlannedRun(index=index, fields=fields, varied=varied[index], run=run)
@@ -213,7 +213,7 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
             f"{str(folder.path)!r} holds a sweep already: go on with it by --resume, "
             "or give another folder."
         )
-    before = _written(folder)
+    before = written(folder)
     now: dict[str, JsonValue] = {"run.toml": plan.text, **plan.document()}
     changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
@@ -259,7 +259,7 @@ def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
     Raises:
         ConfigError: if the plan or the run.toml is missing or damaged.
     """
-    document = _written(folder)
+    document = written(folder)
     runs, cpu_devices = document.get("runs"), document.get("cpu_devices")
     assert isinstance(runs, list)  # noqa: S101  as `begin_sweep` wrote it
     devices = cpu_devices if isinstance(cpu_devices, int) else None
@@ -295,7 +295,8 @@ def can_train_together(run: ResolvedRun) -> bool:
     )
 
 
-def _written(folder: SweepFolder) -> dict[str, JsonValue]:
+def written(folder: SweepFolder) -> dict[str, JsonValue]:
+    """The plan in `folder` as it was written, its run.toml among it."""
     try:
         document = json.loads(folder.plan.read_text(encoding="utf-8"))
         return {"run.toml": folder.run_file.read_text(encoding="utf-8"), **document}
@@ -316,7 +317,7 @@ def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: st
         ) from error
 
 
-def _varied(names: list[str], configs: list[RunConfig]) -> list[Fields]:
+def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
     """For each run its values of those fields in which runs differ.
 
     Of a table that is named as a whole, those of its fields that tell runs apart: first of all

@@ -118,7 +118,7 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
 
 def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
     final, best = row.final, row.best
-    recipe = {name: value for name, value in _seedless(row).items() if name not in _BATCHES}
+    recipe = {name: value for name, value in seedless(row).items() if name not in _BATCHES}
     return {
         "run": row.planned.index,
         **row.planned.varied,
@@ -229,9 +229,9 @@ def arms(rows: Sequence[RunRow]) -> list[Arm]:
     """The runs of a sweep by everything but their seed, in the order of the plan."""
     groups: dict[str, list[RunRow]] = {}
     for row in rows:
-        groups.setdefault(json.dumps(_seedless(row), sort_keys=True), []).append(row)
+        groups.setdefault(json.dumps(seedless(row), sort_keys=True), []).append(row)
     return [
-        Arm(varied=_seedless(group[0]), rows=tuple(row for row in group if row.is_finished))
+        Arm(varied=seedless(group[0]), rows=tuple(row for row in group if row.is_finished))
         for group in groups.values()
     ]
 
@@ -244,5 +244,6 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     )
 
 
-def _seedless(row: RunRow) -> Fields:
+def seedless(row: RunRow) -> Fields:
+    """What sets the run of `row` apart but for its seed."""
     return {name: value for name, value in row.planned.varied.items() if name != "seed"}

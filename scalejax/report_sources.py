@@ -148,7 +148,10 @@ def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
         family = f"{prefix}{in_words(seedless(row)) or 'all'}"
         label = f"{prefix}{row.planned.label or row.planned.name}"
         runs.append(replace(run, label=label, family=family))
-    kept_every = math.ceil(sum(len(run.record.training) for run in runs) / MOST_LINES) or 1
+    if not runs:
+        raise ConfigError(f"{str(path)!r} is the folder of a sweep of which no run has begun.")
+    lines = sum(len(run.record.training) for run in runs)
+    kept_every = max(1, math.ceil(lines / MOST_LINES))
     return SweepSource(
         name=name,
         plan=plan,

@@ -29,10 +29,10 @@ def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
     times = measured_seconds / prediction.step_seconds
     if times <= FAR_OFF:
         return None
-    why = "the machine was busy with other work, or the prediction is wrong"
+    why = "other work on this machine, what the host needs to start a step, or a wrong prediction"
     if prediction.backend == "cpu" and prediction.device_count > 1:
         why = (
-            "virtual devices share the cores of one machine, and with other work there: they show "
-            "that a run is right, not how fast it is"
+            "virtual devices share the cores of one machine, with its other work and with what "
+            "starts each step: they show that a run is right, not how fast it is"
         )
     return f"{times:.0f} times the predicted step: {why}"

@@ -344,8 +344,8 @@ def test_a_sweep_beside_a_run_is_told_apart_by_its_name(tmp_path: Path):
     ("devices", "backend", "predicted", "said"),
     [
         (8, "cpu", 1e-4, "50 times the predicted step: virtual devices share the cores"),
-        (1, "cpu", 1e-4, "50 times the predicted step: the machine was busy"),
-        (8, "cuda", 1e-3, "5 times the predicted step: the machine was busy"),
+        (1, "cpu", 1e-4, "50 times the predicted step: other work on this machine"),
+        (8, "cuda", 1e-3, "5 times the predicted step: other work on this machine"),
         (8, "cpu", 2e-3, None),
     ],
 )

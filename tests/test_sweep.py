@@ -698,15 +698,15 @@ def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_p
     assert [text.get_text() for text in axes.texts] == ["1 of 2 seeds from here"]
 
 
-def test_report_of_a_sweep_names_its_runs(run_file, tmp_path, capsys):
-    """The folder itself holds no record."""
+def test_report_of_a_sweep_that_has_not_begun_is_refused(run_file, tmp_path, capsys):
+    """There is no empty report."""
     folder = SweepFolder(path=tmp_path / "sweep")
     begin_sweep(plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], [])), folder, resume=False)
 
     code = main(["report", str(folder.path)])
 
     assert code == 2
-    assert "sweep/runs/*" in "".join(capsys.readouterr().err.split())
+    assert "of which no run has begun" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -439,7 +439,7 @@ def test_plain_lines_tell_the_same_story(finished, capsys):
     assert lines[0].startswith("started: on 2 devices (data=2)")
     assert lines[1].startswith("epoch 1, step 6/18: test loss ")
     ending = r"completed: 18 steps in [^;]+; median step [\d.]+ \w+, predicted [\d.]+ \w+"
-    assert re.fullmatch(ending, lines[-1])
+    assert re.fullmatch(rf"{ending}( \(\d+ times the predicted step: virtual .*\))?", lines[-1])
     assert RunRecord.load(record.folder.path).status == "completed"
 
 

@@ -81,9 +81,9 @@ def format_count(count: float | None) -> str:
     return f"{count:.3g}"
 
 
-def counted(count: int, noun: str) -> str:
-    """So many of a thing, in words: "1 device", "4096 devices"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def counted(count: int | str, noun: str) -> str:
+    """So many of a thing, in words: "1 device", "4096 devices"; of a list, "8,16 devices"."""
+    return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 
 def format_fraction(fraction: float | None) -> str:

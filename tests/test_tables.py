@@ -36,6 +36,6 @@ def test_turning_points_of_a_schedule(rates: list[float], points: list[tuple[int
 
 def test_one_of_a_thing_is_no_plural():
     """None is."""
-    counts = [counted(count, "device") for count in (0, 1, 2, 4096)]
+    counts = [counted(count, "device") for count in (0, 1, 2, "1", "8,16")]
 
-    assert counts == ["0 devices", "1 device", "2 devices", "4096 devices"]
+    assert counts == ["0 devices", "1 device", "2 devices", "1 device", "8,16 devices"]

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from scalejax import documents
 from scalejax.config import ResolvedRun
 from scalejax.errors import ProfileError, ScalejaxError
+from scalejax.evaluation import Evaluation, build_evaluation
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.local_cluster import local_cluster
 from scalejax.predict import predict
@@ -17,7 +18,7 @@ from scalejax.profile import read_step
 from scalejax.profile.cache import user_folder
 from scalejax.progress import Reporter
 from scalejax.record import RunFolder
-from scalejax.step import Evaluation, Step, build_evaluation, build_step
+from scalejax.step import Step, build_step
 from scalejax.units import format_seconds
 
 

@@ -12,24 +12,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
 from scalejax.fine_tuning import updated
-from scalejax.gradients import Batch, gradients, mean_loss, sample_metrics
+from scalejax.gradients import Batch, gradients, mean_loss
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
-from scalejax.optimizer_config import ScheduleFreeConfig
-from scalejax.optimizers import evaluated_params
 from scalejax.pretrained import pretrained_weights
-from scalejax.recipe import Recipe, network_of, recipe_of
+from scalejax.recipe import Recipe, recipe_of
 from scalejax.schedules import Schedule
 from scalejax.train_state import (
     PyTree,
@@ -53,20 +50,6 @@ class Step:
     """The jitted (state, batch) -> (state, metrics); the state is donated."""
     state: TrainState
     """Shapes, types and shardings of the state."""
-    batch: Batch
-    """Shapes, types and shardings of a global batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The metrics of one evaluation batch over a mesh."""
-
-    weights: Any
-    """From a state to the (params, model_state) that are evaluated: those of the average, if the
-    run says so."""
-    function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, and the
-    lowest and highest logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
 
@@ -145,42 +128,6 @@ def _initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyT
     return updated(read, jax.jit(drawn, out_shardings=shardings)())
 
 
-def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
-    """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
-    recipe = recipe_of(run, mesh)
-    state = state_shapes(recipe, mesh)
-    batch = batch_shapes(run, mesh)
-    shape = jax.ShapeDtypeStruct(
-        (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
-    )
-    batch = {**batch, "mask": shape}
-    function = jax.jit(
-        partial(_arranged, recipe, mesh, partial(_evaluate, recipe, mesh)),
-        in_shardings=shardings_of((state.params, state.model_state, batch)),
-        out_shardings=replicated(mesh),
-    )
-    weights = _evaluated_weights(recipe, shardings_of(state.params))
-    return Evaluation(weights=weights, function=function, batch=batch)
-
-
-def _evaluated_weights(
-    recipe: Recipe, shardings: PyTree
-) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-    """From a state to the parameters, lying as `shardings` say, and statistics to evaluate."""
-    averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
-    if averaging is not None and averaging.is_evaluated:
-        return lambda state: (state.average["params"], state.average["model_state"])
-    if isinstance(optimizer, ScheduleFreeConfig):
-
-        def meant(opt_state: PyTree, params: PyTree) -> PyTree:
-            learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
-            return updated(params, learned)
-
-        jitted = jax.jit(meant, out_shardings=shardings)
-        return lambda state: (jitted(state.opt_state, state.params), state.model_state)
-    return lambda state: (state.params, state.model_state)
-
-
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
     int32 tokens."""
@@ -233,7 +180,7 @@ def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
     if mode == "jit":
         is_in_turn = run.config.layout.bn_running == "in_turn"
         bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        return partial(_arranged, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
+        return partial(with_arrangement, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -315,7 +262,9 @@ def _reduced_once(
     return whole, model_state, metrics
 
 
-def _arranged(recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree) -> Any:
+def with_arrangement(
+    recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
+) -> Any:
     """`function` traced with `mesh` in the context, and what networks must know of the run."""
     layout = recipe.run.config.layout
     arrangement = Arrangement(
@@ -404,23 +353,3 @@ def _unless_skipped(
     kept = {"step": step, "model_state": model_state, "average": average, "noise": noise}
     new_state = replace(new_state, **kept)
     return new_state, {**metrics, "loss": metrics["loss"] / before.scale, **scaling}
-
-
-def _evaluate(
-    recipe: Recipe, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
-) -> dict[str, jax.Array]:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
-    params = gathered_params(recipe, mesh, params)
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
-    mask = batch["mask"]
-    is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
-    samples = tuple(range(logits.ndim - 1))
-    # `where`, not a product: the loss of a padding row may be anything, even NaN.
-    return {
-        "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
-        "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
-        "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
-        "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
-        "count": jnp.sum(mask),
-    }

@@ -14,10 +14,11 @@ from scalejax.checkpoint import load_weights
 from scalejax.config import RunConfig, load_config, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
 from scalejax.record import RunRecord
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.step import build_step, init_state
 from scalejax.train import train
 
 TABLES: dict[str, Any] = {

@@ -9,9 +9,10 @@ import pytest
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
 from scalejax.profile.compiled import read_step
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.step import build_step, init_state
 from scalejax.train_state import TrainState
 
 ROWS, UPDATES = 16, 3

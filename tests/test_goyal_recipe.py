@@ -16,12 +16,13 @@ from scalejax.config import RunConfig, load_config, resolve
 from scalejax.data_config import SyntheticImagesConfig, facts
 from scalejax.documents import build
 from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
 from scalejax.model_config import ResNetConfig
 from scalejax.models import BatchNormScope, build_network
 from scalejax.optimizers import build_optimizer
 from scalejax.schedules import learning_rate_schedule
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.step import build_step, init_state
 
 EXAMPLE = Path(scalejax.__file__).parent / "examples" / "resnet50_goyal2017.toml"
 DATA = {"name": "synthetic_images", "image_size": 8, "channels": 1, "classes": 4}

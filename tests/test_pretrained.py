@@ -12,8 +12,9 @@ from scalejax import pretrained
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
-from scalejax.step import build_evaluation, init_state
+from scalejax.step import init_state
 from scalejax.torch_file import read_torch_file
 
 

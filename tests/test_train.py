@@ -17,6 +17,7 @@ from scalejax.checkpoint import load_weights
 from scalejax.config import RunConfig, load_config, resolve, with_fields
 from scalejax.data import evaluation_batches, open_source
 from scalejax.errors import CheckpointMismatch, ConfigError, DoesNotFit
+from scalejax.evaluation import build_evaluation
 from scalejax.journal import Journal
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
@@ -24,7 +25,7 @@ from scalejax.program import Program
 from scalejax.progress import PlainLines, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord, StatusChange
 from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
-from scalejax.step import build_evaluation, build_step
+from scalejax.step import build_step
 from scalejax.train import train
 
 # `scalejax.train` as an attribute is the function, where the package re-exports it.

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.config import ResolvedRun
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
 from scalejax.recipe import schedule_of
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.step import build_step, init_state
 from scalejax.train_state import PyTree, TrainState
 
 

@@ -9,8 +9,9 @@ import pytest
 from scalejax.config import RunConfig, resolve
 from scalejax.data import open_source
 from scalejax.documents import build
+from scalejax.evaluation import build_evaluation
 from scalejax.mesh import build_mesh
-from scalejax.step import build_evaluation, build_step, init_state
+from scalejax.step import build_step, init_state
 
 EXAMPLES = 8
 UPDATES = 30

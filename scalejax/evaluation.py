@@ -1,0 +1,102 @@
+"""The evaluation of a run: sums over a batch of test examples, one program beside the `Step`.
+
+Knows the network, and which of its weights are evaluated; no data source and no clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from scalejax.config import ResolvedRun
+from scalejax.fine_tuning import updated
+from scalejax.gradients import Batch, sample_metrics
+from scalejax.mesh import batch_sharding, replicated
+from scalejax.models import BatchNormScope
+from scalejax.optimizer_config import ScheduleFreeConfig
+from scalejax.optimizers import evaluated_params
+from scalejax.recipe import Recipe, network_of, recipe_of
+from scalejax.step import batch_shapes, with_arrangement
+from scalejax.train_state import (
+    PyTree,
+    TrainState,
+    gathered_params,
+    learning_params,
+    shardings_of,
+    state_shapes,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The metrics of one evaluation batch over a mesh."""
+
+    weights: Any
+    """From a state to the (params, model_state) that are evaluated: those of the average, if the
+    run says so."""
+    function: Any
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, and the
+    lowest and highest logit of each class among them."""
+    batch: Batch
+    """Shapes, types and shardings of a global batch."""
+
+
+def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
+    """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
+    recipe = recipe_of(run, mesh)
+    state = state_shapes(recipe, mesh)
+    batch = batch_shapes(run, mesh)
+    shape = jax.ShapeDtypeStruct(
+        (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
+    )
+    batch = {**batch, "mask": shape}
+    function = jax.jit(
+        partial(with_arrangement, recipe, mesh, partial(_evaluate, recipe, mesh)),
+        in_shardings=shardings_of((state.params, state.model_state, batch)),
+        out_shardings=replicated(mesh),
+    )
+    weights = _evaluated_weights(recipe, shardings_of(state.params))
+    return Evaluation(weights=weights, function=function, batch=batch)
+
+
+def _evaluated_weights(
+    recipe: Recipe, shardings: PyTree
+) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+    """From a state to the parameters, lying as `shardings` say, and statistics to evaluate."""
+    averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
+    if averaging is not None and averaging.is_evaluated:
+        return lambda state: (state.average["params"], state.average["model_state"])
+    if isinstance(optimizer, ScheduleFreeConfig):
+
+        def meant(opt_state: PyTree, params: PyTree) -> PyTree:
+            learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
+            return updated(params, learned)
+
+        jitted = jax.jit(meant, out_shardings=shardings)
+        return lambda state: (jitted(state.opt_state, state.params), state.model_state)
+    return lambda state: (state.params, state.model_state)
+
+
+def _evaluate(
+    recipe: Recipe, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
+) -> dict[str, jax.Array]:
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+    params = gathered_params(recipe, mesh, params)
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
+    mask = batch["mask"]
+    is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
+    samples = tuple(range(logits.ndim - 1))
+    # `where`, not a product: the loss of a padding row may be anything, even NaN.
+    return {
+        "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
+        "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
+        "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
+        "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
+        "count": jnp.sum(mask),
+    }

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from scalejax.data.source import UnreadableExample
 
@@ -45,6 +45,8 @@ def decoded(encoded: bytes | memoryview, size: int, channels: int) -> np.ndarray
             image.load()
             _turn_upright(image)
             image = image.convert(mode)
+    except UnidentifiedImageError as error:  # whose own words name an object in memory
+        raise UndecodableImage("its format is none that Pillow knows") from error
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UndecodableImage(str(error) or type(error).__name__) from error
     if image.size != (size, size):

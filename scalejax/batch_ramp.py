@@ -30,9 +30,15 @@ class Phase:
 
 @cache  # asked for before every update
 def ramp(
-    split: BatchSplit, epochs: tuple[int, ...], factor: int, train_examples: int
+    split: BatchSplit,
+    epochs: tuple[int, ...],
+    factor: int,
+    train_examples: int,
+    *,
+    is_filled: bool = False,
 ) -> tuple[Phase, ...]:
-    """The phases of a run whose batch is multiplied by `factor` at each of `epochs`.
+    """The phases of a run whose batch is multiplied by `factor` at each of `epochs`; the last batch
+    of an epoch is dropped if it is incomplete, or `is_filled` up.
 
     Raises:
         ConfigError: if a batch comes to be larger than the data.
@@ -48,7 +54,7 @@ def ramp(
             Phase(
                 first_epoch=first_epoch,
                 first_step=first_step,
-                steps_per_epoch=steps_per_epoch(train_examples, batch),
+                steps_per_epoch=steps_per_epoch(train_examples, batch, is_filled=is_filled),
                 split=replace(split, global_batch=batch),
             )
         )

@@ -24,6 +24,7 @@ from scalejax.presets import PRESETS, with_preset
 from scalejax.run_checks import (
     has_batch_norm,
     require_begun_average,
+    require_counted_parts,
     require_divided_heads,
     require_divisible_blocks,
     require_fitting_data,
@@ -91,6 +92,7 @@ class RunConfig:
         require_one_average(self.optimizer, self.schedule, self.averaging)
         require_one_rate(self.optimizer, self.fine_tuning)
         require_begun_average(self.averaging, train)
+        require_counted_parts(self.input, train)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,19 @@ class ResolvedRun:
         """The batches of the run one after another; `split` is the first."""
         batch = self.config.batch
         examples = self.dataset.train_examples
-        return ramp(self.split, batch.ramp_epochs, batch.ramp_factor, examples)
+        is_filled = self.config.input.remainder == "pad"
+        return ramp(self.split, batch.ramp_epochs, batch.ramp_factor, examples, is_filled=is_filled)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Rows of all the batches of an epoch, those that fill up the last one included."""
+        return self.steps_per_epoch * self.split.global_batch
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some rows of a batch may count for nothing."""
+        is_filled = self.samples_per_epoch > self.dataset.train_examples
+        return is_filled or self.config.input.unreadable == "skip"
 
     def phase_of(self, step: int) -> Phase:
         """The phase of the update after `step` updates."""
@@ -199,7 +213,9 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         split=split,
         dataset=dataset,
         bn_groups=groups,
-        steps_per_epoch=metrics.steps_per_epoch(dataset.train_examples, global_batch),
+        steps_per_epoch=metrics.steps_per_epoch(
+            dataset.train_examples, global_batch, is_filled=config.input.remainder == "pad"
+        ),
     )
     for phase in run.phases[1:]:  # refuses what cannot be
         _bn_groups(wanted, phase.split)

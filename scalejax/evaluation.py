@@ -51,6 +51,7 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     recipe = recipe_of(run, mesh)
     state = state_shapes(recipe, mesh)
     batch = batch_shapes(run, mesh)
+    batch.pop("weights", None)
     shape = jax.ShapeDtypeStruct(
         (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
     )

@@ -25,7 +25,8 @@ PyTree = Any
 
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
-words "places" besides; in evaluation "mask", 1 for a sample and 0 for padding."""
+words "places" besides; where some rows do not count, "weights" of the samples in training, of mean
+1 over the global batch, and in evaluation "mask", 1 for a sample and 0 for padding."""
 
 
 def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
@@ -78,11 +79,17 @@ def mean_loss(
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
     """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
-    statistics after it."""
+    statistics after it.
+
+    Weights of mean 1 over the global batch multiply loss and accuracy of each sample, so that
+    means over parts of equal size, and the mean of these, are of the samples that count.
+    """
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
     losses, hits, _ = sample_metrics(recipe, network, batch, is_training=True)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    if "weights" in batch:
+        losses, hits = losses * batch["weights"], hits * batch["weights"]
     loss = losses.mean() if scale is None else losses.mean() * scale
     return loss, (hits.mean(), model_state)
 

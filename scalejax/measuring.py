@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from scalejax.config import ResolvedRun
+from scalejax.errors import ConfigError
 from scalejax.record import EvaluationMeasurement, TrainMeasurement, finite
 
 
@@ -67,11 +68,16 @@ def evaluation_measurement(
         step: updates made.
         seconds: that it took.
         elapsed_seconds: since training began.
+
+    Raises:
+        ConfigError: if no example could be read.
     """
     loss_sum, correct_sum, count = (
         math.fsum(float(part[name]) for part in parts)
         for name in ("loss_sum", "correct_sum", "count")
     )
+    if not count:
+        raise ConfigError("no example of the test part can be read (data.test).")
     lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
     highest = np.max([part["highest_logits"] for part in parts], axis=0)
     return EvaluationMeasurement(

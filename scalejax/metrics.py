@@ -7,8 +7,9 @@ be compared. Seconds, FLOP and counts in; ratios and rates out.
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
 
 
-def steps_per_epoch(train_examples: int, global_batch: int) -> int:
-    """Optimizer updates in one pass over the data; an incomplete last batch is dropped.
+def steps_per_epoch(train_examples: int, global_batch: int, *, is_filled: bool = False) -> int:
+    """Optimizer updates in one pass over the data; an incomplete last batch is dropped, or one
+    more if it `is_filled` up.
 
     Raises:
         ConfigError: if the batch is larger than the data.
@@ -16,7 +17,7 @@ def steps_per_epoch(train_examples: int, global_batch: int) -> int:
     if global_batch > train_examples:
         accepted = f"it must be at most the {train_examples} training examples"
         raise ConfigError(refusal("batch.global_batch", global_batch, accepted))
-    return train_examples // global_batch
+    return -(-train_examples // global_batch) if is_filled else train_examples // global_batch
 
 
 def samples_per_second(global_batch: int, step_seconds: float) -> float:

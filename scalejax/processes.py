@@ -21,6 +21,17 @@ def first_says(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def all_say(text: str) -> tuple[str, ...]:
+    """What each process says, the same in all of them; every process must say something."""
+    if jax.process_count() == 1:
+        return (text,)
+    content = np.frombuffer(text.encode(), np.uint8)
+    longest = int(multihost_utils.process_allgather(np.int32(len(content))).max())
+    padded = np.pad(content, (0, longest - len(content)))
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return tuple(row.tobytes().rstrip(b"\0").decode() for row in gathered)
+
+
 class StopSignals:
     """Turns the first SIGINT or SIGTERM into a wish; the second one ends the process as ever."""
 

@@ -17,7 +17,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.record import (
+    EvaluationMeasurement,
+    Measurement,
+    TrainMeasurement,
+    UnreadableExamples,
+)
 from scalejax.units import UNKNOWN, format_count, format_fraction, format_seconds
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -65,6 +70,11 @@ def statistics_in_words(measurement: TrainMeasurement) -> str:
         updates = "update" if skipped == 1 else "updates"
         words += f", loss scale {measurement.loss_scale:g}, {skipped} {updates} skipped"
     return words
+
+
+def unreadable_in_words(rows: int, part: str) -> str:
+    """How many examples of a part were left out."""
+    return f"{rows:,} unreadable {part} example{'' if rows == 1 else 's'} skipped"
 
 
 class Silent:
@@ -186,6 +196,12 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
             f"test loss {_loss(measurement.test_loss)}, "
             f"test accuracy {format_fraction(measurement.test_accuracy)}"
+        )
+    if isinstance(measurement, UnreadableExamples):
+        part = {"train": "training", "test": "test"}[measurement.part]
+        return (
+            f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
+            f"{unreadable_in_words(measurement.rows, part)}: {'; '.join(measurement.reasons)}"
         )
     return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
 

@@ -108,12 +108,34 @@ class StatusChange:
     """Why it diverged; None if it did not."""
 
 
-Measurement = TrainMeasurement | EvaluationMeasurement | StatusChange
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnreadableExamples:
+    """Examples that counted for nothing since the line before of their kind and part, for they
+    could not be read."""
+
+    kind: Literal["unreadable"] = "unreadable"
+    """Selects this kind of line."""
+    step: int
+    """Updates made."""
+    epoch: float
+    """Passes over the training data made."""
+    part: Literal["train", "test"]
+    """Whether they were to be trained on, or were of this evaluation."""
+    rows: int
+    """Rows left out, of all processes; an example that is met in two epochs counts twice."""
+    reasons: tuple[str, ...]
+    """File and row of the first few of each process, and what is wrong with them."""
+    elapsed_seconds: float
+    """Time since training began, over all the sessions of the run."""
+
+
+Measurement = TrainMeasurement | EvaluationMeasurement | UnreadableExamples | StatusChange
 """One line of `measurements.jsonl`."""
 
 _KINDS: dict[str, type[Measurement]] = {
     "train": TrainMeasurement,
     "evaluation": EvaluationMeasurement,
+    "unreadable": UnreadableExamples,
     "status": StatusChange,
 }
 
@@ -211,6 +233,11 @@ class RunRecord:
     def evaluations(self) -> tuple[EvaluationMeasurement, ...]:
         """The evaluations."""
         return tuple(m for m in self.measurements if isinstance(m, EvaluationMeasurement))
+
+    @property
+    def unreadable(self) -> tuple[UnreadableExamples, ...]:
+        """What could not be read, where the config says to go on without."""
+        return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
 
     @property
     def statuses(self) -> tuple[StatusChange, ...]:

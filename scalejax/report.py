@@ -22,6 +22,9 @@ from scalejax.units import (
     format_seconds,
 )
 
+_MOST_REASONS = 5
+"""Unreadable examples that are named."""
+
 
 def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
     """Write what is at `paths` as one page.
@@ -71,6 +74,8 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
         ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
         [_run_row(run) for run in runs],
     )
+    if any(run.record.unreadable for run in runs):
+        _add_unreadable(page, runs)
 
 
 def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
@@ -119,6 +124,24 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     slow = [(run.label, run.slow_note) for run in runs if run.slow_note]
     items = "".join(f"<li>{escape(label)}: {escape(note)}</li>" for label, note in slow)
     page.add(f'<ul class="soft">{items}</ul>' if items else "")
+
+
+def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
+    """What was left out because it could not be read."""
+    page.add("<h3>Examples that could not be read</h3>")
+    page.add(
+        "<p>They were skipped, as the config says: rows of all epochs of training, and of the "
+        "evaluation that had most. Accuracies and losses are of the others.</p>"
+    )
+    rows = []
+    for run in runs:
+        for part, counted in (("train", sum), ("test", max)):
+            lines = [line for line in run.record.unreadable if line.part == part]
+            if lines:
+                reasons = dict.fromkeys(reason for line in lines for reason in line.reasons)
+                named = "; ".join(list(reasons)[:_MOST_REASONS])
+                rows.append([run.label, part, f"{counted(line.rows for line in lines):,}", named])
+    page.add_table(["run", "part", "rows", "the first of them"], rows)
 
 
 def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:

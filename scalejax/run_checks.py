@@ -6,6 +6,7 @@ nothing of devices: what their number must divide is refused where a run is reso
 
 from scalejax.data_config import DataConfig, facts
 from scalejax.errors import ConfigError, refusal, require_multiple
+from scalejax.input_config import InputConfig
 from scalejax.model_config import (
     BertConfig,
     CausalConfig,
@@ -222,3 +223,18 @@ def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig |
     if fine_tuning is not None and fine_tuning.rate_factors:
         accepted = f"optimizer.name={optimizer.name!r} averages by one rate; use another"
         raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
+
+
+def require_counted_parts(given: InputConfig, train: TrainConfig) -> None:
+    """Refuse the noise scale, which compares gradients of parts of a known number of samples, where
+    rows may count for nothing."""
+    for name, value, other in (
+        ("remainder", given.remainder, "drop"),
+        ("unreadable", given.unreadable, "refuse"),
+    ):
+        if train.noise_scale is not None and value != other:
+            accepted = (
+                "rows of a batch may then count for nothing, and train.noise_scale compares parts "
+                f'that all count; use "{other}", or leave train.noise_scale out'
+            )
+            raise ConfigError(refusal(f"input.{name}", value, accepted))

@@ -23,8 +23,8 @@ run.toml             what was asked for, as resolved on these devices
 data_files.json      the files trained on, if the data is files: the run resumes on no others
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
-measurements.jsonl   what was measured, a line each: kinds "train", "evaluation" and "status";
-                     the last "status" line says where the run stands
+measurements.jsonl   what was measured, a line each: kinds "train", "evaluation", "unreadable"
+                     and "status"; the last "status" line says where the run stands
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
 weights/             parameters the run ended with
 traces/              what the profiler recorded, if it was asked to (--profile)
@@ -41,6 +41,7 @@ _FREE = {
     "data.reading.memory_bytes",
     "data.reading.cache_folder",
     "data.reading.cache_bytes",
+    "input.unreadable",
     "layout.data",
     "layout.fsdp",
     "layout.tensor",
@@ -55,6 +56,16 @@ _FREE = {
     "train.keep_checkpoints",
 }
 """Fields that change where and how a run is computed, and what is written of it: not what."""
+
+
+_OF_PROGRAM = (
+    "layout.",
+    "model.",
+    "input.remainder",
+    "input.unreadable",
+    "train.divergence.max_gradient_growth",
+)
+"""Beginnings of the fields that change the compiled step of a run that goes on."""
 
 
 def resolved_config(run: ResolvedRun) -> RunConfig:
@@ -178,7 +189,15 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     return all(
         before.get(name) == after.get(name)
         for name in before | after
-        if name.startswith(("layout.", "model.", "train.divergence.max_gradient_growth"))
+        if name.startswith(
+            (
+                "layout.",
+                "model.",
+                "input.remainder",
+                "input.unreadable",
+                "train.divergence.max_gradient_growth",
+            )
+        )
     )
 
 

@@ -1,6 +1,8 @@
 """The programs of a run, compiled here, and what they will take here before they have run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import jax
@@ -8,18 +10,19 @@ from jax.sharding import Mesh
 
 from scalejax import documents
 from scalejax.config import ResolvedRun
-from scalejax.errors import ProfileError, ScalejaxError
+from scalejax.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.evaluation import Evaluation, build_evaluation
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.local_cluster import local_cluster
-from scalejax.predict import predict
+from scalejax.predict import Prediction, predict
 from scalejax.processes import first_says, is_first
 from scalejax.profile import read_step
 from scalejax.profile.cache import user_folder
 from scalejax.progress import Reporter
 from scalejax.record import RunFolder
+from scalejax.run_notes import slow_note
 from scalejax.step import Step, build_step
-from scalejax.units import format_seconds
+from scalejax.units import UNKNOWN, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,7 @@ def predict_run(
     prediction = predict(
         program,
         cluster,
-        train_examples=run.dataset.train_examples,
+        train_examples=run.samples_per_epoch,
         epochs=run.config.train.epochs,
     )
     documents.save(program, files.program)
@@ -94,6 +97,21 @@ def predict_run(
         f"{format_seconds(prediction.run_seconds)} for the training steps alone,"
     )
     reporter.say(how)
+
+
+def beside_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
+    """The median step in words, and what was predicted of it, as far as the two are known."""
+    if not step_times:
+        return ""
+    step_seconds = median(step_times)
+    try:
+        prediction = documents.load(Prediction, files.prediction)
+    except ConfigError:  # none was made, or it was damaged since: no reason to end in an error
+        return f"; median step {format_seconds(step_seconds)}, predicted {UNKNOWN}"
+    predicted = format_seconds(prediction.step_seconds)
+    note = slow_note(prediction, step_seconds)
+    behind = f" ({note})" if note else ""
+    return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
 
 
 def calibrated_cluster(mesh: Mesh) -> Cluster | None:

@@ -75,7 +75,7 @@ def predict_run(
     Raises:
         DoesNotFit: if the cluster has fewer devices.
     """
-    prediction = predict(program, cluster, train_examples=run.dataset.train_examples, epochs=epochs)
+    prediction = predict(program, cluster, train_examples=run.samples_per_epoch, epochs=epochs)
     shortage = memory_shortage(
         run,
         needed_bytes=prediction.peak_memory_bytes,

@@ -59,8 +59,9 @@ def build_step(
 ) -> Step:
     """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
 
-    The loss is the mean over all samples of all devices, however they are split over devices
-    and microbatches, so that splits change nothing but rounding (Goyal et al. 2017, remark 3).
+    The loss is the mean over all samples of all devices that count, however they are split over
+    devices and microbatches, so that splits change nothing but rounding (Goyal et al. 2017,
+    remark 3).
     BatchNorm is the exception, by definition: its statistics are of one microbatch, over all
     devices or those of its group, and its running statistics move once per microbatch.
 
@@ -130,7 +131,7 @@ def _initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyT
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
-    int32 tokens."""
+    int32 tokens; float32 weights of the rows, where not all of them count."""
     return _batch_shapes(run, batch_sharding(mesh))
 
 
@@ -141,6 +142,8 @@ def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
     parts = {"inputs": (dataset.input_shape, input_dtype)}
     for name in ("targets", "places") if dataset.is_masked else ("targets",):
         parts[name] = (dataset.target_shape, jnp.int32)
+    if run.is_weighted:
+        parts["weights"] = ((), jnp.float32)
     return {
         name: jax.ShapeDtypeStruct((run.split.global_batch, *shape), dtype, sharding=sharding)
         for name, (shape, dtype) in parts.items()
@@ -276,9 +279,22 @@ def with_arrangement(
         return function(*arguments)
 
 
+def _evenly_weighted(batch: Batch) -> Batch:
+    """`batch` with the weights of its rows, if it has any, made to be 1 in the mean of all devices.
+
+    Here, and not where the losses are: parts of a batch cannot know how many rows count in others.
+    If no row counts, no weight is above 0, and the gradient is 0.
+    """
+    if "weights" not in batch:
+        return batch
+    weights = batch["weights"]
+    return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}
+
+
 def _update(
     recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
+    batch = _evenly_weighted(batch)
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
     gradient, model_state, metrics = _mean_gradients(recipe, mesh)(

@@ -209,7 +209,9 @@ def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
 
 
 def _dropped(resolved: ResolvedRun) -> str:
-    left = resolved.dataset.train_examples - resolved.steps_per_epoch * resolved.split.global_batch
+    left = resolved.dataset.train_examples - resolved.samples_per_epoch
+    if left < 0:
+        return f"the last one with {-left:,} rows that count for nothing"
     return f"{left:,} examples are left over each epoch" if left else ""
 
 

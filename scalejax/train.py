@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
@@ -25,14 +24,17 @@ from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import evaluation_batches, open_source, training_batches
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
-from scalejax.errors import ConfigError
 from scalejax.journal import Journal
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.mesh import build_mesh
-from scalejax.predict import Prediction
 from scalejax.pretrained import require_weights
 from scalejax.processes import StopSignals, first_says, is_first
-from scalejax.progress import Reporter, Silent, reporter_for, statistics_in_words
+from scalejax.progress import (
+    Reporter,
+    Silent,
+    reporter_for,
+    statistics_in_words,
+)
 from scalejax.record import (
     DivergenceCause,
     EvaluationMeasurement,
@@ -51,12 +53,13 @@ from scalejax.run_folder import (
     refuse_second_run,
     versions,
 )
-from scalejax.run_notes import notes_of, slow_note
-from scalejax.run_programs import RunPrograms, compile_run, predict_run
+from scalejax.run_notes import notes_of
+from scalejax.run_programs import RunPrograms, beside_predicted, compile_run, predict_run
+from scalejax.skipped_examples import SkippedExamples
 from scalejax.step import Step, init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.train_state import TrainState
-from scalejax.units import UNKNOWN, counted, format_seconds
+from scalejax.units import counted, format_seconds
 
 
 class Interrupted(SystemExit):
@@ -171,6 +174,7 @@ class _Loop:
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
         self._statistics = ""
+        self._skipped = SkippedExamples(run)
         self._step_times: list[float] = []
         self._restart_clock()
 
@@ -215,6 +219,7 @@ class _Loop:
             first_epoch=phase.first_epoch,
             first_step=phase.first_step,
             how=run.config.input,
+            skipped=self._skipped.of["train"],
         )
         self._restart_clock()
         while self._step < end and not self._has_ended_early:
@@ -238,6 +243,7 @@ class _Loop:
             if signal_number:
                 self._interrupt(signal_number)
         self._settle()
+        self._skipped.tell("train", self._journal, step=self._step)
         return state
 
     @property
@@ -304,9 +310,11 @@ class _Loop:
     def _pause(self, state: TrainState) -> None:
         """Evaluate if it is time to, and save a checkpoint."""
         accuracy = None
+        self._skipped.tell("train", self._journal, step=self._step)
         if self._run.is_evaluated(self._step):
             evaluation = self._evaluate(state)
             accuracy = evaluation.test_accuracy
+            self._skipped.tell("test", self._journal, step=self._step)
             self._journal.write(evaluation)
             self._note(evaluation)
         if self._divergence.cause is None:  # a checkpoint of it would push out a better one
@@ -317,7 +325,10 @@ class _Loop:
         begin, sums = time.perf_counter(), []
         weights = self._programs.evaluation.weights(state)
         batches = evaluation_batches(
-            self._test_source, self._programs.evaluation.batch, self._run.config.input
+            self._test_source,
+            self._programs.evaluation.batch,
+            self._run.config.input,
+            self._skipped.of["test"],
         )
         for batch in batches:
             if len(sums) > 1:
@@ -335,6 +346,7 @@ class _Loop:
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
         self._divergence.update(measurement)
+        self._skipped.note(measurement)
         if isinstance(measurement, TrainMeasurement):
             self._keep_loss(measurement.loss, measurement.loss_scale)
             self._step_times.append(measurement.step_seconds)
@@ -371,7 +383,8 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        took += self._beside_predicted() + self._statistics
+        took += beside_predicted(self._journal.files, self._step_times)
+        took += self._statistics + self._skipped.in_words
         if self._divergence.cause is not None:
             return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
         if None in self._last_losses.values():
@@ -379,20 +392,6 @@ class _Loop:
         if self._has_stopped_early and not self._is_last:
             return "stopped_early", took, None
         return "completed", took, None
-
-    def _beside_predicted(self) -> str:
-        """The median step in words, and what was predicted of it, as far as the two are known."""
-        if not self._step_times:
-            return ""
-        step_seconds = median(self._step_times)
-        try:
-            prediction = documents.load(Prediction, self._journal.files.prediction)
-        except ConfigError:  # none was made, or it was damaged since: no reason to end in an error
-            return f"; median step {format_seconds(step_seconds)}, predicted {UNKNOWN}"
-        predicted = format_seconds(prediction.step_seconds)
-        note = slow_note(prediction, step_seconds)
-        behind = f" ({note})" if note else ""
-        return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
 
     def _change_status(
         self, status: Status, message: str, cause: DivergenceCause | None = None

@@ -61,7 +61,7 @@ ARITHMETIC = {
     "early_stopping": 9,
     "divergence": 9,
     "measuring": 9,
-    "progress": 9,
+    "progress": 8,
     "explain": 5,
     "search": 5,
     "plan": 5,
@@ -123,7 +123,8 @@ PROGRAMS = {
     "calibrate": 8,
     "local_cluster": 9,
     "step_traces": 9,
-    "journal": 10,
+    "journal": 9,
+    "skipped_examples": 10,
     "run_programs": 10,
     "train": 11,
 }

@@ -7,10 +7,12 @@ from scalejax.data.pipeline import (
     training_batches,
     training_batches_of_seeds,
 )
+from scalejax.data.readable import Skipped
 from scalejax.data.source import Source, Split, open_source
 
 __all__ = [
     "Batch",
+    "Skipped",
     "Source",
     "Split",
     "evaluation_batches",

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from scalejax.data.source import Grouped, Ordered, Source
+from scalejax.metrics import steps_per_epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +35,41 @@ class Rows:
 class TrainingOrder:
     """Element k: the rows of step k after the first of its epochs.
 
-    Every epoch is a new shuffle of all examples, cut into batches; an incomplete last batch is
-    dropped, and its examples come back in the next epoch. A source may have an order of its own.
+    Every epoch is a new shuffle of all examples, cut into batches. An incomplete last batch is
+    dropped, and its examples come back in the next epoch; or it is filled up with the first of the
+    epoch once more, of weight 0. A source may have an order of its own.
 
     Whole epochs are shuffled by NumPy, 5 ns an example; Grain's own shuffle is called for each
     example and takes 8 us, at a batch of 8192 longer than a step of a small network.
     """
 
     def __init__(
-        self, source: Source, global_batch: int, *, seed: int, steps: int, first_epoch: int
+        self,
+        source: Source,
+        global_batch: int,
+        *,
+        seed: int,
+        steps: int,
+        first_epoch: int,
+        is_filled: bool = False,
+        is_weighted: bool = False,
     ) -> None:
+        """The order of an epoch and the next.
+
+        Args:
+            source: the examples.
+            global_batch: rows of a step.
+            seed: decides the shuffles.
+            steps: until the end.
+            first_epoch: in which step 0 is.
+            is_filled: whether an incomplete last batch is filled up.
+            is_weighted: whether rows have "weights".
+        """
         self._global_batch = global_batch
         self._steps = steps
         self._first_epoch = first_epoch
-        self._steps_per_epoch = len(source) // global_batch
+        self._is_weighted = is_weighted
+        self._steps_per_epoch = steps_per_epoch(len(source), global_batch, is_filled=is_filled)
 
         @lru_cache(maxsize=2)  # reading ahead crosses from one epoch into the next
         def permutation(epoch: int) -> np.ndarray:
@@ -69,8 +91,14 @@ class TrainingOrder:
     def __getitem__(self, index: int) -> Rows:
         past, position = divmod(int(index), self._steps_per_epoch)
         epoch, first = self._first_epoch + past, position * self._global_batch
-        indices = self._permutation(epoch)[first : first + self._global_batch]
-        return Rows(indices=indices, epoch=epoch)
+        shuffled, end = self._permutation(epoch), first + self._global_batch
+        indices = shuffled[first:end]
+        if end > len(shuffled):
+            indices = np.concatenate([indices, shuffled[: end - len(shuffled)]])
+        if not self._is_weighted:
+            return Rows(indices=indices, epoch=epoch)
+        weights = np.arange(first, end) < len(shuffled)
+        return Rows(indices=indices, epoch=epoch, beside={"weights": weights.astype(np.float32)})
 
 
 class EvaluationOrder:

@@ -18,6 +18,8 @@ import numpy as np
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun
 from scalejax.data import (
+    Skipped,
+    Split,
     evaluation_batches_of_seeds,
     open_source,
     training_batches_of_seeds,
@@ -40,6 +42,7 @@ from scalejax.record import (
     finite,
 )
 from scalejax.run_folder import describe_run, versions
+from scalejax.skipped_examples import unreadable_examples
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.results import FINISHED
 from scalejax.train import Interrupted
@@ -144,6 +147,8 @@ class _Loop:
         self._open = [index for index, folder in enumerate(folders) if not _is_finished(folder)]
         """Runs that have not ended yet: all, unless a kill fell between the ends of two."""
         self._last: list[dict[str, float | None]] = [{} for _ in runs]
+        seeds = self._programs.seeds
+        self._skipped = {part: [Skipped() for _ in seeds] for part in ("train", "test")}
         self._divergences = [Divergence(run.config.train.divergence) for run in runs]
         self._last_checkpoint = time.perf_counter()
 
@@ -184,6 +189,8 @@ class _Loop:
             is_evaluated = run.is_evaluated(self._step)
             if self._step % config.log_every_steps == 0 or is_pause or is_evaluated:
                 self._note_update(metrics)
+            if is_pause or is_evaluated:
+                self._tell_unreadable("train")
             self._close_diverged(state, ending)
             if is_pause or is_evaluated:
                 self._close_diverged(state, self._open)
@@ -205,6 +212,7 @@ class _Loop:
             start_step=begin,
             stop_step=self._run.total_steps,
             how=config.input,
+            skipped=self._skipped["train"],
         )
 
     def _restart_clock(self) -> None:
@@ -262,10 +270,11 @@ class _Loop:
         weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
         how = self._run.config.input
-        for batches in evaluation_batches_of_seeds(self._tests, shapes, how):
+        for batches in evaluation_batches_of_seeds(self._tests, shapes, how, self._skipped["test"]):
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])
             sums.append(self._programs.evaluate(weights, batches))
+        self._tell_unreadable("test")
         parts = jax.device_get(sums)
         took = (time.perf_counter() - begin) / len(self._runs)
         for index in self._open:
@@ -278,6 +287,21 @@ class _Loop:
             )
             self._write(index, line)
         self._restart_clock()
+
+    def _tell_unreadable(self, part: Split) -> None:
+        """Put down what of `part` could not be read since it was last asked."""
+        found = [skipped.taken() for skipped in self._skipped[part]]
+        for index in self._open:
+            of_seed = found[self._programs.seeds.index(self._runs[index].config.seed)]
+            line = unreadable_examples(
+                self._runs[index],
+                part,
+                [of_seed],
+                step=self._step,
+                elapsed_seconds=self._elapsed_seconds,
+            )
+            if line is not None:
+                self._write(index, line)
 
     def _recall(self) -> None:
         """Read from the records what the end of a resumed run is judged by."""
@@ -296,6 +320,7 @@ class _Loop:
         signal_number = self._signals.agreed(self._step, every=1)
         is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
         if signal_number or (is_due and self._step % every == 0 and not self._is_last):
+            self._tell_unreadable("train")
             self._saved.save(self._step, state)
             self._restart_clock()
             self._last_checkpoint = time.perf_counter()

@@ -27,6 +27,7 @@ from scalejax.run_checks import (
     require_counted_parts,
     require_divided_heads,
     require_divisible_blocks,
+    require_ending_epochs,
     require_fitting_data,
     require_kept_apart,
     require_one_average,
@@ -93,6 +94,7 @@ class RunConfig:
         require_one_rate(self.optimizer, self.fine_tuning)
         require_begun_average(self.averaging, train)
         require_counted_parts(self.input, train)
+        require_ending_epochs(self.input, self.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,3 +238,11 @@ def require_counted_parts(given: InputConfig, train: TrainConfig) -> None:
                 f'that all count; use "{other}", or leave train.noise_scale out'
             )
             raise ConfigError(refusal(f"input.{name}", value, accepted))
+
+
+def require_ending_epochs(given: InputConfig, data: DataConfig) -> None:
+    """Refuse to fill up the last batch of epochs that have none: Petastorm's readers go round."""
+    is_endless = isinstance(data, ParquetConfig) and data.reading.petastorm is not None
+    if is_endless and given.remainder == "pad":
+        accepted = 'readers of data.reading.petastorm begin again where they end; use "drop"'
+        raise ConfigError(refusal("input.remainder", given.remainder, accepted))

@@ -1,9 +1,10 @@
 """Lines of a record, from what steps and evaluations return.
 
-Knows metrics by name, and where a run stands; neither devices nor files.
+Knows metrics by name, a clock, and where a run stands; neither devices nor files.
 """
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,34 @@ from scalejax.errors import ConfigError
 from scalejax.record import EvaluationMeasurement, TrainMeasurement, finite
 
 
+class UpdateClock:
+    """Times updates, from one line of the record to the next."""
+
+    def __init__(self) -> None:
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Count from here, after `step` updates: what came before is in the record, or was no
+        training."""
+        self.waited_seconds = 0.0
+        """For how long since then devices had nothing to do, for want of a batch."""
+        self._begin, self._step = time.perf_counter(), step
+
+    def lap(self, step: int) -> tuple[float, float]:
+        """Mean seconds of the updates since then, and of those the wait for a batch."""
+        seconds, updates = time.perf_counter() - self._begin, step - self._step
+        waited_seconds = self.waited_seconds
+        self.restart(step)
+        return seconds / updates, waited_seconds / updates
+
+
 def train_measurement(
     run: ResolvedRun,
     metrics: Mapping[str, Any],
     *,
     step: int,
     step_seconds: float,
+    data_wait_seconds: float | None = None,
     elapsed_seconds: float,
 ) -> TrainMeasurement:
     """The line of the update `step`.
@@ -29,6 +52,7 @@ def train_measurement(
         metrics: of the update, one figure each.
         step: updates made.
         step_seconds: of an update, on average since the last line.
+        data_wait_seconds: of it the devices had no batch; None if it was not measured.
         elapsed_seconds: since training began.
     """
     values = {name: float(value) for name, value in metrics.items()}
@@ -45,6 +69,7 @@ def train_measurement(
         samples_per_second=global_batch / step_seconds,
         global_batch=global_batch,
         elapsed_seconds=elapsed_seconds,
+        data_wait_seconds=data_wait_seconds,
         loss_scale=values.get("loss_scale"),
         skipped_updates=None if skipped is None else int(skipped),
         gradient_norm=finite(values.get("gradient_norm", math.nan)),

@@ -43,7 +43,7 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
     else:
         accepted = "classes are integers, booleans or texts"
         _require_type(files, "label_column", config.label_column, _is_class, accepted)
-    _require_room(files, config)
+    require_room(files, config)
     _require_versions(files, config)
     kept = filtered(files, config.filters)
     if split == "train" and config.reading.petastorm is not None:
@@ -64,8 +64,17 @@ def _require_type(
         raise ConfigError(refusal(f"data.{field}", column, f"it is {type_} in {where}; {accepted}"))
 
 
-def _require_room(files: ParquetFiles, config: ParquetConfig) -> None:
-    """Refuse row groups that take more than the half of memory that is for them."""
+def require_room(files: ParquetFiles, config: ParquetConfig, processes: int = 1) -> None:
+    """Refuse row groups that take more than the half of memory that is for them.
+
+    Args:
+        files: what is read.
+        config: says how much memory one process has.
+        processes: that have as much.
+
+    Raises:
+        ConfigError: if the memory is too small.
+    """
     reading = config.reading
     sizes = sorted((group.bytes_of(config.columns) for group in files.groups), reverse=True)
     at_once = reading.window if reading.shuffle == "row_groups" else 1
@@ -77,7 +86,10 @@ def _require_room(files: ParquetFiles, config: ParquetConfig) -> None:
             f"the largest row group of {files.location} takes {sizes[0]} bytes, and {at_once} at "
             f"once need {needed} with the batches made of them"
         )
-        raise ConfigError(refusal("data.reading.memory_bytes", reading.memory_bytes, accepted))
+        memory_bytes = processes * reading.memory_bytes
+        if processes > 1:
+            accepted += f", in each of {processes} processes (those of input.workers, and this one)"
+        raise ConfigError(refusal("data.reading.memory_bytes", memory_bytes, accepted))
 
 
 def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:

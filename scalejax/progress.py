@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from scalejax.input_wait import wait_in_words
 from scalejax.record import (
     EvaluationMeasurement,
     Measurement,
@@ -208,7 +209,9 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
 
 def _figures(measurement: TrainMeasurement) -> str:
     rate = format_count(measurement.samples_per_second)
-    return f"loss {_loss(measurement.loss)}, {rate} samples/s{statistics_in_words(measurement)}"
+    wait = wait_in_words([measurement])
+    statistics = statistics_in_words(measurement)
+    return f"loss {_loss(measurement.loss)}, {rate} samples/s{wait}{statistics}"
 
 
 def _loss(loss: float | None) -> str:

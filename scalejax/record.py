@@ -54,6 +54,9 @@ class TrainMeasurement:
     """Samples trained per second since the line before."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
+    data_wait_seconds: float | None = None
+    """Mean time of an update since the line before for which the devices of the first process had
+    nothing to do, for want of a batch; None in records of earlier versions."""
     loss_scale: float | None = None
     """By which the loss of the update was multiplied; None but in float16."""
     skipped_updates: int | None = None

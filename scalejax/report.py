@@ -9,6 +9,7 @@ from pathlib import Path
 
 from scalejax import report_charts
 from scalejax.documents import save_text
+from scalejax.input_wait import WORTH_SAYING
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
@@ -118,12 +119,28 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
         "not predicted: where a step takes milliseconds, it is most of it.</p>"
     )
     page.add_table(
-        ["run", "devices", "samples/s", "step measured", "step predicted", "error"],
+        [
+            "run",
+            "devices",
+            "samples/s",
+            "step measured",
+            "step predicted",
+            "error",
+            "waiting for input",
+        ],
         [_time_row(run) for run in runs],
     )
     slow = [(run.label, run.slow_note) for run in runs if run.slow_note]
     items = "".join(f"<li>{escape(label)}: {escape(note)}</li>" for label, note in slow)
     page.add(f'<ul class="soft">{items}</ul>' if items else "")
+    if any((run.wait_share or 0) >= WORTH_SAYING for run in runs):
+        page.add_chart(
+            "Waiting for input",
+            "The part of the time for which devices had nothing to do, for want of a batch, "
+            "between one line of the record and the next. More input.workers, a "
+            "data.reading.cache_folder or smaller examples bring it down.",
+            report_charts.input_wait(runs),
+        )
 
 
 def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
@@ -202,6 +219,7 @@ def _time_row(run: RunSource) -> list[str]:
         format_seconds(measured),
         format_seconds(predicted),
         UNKNOWN if error is None else f"{error:+.0%}",
+        format_fraction(run.wait_share),
     ]
 
 

@@ -95,6 +95,18 @@ def noise_scale(runs: Sequence[RunSource]) -> Spec:
     return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
 
 
+def input_wait(runs: Sequence[RunSource]) -> Spec:
+    """Part of the time for which devices waited for input, of the runs that measured it."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "share": m.data_wait_seconds / m.step_seconds}
+        for run in runs
+        for m in run.record.training
+        if m.data_wait_seconds is not None and m.step_seconds > 0
+    ]
+    y = alt.Y("share:Q", title="time without a batch", axis=alt.Axis(format=".0%"))
+    return _curves(rows, y, alt.Tooltip("share:Q", format=".1%"))
+
+
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
     """Samples per second against devices, beside a straight line from the smallest count."""
     rows: list[Row] = []

@@ -13,6 +13,7 @@ from statistics import median
 from scalejax import documents
 from scalejax.config import RunConfig, load_config
 from scalejax.errors import ConfigError
+from scalejax.input_wait import wait_share
 from scalejax.loss_gap import LossGap, loss_gap
 from scalejax.plan import Plan
 from scalejax.predict import Prediction, ScalingPrediction, scaling_prediction
@@ -56,6 +57,11 @@ class RunSource:
         if self.prediction is None or self.step_seconds is None:
             return None
         return slow_note(self.prediction, self.step_seconds)
+
+    @property
+    def wait_share(self) -> float | None:
+        """Part of the time for which devices waited for input, 0..1; None if not measured."""
+        return wait_share(self.record.training)
 
     @property
     def measures_noise_scale(self) -> bool:

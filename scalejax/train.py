@@ -9,8 +9,8 @@ Every process runs this loop over its own devices; the first alone writes and ta
 
 import math
 import sys
-import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ from scalejax import documents
 from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
-from scalejax.data import evaluation_batches, open_source, training_batches
+from scalejax.data import Batches, open_source, training_batches
+from scalejax.data.cores import machine_cores
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
+from scalejax.input_tuning import tuned_input
+from scalejax.input_wait import wait_with_advice
 from scalejax.journal import Journal
-from scalejax.measuring import evaluation_measurement, train_measurement
+from scalejax.measuring import UpdateClock, train_measurement
 from scalejax.mesh import build_mesh
 from scalejax.pretrained import require_weights
 from scalejax.processes import StopSignals, first_says, is_first
@@ -46,6 +49,7 @@ from scalejax.record import (
     TrainMeasurement,
     finite,
 )
+from scalejax.run_evaluation import RunEvaluation
 from scalejax.run_folder import (
     describe_run,
     refuse_fewer_epochs,
@@ -122,10 +126,12 @@ def train(
             describe_run(files, run)
         if predicts:
             predict_run(files, run, mesh, programs, reporter)
+        run, tuned = tuned_input(run, programs.step, files, reporter)
         journal = Journal(files, reporter, after_step=begin)
         recorder = StepTraces(files.traces, traces)
         try:
-            _Loop(run, programs, checkpoints, journal, signals, recorder).train(state, begin)
+            loop = _Loop(run, programs, checkpoints, journal, signals, recorder)
+            loop.train(state, begin, tuned)
         finally:
             recorder.close()
             journal.close()
@@ -169,17 +175,20 @@ class _Loop:
         wanted = self._config.early_stopping
         self._stopping = EarlyStopping(wanted) if wanted else None
         self._divergence = Divergence(self._config.divergence)
-        self._test_source = open_source(run.config.data, "test", seed=run.config.seed)
         self._step = 0
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
         self._statistics = ""
         self._skipped = SkippedExamples(run)
-        self._step_times: list[float] = []
-        self._restart_clock()
+        self._evaluation = RunEvaluation(
+            run, programs.evaluation, programs.evaluate, self._skipped.of["test"]
+        )
+        self._updates: list[TrainMeasurement] = []
+        self._clock = UpdateClock()
 
-    def train(self, state: TrainState, begin: int) -> None:
-        """Update `state`, the one after `begin` updates, until the run ends."""
+    def train(self, state: TrainState, begin: int, remark: str = "") -> None:
+        """Update `state`, the one after `begin` updates, until the run ends; `remark` is for the
+        record."""
         self._step = begin
         for measurement in self._journal.earlier:
             self._note(measurement)
@@ -188,10 +197,10 @@ class _Loop:
         spread = f" ({layout})" if layout.device_count > 1 else ""
         devices = f"on {counted(layout.device_count, 'device')}{spread}; {versions()}"
         if begin:
-            self._change_status("resumed", f"at step {begin}, {devices}")
+            self._change_status("resumed", f"at step {begin}, {devices}{remark}")
         else:
             changes = "".join(f"; {change}" for change in self._run.changes)
-            self._change_status("started", devices + changes)
+            self._change_status("started", devices + changes + remark)
         state = self._run_steps(state)
         save_weights(self._journal.files.weights, self._final_weights(state))
         self._change_status(*self._ending())
@@ -221,14 +230,26 @@ class _Loop:
             how=run.config.input,
             skipped=self._skipped.of["train"],
         )
-        self._restart_clock()
+        self._clock.restart(self._step)
+        with closing(batches):
+            state = self._run_batches(state, batches, update, end)
+        self._settle()
+        self._skipped.tell("train", self._journal, step=self._step)
+        return state
+
+    def _run_batches(
+        self, state: TrainState, batches: Batches, update: Any, end: int
+    ) -> TrainState:
+        """Updates until `end`, or until something ends the run before."""
         while self._step < end and not self._has_ended_early:
             if self._recorder.is_boundary:
                 self._settle()
                 self._recorder.cross(self._step)
-                self._restart_clock()
+                self._clock.restart(self._step)
             with self._recorder.step(self._step + 1):
-                state, metrics = update(state, next(batches))
+                batch, waited_seconds = batches.next_beside(self._is_updating)
+                self._clock.waited_seconds += waited_seconds
+                state, metrics = update(state, batch)
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
             self._queued = metrics
@@ -242,9 +263,11 @@ class _Loop:
                 self._pause(state)
             if signal_number:
                 self._interrupt(signal_number)
-        self._settle()
-        self._skipped.tell("train", self._journal, step=self._step)
         return state
+
+    def _is_updating(self) -> bool:
+        """Whether the queued update is still being made."""
+        return self._queued is not None and not self._queued["loss"].is_ready()  # type: ignore[attr-defined]  untyped
 
     @property
     def _has_stopped_early(self) -> bool:
@@ -281,14 +304,13 @@ class _Loop:
             ):  # it is saved next, or early stopping ends the run, with no line of it
                 self._see_loss(jax.device_get(metrics))
             return
-        now = time.perf_counter()
-        step_seconds = (now - self._window_begin) / (self._step - self._window_step)
-        self._window_begin, self._window_step = now, self._step
+        step_seconds, data_wait_seconds = self._clock.lap(self._step)
         measurement = train_measurement(
             self._run,
             jax.device_get(metrics),
             step=self._step,
             step_seconds=step_seconds,
+            data_wait_seconds=data_wait_seconds,
             elapsed_seconds=self._journal.elapsed_seconds,
         )
         self._journal.write(measurement)
@@ -303,45 +325,19 @@ class _Loop:
         if not is_skipped(loss, loss_scale):
             self._last_losses["train"] = loss
 
-    def _restart_clock(self) -> None:
-        """Count step time from here: what came before was no training."""
-        self._window_begin, self._window_step = time.perf_counter(), self._step
-
     def _pause(self, state: TrainState) -> None:
         """Evaluate if it is time to, and save a checkpoint."""
         accuracy = None
         self._skipped.tell("train", self._journal, step=self._step)
         if self._run.is_evaluated(self._step):
-            evaluation = self._evaluate(state)
+            evaluation = self._evaluation.measure(state, self._journal, step=self._step)
             accuracy = evaluation.test_accuracy
             self._skipped.tell("test", self._journal, step=self._step)
             self._journal.write(evaluation)
             self._note(evaluation)
         if self._divergence.cause is None:  # a checkpoint of it would push out a better one
             self._checkpoints.save(self._step, state, test_accuracy=accuracy)
-        self._restart_clock()
-
-    def _evaluate(self, state: TrainState) -> EvaluationMeasurement:
-        begin, sums = time.perf_counter(), []
-        weights = self._programs.evaluation.weights(state)
-        batches = evaluation_batches(
-            self._test_source,
-            self._programs.evaluation.batch,
-            self._run.config.input,
-            self._skipped.of["test"],
-        )
-        for batch in batches:
-            if len(sums) > 1:
-                jax.block_until_ready(sums[-2])  # for the reasons of `_settle`
-            sums.append(self._programs.evaluate(*weights, batch))
-        parts = jax.device_get(sums)
-        return evaluation_measurement(
-            self._run,
-            parts,
-            step=self._step,
-            seconds=time.perf_counter() - begin,
-            elapsed_seconds=self._journal.elapsed_seconds,
-        )
+        self._clock.restart(self._step)
 
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
@@ -349,7 +345,7 @@ class _Loop:
         self._skipped.note(measurement)
         if isinstance(measurement, TrainMeasurement):
             self._keep_loss(measurement.loss, measurement.loss_scale)
-            self._step_times.append(measurement.step_seconds)
+            self._updates.append(measurement)
             self._statistics = statistics_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
@@ -383,8 +379,9 @@ class _Loop:
         stopping = self._stopping
         if stopping is not None and stopping.best_epoch is not None:
             took += f", best after epoch {stopping.best_epoch + 1}"
-        took += beside_predicted(self._journal.files, self._step_times)
+        took += beside_predicted(self._journal.files, [m.step_seconds for m in self._updates])
         took += self._statistics + self._skipped.in_words
+        took += wait_with_advice(self._updates, self._run.config.input, machine_cores())
         if self._divergence.cause is not None:
             return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
         if None in self._last_losses.values():

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from scalejax.data import open_source, training_batches
 from scalejax.data.parquet import _moments
-from scalejax.data.row_groups import _shared_memory
+from scalejax.data.row_groups import _memories
 from scalejax.data_config import facts
 from scalejax.documents import build
 from scalejax.layout import Layout
@@ -62,7 +62,7 @@ def main() -> None:
     grown = peak_bytes() - before
     middle = batches(config)[1] * 2 // 3
     _moments.cache_clear()
-    _shared_memory.cache_clear()
+    _memories.clear()
     begin, begin_cpu = time.perf_counter(), time.process_time()
     next(batches(config, start=middle)[0])
     print(

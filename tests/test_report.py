@@ -70,6 +70,7 @@ def write_run(
     diverged: bool = False,
     loss: float = 2.0,
     noise_scale: float | None = None,
+    data_wait_seconds: float | None = None,
 ) -> Path:
     """A run's folder with an evaluation per epoch, each after ten steps of 5 ms."""
     folder.mkdir(parents=True)
@@ -89,6 +90,7 @@ def write_run(
                     samples_per_second=512 / 0.005,
                     elapsed_seconds=seconds,
                     noise_scale=noise_scale,
+                    data_wait_seconds=data_wait_seconds,
                 )
             )
             log.append(
@@ -196,6 +198,19 @@ def test_the_noise_scale_is_drawn_where_it_was_measured(page: Page, tmp_path: Pa
     assert json.dumps(charts).count("noise scale (samples)") == 1
     assert "870" in json.dumps(charts)
     assert "noise scale" not in json.dumps(page.charts)
+
+
+def test_waiting_for_input_is_drawn_where_it_was_worth_a_word(page: Page, tmp_path: Path):
+    """2 of 5 ms is; 0.1 of 5 is in the table alone; a record of before it was measured says n/a."""
+    waited = write_run(tmp_path / "waited", [0.5, 0.6], data_wait_seconds=0.002)
+    fed = write_run(tmp_path / "fed", [0.5, 0.6], data_wait_seconds=0.0001)
+
+    of_waited, of_fed = (Page(render(read_sources([run]), "")) for run in (waited, fed))
+
+    assert json.dumps(of_waited.charts).count("time without a batch") == 1
+    assert "time without a batch" not in json.dumps(of_fed.charts)
+    shown = [each.cells[each.cells.index("-20%") + 1] for each in (of_waited, of_fed, page)]
+    assert shown == ["40.0 %", "2.0 %", "n/a"]
 
 
 def test_report_compares_prediction_and_measurement(page: Page):

@@ -1,23 +1,43 @@
-"""Examples by index, and the global batches made of them: one file per kind of data set."""
+"""Examples by index, and the global batches made of them: one file per kind of data set.
 
-from scalejax.data.pipeline import (
-    Batch,
-    evaluation_batches,
-    evaluation_batches_of_seeds,
-    training_batches,
-    training_batches_of_seeds,
-)
-from scalejax.data.readable import Skipped
-from scalejax.data.source import Source, Split, open_source
+The names below start JAX when they are asked for; files beside this one that need none start none.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalejax.data.pipeline import (
+        Batch,
+        Batches,
+        chosen_workers,
+        evaluation_batches,
+        evaluation_batches_of_seeds,
+        training_batches,
+        training_batches_of_seeds,
+    )
+    from scalejax.data.readable import Skipped
+    from scalejax.data.source import Source, Split, open_source
 
 __all__ = [
     "Batch",
+    "Batches",
     "Skipped",
     "Source",
     "Split",
+    "chosen_workers",
     "evaluation_batches",
     "evaluation_batches_of_seeds",
     "open_source",
     "training_batches",
     "training_batches_of_seeds",
 ]
+
+_OF_SOURCE = ("Source", "Split", "open_source")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = "source" if name in _OF_SOURCE else "pipeline"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

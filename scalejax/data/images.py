@@ -5,7 +5,6 @@ Knows no files and no columns: bytes in, pixels out.
 
 import contextlib
 import io
-import os
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from functools import cache
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from scalejax.data.cores import usable_cores
 from scalejax.data.source import UnreadableExample
 
 
@@ -97,7 +97,7 @@ def decoded_all(
 
 def in_threads(function: Callable[[slice], None], count: int) -> None:
     """Call `function` with parts of 0 ... `count` - 1; Pillow lets threads decode side by side."""
-    threads = len(os.sched_getaffinity(0))
+    threads = usable_cores()
     # Several to a thread, as images differ; not one by one, as a small one takes but 50 us.
     width = max(1, min(16, count // (4 * threads)))
     parts = [slice(begin, begin + width) for begin in range(0, count, width)]

@@ -4,7 +4,10 @@ Knows columns and what they mean; where row groups are kept is `row_groups`' bus
 """
 
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +16,7 @@ import pyarrow.compute as pc
 from scalejax.data.images import decoded_all
 from scalejax.data.row_groups import RowGroups
 from scalejax.data.source import Split, UnreadableExample
-from scalejax.parquet_columns import class_values, parquet_part
+from scalejax.parquet_columns import class_values, parquet_part, require_room
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import RowGroup
 from scalejax.petastorm_order import epoch_rows
@@ -38,6 +41,28 @@ class ParquetExamples:
     def __len__(self) -> int:
         """Number of rows that the filters keep."""
         return int(self._ends[-1])
+
+    def share_of(self, processes: int) -> "ParquetExamples":
+        """The same examples, with one of `processes` equal parts of the memory.
+
+        Raises:
+            ConfigError: if such a part holds no row group twice.
+        """
+        reading = self._config.reading
+        memory_bytes = reading.memory_bytes // processes
+        share = copy(self)
+        share._config = replace(self._config, reading=replace(reading, memory_bytes=memory_bytes))
+        require_room(self._files, share._config, processes)
+        share._groups = RowGroups(share._config.reading)
+        return share
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What files hold is read again; what was found out about them is not."""
+        return {name: value for name, value in vars(self).items() if name != "_groups"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._groups = RowGroups(self._config.reading)
 
     @property
     def rows_together(self) -> int:

@@ -1,29 +1,71 @@
 """Global batches on the mesh, in an order that (seed, epoch, position) alone decides.
 
-Grain reads ahead on a thread; one element is one step, so the position in the data is the number
-of the step and nothing else need be kept to resume. Every process computes the same global order
-(`order`) and gathers only the rows that its own devices hold, so the order does not depend on how
-many processes or devices there are.
+A thread makes them ahead, or has processes of its own make them. One element is one step, so the
+position in the data is the number of the step and nothing else need be kept to resume. Every
+process of a run computes the same global order (`order`) and gathers only the rows that its own
+devices hold, so the order does not depend on how many processes or devices there are.
 
 Knows no network and no optimizer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import grain
 import jax
 import numpy as np
 
-from scalejax.data.order import EvaluationOrder, Rows, TrainingOrder
-from scalejax.data.readable import LOST, READABLE, ReadableExamples, Skipped, settled
-from scalejax.data.source import Grouped, Source
+from scalejax.data.autotune import WorkerChoice, choose_workers
+from scalejax.data.feed import Feed
+from scalejax.data.making import LocalBatch, take_batches, unchanged
+from scalejax.data.order import EvaluationOrder, TrainingOrder
+from scalejax.data.readable import LOST, ReadableExamples, Skipped
+from scalejax.data.source import Source
+from scalejax.data.supply import local_feed, one_by_one
 from scalejax.input_config import InputConfig
 
 Batch = dict[str, jax.Array]
 """The rows of one global batch, laid out over the mesh."""
 AS_USUAL = InputConfig()
 """How batches are made where nothing is said of it."""
+
+
+class Batches:
+    """Batches on the mesh, made ahead, and how long they were waited for.
+
+    A batch is put on the devices when it is asked for, while these do the step before: one that
+    waits and one that is used are there at a time, whatever is made ahead.
+    """
+
+    def __init__(self, feed: Feed[LocalBatch], put: Callable[[LocalBatch], Batch]) -> None:
+        self._feed = feed
+        self._put = put
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        return self._put(next(self._feed))
+
+    def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Batch, float]:
+        """The next batch, and for how many seconds the devices had to wait for it.
+
+        Args:
+            is_busy: whether the devices have work that does not need the batch.
+
+        Raises:
+            StopIteration: when there are no more.
+            UnreadableExample: if an example cannot be read or decoded.
+            ConfigError: if a file cannot be read.
+        """
+        local, waited_seconds = self._feed.next_beside(is_busy)
+        return self._put(local), waited_seconds
+
+    def close(self) -> None:
+        """Make no more."""
+        self._feed.close()
 
 
 def training_batches(
@@ -37,7 +79,7 @@ def training_batches(
     first_step: int = 0,
     how: InputConfig = AS_USUAL,
     skipped: Skipped | None = None,
-) -> Iterator[Batch]:
+) -> Batches:
     """The batches of steps `start_step` to `stop_step` - 1 of a run.
 
     Args:
@@ -61,10 +103,51 @@ def training_batches(
         is_filled=how.remainder == "pad",
         is_weighted="weights" in shapes,
     )
-    together = 1
-    if isinstance(source, Grouped):
-        together = max(1, source.rows_together // len(_local_rows(shapes["inputs"])))
-    return _batches(order, source, shapes, start_step - first_step, how, skipped, together)
+    workers = how.workers
+    if workers == "auto":
+        workers = chosen_workers(source, shapes, seed=seed, how=how).workers
+    return _batches(order, source, shapes, start_step - first_step, how, skipped, workers)
+
+
+def chosen_workers(
+    source: Source,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    seed: int,
+    how: InputConfig,
+    step_seconds: float | None = None,
+) -> WorkerChoice:
+    """How many processes are to make the batches that `training_batches` gives, by measurement.
+
+    Args:
+        source: the examples.
+        shapes: as of `training_batches`.
+        seed: decides the shuffles.
+        how: batches are made, but for the number of processes.
+        step_seconds: time of a step whose batches are there; None if it is not known.
+
+    Raises:
+        UnreadableExample: if an example cannot be read or decoded.
+        ConfigError: if a file cannot be read.
+    """
+    order = TrainingOrder(
+        source,
+        _global_batch(shapes),
+        seed=seed,
+        steps=2**62,
+        first_epoch=0,
+        is_filled=how.remainder == "pad",
+        is_weighted="weights" in shapes,
+    )
+    return choose_workers(
+        order,
+        source,
+        _local_rows(shapes["inputs"]),
+        _row_bytes(shapes),
+        how=how,
+        wrap=_wrap(shapes, how),
+        step_seconds=step_seconds,
+    )
 
 
 def evaluation_batches(
@@ -72,7 +155,7 @@ def evaluation_batches(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     how: InputConfig = AS_USUAL,
     skipped: Skipped | None = None,
-) -> Iterator[Batch]:
+) -> Batches:
     """Batches that hold every example once, in order, and the last one filled up.
 
     The "mask" of a batch is 1 for an example and 0 for a filling row, or one that is unreadable.
@@ -90,7 +173,7 @@ def training_batches_of_seeds(
     stop_step: int,
     how: InputConfig = AS_USUAL,
     skipped: Sequence[Skipped] | None = None,
-) -> Iterator[Batch]:
+) -> Batches:
     """For each step the batches that `training_batches` gives for each seed, stacked: one more
     dimension in front, (seeds, global batch, ...). For a single device.
 
@@ -123,7 +206,7 @@ def evaluation_batches_of_seeds(
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     how: InputConfig = AS_USUAL,
     skipped: Sequence[Skipped] | None = None,
-) -> Iterator[Batch]:
+) -> Batches:
     """The batches that `evaluation_batches` gives for each source, stacked likewise."""
     orders = [EvaluationOrder(len(source), _global_batch(shapes)) for source in sources]
     return _stacked(orders, sources, shapes, 0, how, skipped)
@@ -136,22 +219,25 @@ def _stacked(
     start: int,
     how: InputConfig,
     skipped: Sequence[Skipped] | None,
-) -> Iterator[Batch]:
-    readers = [_reader(source, shapes, how) for source in sources]
+) -> Batches:
+    wrap = _wrap(shapes, how)
+    readers = [wrap(source) for source in sources]
 
-    def gather(step: int) -> dict[str, np.ndarray]:
+    def gather(step: int) -> list[LocalBatch]:
         parts = [
-            _taken(reader, [order[step]])[0] for order, reader in zip(orders, readers, strict=True)
+            take_batches(reader, [order[step]])[0]
+            for order, reader in zip(orders, readers, strict=True)
         ]
-        return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        return [{name: np.stack([part[name] for part in parts]) for name in parts[0]}]
 
-    elements = grain.MapDataset.range(start, len(orders[0])).map(gather)
-    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=how.read_ahead_batches)
-    for element in elements.to_iter_dataset(ahead):
-        lost = element.pop(LOST, ())
+    def put(local: LocalBatch) -> Batch:
+        lost = local.pop(LOST, ())
         for each, source, of_seed in zip(skipped or (), sources, lost, strict=False):
             each.add(source, of_seed)
-        yield jax.device_put(element)
+        return jax.device_put(local)
+
+    groups = one_by_one(grain.MapDataset.range(start, len(orders[0])).map(gather))
+    return Batches(Feed(groups, ahead=how.read_ahead_batches), put)
 
 
 def _batches(
@@ -161,52 +247,47 @@ def _batches(
     start: int,
     how: InputConfig,
     skipped: Skipped | None = None,
-    together: int = 1,
-) -> Iterator[Batch]:
-    """Batches of the elements of `order` from `start` on, the rows of `together` taken at once."""
-    rows, reader = _local_rows(shapes["inputs"]), _reader(source, shapes, how)
+    workers: int = 0,
+) -> Batches:
+    """Batches of the elements of `order` from `start` on."""
+    rows = _local_rows(shapes["inputs"])
     is_counted = _are_counted_here(shapes["inputs"], rows)
     shardings = {name: shape.sharding for name, shape in shapes.items()}
     global_shapes = {name: shape.shape for name, shape in shapes.items()}
 
-    def gather(first: int) -> list[dict[str, np.ndarray]]:
-        steps = range(first, min(first + together, len(order)))
-        return _taken(reader, [order[step].of(rows) for step in steps])
+    def put(local: LocalBatch) -> Batch:
+        if LOST in local:
+            lost = local.pop(LOST)[is_counted]
+            if skipped is not None:
+                skipped.add(source, lost)
+        return jax.make_array_from_process_local_data(shardings, local, global_shapes)
 
-    elements = grain.MapDataset.range(start, len(order), together).map(gather)
-    ahead = how.read_ahead_batches if together == 1 else 1
-    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
-    for several in elements.to_iter_dataset(reading):
-        for local in several:
-            if LOST in local:
-                lost = local.pop(LOST)[is_counted]
-                if skipped is not None:
-                    skipped.add(source, lost)
-            yield jax.make_array_from_process_local_data(shardings, local, global_shapes)
-
-
-def _reader(source: Source, shapes: Mapping[str, jax.ShapeDtypeStruct], how: InputConfig) -> Source:
-    """`source`, or what leaves out of it what cannot be read."""
-    if how.unreadable == "refuse":
-        return source
-    rows = {name: shape for name, shape in shapes.items() if name not in ("weights", "mask")}
-    return ReadableExamples(
-        source, {name: np.zeros(shape.shape[1:], shape.dtype) for name, shape in rows.items()}
+    feed = local_feed(
+        order,
+        source,
+        rows,
+        _row_bytes(shapes),
+        start=start,
+        how=how,
+        workers=workers,
+        wrap=_wrap(shapes, how),
     )
+    return Batches(feed, put)
 
 
-def _taken(source: Source, batches: Sequence[Rows]) -> list[dict[str, np.ndarray]]:
-    """The batches of `source`, those of one epoch taken at once."""
-    filled = []
-    for epoch, of_epoch in groupby(batches, key=lambda batch: batch.epoch):
-        several = list(of_epoch)
-        taken = source.take(np.concatenate([batch.indices for batch in several]), epoch)
-        begin = 0
-        for batch in several:
-            part = slice(begin, begin := begin + len(batch.indices))
-            rows = {name: values[part] for name, values in taken.items()} | batch.beside
-            filled.append(settled(rows, batch) if READABLE in taken else rows)
-    return filled
+def _wrap(
+    shapes: Mapping[str, jax.ShapeDtypeStruct], how: InputConfig
+) -> Callable[[Source], Source]:
+    """What is put around a source to leave out of it what cannot be read; can be pickled."""
+    if how.unreadable == "refuse":
+        return unchanged
+    rows = {name: shape for name, shape in shapes.items() if name not in ("weights", "mask")}
+    blank = {name: np.zeros(shape.shape[1:], shape.dtype) for name, shape in rows.items()}
+    return partial(ReadableExamples, blank=blank)
+
+
+def _row_bytes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(shape.shape[1:]) * shape.dtype.itemsize for shape in shapes.values())
 
 
 def _global_batch(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
@@ -214,9 +295,15 @@ def _global_batch(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> int:
 
 
 def _local_rows(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-    """The rows of a global batch that devices of this process hold, in order, each once."""
-    indices = shape.sharding.addressable_devices_indices_map(shape.shape)
-    held = {index[0].indices(shape.shape[0]) for index in indices.values() if index}
+    return rows_held(shape, shape.sharding.addressable_devices)
+
+
+def rows_held(shape: jax.ShapeDtypeStruct, devices: Collection[Any]) -> np.ndarray:
+    """The rows of a global batch that `devices` hold, in order, each once."""
+    indices = shape.sharding.devices_indices_map(shape.shape)
+    held = {
+        index[0].indices(shape.shape[0]) for device, index in indices.items() if device in devices
+    }
     return np.concatenate([np.arange(*bounds) for bounds in sorted(held)])
 
 

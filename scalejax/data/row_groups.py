@@ -5,10 +5,11 @@ Knows where row groups are kept; nothing of what their columns mean.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
@@ -78,7 +79,13 @@ class RowGroups:
         return table, table.nbytes
 
 
-@cache
 def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
     """Of this process: the parts of a data set, and runs side by side, share it."""
-    return BoundedMemory(limit_bytes)
+    memory = _memories.get(limit_bytes)
+    if memory is None:
+        memory = _memories[limit_bytes] = BoundedMemory(limit_bytes)
+    return memory
+
+
+_memories: WeakValueDictionary[int, BoundedMemory[pa.Table]] = WeakValueDictionary()
+"""By their limit, for as long as someone reads with them."""

@@ -3,6 +3,7 @@
 Knows which file reads which data set. Knows no batches, no order and no devices.
 """
 
+from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,6 +79,50 @@ class Ordered(Protocol):
         ...
 
 
+@runtime_checkable
+class Shared(Protocol):
+    """What a source is besides, if it keeps in memory what it reads."""
+
+    def share_of(self, processes: int) -> Source:
+        """The same examples with one of `processes` equal parts of the memory; can be pickled.
+
+        Raises:
+            ConfigError: if such a part is too small.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """How to open a source again, in any process."""
+
+    config: DataConfig
+    """The data set."""
+    split: Split
+    """Which part of it."""
+    seed: int
+    """Of the run."""
+
+    def open(self) -> Source:
+        """The same examples.
+
+        Raises:
+            ConfigError: if a file of the data set is missing or damaged.
+        """
+        return open_source(self.config, self.split, seed=self.seed)
+
+
+def for_process(source: Source, processes: int) -> Source | Origin:
+    """`source` as one of `processes` that share its memory takes examples of it; can be pickled.
+
+    Raises:
+        ConfigError: if the memory is too small for so many.
+    """
+    if isinstance(source, Shared):
+        return source.share_of(processes)
+    return getattr(source, "origin", source)
+
+
 def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     """The examples of one part of the data set named in `config`.
 
@@ -89,6 +134,12 @@ def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
     Raises:
         ConfigError: if a file of the data set is missing or damaged.
     """
+    source = _opened(config, split, seed)
+    vars(source)["origin"] = Origin(config=config, split=split, seed=seed)
+    return source
+
+
+def _opened(config: DataConfig, split: Split, seed: int) -> Source:
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.array_record import ArrayRecords
     from scalejax.data.fashion_mnist import FashionMnist

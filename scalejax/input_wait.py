@@ -1,0 +1,54 @@
+"""How much of a run its devices had nothing to do for want of batches, and what to do about it.
+
+Arithmetic on measurements; measures nothing.
+"""
+
+from collections.abc import Sequence
+
+from scalejax.input_config import InputConfig
+from scalejax.record import TrainMeasurement
+from scalejax.units import format_fraction
+
+WORTH_SAYING = 0.03
+"""Part of the time from which on it is worth a word."""
+
+
+def wait_share(updates: Sequence[TrainMeasurement]) -> float | None:
+    """Part of the time of updates for which devices waited for a batch, 0..1; None if it was not
+    measured."""
+    known = [(m.data_wait_seconds, m.step_seconds) for m in updates if m.step_seconds > 0]
+    waits = [wait for wait, _ in known if wait is not None]
+    seconds = sum(step for wait, step in known if wait is not None)
+    return sum(waits) / seconds if waits else None
+
+
+def wait_in_words(updates: Sequence[TrainMeasurement]) -> str:
+    """The same, to be put behind other figures; nothing where it is not worth a word."""
+    share = wait_share(updates)
+    if share is None or share < WORTH_SAYING:
+        return ""
+    return f", waited {format_fraction(share)} of the time for input"
+
+
+def wait_with_advice(updates: Sequence[TrainMeasurement], how: InputConfig, cores: int) -> str:
+    """The same with what to do about it.
+
+    Args:
+        updates: what was measured of them.
+        how: their batches were made.
+        cores: of this host.
+    """
+    words = wait_in_words(updates)
+    return words and f"{words} ({_advice(how.workers, cores)})"
+
+
+def _advice(workers: int | str, cores: int) -> str:
+    """What to try where devices wait for input."""
+    if not isinstance(workers, int) or (workers == 0 and cores > 1):
+        return f'input.workers = "auto" has processes make batches on the {cores} cores'
+    if workers < cores:
+        return f"input.workers may be up to the {cores} cores of this host"
+    return (
+        f"its {cores} cores are at work: smaller examples, decoded ones kept by "
+        "data.reading.cache_folder, or more cores for each device would help"
+    )

@@ -1,0 +1,52 @@
+"""All the test data of a run through its evaluation, batch by batch.
+
+Knows the compiled evaluation and its data; nothing of when it is time for one.
+"""
+
+import time
+from typing import Any
+
+import jax
+
+from scalejax.config import ResolvedRun
+from scalejax.data import Skipped, evaluation_batches, open_source
+from scalejax.evaluation import Evaluation
+from scalejax.input_tuning import beside_workers
+from scalejax.journal import Journal
+from scalejax.measuring import evaluation_measurement
+from scalejax.record import EvaluationMeasurement
+from scalejax.train_state import TrainState
+
+
+class RunEvaluation:
+    """The evaluation of `run`, and its test data."""
+
+    def __init__(
+        self, run: ResolvedRun, evaluation: Evaluation, compiled: Any, skipped: Skipped
+    ) -> None:
+        self._run = run
+        self._evaluation = evaluation
+        self._compiled = compiled
+        self._skipped = skipped
+        source = open_source(run.config.data, "test", seed=run.config.seed)
+        self._source = beside_workers(source, run.config.input)
+
+    def measure(self, state: TrainState, journal: Journal, *, step: int) -> EvaluationMeasurement:
+        """The metrics of `state`, the one after `step` updates."""
+        begin, sums = time.perf_counter(), []
+        weights = self._evaluation.weights(state)
+        batches = evaluation_batches(
+            self._source, self._evaluation.batch, self._run.config.input, self._skipped
+        )
+        for batch in batches:
+            if len(sums) > 1:
+                jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
+            sums.append(self._compiled(*weights, batch))
+        parts = jax.device_get(sums)
+        return evaluation_measurement(
+            self._run,
+            parts,
+            step=step,
+            seconds=time.perf_counter() - begin,
+            elapsed_seconds=journal.elapsed_seconds,
+        )

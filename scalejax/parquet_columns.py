@@ -51,6 +51,25 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
     return kept
 
 
+def rows_together(config: ParquetConfig, files: ParquetFiles) -> int:
+    """Rows of a shuffled order to take at once, so that a row group is decoded once for them; 0
+    where it makes no difference, for row groups stay in memory or on a local disk."""
+    reading = config.reading
+    needed = sum(group.bytes_of(config.columns) for group in files.groups)
+    is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
+    return 0 if is_kept else rows_within(config)
+
+
+def rows_within(config: ParquetConfig) -> int:
+    """The same where row groups do not stay: as many as an eighth of the memory holds, as those
+    that are made, that wait and that are used come to three; 0 where few row groups are mixed."""
+    if config.reading.shuffle == "row_groups" or config.reading.petastorm is not None:
+        return 0
+    pixels = config.image_size**2 * config.channels
+    row_bytes = 4 * len(config.feature_columns) if config.feature_columns else pixels
+    return max(1, config.reading.memory_bytes // 8 // (row_bytes + 4))
+
+
 def _require_type(
     files: ParquetFiles,
     field: str,

@@ -19,6 +19,7 @@ from scalejax.cost import (
     Timeline,
     as_used,
     band,
+    input_notes,
     memory_verdict,
     residuals,
     run_terms,
@@ -181,7 +182,10 @@ def predict(
         waterfall=_waterfall(times, working.timeline(cluster, NOMINAL), conditions, losses),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
-        notes=_notes(program, cluster, matmul_type, has_band=spread is not None),
+        notes=(
+            *input_notes(program, cluster, step_seconds - (conditions.input_seconds or 0.0)),
+            *_notes(program, cluster, matmul_type, has_band=spread is not None),
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """The programs of a run, compiled here, and what they will take here before they have run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -9,10 +9,11 @@ import jax
 from jax.sharding import Mesh
 
 from scalejax import documents
-from scalejax.config import ResolvedRun
+from scalejax.config import ResolvedRun, RunConfig
 from scalejax.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.evaluation import Evaluation, build_evaluation
-from scalejax.hardware import Cluster, load_cluster
+from scalejax.hardware import Cluster, HostInput, load_cluster
+from scalejax.input_work import host_input
 from scalejax.local_cluster import local_cluster
 from scalejax.predict import Prediction, predict
 from scalejax.processes import first_says, is_first
@@ -86,7 +87,7 @@ def predict_run(
         return
     prediction = predict(
         program,
-        cluster,
+        replace(cluster, input=measured_input(run.config)),
         train_examples=run.samples_per_epoch,
         epochs=run.config.train.epochs,
     )
@@ -112,6 +113,17 @@ def beside_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
     note = slow_note(prediction, step_seconds)
     behind = f" ({note})" if note else ""
     return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
+
+
+def measured_input(config: RunConfig) -> HostInput | None:
+    """What `scalejax data bench` has left of this machine, if it holds for the data of the run."""
+    path = user_folder() / "this-machine" / "input.toml"
+    if jax.process_count() > 1 or not path.is_file():  # processes of a host share it
+        return None
+    try:
+        return host_input(path, config)
+    except ScalejaxError:  # of other data, or an older version
+        return None
 
 
 def calibrated_cluster(mesh: Mesh) -> Cluster | None:

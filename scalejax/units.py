@@ -71,6 +71,14 @@ def format_bytes(count: float | None) -> str:
     return f"{count:.0f} B"
 
 
+def format_bytes_per_second(rate: float | None) -> str:
+    """A rate in decimal units, as links and disks are sold: "512 MB/s", "1.5 GB/s"."""
+    if rate is None:
+        return UNKNOWN
+    number, _, prefix = format_count(rate).partition(" ")
+    return f"{number} {prefix}B/s"
+
+
 def format_count(count: float | None) -> str:
     """A large number with its prefix: "25.6 M", "1.28 k", "312"."""
     if count is None:

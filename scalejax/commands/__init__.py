@@ -4,6 +4,7 @@ Each is a few lines over the functions that a Python user would call. Starts wit
 the commands that need it import when they run.
 """
 
+from scalejax.commands.benching import DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.commands.planning import PlanRun
@@ -31,6 +32,7 @@ Command = (
     | ConfigShow
     | ConfigFields
     | SchedulePlot
+    | DataBench
     | Hardware
     | Calibrate
     | Validate
@@ -49,6 +51,7 @@ COMMANDS: dict[str, type[Command]] = {
     "config show": ConfigShow,
     "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
+    "data bench": DataBench,
     "hardware": Hardware,
     "calibrate": Calibrate,
     "validate": Validate,

@@ -4,7 +4,7 @@ They start without JAX, and import it when they run.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from scalejax import documents, ramp_tables, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
-from scalejax.config import given_model_name, load_config
+from scalejax.config import RunConfig, given_model_name, load_config
 from scalejax.data_config import facts
 from scalejax.errors import (
     ConfigError,
@@ -41,6 +41,8 @@ class Predict(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
+    input: Annotated[Path | None, flag("INPUT.toml")] = None
+    """How fast a host makes batches, as scalejax data bench measured."""
     scaling: Literal["weak", "strong"] = "weak"
     """What stays as devices are added: the batch of each device, or that of all."""
     json: Annotated[Path | None, flag("OUT.json")] = None
@@ -59,6 +61,7 @@ class Predict(RunFileCommand):
         documents.require_writable("trace", self.trace)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
+        cluster = with_input(cluster, self.input, config)
         counts = parse_counts(self.devices)
         name = given_model_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))
@@ -99,6 +102,8 @@ class Explain(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[int, flag("N")]
     """Number of devices."""
+    input: Annotated[Path | None, flag("INPUT.toml")] = None
+    """How fast a host makes batches, as scalejax data bench measured."""
     output: Annotated[Path | None, flag("FILE.html")] = None
     """Where the page with the waterfall drawn goes."""
     json: Annotated[Path | None, flag("OUT.json")] = None
@@ -119,6 +124,7 @@ class Explain(RunFileCommand):
             documents.require_writable(name, getattr(self, name))
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
+        cluster = with_input(cluster, self.input, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with waiting.compiling(CASES) as on_case:
             explained = explain_run(config, cluster, self.devices, on_case=on_case)
@@ -296,6 +302,19 @@ def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Ov
     }
     rest = {name: value for name, value in overrides.items() if not name.startswith(prefix)}
     return with_conditions(cluster, values), rest
+
+
+def with_input(cluster: Cluster, path: Path | None, config: RunConfig) -> Cluster:
+    """The cluster with the input side of `path`, if there is one, for the data of a run.
+
+    Raises:
+        ConfigError: if it cannot be read, or says nothing of such data.
+    """
+    if path is None:
+        return cluster
+    from scalejax.input_work import host_input
+
+    return replace(cluster, input=host_input(path, config))
 
 
 def parse_counts(text: str) -> list[int]:

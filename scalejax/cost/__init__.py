@@ -4,6 +4,8 @@ from scalejax.cost.charges import Charge, charges, device_terms
 from scalejax.cost.communication import collective_seconds, wires
 from scalejax.cost.compute import OperationTime, operation_time
 from scalejax.cost.float8 import in_float8, with_float8_products
+from scalejax.cost.input import InputPace, input_pace, with_workers
+from scalejax.cost.input_words import input_notes
 from scalejax.cost.memory import MemoryVerdict, memory_verdict
 from scalejax.cost.occupancy import as_used, in_graph
 from scalejax.cost.pipeline import PIPELINE, Pipeline, pipelined, sent_between_stages
@@ -16,6 +18,7 @@ __all__ = [
     "PIPELINE",
     "Band",
     "Charge",
+    "InputPace",
     "MemoryVerdict",
     "OperationTime",
     "Pipeline",
@@ -31,6 +34,8 @@ __all__ = [
     "device_terms",
     "in_float8",
     "in_graph",
+    "input_notes",
+    "input_pace",
     "memory_verdict",
     "operation_time",
     "pipelined",
@@ -42,4 +47,5 @@ __all__ = [
     "what_if",
     "wires",
     "with_float8_products",
+    "with_workers",
 ]

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
-from scalejax.cost.input import input_wait_seconds
+from scalejax.cost.input import input_pace, input_wait_seconds
 from scalejax.cost.stragglers import straggler_seconds
 from scalejax.errors import ConfigError, refusal
 from scalejax.hardware import Cluster, RunConditions
@@ -44,14 +44,25 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
         step_cv = cluster.chip.attainable.step_cv
     if step_cv is not None:
         stragglers = straggler_seconds(step_seconds, step_cv, program.device_count)
-    if conditions.input_samples_per_second is not None and program.global_batch is not None:
-        share = min(1.0, cluster.devices_per_node / program.device_count)
-        wait = input_wait_seconds(
-            step_seconds + (stragglers or 0.0),
-            program.global_batch * share,
-            conditions.input_samples_per_second,
-        )
+    rate, samples = conditions.input_samples_per_second, samples_per_node(program, cluster)
+    if samples is not None and rate is None and cluster.input is not None:
+        nodes = node_count(program, cluster)
+        rate = input_pace(cluster.input, samples, nodes=nodes).samples_per_second
+    if samples is not None and rate is not None:
+        wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate)
     return StepTerms(stragglers_seconds=stragglers, input_seconds=wait)
+
+
+def samples_per_node(program: Program, cluster: Cluster) -> float | None:
+    """Samples of one step that one node delivers; None if the program does not say."""
+    if program.global_batch is None:
+        return None
+    return program.global_batch * min(1.0, cluster.devices_per_node / program.device_count)
+
+
+def node_count(program: Program, cluster: Cluster) -> int:
+    """Nodes that the program runs on."""
+    return math.ceil(program.device_count / cluster.devices_per_node)
 
 
 def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTerms:
@@ -62,10 +73,9 @@ def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTer
             than the run makes progress.
     """
     conditions = cluster.conditions
-    nodes = math.ceil(program.device_count / cluster.devices_per_node)
     mtbf = None
     if conditions.node_mtbf_seconds is not None:
-        mtbf = conditions.node_mtbf_seconds / nodes
+        mtbf = conditions.node_mtbf_seconds / node_count(program, cluster)
     stall = stall_seconds(program, conditions)
     interval = conditions.checkpoint_interval_seconds
     if interval is None and stall is not None and mtbf is not None:

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from scalejax.data.images import decoded_all
 from scalejax.data.row_groups import RowGroups
 from scalejax.data.source import Split, UnreadableExample
-from scalejax.parquet_columns import class_values, parquet_part, require_room
+from scalejax.parquet_columns import class_values, parquet_part, require_room, rows_together
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import RowGroup
 from scalejax.petastorm_order import epoch_rows
@@ -68,14 +68,7 @@ class ParquetExamples:
     def rows_together(self) -> int:
         """As many as an eighth of the memory holds, where row groups are decoded more than once an
         epoch: those that are made, those that wait and those that are used come to three."""
-        reading, config = self._config.reading, self._config
-        needed = sum(group.bytes_of(config.columns) for group in self._files.groups)
-        is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
-        if is_kept or reading.shuffle == "row_groups" or reading.petastorm is not None:
-            return 0
-        pixels = config.image_size**2 * config.channels
-        row_bytes = 4 * len(config.feature_columns) if config.feature_columns else pixels
-        return max(1, reading.memory_bytes // 8 // (row_bytes + 4))
+        return rows_together(self._config, self._files)
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
         """The indices of all examples: in any order, or the rows of some row groups mixed."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from scalejax.cost import Scales, step_terms, what_if
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import Chip, Cluster, HostInput
 from scalejax.predict import predict
 from scalejax.program import Program
 
@@ -66,6 +66,11 @@ def improvements(
         if name != "network" or not is_one_node:
             then = predict(program, change(cluster))
             add(name, meaning, then.step_seconds, fits=then.fits)
+    if cluster.input is not None and cluster.conditions.input_samples_per_second is None:
+        for name, meaning, change in _INPUT_CHANGES:
+            if (changed := change(cluster.input)) != cluster.input:
+                then = predict(program, replace(cluster, input=changed))
+                add(name, meaning, then.step_seconds, fits=then.fits)
     if dict(now.waterfall).get(HOST):
         then = predict(program, _with_chips(cluster, _less_dispatch))
         add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
@@ -157,6 +162,29 @@ def _network(cluster: Cluster) -> Cluster:
     rate = FACTOR * cluster.network.bytes_per_second
     return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
 
+
+def _storage(given: HostInput) -> HostInput:
+    rates, shared = given.rates, given.rates.shared_storage_bytes_per_second
+    read = rates.read
+    if read is not None and read.storage_bytes_per_second is not None:
+        read = replace(read, storage_bytes_per_second=FACTOR * read.storage_bytes_per_second)
+    shared = None if shared is None else FACTOR * shared
+    return replace(given, rates=replace(rates, read=read, shared_storage_bytes_per_second=shared))
+
+
+def _workers(given: HostInput) -> HostInput:
+    return replace(given, workers=FACTOR * given.workers)
+
+
+def _cores(given: HostInput) -> HostInput:
+    return _workers(replace(given, rates=replace(given.rates, cores=FACTOR * given.rates.cores)))
+
+
+_INPUT_CHANGES: tuple[tuple[str, str, Callable[[HostInput], HostInput]], ...] = (
+    ("workers", "processes that make batches, on the cores there are", _workers),
+    ("cores", "cores of each host, and workers on them", _cores),
+    ("storage", "bytes/s that hosts read", _storage),
+)
 
 _CHANGES: tuple[tuple[str, str, Callable[[Cluster], Cluster]], ...] = (
     ("arithmetic", "FLOP/s of the chip", lambda cluster: _with_chips(cluster, _arithmetic)),

@@ -31,6 +31,14 @@ from scalejax.hardware.cluster import (
     SharedChip,
 )
 from scalejax.hardware.conditions import RunConditions
+from scalejax.hardware.host_input import FileWork, HostInput, SampleWork
+from scalejax.hardware.input_rates import (
+    CopyRates,
+    InputRates,
+    ReadRates,
+    Speedups,
+    TakeRates,
+)
 from scalejax.hardware.matmul_table import (
     MatmulForm,
     MatmulTable,
@@ -47,7 +55,11 @@ __all__ = [
     "Cluster",
     "CollectiveMethod",
     "CommunicationLibrary",
+    "CopyRates",
     "CudaArchitecture",
+    "FileWork",
+    "HostInput",
+    "InputRates",
     "Link",
     "MatmulForm",
     "MatmulTable",
@@ -55,9 +67,13 @@ __all__ = [
     "MeasuredTimes",
     "Network",
     "RateType",
+    "ReadRates",
     "Residuals",
     "RunConditions",
+    "SampleWork",
     "SharedChip",
+    "Speedups",
+    "TakeRates",
     "TpuArchitecture",
     "chip_names",
     "cluster_names",

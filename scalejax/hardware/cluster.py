@@ -11,6 +11,7 @@ from scalejax.errors import ConfigError, refusal, require_above, require_at_leas
 from scalejax.hardware.calibrated import CalibratedRange
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
+from scalejax.hardware.host_input import HostInput
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
 Algorithm = Literal[
@@ -182,6 +183,9 @@ class Cluster:
     """Devices in all; None if it may grow."""
     conditions: RunConditions = NO_CONDITIONS
     """What delays runs there beside their own arithmetic."""
+    input: HostInput | None = None
+    """The input side of every host, from which `conditions.input_samples_per_second` follows;
+    None where it is unknown, or given there by hand."""
     shared: tuple[SharedChip, ...] = ()
     """The chip when more than one device of a node is busy, by rising number of them; () where
     devices do not slow each other down."""

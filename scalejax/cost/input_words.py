@@ -1,0 +1,98 @@
+"""What a reader must know of the input of a step: whether devices wait for it, why, and what
+would keep up."""
+
+from dataclasses import replace
+
+from scalejax.cost.input import InputPace, input_pace, with_workers, workers_needed
+from scalejax.cost.run_terms import node_count, samples_per_node
+from scalejax.hardware import Cluster, HostInput
+from scalejax.program import Program
+from scalejax.units import format_bytes_per_second, format_count
+
+NEAR = 1.25
+"""A host that makes fewer samples than this many times those its devices take is near its limit."""
+
+
+def input_notes(program: Program, cluster: Cluster, step_seconds: float) -> tuple[str, ...]:
+    """Notes on the input of `program` on `cluster`; none where it is far from the limit.
+
+    Args:
+        program: the compiled step.
+        cluster: where it runs.
+        step_seconds: time of a step whose input is always there.
+    """
+    given, samples = cluster.input, samples_per_node(program, cluster)
+    by_hand = cluster.conditions.input_samples_per_second is not None
+    if given is None or samples is None or by_hand:
+        return ()
+    nodes, wanted = node_count(program, cluster), samples / step_seconds
+    pace = input_pace(given, samples, nodes=nodes)
+    notes = [_verdict(given, pace, samples, wanted, nodes)]
+    first = replace(given, is_first_epoch=True)
+    slower = input_pace(first, samples, nodes=nodes)
+    if not given.is_first_epoch and slower.samples_per_second < min(
+        wanted, pace.samples_per_second / NEAR
+    ):
+        notes.append(f"the first epoch is {_verdict(first, slower, samples, wanted, nodes)}")
+    return tuple(note for note in notes if note)
+
+
+def _verdict(
+    given: HostInput, pace: InputPace, samples: float, wanted: float, nodes: int
+) -> str | None:
+    rate = pace.samples_per_second
+    if rate >= NEAR * wanted:
+        return None
+    makes = f"a host makes {format_count(rate)} samples/s"
+    if rate >= wanted:
+        return (
+            f"nearly input-bound: {makes}, and its devices take {format_count(wanted)}; "
+            f"{_reason(given, pace)}"
+        )
+    return (
+        f"input-bound: {makes}, and its devices could take {format_count(wanted)}; "
+        f"{_reason(given, pace)}; {_remedy(given, pace, samples, wanted, nodes)}; as it is, "
+        f"{1 - rate / wanted:.0%} of the time of the devices, and of their price, is waiting"
+    )
+
+
+def _reason(given: HostInput, pace: InputPace) -> str:
+    stage, _ = max(pace.stages, key=lambda each: each[1], default=("take", 0.0))
+    rates = given.rates
+    match pace.limit:
+        case "storage":
+            bytes_per_second = pace.samples_per_second * pace.storage_bytes_per_sample
+            return f"storage gives {format_bytes_per_second(bytes_per_second)} and no more"
+        case "cores":
+            return f"all of its {rates.cores} cores are busy, most of all with {_IN_WORDS[stage]}"
+        case "process":
+            return "the process that trains takes and copies batches no faster"
+        case "workers":
+            plural = "s do" if given.workers > 1 else " does"
+            return f"its {given.workers} worker{plural} no more, most of all {_IN_WORDS[stage]}"
+        case "threads":
+            return f"threads of one process do no more, most of all {_IN_WORDS[stage]}"
+
+
+def _remedy(given: HostInput, pace: InputPace, samples: float, wanted: float, nodes: int) -> str:
+    workers = workers_needed(given, samples, wanted, nodes=nodes)
+    if workers is not None and workers != given.workers:
+        return f"{workers} workers (input.workers) would keep up"
+    if pace.limit == "storage":
+        needed = format_bytes_per_second(wanted * pace.storage_bytes_per_sample)
+        return f"storage of {needed} would keep up, or a cache on a local disk"
+    all_cores = with_workers(given, given.rates.cores)
+    best = input_pace(all_cores, samples, nodes=nodes)
+    if best.samples_per_second <= pace.samples_per_second:
+        return "more workers make no more; more cores, or smaller images, would"
+    return (
+        f"no number of workers keeps up: with {all_cores.workers}, it makes "
+        f"{format_count(best.samples_per_second)}, as {_reason(all_cores, best)}"
+    )
+
+
+_IN_WORDS = {
+    "read": "reading row groups",
+    "take": "decoding",
+    "hand over": "handing batches over",
+}

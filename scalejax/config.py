@@ -28,11 +28,13 @@ from scalejax.run_checks import (
     require_divided_heads,
     require_divisible_blocks,
     require_ending_epochs,
+    require_fitting_augmentation,
     require_fitting_data,
     require_kept_apart,
     require_one_average,
     require_one_rate,
     require_own_statistics,
+    require_pairs,
     require_reached_ramp,
     require_shared_batch,
 )
@@ -86,6 +88,7 @@ class RunConfig:
         model, layout, train = self.model, self.layout, self.train
         require_divided_heads(model, layout)
         require_fitting_data(model, self.data)
+        require_fitting_augmentation(self.input.augmentation, self.data)
         require_divisible_blocks(model, self.data, self.batch, layout)
         require_kept_apart(model, layout)
         require_reached_ramp(self.batch, self.averaging, train)
@@ -157,6 +160,12 @@ class ResolvedRun:
         return is_due == 0 or step == self.total_steps
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether pairs of training examples are mixed."""
+        augmentation = self.config.input.augmentation
+        return augmentation is not None and augmentation.mixup_alpha > 0
+
+    @property
     def changes(self) -> tuple[Change, ...]:
         """The hyper-parameters that the batch changes, by the rule of the schedule."""
         config = self.config
@@ -219,6 +228,8 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
             dataset.train_examples, global_batch, is_filled=config.input.remainder == "pad"
         ),
     )
+    if run.is_mixed:
+        require_pairs(split)
     for phase in run.phases[1:]:  # refuses what cannot be
         _bn_groups(wanted, phase.split)
     return run

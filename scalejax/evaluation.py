@@ -50,8 +50,8 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
     recipe = recipe_of(run, mesh)
     state = state_shapes(recipe, mesh)
-    batch = batch_shapes(run, mesh)
-    batch.pop("weights", None)
+    of_training = ("weights", "mix")
+    batch = {name: of for name, of in batch_shapes(run, mesh).items() if name not in of_training}
     shape = jax.ShapeDtypeStruct(
         (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
     )

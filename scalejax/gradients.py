@@ -26,7 +26,9 @@ PyTree = Any
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
 words "places" besides; where some rows do not count, "weights" of the samples in training, of mean
-1 over the global batch, and in evaluation "mask", 1 for a sample and 0 for padding."""
+1 over the global batch; for mixup "mix", the share of its own that each sample keeps, its partner
+being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample and 0 for
+padding."""
 
 
 def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
@@ -39,15 +41,41 @@ def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
 def sample_metrics(
     recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Loss and accuracy of each sample, float32 of shape (samples,); and the logits."""
+    """Loss and accuracy of each sample, float32 of shape (samples,); and the logits.
+
+    With "mix", the network sees `mix` of the sample and 1 - mix of its partner, and loss and
+    accuracy are so much of each one's target (Zhang et al. 2017, arXiv 1710.09412, section 2).
+    A partner may have weight 0 in the mean: its row holds an image and a target all the same.
+    """
     inputs = _normalised(batch["inputs"], recipe.run.dataset)
+    if "mix" in batch:
+        inputs = _mixed(batch["mix"], inputs, _partners(inputs))
     where = {"places": batch["places"]} if "places" in batch else {}
     logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
-    losses = _cross_entropy(logits, batch["targets"], smoothing)
-    hits = (logits.argmax(axis=-1) == batch["targets"]).astype(jnp.float32)
+
+    def measured(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
+        return _cross_entropy(logits, targets, smoothing), hits
+
+    losses, hits = measured(batch["targets"])
+    if "mix" in batch:
+        losses_there, hits_there = measured(_partners(batch["targets"]))
+        losses = _mixed(batch["mix"], losses, losses_there)
+        hits = _mixed(batch["mix"], hits, hits_there)
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions), logits
+
+
+def _partners(rows: jax.Array) -> jax.Array:
+    """Rows 1, 0, 3, 2, ...: each one's partner. A pair is on one device, so nothing is sent."""
+    return rows.reshape(-1, 2, *rows.shape[1:])[:, ::-1].reshape(rows.shape)
+
+
+def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
+    """`mix` [rows] of `own` and the rest of `others`, row by row."""
+    share = mix.reshape(-1, *[1] * (own.ndim - 1))
+    return share * own + (1 - share) * others
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
@@ -140,8 +168,9 @@ def gradients(
         gradient, metrics = reduced(loss, accuracy, gradient)
         return gradient, model_state, metrics
     zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
+    deal = partial(_deal, microbatches, 2 if "mix" in batch else 1)
     (gradient, model_state), metrics = lax.scan(
-        accumulate, (zeros, model_state), jax.tree.map(partial(_deal, microbatches), batch)
+        accumulate, (zeros, model_state), jax.tree.map(deal, batch)
     )
     return gradient, model_state, jax.tree.map(jnp.mean, metrics)
 
@@ -157,10 +186,12 @@ def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def _deal(microbatches: int, rows: jax.Array) -> jax.Array:
-    """Rows dealt out in turn, (microbatches, rows / microbatches, ...).
+def _deal(microbatches: int, at_once: int, rows: jax.Array) -> jax.Array:
+    """Rows dealt out in turn, so many at once, (microbatches, rows / microbatches, ...).
 
     In turn, and not in blocks: the rows of a device stay on it.
     """
-    dealt = rows.reshape(-1, microbatches, *rows.shape[1:])
-    return dealt.swapaxes(0, 1)
+    if at_once == 1:
+        return rows.reshape(-1, microbatches, *rows.shape[1:]).swapaxes(0, 1)
+    dealt = rows.reshape(-1, microbatches, at_once, *rows.shape[1:]).swapaxes(0, 1)
+    return dealt.reshape(microbatches, -1, *rows.shape[1:])

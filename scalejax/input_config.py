@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.errors import require_at_least
 
 
@@ -26,6 +27,8 @@ class InputConfig:
     """What an example does that is damaged, or holds what it must not: it ends the run; or it
     counts for nothing, and the record says how many did and why. A file damaged as a whole always
     ends the run."""
+    augmentation: AugmentationConfig | None = None
+    """How images are changed at random; if absent, not at all."""
 
     def __post_init__(self) -> None:
         if self.workers != "auto":

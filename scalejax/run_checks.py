@@ -4,9 +4,11 @@ Knows each part's fields and which values do not go together; nothing of how a f
 nothing of devices: what their number must divide is refused where a run is resolved.
 """
 
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.data_config import DataConfig, facts
-from scalejax.errors import ConfigError, refusal, require_multiple
+from scalejax.errors import ConfigError, nearest_multiples, refusal, require_multiple
 from scalejax.input_config import InputConfig
+from scalejax.layout import BatchSplit
 from scalejax.model_config import (
     BertConfig,
     CausalConfig,
@@ -108,6 +110,40 @@ def require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
     if wants != has:
         accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
         raise ConfigError(refusal("model.name", model.name, accepted))
+
+
+def require_fitting_augmentation(augmentation: AugmentationConfig | None, data: DataConfig) -> None:
+    """Refuse changes of images where there are none, of colours where all is grey, and a shift
+    that can push an image out of itself."""
+    if augmentation is None:
+        return
+    dataset = facts(data)
+    if dataset.is_text or dataset.is_table:
+        has = "rows of numbers" if dataset.is_table else "text"
+        accepted = f"it changes images, but data.name={data.name!r} holds {has}; leave it out"
+        raise ConfigError(f"input.augmentation is refused: {accepted}.")
+    for name in ("saturation", "hue"):
+        if dataset.input_shape[2] != 3 and (value := getattr(augmentation, name)):
+            accepted = "the images are grey, of which brightness and contrast alone change"
+            raise ConfigError(refusal(f"input.augmentation.{name}", value, accepted))
+    side = min(dataset.input_shape[:2])
+    if augmentation.shift_pixels >= side:
+        accepted = f"it must be below the {side} pixels of a side"
+        raise ConfigError(
+            refusal("input.augmentation.shift_pixels", augmentation.shift_pixels, accepted)
+        )
+
+
+def require_pairs(split: BatchSplit) -> None:
+    """Refuse an odd number of samples on a device, of which mixup makes pairs."""
+    if split.microbatch % 2:
+        apart = 2 * split.layout.batch_shards * split.microbatches
+        accepted = (
+            f"input.augmentation.mixup_alpha mixes pairs, and a device sees {split.microbatch} "
+            f"samples at a time; it must be a multiple of 2*data*fsdp*microbatches={apart} "
+            f"(nearest: {nearest_multiples(split.global_batch, apart)})"
+        )
+        raise ConfigError(refusal("batch.global_batch", split.global_batch, accepted))
 
 
 def require_divisible_blocks(

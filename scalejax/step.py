@@ -131,7 +131,8 @@ def _initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyT
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
-    int32 tokens; float32 weights of the rows, where not all of them count."""
+    int32 tokens; float32 weights of the rows, where not all of them count; float32 "mix" of pairs
+    of rows, if they are mixed."""
     return _batch_shapes(run, batch_sharding(mesh))
 
 
@@ -144,6 +145,8 @@ def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
         parts[name] = (dataset.target_shape, jnp.int32)
     if run.is_weighted:
         parts["weights"] = ((), jnp.float32)
+    if run.is_mixed:
+        parts["mix"] = ((), jnp.float32)
     return {
         name: jax.ShapeDtypeStruct((run.split.global_batch, *shape), dtype, sharding=sharding)
         for name, (shape, dtype) in parts.items()

@@ -220,7 +220,12 @@ class _Loop:
         """The updates of one batch, of which `end` updates of the run are the last."""
         run = self._run
         batches = training_batches(
-            open_source(run.config.data, "train", seed=run.config.seed),
+            open_source(
+                run.config.data,
+                "train",
+                seed=run.config.seed,
+                augmentation=run.config.input.augmentation,
+            ),
             step.batch,
             seed=run.config.seed,
             start_step=self._step,

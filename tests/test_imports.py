@@ -33,6 +33,7 @@ ARITHMETIC = {
     "loss_gap": 3,
     "model_config": 2,
     "parquet_config": -1,
+    "augmentation_config": 0,
     "input_config": 1,
     "parquet_files": -1,
     "parquet_filters": 0,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scalejax.data.augmentation import AS_IS, Augmentation
 from scalejax.data.images import decoded_all
 from scalejax.data.source import Split, UnreadableExample
 from scalejax.formats.array_record import (
@@ -16,7 +17,10 @@ from scalejax.formats.array_record import (
 class ArrayRecords:
     """Images, uint8 of [height, width, channels], and classes."""
 
-    def __init__(self, config: ArrayRecordConfig, split: Split) -> None:
+    def __init__(
+        self, config: ArrayRecordConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
+        self._augmentation = augmentation
         self._config = config
         self._files = record_files(config, split)
         self._ends = np.cumsum([file.count for file in self._files])
@@ -45,14 +49,16 @@ class ArrayRecords:
                     f"none of the {config.classes} classes (data.classes)."
                 )
             images[row], classes[row] = image, label
+        changes = self._augmentation.of(indices, epoch)
         pixels = decoded_all(
             images.__getitem__,
             len(images),
             size=config.image_size,
             channels=config.channels,
             named=lambda row: f"{self._named(indices[row])}, feature {config.image_column!r}",
+            changes=changes,
         )
-        return {"inputs": pixels, "targets": classes}
+        return {"inputs": pixels, "targets": classes, **changes.beside()}
 
     def _records(self, indices: np.ndarray) -> list[tuple[int, bytes]]:
         """Row and content of each of some records, a file at a time."""

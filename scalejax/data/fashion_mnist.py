@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scalejax.data.augmentation import AS_IS, Augmentation
 from scalejax.data.source import Split
 from scalejax.data_config import FASHION_MNIST_FOLDER, FashionMnistConfig
 from scalejax.errors import ConfigError
@@ -19,10 +20,13 @@ EMBEDDED = Path(__file__).with_name("fashion_10000_2000.npz")
 class FashionMnist:
     """Photographs of clothes, uint8 of 28 x 28 x 1, and their classes."""
 
-    def __init__(self, config: FashionMnistConfig, split: Split) -> None:
+    def __init__(
+        self, config: FashionMnistConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
         images, classes = _full(split) if config.is_full else _embedded(split)
         self._images = images.reshape(-1, 28, 28, 1)
         self._classes = classes.astype(np.int32)
+        self._augmentation = augmentation
 
     def __len__(self) -> int:
         """Number of images."""
@@ -30,7 +34,8 @@ class FashionMnist:
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The images and classes at `indices`."""
-        return {"inputs": self._images[indices], "targets": self._classes[indices]}
+        examples = {"inputs": self._images[indices], "targets": self._classes[indices]}
+        return self._augmentation.of(indices, epoch).applied(examples)
 
 
 @cache  # the runs of one process, such as those of `quickstart`, share it

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scalejax.data.augmentation import AS_IS, Augmentation
 from scalejax.data.images import decoded_all
 from scalejax.data.source import Split
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
@@ -16,7 +17,10 @@ class ImageFolder:
     """Images, uint8 of [height, width, channels], and the places of their folders among the
     classes."""
 
-    def __init__(self, config: ImageFolderConfig, split: Split) -> None:
+    def __init__(
+        self, config: ImageFolderConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
+        self._augmentation = augmentation
         self._config = config
         self._field = f"data.{split}"
         self._files = image_files(config, split)
@@ -36,14 +40,16 @@ class ImageFolder:
         """
         location = self._files.location
         paths = [os.path.join(location, self._files.path(int(index))) for index in indices]
+        changes = self._augmentation.of(indices, epoch)
         images = decoded_all(
             _contents(self._field, location, paths),
             len(paths),
             size=self._config.image_size,
             channels=self._config.channels,
             named=paths.__getitem__,
+            changes=changes,
         )
-        return {"inputs": images, "targets": self._classes[indices]}
+        return {"inputs": images, "targets": self._classes[indices], **changes.beside()}
 
 
 def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], bytes]:

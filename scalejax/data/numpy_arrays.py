@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from scalejax.data.augmentation import AS_IS, Augmentation
 from scalejax.data.flat_files import FlatFile
 from scalejax.data.source import Split, UnreadableExample
 from scalejax.formats.numpy_arrays import NumpyConfig, part_headers, targets_of
@@ -17,7 +18,10 @@ MOST_SAMPLED_ROWS = 2**16
 class NumpyArrays:
     """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
 
-    def __init__(self, config: NumpyConfig, split: Split) -> None:
+    def __init__(
+        self, config: NumpyConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
+        self._augmentation = augmentation
         self._field = f"data.{split}"
         self._headers = part_headers(config, split)
         self._targets = targets_of(config, split)
@@ -40,7 +44,8 @@ class NumpyArrays:
             inputs = self._normalized(inputs, indices)
         else:
             inputs = inputs.reshape(-1, *self._headers.input_shape)
-        return {"inputs": inputs, "targets": self._targets[indices]}
+        examples = {"inputs": inputs, "targets": self._targets[indices]}
+        return self._augmentation.of(indices, epoch).applied(examples)
 
     def _normalized(self, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
         rows = rows.astype(np.float64)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalejax.data.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.images import decoded_all
 from scalejax.data.row_groups import RowGroups
 from scalejax.data.source import Split, UnreadableExample
@@ -28,8 +29,11 @@ MOST_SAMPLED_GROUPS = 16
 class ParquetExamples:
     """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
 
-    def __init__(self, config: ParquetConfig, split: Split) -> None:
+    def __init__(
+        self, config: ParquetConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
         self._config = config
+        self._augmentation = augmentation
         self._files = parquet_part(config, split)
         self._counts = self._files.kept_counts
         self._ends = np.cumsum(self._counts)
@@ -114,9 +118,10 @@ class ParquetExamples:
                 inputs[order[part]] = self._features(table, ascending[part])
             else:
                 encoded += table[config.image_column].chunks
+        changes = self._augmentation.of(indices, epoch)
         if encoded:  # of all row groups at once: then no thread waits for another
-            inputs = self._images(pa.chunked_array(encoded), order, ascending)
-        return {"inputs": inputs, "targets": classes}
+            inputs = self._images(pa.chunked_array(encoded), order, ascending, changes)
+        return {"inputs": inputs, "targets": classes, **changes.beside()}
 
     def _pieces(self, ascending: np.ndarray) -> Iterator[tuple[slice, pa.Table]]:
         """The rows at `ascending` indices, a row group at a time, as the files hold them."""
@@ -131,7 +136,11 @@ class ParquetExamples:
             yield part, table.take(pa.array(rows))
 
     def _images(
-        self, column: pa.ChunkedArray, order: np.ndarray, ascending: np.ndarray
+        self,
+        column: pa.ChunkedArray,
+        order: np.ndarray,
+        ascending: np.ndarray,
+        changes: Changes,
     ) -> np.ndarray:
         config, places = self._config, np.argsort(order)  # of each row, in the column
 
@@ -144,6 +153,7 @@ class ParquetExamples:
             size=config.image_size,
             channels=config.channels,
             named=named,
+            changes=changes,
         )
 
     def _features(self, table: pa.Table, ascending: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.data_config import (
     DataConfig,
     FashionMnistConfig,
@@ -102,6 +103,8 @@ class Origin:
     """Which part of it."""
     seed: int
     """Of the run."""
+    augmentation: AugmentationConfig | None
+    """How images are changed."""
 
     def open(self) -> Source:
         """The same examples.
@@ -109,7 +112,7 @@ class Origin:
         Raises:
             ConfigError: if a file of the data set is missing or damaged.
         """
-        return open_source(self.config, self.split, seed=self.seed)
+        return open_source(self.config, self.split, seed=self.seed, augmentation=self.augmentation)
 
 
 def for_process(source: Source, processes: int) -> Source | Origin:
@@ -123,25 +126,36 @@ def for_process(source: Source, processes: int) -> Source | Origin:
     return getattr(source, "origin", source)
 
 
-def open_source(config: DataConfig, split: Split, *, seed: int) -> Source:
+def open_source(
+    config: DataConfig,
+    split: Split,
+    *,
+    seed: int,
+    augmentation: AugmentationConfig | None = None,
+) -> Source:
     """The examples of one part of the data set named in `config`.
 
     Args:
         config: the data set.
         split: which part of it.
         seed: decides what synthetic examples hold, and what is random of real ones.
+        augmentation: how images are changed in an epoch of training; if None, not at all.
 
     Raises:
         ConfigError: if a file of the data set is missing or damaged.
     """
-    source = _opened(config, split, seed)
-    vars(source)["origin"] = Origin(config=config, split=split, seed=seed)
+    source = _opened(config, split, seed, augmentation)
+    origin = Origin(config=config, split=split, seed=seed, augmentation=augmentation)
+    vars(source)["origin"] = origin
     return source
 
 
-def _opened(config: DataConfig, split: Split, seed: int) -> Source:
+def _opened(
+    config: DataConfig, split: Split, seed: int, augmentation: AugmentationConfig | None
+) -> Source:
     # Imported here because the readers name `Split` from this file.
     from scalejax.data.array_record import ArrayRecords
+    from scalejax.data.augmentation import AS_IS, Augmentation
     from scalejax.data.fashion_mnist import FashionMnist
     from scalejax.data.image_folder import ImageFolder
     from scalejax.data.numpy_arrays import NumpyArrays
@@ -150,11 +164,12 @@ def _opened(config: DataConfig, split: Split, seed: int) -> Source:
     from scalejax.data.text import PythonDocs
     from scalejax.data.tokens import TokenExamples
 
+    changes = AS_IS if augmentation is None else Augmentation(config=augmentation, seed=seed)
     match config:
         case FashionMnistConfig():
-            return FashionMnist(config, split)
+            return FashionMnist(config, split, changes)
         case SyntheticImagesConfig():
-            return SyntheticImages(config, split, seed=seed)
+            return SyntheticImages(config, split, seed=seed, augmentation=changes)
         case SyntheticTokensConfig():
             return SyntheticTokens(config, split, seed=seed)
         case MaskedTokensConfig():
@@ -162,12 +177,12 @@ def _opened(config: DataConfig, split: Split, seed: int) -> Source:
         case PythonDocsConfig():
             return PythonDocs(config, split)
         case ParquetConfig():
-            return ParquetExamples(config, split)
+            return ParquetExamples(config, split, changes)
         case ImageFolderConfig():
-            return ImageFolder(config, split)
+            return ImageFolder(config, split, changes)
         case NumpyConfig():
-            return NumpyArrays(config, split)
+            return NumpyArrays(config, split, changes)
         case TokensConfig():
             return TokenExamples(config, split, seed=seed)
         case ArrayRecordConfig():
-            return ArrayRecords(config, split)
+            return ArrayRecords(config, split, changes)

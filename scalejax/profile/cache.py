@@ -93,6 +93,9 @@ def case_key(job: RunJob) -> str:
     for name, part in (("loss", config.loss), ("averaging", config.averaging)):
         if part not in (None, LossConfig()):
             material[name] = _named(part)
+    for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
+        if is_beside:
+            material[name] = True
     if any(measured := _measured(job)):
         material["measured"] = measured
     text = json.dumps(material, sort_keys=True)
@@ -145,6 +148,8 @@ def _shaping(job: RunJob) -> JsonValue:
         "schedule": config["schedule"],
         "loss": config["loss"],
         "averaging": config["averaging"],
+        "mix": job.run.is_mixed,
+        "weights": job.run.is_weighted,
         "layout": config["layout"],
         "measured": _measured(job),
         "split": run["split"],

@@ -205,8 +205,9 @@ class _Loop:
     def _batches(self, begin: int) -> Iterator[PyTree]:
         """For each step, the batches of all seeds."""
         config, seeds = self._run.config, self._programs.seeds
+        changes = config.input.augmentation
         return training_batches_of_seeds(
-            [open_source(config.data, "train", seed=seed) for seed in seeds],
+            [open_source(config.data, "train", seed=seed, augmentation=changes) for seed in seeds],
             self._programs.batch,
             seeds=seeds,
             start_step=begin,

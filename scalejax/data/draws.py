@@ -1,0 +1,31 @@
+"""Random numbers of examples: the same for an example however, wherever and beside whatever it is
+taken.
+
+Knows no examples: a hash of counters, and what is made of it.
+"""
+
+import numpy as np
+
+
+def hashed(bits: np.ndarray) -> np.ndarray:
+    """64 evenly spread bits for each uint64.
+
+    Source: the output function of SplitMix64 (Steele, Lea & Flood 2014, OOPSLA, figure 13).
+    """
+    bits = bits + np.uint64(0x9E3779B97F4A7C15)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def uniforms(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarray:
+    """Independent numbers in [0, 1), float64 [len(indices), count].
+
+    They follow from (seed, epoch, index) and their column: from one example, epoch, seed or
+    column to the next they are unrelated, and no generator is set up for any of them.
+    """
+    key = hashed(hashed(np.array([seed], np.uint64)) ^ np.uint64(epoch))
+    examples = hashed(key ^ np.asarray(indices).astype(np.uint64))
+    columns = hashed(np.arange(count, dtype=np.uint64))
+    bits = hashed(examples[:, None] ^ columns)
+    return (bits >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,133 @@
+"""What can be done to many images at once: crops scaled up, shifts, flips and colours.
+
+Arrays in, arrays out: knows no random numbers, no files and no config.
+"""
+
+import numpy as np
+
+LUMA = np.array([0.2989, 0.587, 0.114], np.float32)
+"""Shares of red, green and blue in a grey (ITU-R BT.601, as torchvision rounds it)."""
+COLOUR_CHANGES = ("brightness", "contrast", "saturation", "hue")
+"""What `recoloured` can do, by the number that `order` has for it."""
+
+
+def enlarged(images: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """The part of each image within its box, scaled to the size of the image, bilinear.
+
+    A box is never larger than its image, so that two pixels along each side are all that a new one
+    lies between, and nothing need be averaged.
+
+    Args:
+        images: uint8 [images, height, width, channels].
+        boxes: left, top, width and height of each, in pixels, [images, 4].
+
+    Returns:
+        uint8, of the shape of `images`.
+    """
+    left, top, width, height = boxes.T
+    rows = _between(images, top, height)
+    columns = _between(rows.swapaxes(1, 2), left, width)
+    return _as_bytes(columns.swapaxes(1, 2))
+
+
+def _between(images: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The part of each image from row `starts` on, `lengths` rows long, as many rows as the whole
+    image has; float32."""
+    count, size, *rest = images.shape
+    steps = (np.arange(size) + 0.5) / size
+    centres = np.clip(starts[:, None] + lengths[:, None] * steps - 0.5, 0, size - 1)
+    above = centres.astype(np.intp)
+    share = (centres - above).astype(np.float32)[:, :, None]
+    lines = images.reshape(count * size, -1)  # whole rows, so that each is copied in one go
+    first = np.arange(0, count * size, size)[:, None]
+    low = lines[first + above].astype(np.float32)
+    high = lines[first + np.minimum(above + 1, size - 1)]
+    low += share * (high - low)
+    return low.reshape(count, size, *rest)
+
+
+def shifted(images: np.ndarray, right: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """Each image moved by whole pixels, to the left and up where they are negative; what comes in
+    is black.
+
+    Args:
+        images: uint8 [images, height, width, channels].
+        right: of each image, int [images].
+        down: likewise.
+    """
+    _, height, width, _ = images.shape
+    most = int(max(np.abs(right).max(initial=0), np.abs(down).max(initial=0)))
+    padded = np.pad(images, ((0, 0), (most, most), (most, most), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
+    moved = windows[np.arange(len(images)), most - down, most - right]
+    return np.moveaxis(moved, 1, -1)
+
+
+def flipped(images: np.ndarray, is_flipped: np.ndarray) -> np.ndarray:
+    """The images, those for which `is_flipped` [images] holds mirrored left to right."""
+    return np.where(is_flipped[:, None, None, None], images[:, :, ::-1], images)
+
+
+def recoloured(images: np.ndarray, factors: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The images with their colours changed, rounded once at the end.
+
+    Args:
+        images: uint8 [images, height, width, channels]; grey ones know no saturation and no hue.
+        factors: of the changes `COLOUR_CHANGES`, [images, 4]: 1 leaves brightness, contrast and
+            saturation, 0 the hue, which turns by this share of its circle.
+        order: numbers of the changes to make, in the order of each image, [images, changes].
+
+    Returns:
+        uint8, of the shape of `images`.
+    """
+    pixels, factors = images.astype(np.float32), factors.astype(np.float32)
+    for changes in order.T:
+        for number in np.unique(changes):
+            rows = np.flatnonzero(changes == number)
+            chosen = slice(None) if len(rows) == len(pixels) else rows
+            change = _CHANGES[number]
+            pixels[chosen] = change(pixels[chosen], factors[chosen, number, None, None, None])
+    return _as_bytes(pixels)
+
+
+def _brightened(pixels: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    return np.clip(pixels * factor, 0, 255)
+
+
+def _contrasted(pixels: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    mean = _grey(pixels).mean(axis=(1, 2, 3), keepdims=True)
+    return np.clip(pixels * factor + mean * (1 - factor), 0, 255)
+
+
+def _saturated(pixels: np.ndarray, factor: np.ndarray) -> np.ndarray:
+    return np.clip(pixels * factor + _grey(pixels) * (1 - factor), 0, 255)
+
+
+def _turned(pixels: np.ndarray, turn: np.ndarray) -> np.ndarray:
+    """The pixels with another hue, their value (largest channel) and chroma (largest less least)
+    as before (Smith 1978, "Color gamut transform pairs", SIGGRAPH)."""
+    red, green, blue = np.moveaxis(pixels, -1, 0)
+    value = pixels.max(axis=-1)
+    chroma = value - pixels.min(axis=-1)
+    safe = np.where(chroma > 0, chroma, 1)
+    # In sixths of the circle from red, by which channel is the largest.
+    of_blue = np.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
+    sixths = np.where(value == red, (green - blue) / safe, of_blue) + 6 * turn[..., 0]
+    turned = np.empty_like(pixels)
+    for channel, offset in enumerate((5, 3, 1)):
+        place = sixths + offset
+        place -= 6 * np.floor(place / 6)
+        missing = np.clip(np.minimum(place, 4 - place), 0, 1)
+        turned[..., channel] = value - chroma * missing
+    return turned
+
+
+_CHANGES = (_brightened, _contrasted, _saturated, _turned)
+
+
+def _grey(pixels: np.ndarray) -> np.ndarray:
+    return pixels if pixels.shape[-1] == 1 else (pixels @ LUMA)[..., None]
+
+
+def _as_bytes(pixels: np.ndarray) -> np.ndarray:
+    return np.rint(pixels).astype(np.uint8)

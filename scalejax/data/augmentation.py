@@ -24,7 +24,7 @@ _ORDER = slice(_FLIP + 5, _FLIP + 9)
 _MIX = _FLIP + 9
 _DRAWS = _MIX + 1
 """Columns of the random numbers of an example: what one thing uses does not move another's."""
-_VALUES_AT_ONCE = 2**18
+_VALUES_AT_ONCE = 2**17
 """Channels of pixels that are changed together: as float32 they stay within a core's cache."""
 
 
@@ -95,21 +95,21 @@ class Changes:
         images, beside = examples["inputs"], self.beside()
         if not self._config.changes_pixels:
             return examples | beside
-        _, height, width, channels = images.shape
-        at_once = max(1, _VALUES_AT_ONCE // (height * width * channels))
-        starts = range(0, len(images), at_once)
-        changed = np.empty_like(images)
+        _, height, width, _ = images.shape
+        parts, changed = _parts(images), np.empty_like(images)
 
-        def change(parts: slice) -> None:
-            for start in starts[parts]:
-                rows = np.arange(start, min(start + at_once, len(images)))
-                part = images[start : start + at_once]
+        def change(some: slice) -> None:
+            for rows in parts[some]:
+                part = images[rows]
                 if self._config.crop_area is not None:
                     boxes = np.array([self.crop(row, width, height) for row in rows.tolist()])
                     part = enlarged(part, boxes)
                 changed[rows] = self.finished(part, rows)
 
-        in_threads(change, len(starts))
+        if len(parts) == len(images):
+            in_threads(change, len(parts))
+        else:  # of small ones Python takes much of the time, and threads would wait for each other
+            change(slice(None))
         return examples | beside | {"inputs": changed}
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -119,14 +119,21 @@ class Changes:
             images: uint8 [rows, height, width, channels].
             rows: which of the examples they are of, int [rows].
         """
+        config = self._config
+        if not (config.shift_pixels or config.flip or config.changes_colours):
+            return images
+        parts = [self._finished(images[part], rows[part]) for part in _parts(images)]
+        return np.concatenate(parts)
+
+    def _finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
         config, draws = self._config, self._draws[rows]
         if most := config.shift_pixels:
             right, down = np.floor((2 * most + 1) * draws[:, _PLACE]).astype(int).T - most
             images = shifted(images, right, down)
         if config.flip:
             images = flipped(images, draws[:, _FLIP] < 0.5)
-        widths = np.array([getattr(config, name) for name in COLOUR_CHANGES])
         if config.changes_colours:
+            widths = np.array([getattr(config, name) for name in COLOUR_CHANGES])
             factors = np.array([1, 1, 1, 0]) + widths * (2 * draws[:, _FACTORS] - 1)
             wanted = np.flatnonzero(widths)
             order = wanted[np.argsort(draws[:, _ORDER][:, wanted], axis=1)]
@@ -143,3 +150,10 @@ class Changes:
         from scipy.special import betaincinv
 
         return {"mix": betaincinv(alpha, alpha, self._draws[:, _MIX]).astype(np.float32)}
+
+
+def _parts(images: np.ndarray) -> list[np.ndarray]:
+    """The rows of `images` in parts that are changed together, each row once."""
+    at_once = max(1, _VALUES_AT_ONCE // max(1, math.prod(images.shape[1:])))
+    count = len(images)
+    return [np.arange(start, min(start + at_once, count)) for start in range(0, count, at_once)]

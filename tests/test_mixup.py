@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.config import RunConfig, resolve
+from scalejax.data import open_source, training_batches, training_batches_of_seeds
 from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.gradients import mean_loss
@@ -200,3 +202,23 @@ def test_a_network_learns_from_images_changed_in_every_way(tmp_path):
 
     evaluations = [line for line in record.measurements if isinstance(line, EvaluationMeasurement)]
     assert evaluations[-1].test_accuracy > 0.5  # guessing: 0.1
+
+
+def test_runs_side_by_side_mix_as_one_alone():
+    """Each seed of a sweep has the images and the shares of its own run."""
+    changes = AugmentationConfig(flip=True, mixup_alpha=0.2)
+    run = run_of({"data": 1})
+    shapes = build_step(run, build_mesh(run.layout)).batch
+    sources = [
+        open_source(run.config.data, "train", seed=seed, augmentation=changes) for seed in (0, 1)
+    ]
+
+    together = next(
+        training_batches_of_seeds(sources, shapes, seeds=[0, 1], start_step=1, stop_step=2)
+    )
+
+    for seed, source in enumerate(sources):
+        alone = next(training_batches(source, shapes, seed=seed, start_step=1, stop_step=2))
+        for name, values in alone.items():
+            np.testing.assert_array_equal(together[name][seed], values)
+    assert set(together) == {"inputs", "targets", "mix"}

@@ -37,9 +37,7 @@ def tuned_input(
         return run, ""
     reporter.say("measuring the input ...")
     choice = chosen_workers(
-        open_source(
-            config.data, "train", seed=config.seed, augmentation=config.input.augmentation
-        ),
+        open_source(config.data, "train", seed=config.seed, augmentation=config.input.augmentation),
         step.batch,
         seed=config.seed,
         how=config.input,

@@ -33,16 +33,16 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
     columns = [*config.columns, *(name for name, _, _ in config.filters)]
     files = find_files(f"data.{split}", getattr(config, split), columns)
     for column in config.feature_columns:
-        _require_type(files, "feature_columns", column, _is_number, "features are numbers or times")
+        _require_type(files, "feature_columns", column, is_number, "features are numbers or times")
     if not config.feature_columns:
         accepted = 'images are binary, or a struct with a binary field "bytes"'
-        _require_type(files, "image_column", config.image_column, _is_image, accepted)
+        _require_type(files, "image_column", config.image_column, is_image, accepted)
     if config.label_above is not None:
         accepted = "data.label_above needs numbers"
-        _require_type(files, "label_column", config.label_column, _is_number, accepted)
+        _require_type(files, "label_column", config.label_column, is_number, accepted)
     else:
         accepted = "classes are integers, booleans or texts"
-        _require_type(files, "label_column", config.label_column, _is_class, accepted)
+        _require_type(files, "label_column", config.label_column, is_class, accepted)
     require_room(files, config)
     _require_versions(files, config)
     kept = filtered(files, config.filters)
@@ -154,8 +154,8 @@ def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
         return config.classes
     if pa.types.is_boolean(type_):
         return 2
-    if named := _hugging_face_classes(train.schema, column):
-        return named
+    if named := hugging_face_names(train.schema, column):
+        return len(named)
     bounds = [_bounds_of(part, column) for part in parts]
     lowest, highest = min(low for low, _ in bounds), max(high for _, high in bounds)
     if lowest < 0:
@@ -174,29 +174,32 @@ def is_text(type_: pa.DataType) -> bool:
     return pa.types.is_string(type_) or pa.types.is_large_string(type_)
 
 
-def _is_image(type_: pa.DataType) -> bool:
+def is_image(type_: pa.DataType) -> bool:
+    """Whether a column holds bytes, which may be an encoded image."""
     if pa.types.is_struct(type_) and type_.get_field_index("bytes") >= 0:
         type_ = type_.field("bytes").type
     return pa.types.is_binary(type_) or pa.types.is_large_binary(type_)
 
 
-def _is_number(type_: pa.DataType) -> bool:
+def is_number(type_: pa.DataType) -> bool:
+    """Whether a column can be a feature."""
     checks = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
     times = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time, pa.types.is_duration)
     return any(check(type_) for check in (*checks, *times))
 
 
-def _is_class(type_: pa.DataType) -> bool:
+def is_class(type_: pa.DataType) -> bool:
+    """Whether a column can be classes."""
     return is_text(type_) or pa.types.is_boolean(type_) or pa.types.is_integer(type_)
 
 
-def _hugging_face_classes(schema: pa.Schema, column: str) -> int | None:
-    """How many names Hugging Face's metadata gives to the classes of `column`, if it does."""
+def hugging_face_names(schema: pa.Schema, column: str) -> tuple[str, ...]:
+    """The names that Hugging Face's metadata gives to the classes of `column`, if it does."""
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])
-        return len(about["info"]["features"][column]["names"]) or None
+        return tuple(map(str, about["info"]["features"][column]["names"]))
     except (KeyError, TypeError, ValueError):
-        return None
+        return ()
 
 
 def _texts_of(files: ParquetFiles, column: str) -> tuple[str, ...]:

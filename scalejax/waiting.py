@@ -3,6 +3,7 @@
 Knows how far something is, and nothing of what it is.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from scalejax.units import counted
+from scalejax.units import UNKNOWN, counted, format_count, format_seconds
 
 if TYPE_CHECKING:
     from scalejax.compilation import OnCase, Stage
@@ -175,3 +176,61 @@ def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
             progress.update(task, completed=sum(parts))
 
         yield show
+
+
+@contextmanager
+def rows(verb: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A display of rows that are gone through, their rate and the time left, on standard error;
+    none if there are none.
+
+    Args:
+        verb: what is done with them.
+        total: how many there are.
+        done: how many of them were done before.
+
+    Yields:
+        What to call with the number of rows that are done besides.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not total:
+        yield lambda count: None
+        return
+    if not console.is_terminal:
+        with _row_lines(console, verb, total, done) as say:
+            yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.fields[rate]} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(verb, total=total, completed=done, rate=UNKNOWN)
+
+        def show(count: int) -> None:
+            progress.update(task, advance=count, rate=format_count(progress.tasks[0].speed))
+
+        yield show
+
+
+@contextmanager
+def _row_lines(
+    console: Console, verb: str, total: int, done: int
+) -> Iterator[Callable[[int], None]]:
+    """The same in a line every five seconds."""
+    begin = last = time.monotonic()
+    first = done
+
+    def say(count: int) -> None:
+        nonlocal done, last
+        done, now = done + count, time.monotonic()
+        if now >= last + 5:
+            last, rate = now, (done - first) / (now - begin)
+            left = format_seconds((total - done) / rate) if rate else UNKNOWN
+            console.print(
+                f"{verb}: {done:,} of {total:,} rows, {format_count(rate)} rows/s, {left} left"
+            )
+
+    yield say

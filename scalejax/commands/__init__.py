@@ -7,6 +7,7 @@ the commands that need it import when they run.
 from scalejax.commands.benching import DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
+from scalejax.commands.data import DataInspect
 from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
     ConfigFields,
@@ -33,6 +34,7 @@ Command = (
     | ConfigFields
     | SchedulePlot
     | DataBench
+    | DataInspect
     | Hardware
     | Calibrate
     | Validate
@@ -52,6 +54,7 @@ COMMANDS: dict[str, type[Command]] = {
     "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
     "data bench": DataBench,
+    "data inspect": DataInspect,
     "hardware": Hardware,
     "calibrate": Calibrate,
     "validate": Validate,

@@ -18,8 +18,6 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from scalejax.data.cores import usable_cores
 from scalejax.data.source import UnreadableExample
 
-from scalejax.data.source import UnreadableExample
-
 _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
 """What Pillow raises of an EXIF that it cannot read."""
 

@@ -1,0 +1,5 @@
+"""Data sets as rows, one file per kind, and the Parquet files that are made of them."""
+
+from scalejax.conversion.rows import Rows, RowsOptions, open_rows
+
+__all__ = ["Rows", "RowsOptions", "open_rows"]

@@ -1,0 +1,374 @@
+"""What is in a data set: rows, columns, classes, images, and whether it is cut well for training.
+
+Knows rows and what a run asks of them; prints nothing.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from scalejax.conversion.parquet import ParquetRows
+from scalejax.conversion.rows import Rows
+from scalejax.data.images import UndecodableImage, decoded, in_threads
+from scalejax.parquet_columns import hugging_face_names, is_class, is_image, is_number
+from scalejax.parquet_config import ReadingConfig
+from scalejax.parquet_files import opened
+from scalejax.units import MIB, format_bytes
+
+SAMPLED_IMAGES = 64
+"""Images of which format and size are looked at, evenly spread."""
+PLACES = 8
+"""In so many places, which takes but a little of a large data set."""
+SCANNED_BYTES = 64 * MIB
+"""Largest column of classes, decompressed, that is read to count them."""
+NAMED_ROWS = 10
+"""Unreadable rows that are named; the rest are counted."""
+LABEL_NAMES = ("label", "labels", "target", "class", "fine_label", "y")
+"""What a column of classes is called; else it is the last that could be one."""
+SMALL_GROUP_BYTES, MANY_GROUPS = 64 * 2**10, 1000
+"""Opening a row group takes about as long as reading so much of it; many such are slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnFacts:
+    """One column."""
+
+    name: str
+    """Its name."""
+    type: str
+    """Its type, in Arrow's words."""
+    decompressed_bytes: int | None = None
+    """Bytes of it in memory; None if the files do not say."""
+    stored_bytes: int | None = None
+    """Bytes of it in the files; None if they do not say."""
+    compression: str | None = None
+    """How it is compressed; None if it is not, or the files do not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """The row groups of Parquet files."""
+
+    count: int
+    """How many."""
+    fewest_rows: int
+    """Of the smallest."""
+    most_rows: int
+    """Of the largest."""
+    largest_bytes: int
+    """Decompressed, of the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """Some images, evenly spread over the rows."""
+
+    column: str
+    """Where they are."""
+    sampled: int
+    """How many were looked at."""
+    formats: tuple[str, ...]
+    """Such as JPEG, the most frequent first."""
+    smallest: tuple[int, int]
+    """Width and height of the one with the fewest pixels."""
+    median: tuple[int, int]
+    """Likewise of the middle."""
+    largest: tuple[int, int]
+    """Likewise of the one with the most."""
+    mean_bytes: float
+    """Encoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A row that cannot be read."""
+
+    where: str
+    """File and row."""
+    why: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is in a data set."""
+
+    location: str
+    """Where it is."""
+    kind: str
+    """What it is in."""
+    files: int
+    """How many."""
+    size_bytes: int
+    """Of all files."""
+    rows: int
+    """Examples."""
+    columns: tuple[ColumnFacts, ...]
+    """In their order."""
+    groups: GroupFacts | None
+    """None if it is not Parquet."""
+    label_column: str | None
+    """The column of classes, as far as can be told."""
+    classes: tuple[tuple[str, int], ...] | None
+    """Rows of each class, the most frequent first; None if counting them would read too much."""
+    images: ImageFacts | None
+    """None if there are none."""
+    advice: tuple[str, ...]
+    """What to change before training, and why."""
+    table: str | None
+    """The [data] table of a run.toml, to be completed; None if `convert` must come first."""
+    verified_rows: int | None = None
+    """Rows that were read and decoded; None if that was not asked for."""
+    unreadable_rows: int = 0
+    """Of which so many could not be."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """The first of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspections:
+    """What is in the parts of a data set."""
+
+    inspections: tuple[Inspection, ...]
+    """One for each location."""
+
+
+OnRows = Callable[[int], None]
+"""Is told of rows that are done."""
+
+
+def inspect(
+    rows: Rows, *, verify: bool = False, on_rows: OnRows = lambda count: None
+) -> Inspection:
+    """What `rows` hold; with `verify`, every one of them is read and decoded.
+
+    Raises:
+        ConfigError: if files cannot be read at all.
+    """
+    schema = rows.schema
+    image = next((each.name for each in schema if is_image(each.type)), None)
+    label = _label_column(schema, image)
+    groups = _groups(rows) if isinstance(rows, ParquetRows) else None
+    images = _images(rows, image) if image is not None else None
+    broken = list(_unreadable(rows, image, on_rows)) if verify else []
+    return Inspection(
+        location=rows.location,
+        kind=rows.kind,
+        files=rows.files,
+        size_bytes=rows.size_bytes,
+        rows=len(rows),
+        columns=_columns(rows),
+        groups=groups,
+        label_column=label,
+        classes=_classes(rows, label) if label is not None else None,
+        images=images,
+        advice=tuple(_advice(rows, groups, images)),
+        table=_table(rows, image, label) if groups is not None else None,
+        verified_rows=len(rows) if verify else None,
+        unreadable_rows=len(broken),
+        unreadable=tuple(broken[:NAMED_ROWS]),
+    )
+
+
+def _label_column(schema: pa.Schema, image: str | None) -> str | None:
+    fitting = [each.name for each in schema if each.name != image and is_class(each.type)]
+    named = [name for name in LABEL_NAMES if name in fitting]
+    if named or image is None:  # of a table, any column may be what is to be learned
+        return named[0] if named else None
+    return fitting[-1] if fitting else None
+
+
+def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
+    if not isinstance(rows, ParquetRows):
+        return tuple(ColumnFacts(name=each.name, type=str(each.type)) for each in rows.schema)
+    stored: Counter[str] = Counter()
+    compressions: dict[str, set[str]] = {}
+    for file in dict.fromkeys(group.file for group in rows.found.groups):
+        with opened("source", file) as parquet:
+            for column in _chunks(parquet.metadata):
+                name = column.path_in_schema.split(".")[0]
+                stored[name] += column.total_compressed_size
+                compressions.setdefault(name, set()).add(column.compression.lower())
+    return tuple(
+        ColumnFacts(
+            name=each.name,
+            type=str(each.type),
+            decompressed_bytes=sum(group.bytes_of([each.name]) for group in rows.found.groups),
+            stored_bytes=stored[each.name],
+            compression="/".join(sorted(compressions.get(each.name, set()) - {"uncompressed"}))
+            or None,
+        )
+        for each in rows.schema
+    )
+
+
+def _chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        yield from (group.column(column) for column in range(group.num_columns))
+
+
+def _groups(rows: ParquetRows) -> GroupFacts:
+    groups = rows.found.groups
+    return GroupFacts(
+        count=len(groups),
+        fewest_rows=min(group.rows for group in groups),
+        most_rows=max(group.rows for group in groups),
+        largest_bytes=max(group.bytes_of(rows.schema.names) for group in groups),
+    )
+
+
+def _classes(rows: Rows, label: str) -> tuple[tuple[str, int], ...] | None:
+    counts: Counter[object] = Counter()
+    if isinstance(rows, ParquetRows):
+        if sum(group.bytes_of([label]) for group in rows.found.groups) > SCANNED_BYTES:
+            return None
+        tables = rows.columns([label])
+    elif (labels := getattr(rows, "labels", None)) is not None:
+        tables = iter([pa.table({label: labels})])
+    else:
+        return None
+    for table in tables:
+        for each in table[label].value_counts():
+            counts[each["values"].as_py()] += each["counts"].as_py()
+    names = hugging_face_names(rows.schema, label)
+    return tuple((_class_name(value, names), count) for value, count in counts.most_common())
+
+
+def _class_name(value: object, names: tuple[str, ...]) -> str:
+    is_index = isinstance(value, int) and 0 <= value < len(names)
+    return names[value] if is_index else str(value)
+
+
+def _images(rows: Rows, column: str) -> ImageFacts | None:
+    formats: Counter[str] = Counter()
+    sizes, lengths = [], []
+    bounds = [len(rows) * place // PLACES for place in range(PLACES + 1)]
+    for begin, next_begin in pairwise(bounds):
+        each = min(SAMPLED_IMAGES // PLACES, next_begin - begin)
+        for table in rows.read(begin, begin + each):
+            for content in contents(table[column]):
+                lengths.append(len(content))
+                try:
+                    with Image.open(io.BytesIO(content)) as image:
+                        formats[image.format or "?"] += 1
+                        sizes.append(image.size)
+                except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                    formats["unreadable"] += 1
+    if not sizes:
+        return None
+    sizes.sort(key=lambda size: size[0] * size[1])
+    return ImageFacts(
+        column=column,
+        sampled=len(lengths),
+        formats=tuple(name for name, _ in formats.most_common()),
+        smallest=sizes[0],
+        median=sizes[len(sizes) // 2],
+        largest=sizes[-1],
+        mean_bytes=float(np.mean(lengths)),
+    )
+
+
+def contents(column: pa.ChunkedArray) -> Iterator[bytes]:
+    """The encoded images of a column, empty where there is none."""
+    for chunk in column.chunks:
+        values = chunk.field("bytes") if pa.types.is_struct(chunk.type) else chunk
+        for value in values:
+            yield value.as_py() or b""
+
+
+def _unreadable(rows: Rows, image: str | None, on_rows: OnRows) -> Iterator[Unreadable]:
+    """Every row without an image that can be decoded, and every piece that cannot be read."""
+    at = 0
+    if image is None:
+        for table in rows.read(0, len(rows)):
+            on_rows(len(table))
+        return
+    for table in rows.read(0, len(rows)):
+        content = list(contents(table[image]))
+        reasons: list[str | None] = [None] * len(content)
+
+        def decode(part: slice, content: list[bytes] = content, reasons: list = reasons) -> None:
+            for row in range(len(content))[part]:
+                try:
+                    decoded(content[row], 1, 3)
+                except UndecodableImage as error:
+                    reasons[row] = str(error)
+
+        in_threads(decode, len(content))
+        for row, reason in enumerate(reasons):
+            if reason is not None:
+                yield Unreadable(where=rows.name(at + row), why=reason)
+        at += len(content)
+        on_rows(len(content))
+
+
+def _advice(rows: Rows, groups: GroupFacts | None, images: ImageFacts | None) -> Iterator[str]:
+    reading = ReadingConfig()
+    if groups is None:
+        yield "training reads Parquet: scalejax data convert SOURCE DESTINATION writes it."
+    elif isinstance(rows, ParquetRows):
+        yield from _group_advice(rows, groups, reading)
+    if images is not None and min(images.median) > 2 * 224:
+        yield (
+            f"images are {images.median[0]} x {images.median[1]} in the middle: decoding them "
+            "takes most of the input's time. scalejax data convert --image-size 256 makes them "
+            "small once."
+        )
+
+
+def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig) -> Iterator[str]:
+    total = sum(group.bytes_of(rows.schema.names) for group in rows.found.groups)
+    kept = reading.memory_bytes // 2
+    fewer = max(1, groups.most_rows * reading.memory_bytes // 64 // max(groups.largest_bytes, 1))
+    if 2 * groups.largest_bytes > reading.memory_bytes:
+        yield (
+            f"a row group of {format_bytes(groups.largest_bytes)} is too large for "
+            f"data.reading.memory_bytes ({format_bytes(reading.memory_bytes)}): "
+            f"scalejax data convert --row-group-rows {fewer} makes them smaller."
+        )
+    elif total > kept and groups.largest_bytes > kept // 16:
+        yield (
+            f"row groups of {format_bytes(groups.largest_bytes)} are large: the "
+            f"{format_bytes(total)} do not stay in memory, and a random row reads all of its "
+            f'group. shuffle = "row_groups", or scalejax data convert --row-group-rows {fewer}.'
+        )
+    if groups.count < reading.window and len(rows) > 10 * reading.window:
+        yield (
+            f"{groups.count} row group{'s' if groups.count > 1 else ''}: fewer than the window of "
+            f'{reading.window} that shuffle = "row_groups" mixes, and no more than so many '
+            "processes can each read their own; scalejax data convert --row-group-rows "
+            f"{max(1, len(rows) // (8 * reading.window))} makes more."
+        )
+    middle = median(group.bytes_of(rows.schema.names) for group in rows.found.groups)
+    if groups.count > MANY_GROUPS and middle < SMALL_GROUP_BYTES:
+        rows_wanted = int(groups.most_rows * 16 * SMALL_GROUP_BYTES / max(middle, 1))
+        yield (
+            f"{groups.count} row groups of {format_bytes(middle)}: opening them takes longer than "
+            f"reading them; scalejax data convert --row-group-rows {rows_wanted} makes fewer."
+        )
+
+
+def _table(rows: Rows, image: str | None, label: str | None) -> str:
+    """The table of a run.toml, as far as the files say what is in it."""
+    lines = ["[data]", 'name = "parquet"', f'train = "{rows.location}"', 'test = "..."']
+    if image is None:
+        names = [each.name for each in rows.schema if is_number(each.type) and each.name != label]
+        listed = ", ".join(f'"{name}"' for name in names)
+        lines.append(f"feature_columns = [{listed}]")
+        lines.append(f'label_column = "{label}"' if label else 'label_column = "..."')
+        return "\n".join(lines)
+    if image != "image":
+        lines.append(f'image_column = "{image}"')
+    lines.append("image_size = 224")
+    if label != "label":
+        lines.append(f'label_column = "{label or "..."}"')
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""What `scalejax data inspect` says of files whose content is known."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from parquet_cases import encoded, random_images, write_images
+
+from scalejax.cli import main
+from scalejax.conversion import open_rows
+from scalejax.errors import ConfigError
+from scalejax.inspection import inspect
+
+
+def test_rows_columns_classes_and_images_are_those_of_the_file(tmp_path):
+    """Twenty images of two sizes in row groups of seven, three classes."""
+    images = [*random_images(12, 8), *random_images(8, 16)]
+    write_images(tmp_path / "a.parquet", images, [0, 0, 1, 2] * 5, rows=7)
+
+    found = inspect(open_rows(str(tmp_path)), verify=True)
+
+    assert found.groups is not None
+    assert found.images is not None
+    assert found.classes is not None
+    assert (found.rows, found.files, found.unreadable_rows) == (20, 1, 0)
+    assert (found.groups.count, found.groups.fewest_rows, found.groups.most_rows) == (3, 6, 7)
+    assert found.classes == (("0", 10), ("1", 5), ("2", 5))
+    assert found.images.sampled == 20
+    assert (found.images.smallest, found.images.largest) == ((8, 8), (16, 16))
+    assert found.images.formats == ("PNG",)
+    assert [column.name for column in found.columns] == ["image", "label"]
+    assert found.columns[1].decompressed_bytes == 20 * 8
+
+
+def test_every_unreadable_row_is_counted_and_the_first_are_named(tmp_path, capsys):
+    """By file and row, as pyarrow numbers them; the command ends as one that refuses."""
+    good = [encoded(image) for image in random_images(30)]
+    bad = {3: b"no image", 17: good[17][: len(good[17]) // 2], 29: b""}
+    images = [bad.get(row, image) for row, image in enumerate(good)]
+    write_images(tmp_path / "a.parquet", images[:10], [0] * 10)
+    write_images(tmp_path / "b.parquet", images[10:], [0] * 20)
+    output = tmp_path / "found.json"
+
+    assert main(["data", "inspect", str(tmp_path), "--verify", "--json", str(output)]) == 2
+
+    (found,) = json.loads(output.read_text())["inspections"]
+    assert found["unreadable_rows"] == 3
+    expected = [("a", 3), ("b", 7), ("b", 19)]
+    assert [each["where"] for each in found["unreadable"]] == [
+        f"{tmp_path / name}.parquet, row {row}" for name, row in expected
+    ]
+    told = capsys.readouterr()
+    assert "3 rows cannot be read" in told.err
+    assert "Unreadable: 3 of 30 rows" in told.out
+    assert max(map(len, told.out.splitlines())) <= 80
+
+
+def test_the_table_to_paste_is_read_as_this_data(tmp_path):
+    """Images in a column of another name, and a table of numbers."""
+    import tomllib
+
+    images = pa.array([encoded(image) for image in random_images(4)], pa.binary())
+    pq.write_table(pa.table({"photo": images, "kind": [0, 1, 0, 1]}), tmp_path / "i.parquet")
+    pq.write_table(
+        pa.table({"x": np.arange(4.0), "y2": np.arange(4), "label": [0, 1, 0, 1]}),
+        tmp_path / "n.parquet",
+    )
+
+    of_images, of_numbers = (
+        tomllib.loads(inspect(open_rows(str(tmp_path / name))).table or "")["data"]
+        for name in ("i.parquet", "n.parquet")
+    )
+
+    assert (of_images["image_column"], of_images["label_column"]) == ("photo", "kind")
+    assert of_numbers["feature_columns"] == ["x", "y2"]
+    assert of_numbers["label_column"] == "label"
+
+
+def test_row_groups_too_large_to_read_at_random_are_told_of(tmp_path):
+    """One group of 600 MiB does not fit in the half of a GiB that is for row groups."""
+    numbers = np.zeros((75 * 2**20,), np.float64)
+    pq.write_table(
+        pa.table({"x": numbers, "label": np.zeros(len(numbers), np.int8)}),
+        tmp_path / "n.parquet",
+        row_group_size=len(numbers),
+    )
+
+    found = inspect(open_rows(str(tmp_path)))
+
+    assert any("too large" in each and "--row-group-rows" in each for each in found.advice)
+
+
+def test_what_is_not_there_is_refused(tmp_path):
+    """By the name that was given."""
+    with pytest.raises(ConfigError, match="no such file"):
+        open_rows(str(tmp_path / "none"))

@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
+from scalejax.conversion.image_folder import ImageFolderRows
 from scalejax.conversion.parquet import ParquetRows
-from scalejax.conversion.rows import Rows
+from scalejax.conversion.rows import Rows, encoded_images
 from scalejax.data.images import UndecodableImage, decoded, in_threads
 from scalejax.parquet_columns import hugging_face_names, is_class, is_image, is_number
 from scalejax.parquet_config import ReadingConfig
@@ -171,7 +172,7 @@ def inspect(
         classes=_classes(rows, label) if label is not None else None,
         images=images,
         advice=tuple(_advice(rows, groups, images)),
-        table=_table(rows, image, label) if groups is not None else None,
+        table=_table(rows, image, images, label) if groups is not None else None,
         verified_rows=len(rows) if verify else None,
         unreadable_rows=len(broken),
         unreadable=tuple(broken[:NAMED_ROWS]),
@@ -232,8 +233,8 @@ def _classes(rows: Rows, label: str) -> tuple[tuple[str, int], ...] | None:
         if sum(group.bytes_of([label]) for group in rows.found.groups) > SCANNED_BYTES:
             return None
         tables = rows.columns([label])
-    elif (labels := getattr(rows, "labels", None)) is not None:
-        tables = iter([pa.table({label: labels})])
+    elif isinstance(rows, ImageFolderRows):
+        tables = iter([pa.table({label: rows.labels})])
     else:
         return None
     for table in tables:
@@ -244,8 +245,9 @@ def _classes(rows: Rows, label: str) -> tuple[tuple[str, int], ...] | None:
 
 
 def _class_name(value: object, names: tuple[str, ...]) -> str:
-    is_index = isinstance(value, int) and 0 <= value < len(names)
-    return names[value] if is_index else str(value)
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    return str(value)
 
 
 def _images(rows: Rows, column: str) -> ImageFacts | None:
@@ -255,7 +257,7 @@ def _images(rows: Rows, column: str) -> ImageFacts | None:
     for begin, next_begin in pairwise(bounds):
         each = min(SAMPLED_IMAGES // PLACES, next_begin - begin)
         for table in rows.read(begin, begin + each):
-            for content in contents(table[column]):
+            for content in encoded_images(table[column]):
                 lengths.append(len(content))
                 try:
                     with Image.open(io.BytesIO(content)) as image:
@@ -277,14 +279,6 @@ def _images(rows: Rows, column: str) -> ImageFacts | None:
     )
 
 
-def contents(column: pa.ChunkedArray) -> Iterator[bytes]:
-    """The encoded images of a column, empty where there is none."""
-    for chunk in column.chunks:
-        values = chunk.field("bytes") if pa.types.is_struct(chunk.type) else chunk
-        for value in values:
-            yield value.as_py() or b""
-
-
 def _unreadable(rows: Rows, image: str | None, on_rows: OnRows) -> Iterator[Unreadable]:
     """Every row without an image that can be decoded, and every piece that cannot be read."""
     at = 0
@@ -293,7 +287,7 @@ def _unreadable(rows: Rows, image: str | None, on_rows: OnRows) -> Iterator[Unre
             on_rows(len(table))
         return
     for table in rows.read(0, len(rows)):
-        content = list(contents(table[image]))
+        content = list(encoded_images(table[image]))
         reasons: list[str | None] = [None] * len(content)
 
         def decode(part: slice, content: list[bytes] = content, reasons: list = reasons) -> None:
@@ -357,7 +351,7 @@ def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig)
         )
 
 
-def _table(rows: Rows, image: str | None, label: str | None) -> str:
+def _table(rows: Rows, image: str | None, images: ImageFacts | None, label: str | None) -> str:
     """The table of a run.toml, as far as the files say what is in it."""
     lines = ["[data]", 'name = "parquet"', f'train = "{rows.location}"', 'test = "..."']
     if image is None:
@@ -368,7 +362,7 @@ def _table(rows: Rows, image: str | None, label: str | None) -> str:
         return "\n".join(lines)
     if image != "image":
         lines.append(f'image_column = "{image}"')
-    lines.append("image_size = 224")
+    lines.append(f"image_size = {min([224, *(images.median if images else ())])}")
     if label != "label":
         lines.append(f'label_column = "{label or "..."}"')
     return "\n".join(lines)

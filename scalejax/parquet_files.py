@@ -153,8 +153,8 @@ def _column_bounds(
 
 
 @contextmanager
-def opened(field: str, file: DataFile) -> Iterator[pq.ParquetFile]:
-    """The file, open.
+def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator[pq.ParquetFile]:
+    """The file, open; if streamed, a row group is read as its rows are asked for, and not whole.
 
     Raises:
         ConfigError: if it cannot be opened or read, or is not whole.
@@ -162,7 +162,9 @@ def opened(field: str, file: DataFile) -> Iterator[pq.ParquetFile]:
     filesystem, path = opened_filesystem(field, file.path)
     try:
         with filesystem.open_input_file(path) as stream:
-            yield pq.ParquetFile(stream)
+            # Arrow 26 reads whole row groups ahead unless it is told not to.
+            streaming = {"pre_buffer": False, "buffer_size": 2**20} if is_streamed else {}
+            yield pq.ParquetFile(stream, **streaming)
     except (pa.ArrowInvalid, OSError) as error:
         reason = str(error).strip().rstrip(".")
         raise ConfigError(

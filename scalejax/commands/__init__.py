@@ -7,7 +7,7 @@ the commands that need it import when they run.
 from scalejax.commands.benching import DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
-from scalejax.commands.data import DataInspect
+from scalejax.commands.data import DataConvert, DataInspect
 from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
     ConfigFields,
@@ -34,6 +34,7 @@ Command = (
     | ConfigFields
     | SchedulePlot
     | DataBench
+    | DataConvert
     | DataInspect
     | Hardware
     | Calibrate
@@ -54,6 +55,7 @@ COMMANDS: dict[str, type[Command]] = {
     "config fields": ConfigFields,
     "schedule plot": SchedulePlot,
     "data bench": DataBench,
+    "data convert": DataConvert,
     "data inspect": DataInspect,
     "hardware": Hardware,
     "calibrate": Calibrate,

@@ -3,9 +3,11 @@
 They start without JAX, and need none.
 """
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
@@ -13,6 +15,11 @@ from scalejax import documents, tables, waiting
 from scalejax.commands.command import flag
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, refusal
+from scalejax.units import format_bytes
+
+_INTERRUPTED = """\
+The files that are written stay; the same command, without --overwrite, goes on
+with the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +61,71 @@ class DataInspect:
             print(f"\nwrote {self.json}")
         if broken := sum(each.unreadable_rows for each in found):
             raise ConfigError(f"{broken} rows cannot be read; they are named above.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConvert:
+    """Write any data set as Parquet files, which training reads.
+
+    From a folder with a folder of images for each class, .npz and .npy, IDX (as MNIST comes), CSV,
+    or other Parquet files. Killed at any time, the same command goes on with the files that are
+    missing.
+    """
+
+    source: Annotated[Positional[str], flag("SOURCE")]
+    """A file, folder, glob or URL."""
+    destination: Annotated[Positional[Path], flag("DESTINATION")]
+    """A folder, or one file that ends in .parquet."""
+    files: Annotated[int | None, flag("N")] = None
+    """Files of equally many rows. By default so many that each takes about 64 MiB."""
+    row_group_rows: Annotated[int | None, flag("N")] = None
+    """Rows of a row group. By default as many as take about 4 MiB."""
+    image_size: Annotated[int | None, flag("PIXELS")] = None
+    """Bring the shorter side of larger images to so many pixels, once: training reads less."""
+    jpeg_quality: Annotated[int, flag("1..95")] = 95
+    """Of JPEG that are made smaller. By default 95."""
+    compression: Literal["snappy", "zstd", "gzip", "none"] = "snappy"
+    """Of columns. By default snappy."""
+    images: Annotated[str | None, flag("NAME")] = None
+    """Which array of an .npz holds the images."""
+    labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
+    """Which array of an .npz, or which file, holds the classes."""
+    shuffle_seed: Annotated[int | None, flag("SEED")] = None
+    """Mix a folder of images, whose classes otherwise lie one after the other."""
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows whose image cannot be decoded: end there, or leave them out and say
+    how many they are."""
+    workers: Annotated[int | None, flag("N")] = None
+    """Threads that decode images. By default as many as there are cores."""
+    overwrite: FlagCreatePairsOff[bool] = False
+    """Remove what another conversion has written there."""
+
+    def execute(self) -> None:
+        """Convert, and say what came of it."""
+        from scalejax.conversion import RowsOptions, Wanted, convert
+
+        wanted = Wanted(**{each.name: getattr(self, each.name) for each in fields(Wanted)})
+        chosen = {each.name: getattr(self, each.name) for each in fields(RowsOptions)}
+        try:
+            done = convert(
+                self.source,
+                self.destination,
+                options=RowsOptions(**chosen),
+                wanted=wanted,
+                workers=self.workers,
+                shown=partial(waiting.rows, "converting"),
+            )
+        except KeyboardInterrupt:
+            print(_INTERRUPTED, file=sys.stderr)
+            raise
+        noun = "file" if done.files == 1 else "files"
+        before = f", {done.files_before:,} of them written before" if done.files_before else ""
+        print(
+            f"{done.rows:,} rows in {done.files:,} {noun}, {format_bytes(done.size_bytes)}{before}"
+        )
+        if done.skipped_rows:
+            print(f"{done.skipped_rows:,} unreadable rows were left out")
+        print(f"scalejax data inspect {self.destination} says what is in them.")
 
 
 def _locations(source: str) -> list[str]:

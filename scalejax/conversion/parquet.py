@@ -41,7 +41,7 @@ class ParquetRows:
             row_bytes = max(1, group.bytes_of(self.schema.names) // group.rows)
             rows = max(1, CHUNK_BYTES // row_bytes)
             at = before
-            with opened("source", group.file) as parquet:
+            with opened("source", group.file, is_streamed=True) as parquet:
                 for batch in parquet.iter_batches(rows, row_groups=[group.index]):
                     wanted = slice(max(begin - at, 0), max(min(end - at, len(batch)), 0))
                     at += len(batch)

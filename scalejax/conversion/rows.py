@@ -3,7 +3,9 @@
 Knows which file reads which kind of data set; nothing of what is made of the rows.
 """
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -64,20 +66,65 @@ class Rows(Protocol):
 
 
 def open_rows(location: str, options: RowsOptions | None = None) -> Rows:
-    """The rows at `location`.
+    """The rows at `location`: Parquet (also a folder, glob or URL), a folder with a folder of
+    images for each class, NumPy's .npz and .npy, IDX (as MNIST comes), CSV.
 
     Raises:
         ConfigError: if nothing is there that can be read, or `options` do not go with it.
     """
+    # Imported here because the readers name `IMAGE` from this file.
+    from scalejax.conversion.arrays import ArrayRows, is_array
+    from scalejax.conversion.csv import CsvRows
+    from scalejax.conversion.image_folder import ImageFolderRows, is_image_folder
     from scalejax.conversion.parquet import ParquetRows
 
-    options = options or RowsOptions()
-    for name in ("images", "labels", "shuffle_seed"):
-        if (value := getattr(options, name)) is not None:
-            accepted = f"{location} is read as Parquet, which needs none"
-            raise ConfigError(refusal(name, value, accepted))
+    options, path = options or RowsOptions(), Path(location)
     if "://" not in location and not any(sign in location for sign in "*?["):
-        path = Path(location)
         if not path.exists():
             raise ConfigError(refusal("source", location, "there is no such file or folder"))
+        if is_array(path):
+            _refuse(options, path, ("shuffle_seed",))
+            return ArrayRows(path, images=options.images, labels=options.labels)
+        if is_image_folder(path):
+            _refuse(options, path, ("images", "labels"))
+            return ImageFolderRows(path, shuffle_seed=options.shuffle_seed)
+        _refuse(options, path, ("images", "labels", "shuffle_seed"))
+        if path.suffix == ".csv" or path.name.endswith(".csv.gz"):
+            return CsvRows(path)
     return ParquetRows(location)
+
+
+def _refuse(options: RowsOptions, path: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (value := getattr(options, name)) is not None:
+            accepted = f"{path} is of a kind that has no use for it"
+            raise ConfigError(refusal(name, value, accepted))
+
+
+def fingerprint(paths: Iterable[Path]) -> str:
+    """Another if one of the files was added, taken away or written anew."""
+    digest = hashlib.sha256()
+    for path in paths:
+        about = path.stat()
+        digest.update(repr((str(path), about.st_size, about.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def hugging_face(schema: pa.Schema, names: Sequence[str] | None = None) -> pa.Schema:
+    """`schema` with what Hugging Face `datasets` wants to know of "image" and "label"."""
+    features: dict[str, object] = {}
+    if "image" in schema.names:
+        features["image"] = {"_type": "Image"}
+    if names is not None:
+        features["label"] = {"names": list(names), "_type": "ClassLabel"}
+    elif "label" in schema.names:
+        features["label"] = {"dtype": str(schema.field("label").type), "_type": "Value"}
+    return schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def encoded_images(column: pa.ChunkedArray) -> Iterator[bytes]:
+    """The encoded images of a column, empty where there is none."""
+    for chunk in column.chunks:
+        values = chunk.field("bytes") if pa.types.is_struct(chunk.type) else chunk
+        for value in values:
+            yield value.as_py() or b""

@@ -33,11 +33,11 @@ __all__ = [
     "training_batches_of_seeds",
 ]
 
-_OF_SOURCE = ("Source", "Split", "open_source")
+_HOMES = {"Source": "source", "Split": "source", "open_source": "source", "Skipped": "readable"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "source" if name in _OF_SOURCE else "pipeline"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'pipeline')}")
+    return getattr(home, name)

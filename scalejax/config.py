@@ -36,6 +36,7 @@ from scalejax.run_checks import (
     require_own_statistics,
     require_pairs,
     require_reached_ramp,
+    require_same_examples,
     require_shared_batch,
 )
 from scalejax.scaling import Change, changes, scaled_optimizer
@@ -95,6 +96,7 @@ class RunConfig:
         require_own_statistics(model, self.optimizer, self.averaging)
         require_one_average(self.optimizer, self.schedule, self.averaging)
         require_one_rate(self.optimizer, self.fine_tuning)
+        require_same_examples(self.fine_tuning, self.input)
         require_begun_average(self.averaging, train)
         require_counted_parts(self.input, train)
         require_ending_epochs(self.input, self.data)

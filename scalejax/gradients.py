@@ -18,7 +18,7 @@ from scalejax.data_config import DatasetFacts
 from scalejax.fine_tuning import trainable, updated
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import is_data_manual
-from scalejax.recipe import Recipe, network_of
+from scalejax.recipe import Recipe, network_of, reads_features, with_features
 
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
@@ -31,7 +31,7 @@ being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for
 padding."""
 
 
-def _normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
+def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
     """Images less the mean and over the deviation that the facts state; others as they are."""
     if dataset.is_text or dataset.is_table:
         return inputs
@@ -47,11 +47,14 @@ def sample_metrics(
     accuracy are so much of each one's target (Zhang et al. 2017, arXiv 1710.09412, section 2).
     A partner may have weight 0 in the mean: its row holds an image and a target all the same.
     """
-    inputs = _normalised(batch["inputs"], recipe.run.dataset)
-    if "mix" in batch:
-        inputs = _mixed(batch["mix"], inputs, _partners(inputs))
-    where = {"places": batch["places"]} if "places" in batch else {}
-    logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
+    if reads_features(recipe.run.config):
+        logits = with_features(network).classified(batch["inputs"])
+    else:
+        inputs = normalised(batch["inputs"], recipe.run.dataset)
+        if "mix" in batch:
+            inputs = _mixed(batch["mix"], inputs, _partners(inputs))
+        where = {"places": batch["places"]} if "places" in batch else {}
+        logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
 
     def measured(targets: jax.Array) -> tuple[jax.Array, jax.Array]:

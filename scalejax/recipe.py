@@ -12,12 +12,18 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from scalejax.config import ResolvedRun
+from scalejax.config import ResolvedRun, RunConfig
 from scalejax.errors import ConfigError, refusal
 from scalejax.fine_tuning import freeze_norms, with_rate_factors
 from scalejax.loss_scale import with_loss_scale
 from scalejax.model_config import ModelConfig
-from scalejax.models import BatchNormScope, attention, build_network, network_class
+from scalejax.models import (
+    BatchNormScope,
+    NetworkWithFeatures,
+    attention,
+    build_network,
+    network_class,
+)
 from scalejax.optimizers import build_optimizer
 from scalejax.scaling import scaled_optimizer
 from scalejax.schedules import Schedule, learning_rate_schedule
@@ -91,6 +97,44 @@ def _require_trained_type(model: ModelConfig) -> None:
             'take, and nothing trains in them; use "bfloat16"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+
+
+def reads_features(config: RunConfig) -> bool:
+    """Whether a step takes features that were computed before it, in place of images."""
+    return config.fine_tuning is not None and config.fine_tuning.cache_features
+
+
+def with_features(network: nnx.Module) -> NetworkWithFeatures:
+    """`network` as one that can be taken apart before its last layer.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if not isinstance(network, NetworkWithFeatures):
+        accepted = (
+            f"{type(network).__name__} has no methods features and classified, which are its parts "
+            "before and after them; efficientnet_lite0 has"
+        )
+        raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+    return network
+
+
+def feature_width(recipe: Recipe) -> int:
+    """Features that the last layer of the network reads of an example.
+
+    Raises:
+        ConfigError: if the network cannot be taken apart before it.
+    """
+    if recipe.run.dataset.is_text:
+        accepted = "texts have targets at every place, and no features of the whole"
+        raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+    images = jax.ShapeDtypeStruct((1, *recipe.run.dataset.input_shape), jnp.float32)
+
+    def features(images: jax.Array) -> jax.Array:
+        network = with_features(network_of(recipe, BatchNormScope()))
+        return network.features(images, is_training=False)
+
+    return jax.eval_shape(features, images).shape[-1]
 
 
 def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:

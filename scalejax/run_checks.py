@@ -252,6 +252,18 @@ def require_one_average(
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
 
 
+def require_same_examples(fine_tuning: FineTuningConfig | None, given: InputConfig) -> None:
+    """Refuse features that are computed once of examples that differ from epoch to epoch, or that
+    processes beside this one would make."""
+    if fine_tuning is None or not fine_tuning.cache_features:
+        return
+    usual = InputConfig()
+    for name in ("augmentation", "unreadable", "workers"):
+        if getattr(given, name) != getattr(usual, name):
+            accepted = f"features are computed once, before training: leave input.{name} out"
+            raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+
+
 def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
     """Refuse rates that an average which is weighed by the rate would not know of."""
     if not isinstance(optimizer, ScheduleFreeConfig):

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 
 from scalejax.config import ResolvedRun
-from scalejax.data import Skipped, evaluation_batches, open_source
+from scalejax.data import Skipped, evaluation_batches
 from scalejax.evaluation import Evaluation
+from scalejax.features import open_examples
 from scalejax.input_tuning import beside_workers
 from scalejax.journal import Journal
 from scalejax.measuring import evaluation_measurement
+from scalejax.progress import Reporter
 from scalejax.record import EvaluationMeasurement
 from scalejax.train_state import TrainState
 
@@ -22,13 +24,18 @@ class RunEvaluation:
     """The evaluation of `run`, and its test data."""
 
     def __init__(
-        self, run: ResolvedRun, evaluation: Evaluation, compiled: Any, skipped: Skipped
+        self,
+        run: ResolvedRun,
+        evaluation: Evaluation,
+        compiled: Any,
+        skipped: Skipped,
+        reporter: Reporter,
     ) -> None:
         self._run = run
         self._evaluation = evaluation
         self._compiled = compiled
         self._skipped = skipped
-        source = open_source(run.config.data, "test", seed=run.config.seed)
+        source = open_examples(run, "test", reporter)
         self._source = beside_workers(source, run.config.input)
 
     def measure(self, state: TrainState, journal: Journal, *, step: int) -> EvaluationMeasurement:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
+from scalejax.data_config import DatasetFacts
 from scalejax.fine_tuning import updated
 from scalejax.gradients import Batch, gradients, mean_loss
 from scalejax.layout import DATA
@@ -26,7 +27,7 @@ from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.pretrained import pretrained_weights
-from scalejax.recipe import Recipe, recipe_of
+from scalejax.recipe import Recipe, feature_width, reads_features, recipe_of
 from scalejax.schedules import Schedule
 from scalejax.train_state import (
     PyTree,
@@ -101,7 +102,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     recipe = recipe_of(run, mesh)
     shapes = state_shapes(recipe, mesh)
     shardings = shardings_of(shapes)
-    params, model_state = _initial_weights(recipe, (shapes.params, shapes.model_state))
+    params, model_state = initial_weights(recipe, (shapes.params, shapes.model_state))
     init = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)
     opt_state = init(learning_params(recipe, params))
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
@@ -116,7 +117,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     return state
 
 
-def _initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+def initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Parameters and statistics of these shapes: those that the model begins with, or drawn."""
     read = tuple(pretrained_weights(recipe.run.config.model, tree) for tree in shapes)
     is_read = jax.tree.map(lambda leaf: leaf is not None, read, is_leaf=lambda leaf: leaf is None)
@@ -136,11 +137,18 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     return _batch_shapes(run, batch_sharding(mesh))
 
 
+def input_dtype(dataset: DatasetFacts) -> Any:
+    """Of the examples of a data set, before any network."""
+    image_dtype = jnp.float32 if dataset.is_table else jnp.uint8
+    return jnp.int32 if dataset.is_text else image_dtype
+
+
 def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
     dataset = run.dataset
-    image_dtype = jnp.float32 if dataset.is_table else jnp.uint8
-    input_dtype = jnp.int32 if dataset.is_text else image_dtype
-    parts = {"inputs": (dataset.input_shape, input_dtype)}
+    parts: dict[str, tuple[tuple[int, ...], Any]]
+    parts = {"inputs": (dataset.input_shape, input_dtype(dataset))}
+    if reads_features(run.config):
+        parts = {"inputs": ((feature_width(recipe_of(run)),), jnp.float32)}
     for name in ("targets", "places") if dataset.is_masked else ("targets",):
         parts[name] = (dataset.target_shape, jnp.int32)
     if run.is_weighted:

@@ -21,10 +21,11 @@ from scalejax import documents
 from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
-from scalejax.data import Batches, open_source, training_batches
+from scalejax.data import Batches, training_batches
 from scalejax.data.cores import machine_cores
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
+from scalejax.features import open_examples
 from scalejax.input_tuning import tuned_input
 from scalejax.input_wait import wait_with_advice
 from scalejax.journal import Journal
@@ -181,7 +182,11 @@ class _Loop:
         self._statistics = ""
         self._skipped = SkippedExamples(run)
         self._evaluation = RunEvaluation(
-            run, programs.evaluation, programs.evaluate, self._skipped.of["test"]
+            run,
+            programs.evaluation,
+            programs.evaluate,
+            self._skipped.of["test"],
+            journal.reporter,
         )
         self._updates: list[TrainMeasurement] = []
         self._clock = UpdateClock()
@@ -220,12 +225,7 @@ class _Loop:
         """The updates of one batch, of which `end` updates of the run are the last."""
         run = self._run
         batches = training_batches(
-            open_source(
-                run.config.data,
-                "train",
-                seed=run.config.seed,
-                augmentation=run.config.input.augmentation,
-            ),
+            open_examples(run, "train", self._journal.reporter),
             step.batch,
             seed=run.config.seed,
             start_step=self._step,

@@ -138,13 +138,26 @@ class FineTuningConfig:
     rate_factors: dict[str, float] = field(default_factory=dict)
     """Learning rate of parts over that of the schedule; of several that fit, the longest counts
     (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
+    cache_features: bool = False
+    """Compute what the last layer, "head", reads of each example once, keep it on disk (in
+    SCALEJAX_CACHE, or the user's cache folder), and train that layer on it: the same numbers, with
+    no image decoded and no other layer computed again. For networks of which nothing else
+    learns."""
 
     def __post_init__(self) -> None:
         for name, factor in self.rate_factors.items():
             require_above(f"fine_tuning.rate_factors.{name}", factor, 0)
+        if self.cache_features and not self._is_head_alone:
+            accepted = 'features stay the same only if nothing learns but trainable = ["head"]'
+            raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
         if not self.trainable and not self.rate_factors:
             accepted = "it would change nothing; name parts, or leave fine_tuning out"
             raise ConfigError(refusal("fine_tuning.trainable", [], accepted))
+
+    @property
+    def _is_head_alone(self) -> bool:
+        parts = {part.split("/")[0] for part in self.trainable}
+        return parts == {"head"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

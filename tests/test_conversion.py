@@ -1,4 +1,4 @@
-"""`scalejax data convert`: rows are those of the source, whatever it is, and however interrupted."""
+"""`scalejax data convert`: rows are those of the source, whatever it is, however interrupted."""
 
 import gzip
 import io
@@ -103,13 +103,11 @@ def test_arrays_become_images_and_classes(kind, tmp_path):
         options = RowsOptions(labels=str(tmp_path / "labels.npy"))
     else:
         source = tmp_path / f"train-images-idx3-ubyte{'.gz' if kind.endswith('gz') else ''}"
-        opener = gzip.open if kind.endswith("gz") else open
-        with opener(source, "wb") as file:
-            file.write(bytes([0, 0, 8, 3]) + np.array([50, 6, 6], ">u4").tobytes())
-            file.write(images.tobytes())
-        with opener(str(source).replace("images-idx3", "labels-idx1"), "wb") as file:
-            file.write(bytes([0, 0, 8, 1]) + np.array([50], ">u4").tobytes())
-            file.write(labels.astype(np.uint8).tobytes())
+        beside = source.with_name(source.name.replace("images-idx3", "labels-idx1"))
+        for path, values in ((source, images), (beside, labels.astype(np.uint8))):
+            header = bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes()
+            content = header + values.tobytes()
+            path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
 
     convert(str(source), tmp_path / "out", options=options, wanted=Wanted(files=3))
 

@@ -18,7 +18,7 @@ from parquet_cases import random_images, write_images
 
 from scalejax.data import open_source
 from scalejax.data.disk_cache import DiskCache
-from scalejax.data.row_groups import _shared_memory
+from scalejax.data.row_groups import _memories
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
 from scalejax.parquet_config import ParquetConfig, ReadingConfig
@@ -166,7 +166,7 @@ def test_row_groups_come_from_the_cache_and_a_file_written_anew_from_itself(conf
         rows = open_source(config, "train", seed=0).take(np.arange(39, -1, -1))
         np.testing.assert_array_equal(rows["inputs"], IMAGES[::-1])
         assert len(files_in(tmp_path / "cache")[0]) == 4
-        _shared_memory.cache_clear()
+        _memories.clear()
 
     write_images(config.train, 255 - IMAGES, np.arange(40), rows=10)
     rows = open_source(config, "train", seed=0).take(np.arange(40))
@@ -200,7 +200,7 @@ def test_files_that_may_change_unseen_are_not_kept(config, monkeypatch):
 def test_a_full_disk_is_named(config, tmp_path):
     """The system refuses to write more than 1000 bytes of a file: cache, file and what to do."""
     source = open_source(config, "train", seed=0)
-    _shared_memory.cache_clear()
+    _memories.clear()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:

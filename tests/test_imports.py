@@ -135,6 +135,7 @@ PROGRAMS = {
     "input_bench": 7,
     "step_traces": 9,
     "journal": 9,
+    "features": 9,
     "input_tuning": 9,
     "run_evaluation": 10,
     "skipped_examples": 10,

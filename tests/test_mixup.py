@@ -11,13 +11,14 @@ from scalejax.config import RunConfig, resolve
 from scalejax.data import open_source, training_batches, training_batches_of_seeds
 from scalejax.documents import build
 from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
 from scalejax.gradients import mean_loss
 from scalejax.mesh import build_mesh
 from scalejax.models import BatchNormScope
 from scalejax.profile.compiled import read_step
 from scalejax.recipe import network_of, recipe_of
 from scalejax.record import EvaluationMeasurement
-from scalejax.step import build_evaluation, build_step, forward, init_state
+from scalejax.step import build_step, forward, init_state
 from scalejax.train import train
 
 UPDATES = 3

@@ -25,6 +25,7 @@ from scalejax.models.llama import Llama
 from scalejax.models.mlp import Mlp
 from scalejax.models.network import (
     Network,
+    NetworkWithFeatures,
     PartitionRules,
     build_custom,
     import_network,
@@ -41,6 +42,7 @@ __all__ = [
     "BatchNorm",
     "BatchNormScope",
     "Network",
+    "NetworkWithFeatures",
     "PartitionRules",
     "build_network",
     "is_cast",

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data_config import DatasetFacts
 from scalejax.layout import FSDP, TENSOR
 from scalejax.model_config import ImageNetworkConfig
-from scalejax.models.convolution import HE_NORMAL, classified, classifier
+from scalejax.models.convolution import HE_NORMAL, classifier
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.placement import placed_by_row
@@ -240,11 +240,19 @@ class EfficientNetLite(Network):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [batch, classes] of images [batch, height, width, channels]."""
+        return self.classified(self.features(inputs, is_training=is_training))
+
+    def features(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """What the last layer reads: [batch, width], the mean over places of the layer before."""
         hidden = jax.nn.relu6(self.stem(inputs, is_training=is_training))
         for block in self.blocks:
             hidden = block(hidden, is_training=is_training)
         hidden = jax.nn.relu6(self.tail(hidden, is_training=is_training))
-        return classified(self.head, hidden)
+        return hidden.mean((1, 2))
+
+    def classified(self, features: jax.Array) -> jax.Array:
+        """Logits [batch, classes] of features."""
+        return placed_by_row(self.head(placed_by_row(features)))
 
     @staticmethod
     def partition_rules() -> PartitionRules:

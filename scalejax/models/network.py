@@ -12,7 +12,7 @@ import re
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,21 @@ class Network(nnx.Module):
         """By which mesh axes parameters are split: the first rule found in a path holds, and a
         parameter without one is whole on every device."""
         return ()
+
+
+@runtime_checkable
+class NetworkWithFeatures(Protocol):
+    """A network that can be taken apart before its last layer, `head`: the logits are
+    `classified(features(inputs, is_training=...))`, and only the parameters of `head` are read
+    after the features."""
+
+    def features(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
+        """What the last layer reads, [batch, width]."""
+        ...
+
+    def classified(self, features: jax.Array) -> jax.Array:
+        """Logits, float32 [batch, classes], of features [batch, width]."""
+        ...
 
 
 def parameter_path(path: tuple[Any, ...]) -> str:

@@ -127,7 +127,7 @@ def _path(folder: Path, job: RunJob) -> Path:
         "run": _shaping(job),
         "target": plain(job.target),
         "versions": _versions(),
-        "scalejax": _package_digest(),
+        "scalejax": package_digest(),
         "settings": compiler_settings(),
         "network": _own_network(job),
     }
@@ -150,6 +150,7 @@ def _shaping(job: RunJob) -> JsonValue:
         "averaging": config["averaging"],
         "mix": job.run.is_mixed,
         "weights": job.run.is_weighted,
+        "fine_tuning": config["fine_tuning"],
         "layout": config["layout"],
         "measured": _measured(job),
         "split": run["split"],
@@ -185,7 +186,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _package_digest() -> str:
+def package_digest() -> str:
     """Of every source file of scalejax: cheap (5 ms), and no stale figure ever."""
     folder = Path(scalejax.__file__).parent
     digest = hashlib.sha256()

@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,15 +18,10 @@ import numpy as np
 
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun
-from scalejax.data import (
-    Skipped,
-    Split,
-    evaluation_batches_of_seeds,
-    open_source,
-    training_batches_of_seeds,
-)
+from scalejax.data import Skipped, Split, evaluation_batches_of_seeds, training_batches_of_seeds
 from scalejax.data_files import refuse_other_files
 from scalejax.divergence import Divergence, is_skipped
+from scalejax.features import open_examples
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
@@ -122,6 +118,10 @@ def _train_at_once(
             loop.close()
 
 
+def _of_seed(run: ResolvedRun, seed: int) -> ResolvedRun:
+    return replace(run, config=replace(run.config, seed=seed))
+
+
 class _Loop:
     """One session of runs that train together."""
 
@@ -140,7 +140,8 @@ class _Loop:
         self._step = begin
         self._programs = programs
         self._tests = [
-            open_source(self._run.config.data, "test", seed=seed) for seed in self._programs.seeds
+            open_examples(_of_seed(self._run, seed), "test", reporter)
+            for seed in self._programs.seeds
         ]
         self._logs = [MeasurementLog(folder.measurements, after_step=begin) for folder in folders]
         self._zero = time.perf_counter() - self._logs[0].elapsed_seconds * len(runs)
@@ -205,9 +206,8 @@ class _Loop:
     def _batches(self, begin: int) -> Iterator[PyTree]:
         """For each step, the batches of all seeds."""
         config, seeds = self._run.config, self._programs.seeds
-        changes = config.input.augmentation
         return training_batches_of_seeds(
-            [open_source(config.data, "train", seed=seed, augmentation=changes) for seed in seeds],
+            [open_examples(_of_seed(self._run, seed), "train", self._reporter) for seed in seeds],
             self._programs.batch,
             seeds=seeds,
             start_step=begin,

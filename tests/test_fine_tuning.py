@@ -1,6 +1,7 @@
 """Parts of a network that learn: the rest stays, costs nothing backward, and rates are exact."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,8 +11,12 @@ from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.evaluation import build_evaluation
+from scalejax.hardware import load_cluster
 from scalejax.mesh import build_mesh
+from scalejax.profile.cache import _path
 from scalejax.profile.compiled import read_step
+from scalejax.profile.job import RunJob
+from scalejax.profile.target import target_for
 from scalejax.step import build_step, init_state
 from scalejax.train_state import TrainState
 
@@ -262,3 +267,13 @@ def test_without_fine_tuning_nothing_changes():
     nothing = resolve(replace(everything.config, fine_tuning=None))
 
     assert_close(trained(everything)[1].params, trained(nothing)[1].params, rtol=0)
+
+
+def test_a_program_is_remembered_with_what_learns_of_it():
+    """A prediction with parts that stay does not take the program of one where all learns."""
+    target = target_for(load_cluster("dgx-h100"), 1, "cpu")
+    runs = run_of(), run_of({"trainable": ["layers/2"]}), run_of({"trainable": ["layers/1"]})
+
+    paths = {_path(Path(), RunJob(target=target, run=run)) for run in runs}
+
+    assert len(paths) == 3

@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config import ResolvedRun
@@ -25,14 +23,12 @@ from scalejax.data.source import Grouped
 from scalejax.data_files import used_files
 from scalejax.documents import plain
 from scalejax.errors import ConfigError, refusal
-from scalejax.gradients import normalised
 from scalejax.layout import DATA
-from scalejax.models import BatchNormScope
 from scalejax.processes import is_first
 from scalejax.profile.cache import package_digest, user_folder
 from scalejax.progress import Reporter
-from scalejax.recipe import Recipe, network_of, reads_features, recipe_of
-from scalejax.step import initial_weights, input_dtype
+from scalejax.recipe import reads_features, recipe_of
+from scalejax.step import build_features, initial_weights, input_dtype
 from scalejax.train_state import abstract_state
 from scalejax.units import format_seconds
 
@@ -123,7 +119,7 @@ class _Program:
         self._weights = initial_weights(recipe, shapes)
         shape = (self.batch, *run.dataset.input_shape)
         images = jax.ShapeDtypeStruct(shape, input_dtype(run.dataset), sharding=split)
-        lowered = jax.jit(partial(_features, recipe)).lower(*shapes, images)
+        lowered = build_features(recipe).lower(*shapes, images)
         digest = hashlib.sha256(lowered.as_text().encode())
         params, model_state = self._weights
         backbone = {name: part for name, part in params.items() if name != HEAD}
@@ -141,14 +137,6 @@ class _Program:
         filled[: len(images)] = images
         found = self._compiled(*self._weights, jax.device_put(filled, self._split))
         return np.asarray(found)[: len(images)]
-
-
-def _features(recipe: Recipe, params: Any, model_state: Any, images: jax.Array) -> jax.Array:
-    """Features of images, float32 [images, width], by running statistics."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    inputs = normalised(images, recipe.run.dataset)
-    return network.features(inputs, is_training=False).astype(jnp.float32)
 
 
 def _computed(program: _Program, source: Source, indices: np.ndarray, say: "_Progress") -> pa.Table:

@@ -308,7 +308,10 @@ def _unreadable(rows: Rows, image: str | None, on_rows: OnRows) -> Iterator[Unre
 def _advice(rows: Rows, groups: GroupFacts | None, images: ImageFacts | None) -> Iterator[str]:
     reading = ReadingConfig()
     if groups is None:
-        yield "training reads Parquet: scalejax data convert SOURCE DESTINATION writes it."
+        yield (
+            "scalejax data convert SOURCE DESTINATION writes this as Parquet, of which training "
+            "reads many rows at once, mixed or in order."
+        )
     elif isinstance(rows, ParquetRows):
         yield from _group_advice(rows, groups, reading)
     if images is not None and min(images.median) > 2 * 224:

@@ -19,7 +19,7 @@ from scalejax.averaging import averaged
 from scalejax.config import ResolvedRun, in_phase
 from scalejax.data_config import DatasetFacts
 from scalejax.fine_tuning import updated
-from scalejax.gradients import Batch, gradients, mean_loss
+from scalejax.gradients import Batch, gradients, mean_loss, normalised
 from scalejax.layout import DATA
 from scalejax.loss_scale import LossScaled
 from scalejax.mesh import batch_sharding, replicated
@@ -27,7 +27,14 @@ from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.pretrained import pretrained_weights
-from scalejax.recipe import Recipe, feature_width, reads_features, recipe_of
+from scalejax.recipe import (
+    Recipe,
+    feature_width,
+    network_of,
+    reads_features,
+    recipe_of,
+    with_features,
+)
 from scalejax.schedules import Schedule
 from scalejax.train_state import (
     PyTree,
@@ -135,6 +142,19 @@ def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
     int32 tokens; float32 weights of the rows, where not all of them count; float32 "mix" of pairs
     of rows, if they are mixed."""
     return _batch_shapes(run, batch_sharding(mesh))
+
+
+def build_features(recipe: Recipe) -> Any:
+    """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
+    of a frozen network reads of each example; by the running statistics of BatchNorm."""
+
+    def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
+        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+        network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
+        found = network.features(normalised(inputs, recipe.run.dataset), is_training=False)
+        return found.astype(jnp.float32)
+
+    return jax.jit(features)
 
 
 def input_dtype(dataset: DatasetFacts) -> Any:

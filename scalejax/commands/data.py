@@ -15,6 +15,8 @@ from scalejax import documents, tables, waiting
 from scalejax.commands.command import flag
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, refusal
+from scalejax.formats.image_folder import ImageFolderConfig
+from scalejax.parquet_config import ParquetConfig
 from scalejax.units import format_bytes
 
 _INTERRUPTED = """\
@@ -133,7 +135,7 @@ def _locations(source: str) -> list[str]:
     if not source.endswith(".toml"):
         return [source]
     data = load_config(Path(source)).data
-    if data.name != "parquet":
+    if not isinstance(data, ParquetConfig | ImageFolderConfig):
         accepted = f"its data.name={data.name!r} is of no files that can be looked at"
         raise ConfigError(refusal("source", source, accepted))
     return list(dict.fromkeys([data.train, data.test]))

@@ -1,5 +1,7 @@
 """The record of a run while it is made: to its file and to whoever listens, with one clock.
 
+A heartbeat besides, for whoever started the process and waits for a sign of life.
+
 Knows measurements and where they go; decides nothing.
 """
 
@@ -7,6 +9,7 @@ import time
 
 from jax.experimental.multihost_utils import sync_global_devices
 
+from scalejax.heartbeat import Heartbeat
 from scalejax.processes import is_first
 from scalejax.progress import Reporter
 from scalejax.record import Measurement, MeasurementLog, RunFolder, RunRecord
@@ -15,10 +18,13 @@ from scalejax.record import Measurement, MeasurementLog, RunFolder, RunRecord
 class Journal:
     """The record, the reporter and the clock of a run; writes in the first process alone."""
 
-    def __init__(self, files: RunFolder, reporter: Reporter, *, after_step: int) -> None:
+    def __init__(
+        self, files: RunFolder, reporter: Reporter, heartbeat: Heartbeat, *, after_step: int
+    ) -> None:
         """Open the record in `files`, with the lines of steps up to `after_step`."""
         self.files = files
         self.reporter = reporter
+        self.heartbeat = heartbeat
         self.earlier: tuple[Measurement, ...] = ()
         self._log = None
         self._zero = time.perf_counter()

@@ -46,6 +46,7 @@ class RunEvaluation:
             self._source, self._evaluation.batch, self._run.config.input, self._skipped
         )
         for batch in batches:
+            journal.heartbeat.at("evaluating", step)
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
             sums.append(self._compiled(*weights, batch))

@@ -26,6 +26,7 @@ from scalejax.data.cores import machine_cores
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
 from scalejax.features import open_examples
+from scalejax.heartbeat import Heartbeat
 from scalejax.input_tuning import tuned_input
 from scalejax.input_wait import wait_with_advice
 from scalejax.journal import Journal
@@ -101,6 +102,8 @@ def train(
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
+    heartbeat = Heartbeat.from_environment()
+    heartbeat.at("compiling", 0)
     reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
     documents.require_writable_folder("folder", folder)
     if device_count is None and config.layout.data is None:
@@ -128,7 +131,7 @@ def train(
         if predicts:
             predict_run(files, run, mesh, programs, reporter)
         run, tuned = tuned_input(run, programs.step, files, reporter)
-        journal = Journal(files, reporter, after_step=begin)
+        journal = Journal(files, reporter, heartbeat, after_step=begin)
         recorder = StepTraces(files.traces, traces)
         try:
             loop = _Loop(run, programs, checkpoints, journal, signals, recorder)
@@ -251,9 +254,11 @@ class _Loop:
                 self._settle()
                 self._recorder.cross(self._step)
                 self._clock.restart(self._step)
+            self._journal.heartbeat.at("waiting for input", self._step)
             with self._recorder.step(self._step + 1):
                 batch, waited_seconds = batches.next_beside(self._is_updating)
                 self._clock.waited_seconds += waited_seconds
+                self._journal.heartbeat.at("training", self._step)
                 state, metrics = update(state, batch)
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
@@ -334,6 +339,7 @@ class _Loop:
         """Evaluate if it is time to, and save a checkpoint."""
         accuracy = None
         self._skipped.tell("train", self._journal, step=self._step)
+        self._journal.heartbeat.at("evaluating, saving", self._step)
         if self._run.is_evaluated(self._step):
             evaluation = self._evaluation.measure(state, self._journal, step=self._step)
             accuracy = evaluation.test_accuracy

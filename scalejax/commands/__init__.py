@@ -8,6 +8,7 @@ from scalejax.commands.benching import DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.commands.data import DataConvert, DataInspect
+from scalejax.commands.launching import LaunchRun
 from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
     ConfigFields,
@@ -24,6 +25,7 @@ __all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Tra
 
 Command = (
     Train
+    | LaunchRun
     | Sweep
     | Predict
     | Explain
@@ -45,6 +47,7 @@ Command = (
 COMMANDS: dict[str, type[Command]] = {
     "quickstart": Quickstart,
     "train": Train,
+    "launch": LaunchRun,
     "sweep": Sweep,
     "predict": Predict,
     "explain": Explain,

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax import documents, run_tables, tables
+from scalejax import documents, rendezvous, run_tables, tables
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.errors import ConfigError
@@ -22,7 +22,8 @@ from scalejax.run_notes import notes_of
 class Train(RunFileCommand):
     """Train what a run.toml describes, on the devices here.
 
-    A flag with a dot replaces a field of the file, such as --train.epochs 3.
+    Started by srun, mpirun or scalejax launch, its processes find each other and train as one. A
+    flag with a dot replaces a field of the file, such as --train.epochs 3.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None
@@ -41,12 +42,17 @@ class Train(RunFileCommand):
         """Train, and say where the record is."""
         config = load_config(self.run_file, overrides)
         choose_platform(self.cpu_devices)
+        place = rendezvous.place_here()
+        rendezvous.join(place)
         from scalejax.step_traces import parse_schedule
         from scalejax.train import train
 
         traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem
-        train(config, folder, resume=self.resume, traces=traces)
+        with rendezvous.leaving_at_once(place):
+            train(config, folder, resume=self.resume, traces=traces)
+        if place is not None and place.process:
+            return
         if traces is not None:
             print(f"traces are in {folder / 'traces'}, by their first step")
         print(f"scalejax report {folder} draws its curves.")

@@ -1,0 +1,183 @@
+"""How the processes of one run find each other: how many they are, and where the first listens.
+
+Read from the environment, where `scalejax launch`, SLURM, Open MPI or a Kubernetes manifest of
+`scalejax launch --target jobset` put it. Knows nothing of what the processes do.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from scalejax.errors import ConfigError, refusal
+
+COORDINATOR, PROCESSES, PROCESS = (
+    "SCALEJAX_COORDINATOR",
+    "SCALEJAX_PROCESSES",
+    "SCALEJAX_PROCESS",
+)
+"""Variables: host and port of the first process; how many there are; which of them this is."""
+LAUNCHER = "SCALEJAX_LAUNCHER"
+"""Variable: the process on this machine that started this one, with which it is to end."""
+
+MISSED_ANOTHER = 76
+"""Exit code of a process that could not reach another: EX_PROTOCOL of <sysexits.h>."""
+LOOPBACK = "127.0.0.1"
+PATIENCE_SECONDS = 300
+"""For the others to come; as JAX's own default."""
+_HEARTBEAT_TIMEOUT_SECONDS = 60  # a node that is gone is found out in so long, without a launcher
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems hand out last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Which process of how many this is."""
+
+    process: int
+    """Counted from 0."""
+    processes: int
+    """How many there are."""
+    coordinator: str | None
+    """Host and port where the first listens; None if JAX is to ask the scheduler."""
+    told_by: str
+    """Who said so."""
+
+    @property
+    def bind_address(self) -> str | None:
+        """Where the first is to listen: on loopback alone, if all are on this machine."""
+        if self.coordinator is None or not self.coordinator.startswith(f"{LOOPBACK}:"):
+            return None
+        return self.coordinator
+
+
+def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """The place of this process, as the environment says; None if it is alone.
+
+    Raises:
+        ConfigError: if a variable of ours is missing beside another, or holds no such number.
+    """
+    place = _of_ours(environment) or _of_slurm(environment) or _of_open_mpi(environment)
+    return place if place is not None and place.processes > 1 else None
+
+
+def join(place: Place | None) -> None:
+    """Meet the other processes; before JAX is first used. Nothing if there are none.
+
+    Raises:
+        ConfigError: if they do not all come in time, or another program listens in their place.
+    """
+    die_with_launcher()
+    if place is None:
+        return
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes if place.coordinator else None,
+            place.process if place.coordinator else None,
+            initialization_timeout=PATIENCE_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
+            coordinator_bind_address=place.bind_address,
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"process {place.process} of {place.processes} ({place.told_by}) did not meet the "
+            f"others at {place.coordinator or 'the address that the scheduler says'}: {reason}"
+        ) from error
+
+
+@contextmanager
+def leaving_at_once(place: Place | None) -> Iterator[None]:
+    """End this process when what is done within fails because another one is gone.
+
+    Left to itself, JAX would first wait for the dead one, up to its heartbeat's timeout, and then
+    abort with a stack of addresses.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # XLA's errors alone are of type JaxRuntimeError; asked by name, to import no JAX here.
+        if place is None or type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        print(
+            f"error: process {place.process} of {place.processes} lost contact with another one "
+            f"({reason}).",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(MISSED_ANOTHER)
+
+
+def die_with_launcher() -> None:
+    """Let the system kill this process when the one that launched it dies, however it does."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _of_ours(environment: Mapping[str, str]) -> Place | None:
+    if COORDINATOR not in environment:
+        return None
+    index = PROCESS if PROCESS in environment else "JOB_COMPLETION_INDEX"  # Kubernetes sets that
+    process = _number(environment, index)
+    processes = _number(environment, PROCESSES)
+    if not 0 <= process < processes:
+        accepted = f"it must be from 0 to {processes - 1}, as {PROCESSES} is {processes}"
+        raise ConfigError(refusal(index, process, accepted))
+    return Place(
+        process=process,
+        processes=processes,
+        coordinator=environment[COORDINATOR],
+        told_by=f"{COORDINATOR}",
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Place | None:
+    """A task of `srun`; a batch script itself, or a shell of `salloc`, is no such task."""
+    if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
+        return None
+    nodes = _number(environment, "SLURM_STEP_NUM_NODES")
+    job, step = (environment.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return Place(
+        process=_number(environment, "SLURM_PROCID"),
+        processes=_number(environment, "SLURM_STEP_NUM_TASKS"),
+        coordinator=_loopback(f"{job}.{step}") if nodes == 1 else None,
+        told_by="SLURM",
+    )
+
+
+def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environment:
+        return None
+    processes = _number(environment, "OMPI_COMM_WORLD_SIZE")
+    is_one_machine = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE") == processes
+    job = environment.get("PMIX_NAMESPACE") or environment.get("OMPI_MCA_ess_base_jobid", "0")
+    return Place(
+        process=_number(environment, "OMPI_COMM_WORLD_RANK"),
+        processes=processes,
+        coordinator=_loopback(job) if is_one_machine else None,
+        told_by="Open MPI",
+    )
+
+
+def _loopback(job: str) -> str:
+    """An address on this machine that the processes of `job` agree on, and other jobs hardly do."""
+    return f"{LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment.get(name)
+    if value is None or not value.isdecimal():
+        raise ConfigError(refusal(name, value, "it must be a whole number"))
+    return int(value)

@@ -1,0 +1,260 @@
+"""Several processes of a run are started, watched and stopped together, whatever happens to one."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from record_cases import figures
+
+from scalejax.launch import LOST
+from scalejax.record import RunFolder
+
+ROOT = Path(__file__).parents[1]
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [16]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 200
+test_examples = 30
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+warmup = "none"
+[train]
+epochs = 8
+log_every_steps = 1
+checkpoint_every_steps = 20
+evaluate_every_epochs = 2
+"""
+STEPS = 8 * 25
+CODE = "import sys; from scalejax.cli import main; sys.exit(main())"
+
+pytestmark = pytest.mark.slow  # every test starts processes that each import JAX
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """The file of a run of 200 short updates, checkpointed every 20."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def start(run_file, folder, *flags, command=("launch", "--np", "-2")):
+    """Start `scalejax launch` of two processes."""
+    head = [*command, str(run_file), "--folder", str(folder)]
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, *head, *flags],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def workers_of(launcher):
+    """Ids of its processes, the first first."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(child) for child in children.split()]
+
+
+def wait_for_step(launcher, folder, step):
+    """Return once the record in `folder` has reached `step`."""
+    measurements = RunFolder(path=folder).measurements
+    while launcher.poll() is None:
+        if measurements.exists() and f'"step": {step},' in measurements.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(launcher.communicate()[0])
+
+
+def ended(launcher, workers):
+    """Exit code, and what was said; every process must be gone."""
+    said, _ = launcher.communicate(timeout=240)
+    end = time.monotonic() + 10
+    while any(is_alive(worker) for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not [worker for worker in workers if is_alive(worker)], said
+    return launcher.returncode, said
+
+
+def is_alive(process):
+    """Whether it runs; a zombie does not."""
+    try:
+        about = Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return about.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Figures of the same run in one process of two devices, to which nothing happens."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_file = folder / "run.toml"
+    run_file.write_text(RUN)
+    flags = ("--cpu-devices", "2")
+    code, said = ended(start(run_file, folder / "run", *flags, command=("train",)), ())
+    assert code == 0, said
+    return figures(folder / "run")
+
+
+def assert_alike(folder, alone):
+    """The same steps, and figures to the order of sums over devices: 1e-5 after 200 updates."""
+    ours = figures(folder)
+    assert [row[0] for row in ours] == [row[0] for row in alone]
+    np.testing.assert_allclose(
+        [row[1:] for row in ours], [row[1:] for row in alone], rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(
+    run_file, tmp_path, alone, victim
+):
+    """Killed after a checkpoint, and restarted on the one process that is left."""
+    folder = tmp_path / "run"
+    launcher = start(run_file, folder, "--max-restarts", "1", "--min-np", "1")
+    wait_for_step(launcher, folder, 50)
+    workers = workers_of(launcher)
+
+    os.kill(workers[victim], signal.SIGKILL)
+    code, said = ended(launcher, workers)
+
+    assert code == 0, said
+    assert re.search(rf"process {victim} was killed by SIGKILL .* at step \d+", said)
+    assert "restart 1 of 1, 1 process" in said
+    assert "Traceback" not in said
+    assert_alike(folder, alone)
+
+
+def test_without_restarts_a_loss_ends_the_run_within_seconds(run_file, tmp_path):
+    """With an exit code of its own, and nothing left behind."""
+    folder = tmp_path / "run"
+    launcher = start(run_file, folder, "--train.epochs", "4000")
+    wait_for_step(launcher, folder, 30)
+    workers = workers_of(launcher)
+
+    os.kill(workers[1], signal.SIGKILL)
+    begin = time.monotonic()
+    code, said = ended(launcher, workers)
+
+    assert code == LOST, said
+    assert time.monotonic() - begin < 30
+    assert "process 1 was killed by SIGKILL" in said
+
+
+def test_a_stopped_process_counts_as_lost(run_file, tmp_path):
+    """SIGSTOP: the others wait for it, and would for ever."""
+    folder = tmp_path / "run"
+    launcher = start(run_file, folder, "--train.epochs", "4000")
+    wait_for_step(launcher, folder, 30)
+    workers = workers_of(launcher)
+
+    os.kill(workers[0], signal.SIGSTOP)
+    code, said = ended(launcher, workers)
+
+    assert code == LOST, said
+    assert "process 0 has been stopped for 15 s" in said
+
+
+def test_a_wish_to_stop_is_passed_on_and_all_save(run_file, tmp_path, alone):
+    """SIGTERM to the launcher; the run is then resumed by it."""
+    folder = tmp_path / "run"
+    launcher = start(run_file, folder)
+    wait_for_step(launcher, folder, 30)
+    workers = workers_of(launcher)
+
+    launcher.send_signal(signal.SIGTERM)
+    code, said = ended(launcher, workers)
+    assert code == 128 + signal.SIGTERM, said
+    assert "interrupted" in said
+    code, said = ended(start(run_file, folder, "--resume"), ())
+
+    assert code == 0, said
+    assert_alike(folder, alone)
+
+
+def test_processes_die_with_the_launcher(run_file, tmp_path):
+    """Which is killed, and can do nothing for them any more."""
+    folder = tmp_path / "run"
+    launcher = start(run_file, folder, "--train.epochs", "4000")
+    wait_for_step(launcher, folder, 30)
+    workers = workers_of(launcher)
+
+    launcher.kill()
+
+    ended(launcher, workers)
+
+
+def test_what_is_refused_is_refused_once(run_file, tmp_path):
+    """By the launcher, or by the processes where only they can know."""
+    code, said = ended(start(run_file, tmp_path / "run", "--model.name", "mpl"), ())
+    assert (code, said.count("error:")) == (2, 1), said
+
+    code, said = ended(start(run_file, tmp_path / "run", "--batch.global_batch", "7"), ())
+    assert (code, said.count("error:")) == (2, 1), said
+    assert "batch.global_batch=7" in said
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A scheduler of one node on this machine: the path of its slurm.conf."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("srun", "slurmctld", "munged"))):
+        pytest.skip("needs root and the Debian packages slurm-wlm and munge")
+    folder = Path("/tmp") / f"scalejax-slurm-{os.getpid()}"  # munge's user must reach it
+    script = [str(ROOT / "tests" / "slurm.sh")]
+    ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
+    up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
+    try:
+        assert up.returncode == 0
+        yield up.stdout.strip()
+    finally:
+        subprocess.run([*script, "down", str(folder)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_tasks_of_slurm_train_as_one(run_file, tmp_path, alone, slurm, monkeypatch):
+    """With nothing said but srun -n 2."""
+    monkeypatch.setenv("SLURM_CONF", slurm)
+    run_under(("srun", "-n", "2", "--overcommit"), run_file, tmp_path / "run", alone)
+
+
+def test_processes_of_mpirun_train_as_one(run_file, tmp_path, alone):
+    """With nothing said but mpirun -n 2."""
+    if not shutil.which("mpirun"):
+        pytest.skip("needs the Debian package openmpi-bin")
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    run_under(mpirun, run_file, tmp_path / "run", alone)
+
+
+def run_under(scheduler, run_file, folder, alone):
+    """Train in two processes that `scheduler` starts, and compare."""
+    done = subprocess.run(
+        [*scheduler, sys.executable, "-c", CODE, "train", str(run_file), "--folder", str(folder)],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("completed: 200 steps") == 1
+    assert_alike(folder, alone)

@@ -223,7 +223,8 @@ def slurm(tmp_path_factory):
     ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
     up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
     try:
-        assert up.returncode == 0
+        if up.returncode:
+            pytest.skip("SLURM did not come up on this machine")
         yield up.stdout.strip()
     finally:
         subprocess.run([*script, "down", str(folder)], check=True)

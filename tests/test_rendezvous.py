@@ -51,7 +51,7 @@ def test_on_one_machine_the_first_process_listens_on_loopback_alone(environment)
     place = place_in(environment)
 
     assert place.bind_address == place.coordinator
-    assert place.coordinator.startswith("127.0.0.1:")
+    assert str(place.coordinator).startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from scalejax.config import RunConfig, load_config, resolve, with_fields
 from scalejax.data import evaluation_batches, open_source
 from scalejax.errors import CheckpointMismatch, ConfigError, DoesNotFit
 from scalejax.evaluation import build_evaluation
+from scalejax.heartbeat import Heartbeat
 from scalejax.journal import Journal
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
@@ -254,7 +255,7 @@ def test_every_process_resumes_with_the_same_record(finished, tmp_path, monkeypa
         lambda name: lines_at_barrier.append(len(RunRecord.load(folder).measurements)),
     )
 
-    journal = Journal(files, Silent(), after_step=12)
+    journal = Journal(files, Silent(), Heartbeat(None), after_step=12)
     journal.close()
 
     expected = tuple(m for m in finished[0].measurements if m.step <= 12)

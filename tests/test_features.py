@@ -153,7 +153,7 @@ def test_what_would_change_features_is_refused():
         with pytest.raises(ConfigError, match=r"cache_features=True is refused.*head"):
             run_of(trainable=trainable)
     fine_tuning = FineTuningConfig(trainable=("head",), cache_features=True)
-    with pytest.raises(ConfigError, match=r"only with input\.augmentation left out"):
+    with pytest.raises(ConfigError, match=r"leave input\.augmentation out"):
         require_same_examples(fine_tuning, SimpleNamespace(augmentation=1))  # type: ignore[arg-type]
     run = resolve(run_of(name="Whole"), 1)
     with pytest.raises(ConfigError, match=r"cache_features=True is refused.*Whole has no"):

@@ -54,7 +54,8 @@ def test_every_unreadable_row_is_counted_and_the_first_are_named(tmp_path, capsy
     told = capsys.readouterr()
     assert "3 rows cannot be read" in told.err
     assert "Unreadable: 3 of 30 rows" in told.out
-    assert max(map(len, told.out.splitlines())) <= 80
+    lines = [line for line in told.out.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= 80  # but for paths, which are not broken
 
 
 def test_the_table_to_paste_is_read_as_this_data(tmp_path):

@@ -105,10 +105,14 @@ def require_room(files: ParquetFiles, config: ParquetConfig, processes: int = 1)
             f"the largest row group of {files.location} takes {sizes[0]} bytes, and {at_once} at "
             f"once need {needed} with the batches made of them"
         )
-        memory_bytes = processes * reading.memory_bytes
         if processes > 1:
-            accepted += f", in each of {processes} processes (those of input.workers, and this one)"
-        raise ConfigError(refusal("data.reading.memory_bytes", memory_bytes, accepted))
+            memory_bytes = processes * reading.memory_bytes
+            accepted += (
+                f", in each of {processes} processes that share data.reading.memory_bytes="
+                f"{memory_bytes}; at most {max(0, memory_bytes // needed - 1)}"
+            )
+            raise ConfigError(refusal("input.workers", processes - 1, accepted))
+        raise ConfigError(refusal("data.reading.memory_bytes", reading.memory_bytes, accepted))
 
 
 def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:

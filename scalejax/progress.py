@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from scalejax.input_wait import wait_in_words
+from scalejax.input_wait import wait_in_words, wait_share
 from scalejax.record import (
     EvaluationMeasurement,
     Measurement,
@@ -179,7 +179,7 @@ class ProgressBar:
                 self._task,
                 completed=measurement.step,
                 epoch=measurement.epoch,
-                figures=_figures(measurement),
+                figures=_figures(measurement, is_short=True),
             )
         else:
             self.say(_sentence(measurement, self._total_steps))
@@ -202,16 +202,24 @@ def _sentence(measurement: Measurement, total_steps: int) -> str:
         part = {"train": "training", "test": "test"}[measurement.part]
         return (
             f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
-            f"{unreadable_in_words(measurement.rows, part)}: {'; '.join(measurement.reasons)}"
+            f"{unreadable_in_words(measurement.rows, part)}: {_first_of(measurement)}"
         )
     return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
 
 
-def _figures(measurement: TrainMeasurement) -> str:
+def _figures(measurement: TrainMeasurement, *, is_short: bool = False) -> str:
     rate = format_count(measurement.samples_per_second)
     wait = wait_in_words([measurement])
+    if wait and is_short:  # beside a bar, on a terminal of 80 columns
+        wait = f", {format_fraction(wait_share([measurement]))} waiting"
     statistics = statistics_in_words(measurement)
     return f"loss {_loss(measurement.loss)}, {rate} samples/s{wait}{statistics}"
+
+
+def _first_of(unreadable: UnreadableExamples) -> str:
+    """The first reason, by file and row; the record has more."""
+    first, *others = sorted(unreadable.reasons)
+    return f"{first.rstrip('.')}; ..." if others else first.rstrip(".")
 
 
 def _loss(loss: float | None) -> str:

@@ -137,8 +137,8 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
         page.add_chart(
             "Waiting for input",
             "The part of the time for which devices had nothing to do, for want of a batch, "
-            "between one line of the record and the next. More input.workers, a "
-            "data.reading.cache_folder or smaller examples bring it down.",
+            "between one line of the record and the next. More input.workers or smaller "
+            "examples bring it down; the first line holds the start of what makes batches.",
             report_charts.input_wait(runs),
         )
 

@@ -4,6 +4,7 @@ Knows runs as they are resolved, and what was predicted of them; needs no JAX.
 """
 
 from scalejax.config import ResolvedRun
+from scalejax.formats.tokens import TokensConfig
 from scalejax.predict import Prediction
 from scalejax.scaling import warmup_epochs
 
@@ -14,13 +15,28 @@ a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
     """What a reader should know of `run` before it begins: sentences without full stops."""
+    return tuple(note for note in (_long_warmup(run), _whole_files(run)) if note is not None)
+
+
+def _long_warmup(run: ResolvedRun) -> str | None:
     epochs = run.config.train.epochs
     warmup = warmup_epochs(run.config.schedule, run.split.global_batch)
     if warmup <= epochs:
-        return ()
+        return None
     return (
         f"the warmup of {warmup:g} epochs is longer than the run of {epochs}: the learning rate "
-        "never gets to its peak",
+        "never gets to its peak"
+    )
+
+
+def _whole_files(run: ResolvedRun) -> str | None:
+    data = run.config.data
+    if not isinstance(data, TokensConfig) or data.packing != "documents":
+        return None
+    if data.end_of_document is not None:
+        return None
+    return (
+        'data.packing = "documents" without data.end_of_document takes each file for one document'
     )
 
 

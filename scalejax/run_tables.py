@@ -4,12 +4,15 @@ Knows how to word what a config says; its batches, steps and rates are in `table
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.config import ResolvedRun
 from scalejax.documents import plain
+from scalejax.input_config import InputConfig
 from scalejax.run_checks import has_batch_norm
 from scalejax.tables import facts
 from scalejax.units import format_count
@@ -43,10 +46,30 @@ def update(
         )
         for part, factor in tuning.rate_factors.items():
             table.add_row("rate factor", f"{factor:g}", part)
+    if given := _input(config.input):
+        table.add_row("input", "", given)
     yield "[bold]update[/]"
     yield table
     if notes:
         yield Text("\n".join(f"Note: {note}." for note in notes))
+
+
+def _input(given: InputConfig) -> str:
+    """What is not as usual of the way from the data to the devices, and how images are changed."""
+    changed = _changed(given, InputConfig(), but="augmentation")
+    if given.augmentation is not None:
+        changed += _changed(given.augmentation, AugmentationConfig())
+    return ", ".join(changed)
+
+
+def _changed(given: object, usual: object, *, but: str = "") -> list[str]:
+    """The fields of a description that differ from the usual ones, in words."""
+    names = [field.name for field in fields(given) if field.name != but]  # type: ignore[arg-type]
+    return [
+        f"{name} {getattr(given, name)}"
+        for name in names
+        if getattr(given, name) != getattr(usual, name)
+    ]
 
 
 def _fields(description: object) -> str:

@@ -46,7 +46,7 @@ class SkippedExamples:
     def in_words(self) -> str:
         """What was left out of training, to be put behind other figures; nothing if nothing was."""
         rows = self._trained_rows
-        return f", {unreadable_in_words(rows, 'training')}" if rows else ""
+        return f", {unreadable_in_words(rows, 'training')} in all epochs together" if rows else ""
 
 
 def unreadable_examples(

@@ -23,6 +23,7 @@ from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data import Batches, training_batches
 from scalejax.data.cores import machine_cores
+from scalejax.data.source import UnreadableExample
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
 from scalejax.features import open_examples
@@ -136,6 +137,9 @@ def train(
         try:
             loop = _Loop(run, programs, checkpoints, journal, signals, recorder)
             loop.train(state, begin, tuned)
+        except UnreadableExample as error:
+            hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
+            raise UnreadableExample(f"{error} {hint}") from error
         finally:
             recorder.close()
             journal.close()
@@ -180,6 +184,7 @@ class _Loop:
         self._stopping = EarlyStopping(wanted) if wanted else None
         self._divergence = Divergence(self._config.divergence)
         self._step = 0
+        self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
         self._last_losses: dict[str, float | None] = {}
         self._statistics = ""
@@ -197,7 +202,7 @@ class _Loop:
     def train(self, state: TrainState, begin: int, remark: str = "") -> None:
         """Update `state`, the one after `begin` updates, until the run ends; `remark` is for the
         record."""
-        self._step = begin
+        self._step, self._is_tuned = begin, bool(remark)
         for measurement in self._journal.earlier:
             self._note(measurement)
         self._journal.reporter.begin(begin, self._run.total_steps)
@@ -392,7 +397,8 @@ class _Loop:
             took += f", best after epoch {stopping.best_epoch + 1}"
         took += beside_predicted(self._journal.files, [m.step_seconds for m in self._updates])
         took += self._statistics + self._skipped.in_words
-        took += wait_with_advice(self._updates, self._run.config.input, machine_cores())
+        how, is_tuned = self._run.config.input, self._is_tuned
+        took += wait_with_advice(self._updates, how, machine_cores(), is_tuned=is_tuned)
         if self._divergence.cause is not None:
             return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
         if None in self._last_losses.values():

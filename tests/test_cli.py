@@ -1,5 +1,6 @@
 """What a person types, and the one sentence that answers what cannot work."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,7 +12,8 @@ import pytest
 
 from scalejax import cli, documents, pretrained
 from scalejax.cli import main, parse, split_overrides
-from scalejax.commands import COMMANDS, Predict, Train
+from scalejax.commands import COMMANDS, Predict, RunFileCommand, Train
+from scalejax.config import RunConfig
 from scalejax.errors import ConfigError
 from scalejax.predict import ScalingPrediction
 
@@ -63,6 +65,17 @@ def test_flag_with_a_dot_replaces_a_field(typed: str, value: object):
 def test_seed_is_a_field_without_a_dot():
     """It stands in no table of the file."""
     assert split_overrides(["a.toml", "--seed", "3"]) == (["a.toml"], {"seed": 3})
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_flag_of_a_command_is_a_table_of_the_file(name: str):
+    """Else the flag would be taken for the table, which it would replace."""
+    kind = COMMANDS[name]
+    tables = {field.name for field in dataclasses.fields(RunConfig)}
+
+    assert not issubclass(kind, RunFileCommand) or not tables & {
+        field.name for field in dataclasses.fields(kind)
+    }
 
 
 def test_every_command_has_help(

@@ -23,7 +23,8 @@ def waited(*seconds):
 
 def test_the_share_is_of_all_updates_that_were_measured():
     """(0 + 1.5 ms) / (3 ms + 3 ms); lines of earlier versions count for nothing."""
-    assert wait_share(waited(0.0, 0.0015, None)) == pytest.approx(0.25)
+    assert wait_share(waited(0.003, 0.0, 0.0015, None)) == pytest.approx(0.25)  # less the first
+    assert wait_share(waited(0.0015)) == pytest.approx(0.5)
     assert wait_share(waited(None)) is None
     assert wait_share([]) is None
 
@@ -40,7 +41,7 @@ def test_a_word_is_said_from_three_percent_on():
     [
         (0, 'input.workers = "auto" has processes make batches on the 4 cores'),
         (2, "input.workers may be up to the 4 cores of this host"),
-        (4, "its 4 cores are at work: smaller examples, .* data.reading.cache_folder"),
+        (4, "its 4 cores are at work: smaller examples, as scalejax data convert makes"),
     ],
 )
 def test_the_advice_is_what_is_left_to_do(workers, advice):
@@ -50,6 +51,8 @@ def test_the_advice_is_what_is_left_to_do(workers, advice):
     assert wait_with_advice(waited(0.0001, 0.0), how, 4) == ""
     with_advice = wait_with_advice(waited(0.0015), how, 4)
 
+    tuned = wait_with_advice(waited(0.0015), how, 4, is_tuned=True)
+    assert "its 4 cores are at work" in tuned
     assert with_advice.startswith(", waited 50.0 % of the time for input (")
     assert re.search(advice, with_advice)
 

@@ -18,9 +18,9 @@ class DataBench(RunFileCommand):
     """Measure how fast this host makes batches of a run's data.
 
     How long row groups take to be read, images of several sizes to be decoded by a worker process
-    and by threads, and batches to be handed over. scalejax predict and explain take the file with
-    --input, also for images, sizes and numbers of workers that were not measured. What changes
-    images at random is left out.
+    and by threads, and batches to be handed over: a minute or two. scalejax predict and explain
+    take the file with --input-rates, also for images, sizes and numbers of workers that were not
+    measured. What changes images at random is left out.
     """
 
     output: Annotated[Path | None, flag("INPUT.toml")] = None
@@ -41,4 +41,4 @@ class DataBench(RunFileCommand):
             rates = bench(config.data, on_stage=on_stage)
         documents.save_toml(rates, output)
         tables.show(input_side(rates, paces(rates, config)))
-        print(f"wrote {output}; scalejax predict RUN.toml --input {output} predicts with it.")
+        print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")

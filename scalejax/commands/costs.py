@@ -41,7 +41,7 @@ class Predict(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
-    input: Annotated[Path | None, flag("INPUT.toml")] = None
+    input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """How fast a host makes batches, as scalejax data bench measured."""
     scaling: Literal["weak", "strong"] = "weak"
     """What stays as devices are added: the batch of each device, or that of all."""
@@ -61,7 +61,7 @@ class Predict(RunFileCommand):
         documents.require_writable("trace", self.trace)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
-        cluster = with_input(cluster, self.input, config)
+        cluster = with_input(cluster, self.input_rates, config)
         counts = parse_counts(self.devices)
         name = given_model_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))
@@ -102,7 +102,7 @@ class Explain(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[int, flag("N")]
     """Number of devices."""
-    input: Annotated[Path | None, flag("INPUT.toml")] = None
+    input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """How fast a host makes batches, as scalejax data bench measured."""
     output: Annotated[Path | None, flag("FILE.html")] = None
     """Where the page with the waterfall drawn goes."""
@@ -124,7 +124,7 @@ class Explain(RunFileCommand):
             documents.require_writable(name, getattr(self, name))
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
-        cluster = with_input(cluster, self.input, config)
+        cluster = with_input(cluster, self.input_rates, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with waiting.compiling(CASES) as on_case:
             explained = explain_run(config, cluster, self.devices, on_case=on_case)

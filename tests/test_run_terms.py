@@ -15,7 +15,12 @@ from test_predict import data_parallel
 from scalejax import hardware
 from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
 from scalejax.cost.input import input_wait_seconds
-from scalejax.cost.run_terms import checkpoint_bytes, stall_seconds, state_shards
+from scalejax.cost.run_terms import (
+    checkpoint_bytes,
+    samples_per_node,
+    stall_seconds,
+    state_shards,
+)
 from scalejax.cost.stragglers import expected_maximum, straggler_seconds
 from scalejax.errors import ConfigError
 from scalejax.hardware import RunConditions, load_cluster, with_conditions
@@ -92,6 +97,27 @@ def test_a_step_takes_the_larger_of_device_and_input():
         assert dict(fed.waterfall)["input"] == 0
         known = [s for name, s in starved.waterfall if s is not None]
         assert math.fsum(known) == pytest.approx(starved.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("axes", "expected"),
+    [
+        ({"data": 16}, 800),
+        ({"tensor": 16}, 1600),  # both nodes hold the whole batch
+        ({"pipeline": 16}, 1600),
+        ({"pipeline": 2, "data": 8}, 1600),  # a stage on each node
+        ({"data": 2, "context": 8}, 800),
+        ({"fsdp": 4, "tensor": 4}, 800),
+        ({"data": 1, "tensor": 12}, 1600),  # the second node is not full
+        ({"data": 4, "tensor": 3}, 1200),  # devices 0 to 7 are of samples 0, 1 and 2 of 4
+        ({"batch": 16}, 800),
+    ],
+)
+def test_a_node_delivers_what_its_devices_take(axes: dict[str, int], expected: float):
+    """1,600 samples on nodes of 8: those of the different parts of the batch on a node."""
+    program = replace(data_parallel(16), mesh_axes=tuple(axes.items()))
+
+    assert samples_per_node(program, cluster_of()) == pytest.approx(expected)
 
 
 # --- checkpoints and failures --------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
 
 from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
 from scalejax.cost.input import input_pace, input_wait_seconds
 from scalejax.cost.stragglers import straggler_seconds
 from scalejax.errors import ConfigError, refusal
 from scalejax.hardware import Cluster, RunConditions
-from scalejax.layout import AXES, DATA
+from scalejax.layout import AXES, BATCH_AXES, DATA
 from scalejax.program import Program
 
 
@@ -54,10 +57,31 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
 
 
 def samples_per_node(program: Program, cluster: Cluster) -> float | None:
-    """Samples of one step that one node delivers; None if the program does not say."""
+    """Samples of one step that one node delivers, of several the one that delivers most; None if
+    the program does not say.
+
+    Devices that differ along other axes than those that divide the batch take the same samples:
+    a node delivers them once, and so does each of the nodes that such an axis spans.
+    """
     if program.global_batch is None:
         return None
-    return program.global_batch * min(1.0, cluster.devices_per_node / program.device_count)
+    return program.global_batch * _batch_share(program.mesh_axes, cluster.devices_per_node)
+
+
+@lru_cache(maxsize=1024)
+def _batch_share(mesh_axes: tuple[tuple[str, int], ...], devices_per_node: int) -> float:
+    """Largest share of the batch that the devices of one node take, neighbours in the mesh being
+    neighbours in a node. Axes of unknown names divide it."""
+    sizes = tuple(size for _, size in mesh_axes)
+    divides = [name in BATCH_AXES or name not in AXES for name, _ in mesh_axes]
+    parts = tuple(
+        size if is_divided else 1 for size, is_divided in zip(sizes, divides, strict=True)
+    )
+    shards = np.broadcast_to(np.arange(math.prod(parts)).reshape(parts), sizes).ravel()
+    shards = np.pad(shards, (0, -len(shards) % devices_per_node), mode="edge")
+    of_nodes = np.sort(shards.reshape(-1, devices_per_node), axis=1)
+    held = 1 + np.count_nonzero(np.diff(of_nodes, axis=1), axis=1).max()
+    return float(held) / math.prod(parts)
 
 
 def node_count(program: Program, cluster: Cluster) -> int:

@@ -91,7 +91,7 @@ def encoded_images(config: ParquetConfig, count: int) -> list[bytes]:
 
 
 def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
-    files = parquet_part(config, "train")
+    files, petastorm = parquet_part(config, "train"), config.reading.petastorm
     read = float(sum(group.bytes_of(config.columns) for group in files.groups))
     work = replace(
         work,
@@ -103,6 +103,7 @@ def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
             memory_bytes=config.reading.memory_bytes,
             rows_together=rows_within(config),
             is_cached=config.reading.cache_folder is not None,
+            shards=(petastorm and petastorm.shard_count) or 1,
         ),
     )
     if config.feature_columns:

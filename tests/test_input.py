@@ -3,6 +3,7 @@
 import io
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from test_predict import data_parallel
 from scalejax.config import load_config
 from scalejax.cost import input_pace, with_workers
 from scalejax.cost.input import workers_needed
+from scalejax.cost.run_terms import batch_parts
 from scalejax.data_config import PythonDocsConfig
 from scalejax.documents import build, load_toml, save_toml
 from scalejax.errors import ConfigError
@@ -180,6 +182,47 @@ def test_workers_share_the_memory_for_row_groups():
     assert shared.reads(3, is_first_epoch=False) > 1
 
 
+def test_each_host_decodes_all_row_groups_for_its_part_of_the_batches():
+    """10 groups of 100 rows: each of 4 hosts takes 25 rows of each, and decodes each once: 10 of
+    1 ms, and 40 MB at 1 ns, and 20 MB of storage, for 250 samples. With 1,000 hosts, a group for
+    the one sample of each (0.95, as rows are counted as if drawn one by one)."""
+    mixed = replace(FILES, memory_bytes=1.0, rows_together=0)
+    first = replace(HOST, workers=0, is_first_epoch=True, work=replace(WORK, files=mixed))
+    four, many = (input_pace(first, 64, nodes=nodes) for nodes in (4, 1000))
+
+    assert dict(four.stages)["read"] == pytest.approx((10 * 1e-3 + 0.04) / 250)
+    assert four.storage_bytes_per_sample == pytest.approx(20_000_000 / 250)
+    assert dict(many.stages)["read"] == pytest.approx(1e-3 + 0.004, rel=0.06)
+    kept = replace(first, work=WORK)
+    assert dict(input_pace(kept, 64, nodes=4).stages)["read"] == pytest.approx(0.05 / 250)
+
+
+def test_hosts_that_take_the_same_samples_read_as_one():
+    """Of 4 nodes over which a tensor axis goes, each takes every sample, and reads for it once."""
+    first = replace(HOST, workers=0, is_first_epoch=True)
+    pace = input_pace(first, 64, nodes=4, batch_parts=1)
+
+    assert dict(pace.stages)["read"] == pytest.approx(0.05 / 1000)
+    programs = [replace(data_parallel(16), mesh_axes=((axis, 16),)) for axis in ("tensor", "data")]
+    assert [batch_parts(each, cluster_of()) for each in programs] == [1, 2]
+
+
+def test_hosts_with_shards_of_their_own_decode_no_group_twice():
+    """2 hosts, one or two of 4 shards each: 5 of the 10 groups for 500 samples; 8 hosts share."""
+    sharded = replace(FILES, memory_bytes=1.0, rows_together=0, shards=4)
+
+    assert sharded.reads(0, is_first_epoch=False) == pytest.approx(1)
+    assert sharded.reads(0, is_first_epoch=False, hosts=2) == pytest.approx(1 / 2)
+    assert sharded.reads(0, is_first_epoch=False, hosts=8) == pytest.approx(1 / 4)
+
+
+def test_rows_taken_at_once_are_decoded_as_often_on_every_host():
+    """All 10 groups for each 100 own rows; so for the 250 rows of one of 4 hosts 2.5 times."""
+    tiny = replace(FILES, memory_bytes=1.0)
+
+    assert tiny.reads(0, is_first_epoch=False, hosts=4) == pytest.approx(2.5, rel=1e-3)
+
+
 # --- properties ------------------------------------------------------------------------------
 
 
@@ -212,7 +255,7 @@ def test_no_host_is_faster_than_any_of_its_stages(
 @given(st.floats(1, 4000))
 def test_workers_that_are_needed_keep_up_and_one_fewer_does_not(wanted: float):
     """The fewest."""
-    workers = workers_needed(HOST, 100, wanted)
+    workers = workers_needed(HOST, partial(input_pace, samples_per_node=100), wanted)
 
     assert workers is not None
     assert input_pace(with_workers(HOST, workers), 100).samples_per_second >= wanted
@@ -223,7 +266,7 @@ def test_workers_that_are_needed_keep_up_and_one_fewer_does_not(wanted: float):
 
 def test_no_number_of_workers_beats_the_cores():
     """3.6 cores' worth at 760 us a sample are 4,737 a second."""
-    assert workers_needed(HOST, 100, 4800) is None
+    assert workers_needed(HOST, partial(input_pace, samples_per_node=100), 4800) is None
 
 
 # --- in predictions --------------------------------------------------------------------------

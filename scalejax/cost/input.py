@@ -6,6 +6,7 @@ slowest sets the pace, and all share the cores.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -58,7 +59,13 @@ def input_wait_seconds(
     return max(0.0, samples_per_node / samples_per_second - step_seconds)
 
 
-def input_pace(given: HostInput, samples_per_node: float, *, nodes: int = 1) -> InputPace:
+def input_pace(
+    given: HostInput,
+    samples_per_node: float,
+    *,
+    nodes: int = 1,
+    batch_parts: float | None = None,
+) -> InputPace:
     """How fast one of `nodes` hosts makes batches of `samples_per_node` samples.
 
     With w processor seconds of a worker for a sample, d seconds that it waits for storage, p of
@@ -75,14 +82,15 @@ def input_pace(given: HostInput, samples_per_node: float, *, nodes: int = 1) -> 
         given: what the host has, and has to do.
         samples_per_node: samples of one batch on one host, which share the cost of a batch.
         nodes: hosts that read the same storage at once.
+        batch_parts: parts of every batch that hosts take, each of them one; if None, `nodes`.
 
     Raises:
         ConfigError: if the batch is empty.
     """
     require_above("samples_per_node", samples_per_node, 0)
-    rates, workers = given.rates, given.workers
-    stages = _stages(given, samples_per_node)
-    stored = _stored_bytes(given)
+    rates, workers, parts = given.rates, given.workers, batch_parts or nodes
+    stages = _stages(given, samples_per_node, parts)
+    stored = _stored_bytes(given, parts)
     storage = _storage_bytes_per_second(given, nodes)
     waiting = stored / storage if storage else 0.0
     of_process = stages.get("hand over", 0.0)
@@ -108,14 +116,13 @@ def input_pace(given: HostInput, samples_per_node: float, *, nodes: int = 1) -> 
 
 
 def workers_needed(
-    given: HostInput, samples_per_node: float, samples_per_second: float, *, nodes: int = 1
+    given: HostInput, pace_of: Callable[[HostInput], InputPace], samples_per_second: float
 ) -> int | None:
-    """The fewest worker processes with which a host makes so many samples; None if no number
-    does."""
+    """The fewest worker processes with which a host makes so many samples, as `pace_of` costs
+    them; None if no number does."""
     most = min(MOST_WORKERS, 2 * given.rates.cores)
     for workers in range(1, most + 1):
-        pace = input_pace(with_workers(given, workers), samples_per_node, nodes=nodes)
-        if pace.samples_per_second >= samples_per_second:
+        if pace_of(with_workers(given, workers)).samples_per_second >= samples_per_second:
             return workers
     return None
 
@@ -125,8 +132,9 @@ def with_workers(given: HostInput, workers: int) -> HostInput:
     return replace(given, workers=workers)
 
 
-def _stages(given: HostInput, samples_per_node: float) -> dict[str, float]:
-    """Processor seconds of each stage for a sample."""
+def _stages(given: HostInput, samples_per_node: float, parts: float) -> dict[str, float]:
+    """Processor seconds of each stage for a sample, on a host that takes one of `parts` of every
+    batch."""
     rates, work = given.rates, given.work
     stages = {}
     if rates.read is not None and (files := work.files) is not None:
@@ -134,7 +142,7 @@ def _stages(given: HostInput, samples_per_node: float) -> dict[str, float]:
             files.row_groups * rates.read.seconds_per_row_group
             + files.read_bytes * rates.read.seconds_per_byte
         )
-        stages["read"] = _reads(given) * of_all / files.rows
+        stages["read"] = _reads(given, parts) * of_all / files.rows * parts
     take = rates.take if given.workers else rates.threads
     stages["take"] = (
         take.seconds_per_sample
@@ -150,24 +158,25 @@ def _stages(given: HostInput, samples_per_node: float) -> dict[str, float]:
     return stages
 
 
-def _reads(given: HostInput) -> float:
-    """How often row groups are decoded in an epoch."""
+def _reads(given: HostInput, parts: float) -> float:
+    """How often row groups are decoded in an epoch, in the mean."""
     if given.work.files is None:
         return 0.0
-    return given.work.files.reads(given.workers, is_first_epoch=given.is_first_epoch)
+    return given.work.files.reads(given.workers, is_first_epoch=given.is_first_epoch, hosts=parts)
 
 
-def _stored_bytes(given: HostInput) -> float:
+def _stored_bytes(given: HostInput, parts: float) -> float:
     """Bytes of storage for a sample: of files that were read before, what memory does not hold."""
     files = given.work.files
     if files is None:
         return 0.0
-    missed = max(0.0, 1.0 - given.rates.memory_bytes / 2 / max(1.0, files.stored_bytes))
-    reads = _reads(given)
+    of_host = files.stored_bytes / files.shards_among(parts)
+    missed = max(0.0, 1.0 - given.rates.memory_bytes / 2 / max(1.0, of_host))
+    reads = _reads(given, parts)
     if not files.rows_together and not files.is_cached:  # all read it then, memory has it once
         reads /= max(1, given.workers)
     reads = max(min(1.0, reads), reads * missed) if given.is_first_epoch else reads * missed
-    return reads * files.stored_bytes / files.rows
+    return reads * files.stored_bytes / files.rows * parts
 
 
 def _storage_bytes_per_second(given: HostInput, nodes: int) -> float | None:

@@ -1,10 +1,12 @@
 """What a reader must know of the input of a step: whether devices wait for it, why, and what
 would keep up."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from scalejax.cost.input import InputPace, input_pace, with_workers, workers_needed
-from scalejax.cost.run_terms import node_count, samples_per_node
+from scalejax.cost.run_terms import batch_parts, node_count, samples_per_node
 from scalejax.hardware import Cluster, HostInput
 from scalejax.program import Program
 from scalejax.units import format_bytes_per_second, format_count
@@ -25,20 +27,22 @@ def input_notes(program: Program, cluster: Cluster, step_seconds: float) -> tupl
     by_hand = cluster.conditions.input_samples_per_second is not None
     if given is None or samples is None or by_hand:
         return ()
-    nodes, wanted = node_count(program, cluster), samples / step_seconds
-    pace = input_pace(given, samples, nodes=nodes)
-    notes = [_verdict(given, pace, samples, wanted, nodes)]
+    nodes, parts = node_count(program, cluster), batch_parts(program, cluster)
+    wanted = samples / step_seconds
+    pace_of = partial(input_pace, samples_per_node=samples, nodes=nodes, batch_parts=parts)
+    pace = pace_of(given)
+    notes = [_verdict(given, pace, pace_of, wanted)]
     first = replace(given, is_first_epoch=True)
-    slower = input_pace(first, samples, nodes=nodes)
+    slower = pace_of(first)
     if not given.is_first_epoch and slower.samples_per_second < min(
         wanted, pace.samples_per_second / NEAR
     ):
-        notes.append(f"the first epoch is {_verdict(first, slower, samples, wanted, nodes)}")
+        notes.append(f"the first epoch is {_verdict(first, slower, pace_of, wanted)}")
     return tuple(note for note in notes if note)
 
 
 def _verdict(
-    given: HostInput, pace: InputPace, samples: float, wanted: float, nodes: int
+    given: HostInput, pace: InputPace, pace_of: Callable[[HostInput], InputPace], wanted: float
 ) -> str | None:
     rate = pace.samples_per_second
     if rate >= NEAR * wanted:
@@ -51,7 +55,7 @@ def _verdict(
         )
     return (
         f"input-bound: {makes}, and its devices could take {format_count(wanted)}; "
-        f"{_reason(given, pace)}; {_remedy(given, pace, samples, wanted, nodes)}; as it is, "
+        f"{_reason(given, pace)}; {_remedy(given, pace, pace_of, wanted)}; as it is, "
         f"{1 - rate / wanted:.0%} of the time of the devices, and of their price, is waiting"
     )
 
@@ -74,15 +78,17 @@ def _reason(given: HostInput, pace: InputPace) -> str:
             return f"threads of one process do no more, most of all {_IN_WORDS[stage]}"
 
 
-def _remedy(given: HostInput, pace: InputPace, samples: float, wanted: float, nodes: int) -> str:
-    workers = workers_needed(given, samples, wanted, nodes=nodes)
+def _remedy(
+    given: HostInput, pace: InputPace, pace_of: Callable[[HostInput], InputPace], wanted: float
+) -> str:
+    workers = workers_needed(given, pace_of, wanted)
     if workers is not None and workers != given.workers:
         return f"{workers} workers (input.workers) would keep up"
     if pace.limit == "storage":
         needed = format_bytes_per_second(wanted * pace.storage_bytes_per_sample)
         return f"storage of {needed} would keep up, or a cache on a local disk"
     all_cores = with_workers(given, given.rates.cores)
-    best = input_pace(all_cores, samples, nodes=nodes)
+    best = pace_of(all_cores)
     if best.samples_per_second <= pace.samples_per_second:
         return "more workers make no more; more cores, or smaller images, would"
     return (

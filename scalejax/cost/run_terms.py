@@ -49,8 +49,9 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
         stragglers = straggler_seconds(step_seconds, step_cv, program.device_count)
     rate, samples = conditions.input_samples_per_second, samples_per_node(program, cluster)
     if samples is not None and rate is None and cluster.input is not None:
-        nodes = node_count(program, cluster)
-        rate = input_pace(cluster.input, samples, nodes=nodes).samples_per_second
+        nodes, parts = node_count(program, cluster), batch_parts(program, cluster)
+        pace = input_pace(cluster.input, samples, nodes=nodes, batch_parts=parts)
+        rate = pace.samples_per_second
     if samples is not None and rate is not None:
         wait = input_wait_seconds(step_seconds + (stragglers or 0.0), samples, rate)
     return StepTerms(stragglers_seconds=stragglers, input_seconds=wait)
@@ -66,6 +67,11 @@ def samples_per_node(program: Program, cluster: Cluster) -> float | None:
     if program.global_batch is None:
         return None
     return program.global_batch * _batch_share(program.mesh_axes, cluster.devices_per_node)
+
+
+def batch_parts(program: Program, cluster: Cluster) -> float:
+    """Parts of the batch, of which a node delivers one; nodes may deliver the same."""
+    return 1 / _batch_share(program.mesh_axes, cluster.devices_per_node)
 
 
 @lru_cache(maxsize=1024)

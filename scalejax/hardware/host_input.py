@@ -48,27 +48,43 @@ class FileWork:
     not stay; 0 where rows of few of them are mixed, each read once an epoch."""
     is_cached: bool = False
     """Whether row groups are kept on a local disk."""
+    shards: int = 1
+    """Parts of equal size into which row groups are divided, each for its own part of every
+    batch."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "row_groups"):
+        for name in ("rows", "row_groups", "shards"):
             require_at_least(f"files.{name}", getattr(self, name), 1)
 
-    def reads(self, workers: int, *, is_first_epoch: bool) -> float:
-        """How often a row group is decoded in an epoch, by all processes of a host together.
+    def reads(self, workers: int, *, is_first_epoch: bool, hosts: float = 1.0) -> float:
+        """How often a row group is decoded in an epoch, in the mean of all of them, by all
+        processes together of one of `hosts` that take different parts of every batch.
 
         Each process, the one that trains and evaluates among them, keeps what it decodes in its
         part of the memory, half of which is for that; what does not stay is decoded again for all
-        rows that are taken at once.
+        rows that are taken at once. The rows of a host lie in all row groups, but for shards.
         """
         processes, parts = max(1, workers), workers + 1
-        held = self.memory_bytes / parts / 2 / max(1.0, self.read_bytes)
+        rows, shards = self.rows / hosts, self.shards_among(hosts)
+        held = self.memory_bytes / parts / 2 / max(1.0, self.read_bytes / shards)
         if held >= 1 or self.is_cached:
-            return (1 if self.is_cached else processes) if is_first_epoch else 0.0
+            readers = 1 if self.is_cached else processes
+            return readers * self._touched(rows / readers, shards) if is_first_epoch else 0.0
         if not self.rows_together:
-            return processes
-        together = max(1.0, self.rows_together / parts)
-        touched = 1 - (1 - 1 / self.row_groups) ** together
-        return max(1.0, touched * self.rows / together * (1 - held))
+            return processes * self._touched(rows / processes, shards)
+        together = min(rows, max(1.0, self.rows_together / parts))
+        again = self._touched(together, shards) * rows / together * (1 - held)
+        return max(self._touched(rows, shards), again)
+
+    def shards_among(self, hosts: float) -> float:
+        """Parts of the row groups, of which each of `hosts` reads one."""
+        return min(float(self.shards), hosts)
+
+    def _touched(self, rows: float, shards: float) -> float:
+        """Share of all row groups that hold any of `rows` drawn from one of `shards`: of a group
+        of m rows, none is drawn with a chance of (1 - share drawn)^m."""
+        drawn = min(1.0, rows * shards / self.rows)
+        return (1 - (1 - drawn) ** (self.rows / self.row_groups)) / shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,18 +68,20 @@ def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: 
         read = _read_rates(data, grid)
     take, threads = _take_rates(data, grid, on_stage)
     on_stage("processes side by side")
-    workers = _worker_speedups(data, cores, grid)
+    workers, work = _worker_speedups(data, cores, grid), sample_work(data)
     on_stage("batches handed over")
     return InputRates(
         data=data.name,
-        is_of_images=is_of_images(data),
+        is_of_images=work.is_of_images,
         cores=cores,
         memory_bytes=float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
         read=read,
         take=take,
         threads=threads,
-        hand_over=_hand_over(sample_work(data).batch_bytes, grid),
+        hand_over=_hand_over(work.batch_bytes, grid),
         worker_speedups=workers,
+        input_shape=work.input_shape,
+        columns=work.columns,
         sources={"*": _source()},
     )
 

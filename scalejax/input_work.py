@@ -37,7 +37,11 @@ def sample_work(config: DataConfig) -> SampleWork:
     inputs = int(np.prod(about.input_shape)) * bytes_each
     targets = 4 * int(np.prod(about.target_shape, initial=1))
     work = SampleWork(
-        data=config.name, batch_bytes=inputs + targets * (2 if about.is_masked else 1)
+        data=config.name,
+        batch_bytes=inputs + targets * (2 if about.is_masked else 1),
+        is_of_images=is_of_images(config),
+        input_shape=about.input_shape,
+        columns=config.feature_columns if isinstance(config, ParquetConfig) else (),
     )
     return _of_files(config, work) if isinstance(config, ParquetConfig) else work
 

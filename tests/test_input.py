@@ -71,6 +71,8 @@ FILES = FileWork(
 WORK = SampleWork(
     data="parquet",
     batch_bytes=50_000.0,
+    is_of_images=True,
+    input_shape=(128, 128, 3),
     encoded_bytes=20_000.0,
     full_pixels=60_000.0,
     resized_pixels=50_000.0,
@@ -328,12 +330,48 @@ def test_rates_survive_their_file(tmp_path: Path):
     assert build(InputRates, load_toml(tmp_path / "input.toml"), where="input") == RATES
 
 
-def test_rates_of_other_data_are_refused():
-    """What one example of a text takes says nothing of one of a table."""
-    tokens = replace(RATES, data="python_docs", is_of_images=False)
+@pytest.mark.parametrize(
+    ("measured", "asked", "holds"),
+    [
+        # (name, shape, columns), None for encoded images
+        (None, None, True),
+        (("parquet", (3,), ("a", "b", "c")), ("parquet", (3,), ("a", "b", "c")), True),
+        (("image_folder", (64, 64, 3), ()), ("image_folder", (64, 64, 3), ()), True),
+        (("python_docs", (128,), ()), None, False),
+        (("parquet", (3,), ("a", "b", "c")), None, False),  # tables for images
+        (None, ("parquet", (3,), ("a", "b", "c")), False),
+        (None, ("tokens", (1024,), ()), False),  # images for tokens
+        (("tokens", (128,), ()), ("tokens", (1024,), ()), False),
+        (("image_folder", (64, 64, 3), ()), ("image_folder", (1024, 1024, 3), ()), False),
+        (("parquet", (2,), ("a", "b")), ("parquet", (2,), ("a", "when")), False),
+    ],
+)
+def test_rates_hold_for_images_or_for_the_very_data_that_was_measured(
+    measured: tuple | None, asked: tuple | None, *, holds: bool
+):
+    """What one example of a text takes says nothing of one of a table, nor of a longer one."""
+    names = ("data", "input_shape", "columns")
+    rates, work = RATES, WORK
+    if measured is not None:
+        rates = replace(RATES, is_of_images=False, **dict(zip(names, measured, strict=True)))
+    if asked is not None:
+        work = SampleWork(batch_bytes=8192.0, **dict(zip(names, asked, strict=True)))
 
-    with pytest.raises(ConfigError, match="scalejax data bench"):
-        HostInput(rates=tokens, work=WORK, workers=0)
+    if holds:
+        HostInput(rates=rates, work=work, workers=0)
+    else:
+        with pytest.raises(ConfigError, match="scalejax data bench"):
+            HostInput(rates=rates, work=work, workers=0)
+
+
+def test_what_was_measured_is_kept_with_the_rates():
+    """A run of another length of text is refused, by what `sample_work` says of it."""
+    from scalejax.input_bench import Grid, bench
+
+    rates = bench(PythonDocsConfig(tokens=32), Grid(repeats=1, seconds=0.02))
+
+    with pytest.raises(ConfigError, match=r"input\.data='python_docs of 32' .* python_docs of 64;"):
+        HostInput(rates=rates, work=sample_work(PythonDocsConfig(tokens=64)), workers=0)
 
 
 @pytest.mark.parametrize("speedups", [(), ((2, 1.0),), ((1, 1.0), (1, 1.0)), ((1, 2.0),)])

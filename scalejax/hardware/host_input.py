@@ -17,6 +17,12 @@ class SampleWork:
     """Name of the data set."""
     batch_bytes: float
     """Bytes of it in a batch."""
+    is_of_images: bool = False
+    """Whether it is an encoded image, with bytes and pixels as below."""
+    input_shape: tuple[int, ...] = ()
+    """Of its input."""
+    columns: tuple[str, ...] = ()
+    """Numbers that it is made of, where the data set is a table."""
     encoded_bytes: float = 0.0
     """Bytes of the encoded image."""
     full_pixels: float = 0.0
@@ -102,6 +108,16 @@ class HostInput:
 
     def __post_init__(self) -> None:
         require_at_least("input.workers", self.workers, 0)
-        if not self.rates.is_of_images and self.rates.data != self.work.data:
-            accepted = f"the run reads {self.work.data!r}; measure that with scalejax data bench"
-            raise ConfigError(refusal("input.data", self.rates.data, accepted))
+        if self.rates.is_of_images and self.work.is_of_images:
+            return
+        measured, asked = _kind(self.rates), _kind(self.work)
+        if measured != asked:
+            accepted = f"the run reads {asked}; measure that with scalejax data bench"
+            raise ConfigError(refusal("input.data", measured, accepted))
+
+
+def _kind(of: InputRates | SampleWork) -> str:
+    """What one example is, as far as its time depends on it, in words."""
+    shape = " x ".join(map(str, of.input_shape)) or "a shape not recorded"
+    named = f"{of.data} of encoded images" if of.is_of_images else f"{of.data} of {shape}"
+    return f"{named} ({', '.join(of.columns)})" if of.columns else named

@@ -71,7 +71,7 @@ class InputRates:
     """Name of the data set that was measured. Images are costed by their bytes and pixels,
     whichever they are; what one example of another data set takes holds for that one alone."""
     is_of_images: bool
-    """Whether its examples are encoded images."""
+    """Whether its examples are encoded images, costed by bytes and pixels."""
     cores: int
     """Cores of the host: more workers than that do not help."""
     memory_bytes: float
@@ -85,6 +85,10 @@ class InputRates:
     """Batches of workers to devices, by the process that trains."""
     worker_speedups: Speedups
     """Worker processes side by side."""
+    input_shape: tuple[int, ...] = ()
+    """Of one example that was measured."""
+    columns: tuple[str, ...] = ()
+    """Numbers that it was made of, where the data set is a table."""
     read: ReadRates | None = None
     """Row groups; None where the data set has none."""
     shared_storage_bytes_per_second: float | None = None

@@ -206,7 +206,7 @@ def _worker_speedups(data: DataConfig, cores: int, grid: Grid) -> Speedups:
 
 def _over_first(rates: dict[int, float]) -> Speedups:
     alone = rates[1]
-    return tuple((count, 1.0 if count == 1 else rate / alone) for count, rate in rates.items())
+    return tuple((count, min(rate / alone, float(count))) for count, rate in rates.items())
 
 
 def _hand_over(example_bytes: float, grid: Grid) -> CopyRates:

@@ -15,6 +15,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from test_predict import data_parallel
 
+from scalejax import input_bench
 from scalejax.config import load_config
 from scalejax.cost import input_pace, with_workers
 from scalejax.cost.input import workers_needed
@@ -117,6 +118,29 @@ def test_all_cores_are_the_limit_of_many_workers():
 
         assert pace.samples_per_second == pytest.approx(3.6 / 760e-6)
         assert pace.limit == "cores"
+
+
+def test_workers_are_worth_no_more_than_they_are():
+    """A disturbed measurement of one made two look like 2.6: they count as 2, and 64 as 64."""
+    lucky = with_rates(cores=64, worker_speedups=((1, 1.0), (2, 2.6), (4, 3.2)), hand_over=FREE)
+
+    for workers, worth in ((2, 2), (3, 2.9), (4, 3.2), (8, 6.4)):
+        pace = input_pace(with_workers(lucky, workers), 100)
+        assert pace.samples_per_second == pytest.approx(worth / DECODE)
+    beyond = with_rates(cores=64, worker_speedups=((1, 1.0), (2, 2.6)), hand_over=FREE)
+    pace = input_pace(with_workers(beyond, 64), 100)
+    assert pace.samples_per_second == pytest.approx(64 / DECODE)
+
+
+def test_measured_speedups_are_no_larger_than_their_counts(monkeypatch: pytest.MonkeyPatch):
+    """100, 260 and 380 samples a second by 1, 2 and 4 processes."""
+    rates = {1: 100.0, 2: 260.0, 4: 380.0}
+    monkeypatch.setattr(
+        input_bench.probes, "side_by_side", lambda count, job, seconds: rates[count]
+    )
+    found = input_bench._worker_speedups(PythonDocsConfig(), 4, input_bench.GRID)
+
+    assert found == ((1, 1.0), (2, 2.0), (4, 3.8))
 
 
 def test_the_process_that_trains_takes_batches_one_at_a_time():

@@ -190,12 +190,13 @@ def _storage_bytes_per_second(given: HostInput, nodes: int) -> float | None:
 
 def _speedup(speedups: Speedups, count: int, cores: int) -> float:
     """Of `count` side by side: more than there are cores give no more. As measured, between two
-    numbers on a line; beyond the largest that was measured, as much for each core as there."""
+    numbers on a line; beyond the largest that was measured, as much for each core as there. No
+    more than there are, which only a disturbed measurement shows."""
     count = min(count, cores)
     most, best = speedups[-1]
     if count >= most:
-        return best / most * count
+        return min(1.0, best / most) * count
     below = max(each for each in speedups if each[0] <= count)
     above = min(each for each in speedups if each[0] > count)
     share = (count - below[0]) / (above[0] - below[0])
-    return below[1] + share * (above[1] - below[1])
+    return min(float(count), below[1] + share * (above[1] - below[1]))

@@ -113,20 +113,19 @@ def _source() -> str:
 
 
 def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
-    """Processor time by the group and the byte, and what storage adds where nothing is cached."""
+    """Processor time by the group and the byte, and the rate of storage where one waits for it."""
     from scalejax.parquet_columns import parquet_part
 
     files = parquet_part(data, "train")
     groups = list(files.groups[:: -(-len(files.groups) // 4)])
     times = probes.read_times(files, groups, data.columns, grid.repeats)
-    per_byte = max(0.0, times.warm_seconds - times.least_seconds) / max(
+    per_byte = max(0.0, times.processor_seconds - times.least_processor_seconds) / max(
         1.0, times.bytes - times.least_bytes
     )
-    waited = times.cold_seconds - times.warm_seconds
-    stored = times.bytes * stored_share(files)
-    shows = waited > 0.1 * times.warm_seconds
+    waited, stored = times.waiting_seconds, times.bytes * stored_share(files)
+    shows = waited > 0.1 * times.processor_seconds
     return ReadRates(
-        seconds_per_row_group=max(0.0, times.warm_seconds - per_byte * times.bytes),
+        seconds_per_row_group=max(0.0, times.processor_seconds - per_byte * times.bytes),
         seconds_per_byte=per_byte,
         storage_bytes_per_second=stored / waited if shows else None,
     )

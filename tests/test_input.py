@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from test_predict import data_parallel
 
-from scalejax import input_bench
+from scalejax import input_bench, input_probes
 from scalejax.config import load_config
 from scalejax.cost import input_pace, with_workers
 from scalejax.cost.input import workers_needed
@@ -484,6 +485,44 @@ def test_images_of_another_size_are_encoded_as_finely(photographs: list[bytes]):
         assert isinstance(before, JpegImageFile)
         assert isinstance(after, JpegImageFile)
         assert after.quantization == before.quantization
+
+
+@pytest.mark.parametrize(
+    ("cold", "warm", "waiting"),
+    [
+        # (seconds, of the processor): a URL, which no page cache holds
+        ((0.15, 0.05), (0.15, 0.05), 0.1),
+        ((0.25, 0.05), (0.05, 0.05), 0.2),  # a disk
+        ((0.1, 0.3), (0.1, 0.3), None),  # three threads side by side
+        ((0.2, 0.3), (0.1, 0.3), 0.1),  # and a disk
+    ],
+)
+def test_waiting_for_a_store_is_no_work_of_the_processor(
+    tmp_path: Path,
+    photographs: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    cold: tuple[float, float],
+    warm: tuple[float, float],
+    waiting: float | None,
+):
+    """One row group, by clocks of our own: its bytes over the time that is waited for them; and
+    what the processor of a worker needs, which has one thread."""
+    path = tmp_path / "images.parquet"
+    write_sized(photographs, 1.0, path)
+    now, following = [0.0, 0.0], iter([cold, warm, warm])
+
+    def read(*group: object) -> None:
+        now[:] = (before + more for before, more in zip(now, next(following), strict=True))
+
+    clocks = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[1])
+    monkeypatch.setattr(input_probes, "read_columns", read)
+    monkeypatch.setattr(input_probes, "time", clocks)
+    rates = input_bench._read_rates(parquet_of(path, 64), input_bench.Grid(repeats=1))
+
+    assert rates.seconds_per_row_group == pytest.approx(warm[1])
+    assert rates.seconds_per_byte == pytest.approx(0, abs=1e-12)
+    gives = rates.storage_bytes_per_second
+    assert gives == (waiting and pytest.approx(path.stat().st_size / waiting, rel=0.01))
 
 
 def test_what_is_measured_is_what_predictions_read(tmp_path: Path, photographs: list[bytes]):

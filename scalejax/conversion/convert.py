@@ -1,7 +1,8 @@
 """Any rows into Parquet files, to be killed and called again at any time.
 
 A folder of such files holds the plan they were written by. A second call with the same plan goes on
-with the files that are missing; one with another is refused.
+with the files that are missing, and so does one that now leaves unreadable rows out; one with
+another plan is refused.
 """
 
 import contextlib
@@ -208,7 +209,11 @@ def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
     if overwrite:
         _remove_conversion(destination)
     if (destination / PLAN).exists():
-        _require_same(documents.load(Plan, destination / PLAN), plan, destination)
+        before = documents.load(Plan, destination / PLAN)
+        if (before.unreadable, plan.unreadable) == ("refuse", "skip"):
+            before = replace(before, unreadable="skip")  # files that are whole left no row out
+        _require_same(before, plan, destination)
+        documents.save(plan, destination / PLAN)
     elif found := sorted(destination.glob("**/*.parquet")):
         accepted = (
             f"{found[0].relative_to(destination)} is in it, which no conversion known here wrote, "

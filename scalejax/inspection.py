@@ -22,7 +22,7 @@ from scalejax.data.images import UndecodableImage, decoded, in_threads
 from scalejax.parquet_columns import hugging_face_names, is_class, is_image, is_number
 from scalejax.parquet_config import ReadingConfig
 from scalejax.parquet_files import opened
-from scalejax.units import MIB, format_bytes
+from scalejax.units import MIB, counted, format_bytes
 
 SAMPLED_IMAGES = 64
 """Images of which format and size are looked at, evenly spread."""
@@ -340,7 +340,7 @@ def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig)
         )
     if groups.count < reading.window and len(rows) > 10 * reading.window:
         yield (
-            f"{groups.count} row group{'s' if groups.count > 1 else ''}: fewer than the window of "
+            f"{counted(groups.count, 'row group')}: fewer than the window of "
             f'{reading.window} that shuffle = "row_groups" mixes, and no more than so many '
             "processes can each read their own; scalejax data convert --row-group-rows "
             f"{max(1, len(rows) // (8 * reading.window))} makes more."

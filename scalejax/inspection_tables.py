@@ -7,7 +7,7 @@ from rich.text import Text
 
 from scalejax.inspection import Inspection
 from scalejax.tables import figures
-from scalejax.units import UNKNOWN, format_bytes
+from scalejax.units import UNKNOWN, counted, format_bytes
 
 SHOWN_CLASSES, SHOWN_COLUMNS = 10, 40
 """Of more, the rest is counted."""
@@ -15,14 +15,14 @@ SHOWN_CLASSES, SHOWN_COLUMNS = 10, 40
 
 def inspection(found: Inspection) -> Iterator[RenderableType]:
     """Rows, columns, classes, images, what cannot be read, advice, and the table to paste."""
-    files = f"{found.files:,} file{'s' if found.files != 1 else ''}"
-    about = f"{found.kind}, {files}, {format_bytes(found.size_bytes)}, {found.rows:,} rows"
+    files, rows = counted(f"{found.files:,}", "file"), counted(f"{found.rows:,}", "row")
+    about = f"{found.kind}, {files}, {format_bytes(found.size_bytes)}, {rows}"
     if groups := found.groups:
-        rows = f"{groups.fewest_rows:,} to {groups.most_rows:,}"
-        if groups.fewest_rows == groups.most_rows:
-            rows = f"{groups.most_rows:,}"
+        rows = counted(f"{groups.most_rows:,}", "row")
+        if groups.fewest_rows != groups.most_rows:
+            rows = f"{groups.fewest_rows:,} to {rows}"
         about += (
-            f"\n{groups.count:,} row groups of {rows} rows, the largest "
+            f"\n{counted(f'{groups.count:,}', 'row group')} of {rows}, the largest "
             f"{format_bytes(groups.largest_bytes)} in memory"
         )
     yield Text.assemble((found.location, "bold"), "\n", about)
@@ -70,13 +70,16 @@ def _classes(found: Inspection) -> str:
     shown = ", ".join(f"{name} {count:,}" for name, count in classes[:SHOWN_CLASSES])
     more = len(classes) - SHOWN_CLASSES
     rest = f" and {more:,} more" if more > 0 else ""
-    return f"{len(classes):,} classes in {found.label_column!r}: {shown}{rest}."
+    count = f"{len(classes):,} class{'es' if len(classes) != 1 else ''}"
+    return f"{count} in {found.label_column!r}: {shown}{rest}."
 
 
 def _verified(found: Inspection) -> Text:
     if not found.unreadable_rows:
         return Text(f"Verified: all {found.verified_rows:,} rows can be read.")
-    lines = [f"Unreadable: {found.unreadable_rows:,} of {found.verified_rows:,} rows."]
+    lines = [
+        f"Unreadable: {found.unreadable_rows:,} of {counted(found.verified_rows or 0, 'row')}."
+    ]
     lines += [f"  {each.where}: {each.why}" for each in found.unreadable]
     if (more := found.unreadable_rows - len(found.unreadable)) > 0:
         lines.append(f"  and {more:,} more")

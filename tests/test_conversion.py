@@ -186,18 +186,24 @@ def test_images_are_made_small_once_as_training_would(tmp_path):
 def test_an_unreadable_image_is_named_or_left_out_and_counted(tmp_path, capsys):
     """Nothing is lost silently: the count outlives a kill, for it is in the files."""
     images = [encoded(image) for image in random_images(20)]
-    images[13] = images[13][:30]
+    images[13] = b"no image"
     write_images(tmp_path / "a.parquet", images, list(range(20)))
 
     command = ["data", "convert", str(tmp_path / "a.parquet"), str(tmp_path / "out")]
     assert main([*command, "--files", "2"]) == 2
-    assert f"{tmp_path / 'a.parquet'}, row 13" in " ".join(capsys.readouterr().err.split())
+    where = f"{tmp_path / 'a.parquet'}, row 13: no image that can be read (its format is none that"
+    assert where in " ".join(capsys.readouterr().err.split())
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 1  # the first, which is whole
     command += ["--files", "2", "--unreadable", "skip"]  # as the refusal says
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "1 of them written before" in told
-    assert "1 unreadable row" in told
+    assert "1 unreadable row was left out" in told
+    assert f"  {where} Pillow knows)" in told
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "1 unreadable row was left out" in told  # as the files say
+    assert where not in told
 
     table = table_of(tmp_path / "out")
     assert table["label"].to_pylist() == [row for row in range(20) if row != 13]

@@ -17,7 +17,7 @@ from scalejax.config import load_config
 from scalejax.errors import ConfigError, refusal
 from scalejax.formats.image_folder import ImageFolderConfig
 from scalejax.parquet_config import ParquetConfig
-from scalejax.units import format_bytes
+from scalejax.units import counted, format_bytes
 
 _INTERRUPTED = """\
 The files that are written stay; the same command, without --overwrite, goes on
@@ -62,7 +62,8 @@ class DataInspect:
             documents.save(Inspections(inspections=tuple(found)), self.json)
             print(f"\nwrote {self.json}")
         if broken := sum(each.unreadable_rows for each in found):
-            raise ConfigError(f"{broken} rows cannot be read; they are named above.")
+            named = "it is" if broken == 1 else "they are"
+            raise ConfigError(f"{counted(broken, 'row')} cannot be read; {named} named above.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +121,16 @@ class DataConvert:
         except KeyboardInterrupt:
             print(_INTERRUPTED, file=sys.stderr)
             raise
-        noun = "file" if done.files == 1 else "files"
         before = f", {done.files_before:,} of them written before" if done.files_before else ""
-        print(
-            f"{done.rows:,} rows in {done.files:,} {noun}, {format_bytes(done.size_bytes)}{before}"
-        )
+        written = f"{counted(f'{done.rows:,}', 'row')} in {counted(f'{done.files:,}', 'file')}"
+        print(f"{written}, {format_bytes(done.size_bytes)}{before}")
         if done.skipped_rows:
-            print(f"{done.skipped_rows:,} unreadable rows were left out")
+            were = "was" if done.skipped_rows == 1 else "were"
+            print(f"{counted(f'{done.skipped_rows:,}', 'unreadable row')} {were} left out")
+            for about in done.skipped:
+                print(f"  {about}")
+            if done.skipped and (more := done.skipped_rows - len(done.skipped)):
+                print(f"  and {more:,} more")
         print(f"scalejax data inspect {self.destination} says what is in them.")
 
 

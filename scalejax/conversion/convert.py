@@ -15,7 +15,7 @@ from pathlib import Path
 from scalejax import documents
 from scalejax.conversion.resizing import prepared
 from scalejax.conversion.rows import Rows, RowsOptions, encoded_images, open_rows
-from scalejax.conversion.shards import Compression, Plan, Unreadable, write_shard, written
+from scalejax.conversion.shards import Compression, Plan, Told, Unreadable, write_shard, written
 from scalejax.data.images import UndecodableImage
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.parquet_columns import is_image
@@ -30,7 +30,8 @@ LEAST_ROWS = 16
 """Rows that a row group has at least, and a file, too."""
 SAMPLED_ROWS = 64
 """Rows that say how many bytes one takes."""
-
+NAMED_ROWS = 5
+"""Rows left out that are named; the rest are counted."""
 
 OnRows = Callable[[int], None]
 """Is told of rows that are done."""
@@ -82,6 +83,8 @@ class Converted:
     """How many there are."""
     files_before: int
     """Of which so many had been written before."""
+    skipped: tuple[str, ...]
+    """The first rows that were left out by this call, and why."""
     size_bytes: int
     """Of all files."""
 
@@ -177,15 +180,23 @@ def convert(
     missing = [index for index, path in enumerate(paths) if not path.exists()]
     left = sum(end - begin for begin, end in map(plan.bounds, missing))
     count = workers or len(os.sched_getaffinity(0))
+    skipped: list[str] = []
+
+    def on_skipped(about: str) -> None:
+        if len(skipped) < NAMED_ROWS:
+            skipped.append(about)
+
     with ThreadPoolExecutor(count) as threads, shown(plan.rows, plan.rows - left) as on_rows:
+        told = Told(rows=on_rows, skipped=on_skipped)
         for index in missing:
-            write_shard(plan, rows, index, paths[index], threads=threads, on_rows=on_rows)
+            write_shard(plan, rows, index, paths[index], threads=threads, told=told)
     found = [written(path) for path in paths]
     return Converted(
         rows=sum(each for each, _ in found),
-        skipped_rows=sum(skipped for _, skipped in found),
+        skipped_rows=sum(count for _, count in found),
         files=plan.files,
         files_before=plan.files - len(missing),
+        skipped=tuple(skipped),
         size_bytes=sum(path.stat().st_size for path in paths),
     )
 

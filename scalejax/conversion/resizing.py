@@ -5,7 +5,7 @@ import os
 
 from PIL import Image, ImageOps
 
-from scalejax.data.images import UndecodableImage
+from scalejax.data.images import NO_IMAGE, UndecodableImage, why_undecodable
 
 
 def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> bytes:
@@ -32,8 +32,8 @@ def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> 
                 return encoded
             upright = ImageOps.exif_transpose(image)
             kept = upright.convert("L" if upright.mode in ("L", "1") else "RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UndecodableImage(str(error) or type(error).__name__) from error
+    except NO_IMAGE as error:
+        raise UndecodableImage(why_undecodable(error)) from error
     share = shorter_side / min(kept.size)
     width, height = (max(shorter_side, round(side * share)) for side in kept.size)
     kept = kept.resize((width, height), Image.Resampling.BILINEAR)

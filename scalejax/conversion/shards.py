@@ -73,6 +73,16 @@ class Plan:
         return f"part-{index:05d}-of-{self.files:05d}.parquet"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Who hears how the writing goes."""
+
+    rows: Callable[[int], None]
+    """Hears of rows that are done."""
+    skipped: Callable[[str], None]
+    """Hears of each row that is left out: where it is, and why."""
+
+
 def write_shard(
     plan: Plan,
     rows: Rows,
@@ -80,7 +90,7 @@ def write_shard(
     path: Path,
     *,
     threads: Executor,
-    on_rows: Callable[[int], None],
+    told: Told,
 ) -> None:
     """Write file `index` of the plan to `path`.
 
@@ -93,7 +103,7 @@ def write_shard(
         try:
             file.truncate(0)  # what a killed process has left
             with pq.ParquetWriter(file, rows.schema, compression=plan.compression) as writer:
-                for table, left_out in _groups(plan, rows, index, threads, on_rows):
+                for table, left_out in _groups(plan, rows, index, threads, told):
                     skipped += left_out
                     if len(table):
                         writer.write_table(table, plan.row_group_rows)
@@ -114,16 +124,16 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _groups(
-    plan: Plan, rows: Rows, index: int, threads: Executor, on_rows: Callable[[int], None]
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
 ) -> Iterator[tuple[pa.Table, int]]:
     """The rows of a file in whole row groups, the last one smaller; and how many were left out."""
     held, count = rows.schema.empty_table(), 0
-    for piece, left_out in _pieces(plan, rows, index, threads):
+    for piece, left_out in _pieces(plan, rows, index, threads, told):
         held, count = pa.concat_tables([held, piece]), count + left_out
         if whole := len(held) - len(held) % plan.row_group_rows:
             yield held.slice(0, whole), count
             held, count = held.slice(whole), 0
-        on_rows(len(piece) + left_out)
+        told.rows(len(piece) + left_out)
     yield held, count
 
 
@@ -144,7 +154,7 @@ def written(path: Path) -> tuple[int, int]:
 
 
 def _pieces(
-    plan: Plan, rows: Rows, index: int, threads: Executor
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
 ) -> Iterator[tuple[pa.Table, int]]:
     """The rows of a file as they are to be written, some at a time, and how many of them were left
     out; images are prepared side by side, some pieces ahead."""
@@ -157,9 +167,9 @@ def _pieces(
             waiting.append((table, begin, [threads.submit(prepare, image) for image in images]))
             begin += len(table)
             if len(waiting) > PIECES_AHEAD:
-                yield _finished(plan, rows, *waiting.popleft())
+                yield _finished(plan, rows, told, *waiting.popleft())
         while waiting:
-            yield _finished(plan, rows, *waiting.popleft())
+            yield _finished(plan, rows, told, *waiting.popleft())
     finally:
         for _, _, futures in waiting:
             for future in futures:
@@ -167,7 +177,7 @@ def _pieces(
 
 
 def _finished(
-    plan: Plan, rows: Rows, table: pa.Table, begin: int, images: list[Future[bytes]]
+    plan: Plan, rows: Rows, told: Told, table: pa.Table, begin: int, images: list[Future[bytes]]
 ) -> tuple[pa.Table, int]:
     """The table with its images prepared, without the rows that are left out; and their number."""
     if plan.image_column is None:
@@ -177,11 +187,12 @@ def _finished(
         try:
             contents.append(image.result())
         except UndecodableImage as error:
+            about = f"{rows.name(begin + row)}: no image that can be read ({error})"
             if plan.unreadable == "refuse":
                 raise ConfigError(
-                    f"{rows.name(begin + row)}: no image that can be read ({error}); mend it, or "
-                    "leave such rows out with --unreadable skip."
+                    f"{about}; mend it, or leave such rows out with --unreadable skip."
                 ) from error
+            told.skipped(about)
             contents.append(None)
     column = table.schema.get_field_index(plan.image_column)
     field = table.schema.field(column)

@@ -22,6 +22,9 @@ from scalejax.data.source import UnreadableExample
 _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
 """What Pillow raises of an EXIF that it cannot read."""
 
+NO_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What Pillow raises of bytes that hold no whole image."""
+
 if "PILLOW_BLOCKS_MAX" not in os.environ:  # which is how a user says it
     # Pillow gives the memory of each image back, and a process that does little else gets new pages
     # for the next: 28 % of the time of images of 250 x 250 (experiments/input_peers).
@@ -101,10 +104,8 @@ def decoded(
             _turn_upright(image)
             if image.mode != mode:  # else it would be copied
                 image = image.convert(mode)
-    except UnidentifiedImageError as error:  # whose own words name an object in memory
-        raise UndecodableImage("its format is none that Pillow knows") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UndecodableImage(str(error) or type(error).__name__) from error
+    except NO_IMAGE as error:
+        raise UndecodableImage(why_undecodable(error)) from error
     if box is not None:
         right, bottom = box.left + box.width, box.top + box.height
         across, down = (new / old for new, old in zip(image.size, upright_size, strict=True))
@@ -113,6 +114,13 @@ def decoded(
     elif image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
     return np.asarray(image).reshape(size, size, channels)
+
+
+def why_undecodable(error: Exception) -> str:
+    """What Pillow says of an image in an error of `NO_IMAGE`."""
+    if isinstance(error, UnidentifiedImageError):  # whose own words name an object in memory
+        return "its format is none that Pillow knows"
+    return str(error) or type(error).__name__
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:

@@ -19,21 +19,24 @@ from scalejax.conversion.image_folder import ImageFolderRows
 from scalejax.conversion.parquet import ParquetRows
 from scalejax.conversion.rows import Rows, encoded_images
 from scalejax.data.images import UndecodableImage, decoded, in_threads
-from scalejax.parquet_columns import hugging_face_names, is_class, is_image, is_number
-from scalejax.parquet_config import ReadingConfig
+from scalejax.inspection_classes import (
+    group_classes,
+    image_column,
+    label_column,
+    named_classes,
+    order_advice,
+)
+from scalejax.parquet_columns import is_number
+from scalejax.parquet_config import ParquetConfig, ReadingConfig
 from scalejax.parquet_files import opened
-from scalejax.units import MIB, counted, format_bytes
+from scalejax.units import counted, format_bytes
 
 SAMPLED_IMAGES = 64
 """Images of which format and size are looked at, evenly spread."""
 PLACES = 8
 """In so many places, which takes but a little of a large data set."""
-SCANNED_BYTES = 64 * MIB
-"""Largest column of classes, decompressed, that is read to count them."""
 NAMED_ROWS = 10
 """Unreadable rows that are named; the rest are counted."""
-LABEL_NAMES = ("label", "labels", "target", "class", "fine_label", "y")
-"""What a column of classes is called; else it is the last that could be one."""
 SMALL_GROUP_BYTES, MANY_GROUPS = 64 * 2**10, 1000
 """Opening a row group takes about as long as reading so much of it; many such are slow."""
 
@@ -147,19 +150,37 @@ OnRows = Callable[[int], None]
 
 
 def inspect(
-    rows: Rows, *, verify: bool = False, on_rows: OnRows = lambda count: None
+    rows: Rows,
+    *,
+    run: ParquetConfig | None = None,
+    verify: bool = False,
+    on_rows: OnRows = lambda count: None,
 ) -> Inspection:
-    """What `rows` hold; with `verify`, every one of them is read and decoded.
+    """What `rows` hold.
+
+    Args:
+        rows: all of them.
+        run: what a run asks of them, if they are those of one.
+        verify: whether every one of them is read and decoded.
+        on_rows: is told of rows that are.
 
     Raises:
         ConfigError: if files cannot be read at all.
     """
     schema = rows.schema
-    image = next((each.name for each in schema if is_image(each.type)), None)
-    label = _label_column(schema, image)
+    image, label = image_column(schema), label_column(schema)
+    if run is not None:
+        image, label = None if run.feature_columns else run.image_column, run.label_column
     groups = _groups(rows) if isinstance(rows, ParquetRows) else None
     images = _images(rows, image) if image is not None else None
-    broken = list(_unreadable(rows, image, on_rows)) if verify else []
+    classes = group_classes(rows, label) if label is not None else None
+    # Filters keep rows away from a run, and only the run knows which.
+    never_null = label if run is None or not run.filters else None
+    broken = list(_unreadable(rows, image, never_null, on_rows)) if verify else []
+    advice = list(_advice(rows, groups, images, run.reading if run else ReadingConfig()))
+    is_mixed = run is not None and run.reading.shuffle == "rows" and run.reading.petastorm is None
+    if classes is not None and not is_mixed and (about := order_advice(classes)):
+        advice.append(about)
     return Inspection(
         location=rows.location,
         kind=rows.kind,
@@ -169,22 +190,14 @@ def inspect(
         columns=_columns(rows),
         groups=groups,
         label_column=label,
-        classes=_classes(rows, label) if label is not None else None,
+        classes=named_classes(schema, label, classes) if label and classes else None,
         images=images,
-        advice=tuple(_advice(rows, groups, images)),
+        advice=tuple(advice),
         table=_table(rows, image, images, label) if groups is not None else None,
         verified_rows=len(rows) if verify else None,
         unreadable_rows=len(broken),
         unreadable=tuple(broken[:NAMED_ROWS]),
     )
-
-
-def _label_column(schema: pa.Schema, image: str | None) -> str | None:
-    fitting = [each.name for each in schema if each.name != image and is_class(each.type)]
-    named = [name for name in LABEL_NAMES if name in fitting]
-    if named or image is None:  # of a table, any column may be what is to be learned
-        return named[0] if named else None
-    return fitting[-1] if fitting else None
 
 
 def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
@@ -227,29 +240,6 @@ def _groups(rows: ParquetRows) -> GroupFacts:
     )
 
 
-def _classes(rows: Rows, label: str) -> tuple[tuple[str, int], ...] | None:
-    counts: Counter[object] = Counter()
-    if isinstance(rows, ParquetRows):
-        if sum(group.bytes_of([label]) for group in rows.found.groups) > SCANNED_BYTES:
-            return None
-        tables = rows.columns([label])
-    elif isinstance(rows, ImageFolderRows):
-        tables = iter([pa.table({label: rows.labels})])
-    else:
-        return None
-    for table in tables:
-        for each in table[label].value_counts():
-            counts[each["values"].as_py()] += each["counts"].as_py()
-    names = hugging_face_names(rows.schema, label)
-    return tuple((_class_name(value, names), count) for value, count in counts.most_common())
-
-
-def _class_name(value: object, names: tuple[str, ...]) -> str:
-    if isinstance(value, int) and 0 <= value < len(names):
-        return names[value]
-    return str(value)
-
-
 def _images(rows: Rows, column: str) -> ImageFacts | None:
     formats: Counter[str] = Counter()
     sizes, lengths = [], []
@@ -279,38 +269,51 @@ def _images(rows: Rows, column: str) -> ImageFacts | None:
     )
 
 
-def _unreadable(rows: Rows, image: str | None, on_rows: OnRows) -> Iterator[Unreadable]:
-    """Every row without an image that can be decoded, and every piece that cannot be read."""
+def _unreadable(
+    rows: Rows, image: str | None, label: str | None, on_rows: OnRows
+) -> Iterator[Unreadable]:
+    """Every row without an image that can be decoded, or without a class."""
     at = 0
-    if image is None:
-        for table in rows.read(0, len(rows)):
-            on_rows(len(table))
-        return
     for table in rows.read(0, len(rows)):
-        content = list(encoded_images(table[image]))
-        reasons: list[str | None] = [None] * len(content)
-
-        def decode(part: slice, content: list[bytes] = content, reasons: list = reasons) -> None:
-            for row in range(len(content))[part]:
-                try:
-                    decoded(content[row], 1, 3)
-                except UndecodableImage as error:
-                    reasons[row] = str(error)
-
-        in_threads(decode, len(content))
+        reasons = [None] * len(table) if image is None else _undecodable(table[image])
+        if label is not None and table[label].null_count:
+            nulls = table[label].is_null().to_pylist()
+            about = f"its class (column {label!r}) is null"
+            reasons = [
+                reason or (about if is_null else None)
+                for reason, is_null in zip(reasons, nulls, strict=True)
+            ]
         for row, reason in enumerate(reasons):
             if reason is not None:
                 yield Unreadable(where=rows.name(at + row), why=reason)
-        at += len(content)
-        on_rows(len(content))
+        at += len(table)
+        on_rows(len(table))
 
 
-def _advice(rows: Rows, groups: GroupFacts | None, images: ImageFacts | None) -> Iterator[str]:
-    reading = ReadingConfig()
+def _undecodable(column: pa.ChunkedArray) -> list[str | None]:
+    """Why each image cannot be decoded; None of one that can."""
+    content = list(encoded_images(column))
+    reasons: list[str | None] = [None] * len(content)
+
+    def decode(part: slice) -> None:
+        for row in range(len(content))[part]:
+            try:
+                decoded(content[row], 1, 3)
+            except UndecodableImage as error:
+                reasons[row] = str(error)
+
+    in_threads(decode, len(content))
+    return reasons
+
+
+def _advice(
+    rows: Rows, groups: GroupFacts | None, images: ImageFacts | None, reading: ReadingConfig
+) -> Iterator[str]:
     if groups is None:
+        mixed = " --shuffle-seed 0" if isinstance(rows, ImageFolderRows) else ""
         yield (
-            "scalejax data convert SOURCE DESTINATION writes this as Parquet, of which training "
-            "reads many rows at once, mixed or in order."
+            f"scalejax data convert SOURCE DESTINATION{mixed} writes this as Parquet, of which "
+            "training reads many rows at once, mixed or in order."
         )
     elif isinstance(rows, ParquetRows):
         yield from _group_advice(rows, groups, reading)

@@ -87,6 +87,17 @@ def test_a_seed_mixes_a_folder_of_images(folder, tmp_path):
         assert ("ant", "bee", "cat")[label] == Path(path).parts[0]
 
 
+def test_files_sorted_by_class_are_warned_of(folder, tmp_path, capsys):
+    """With the flag that mixes them, after which there is nothing to warn of."""
+    command = ["data", "convert", str(folder[0]), "--row-group-rows", "5"]
+    assert main([*command, str(tmp_path / "a")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "6 of 6 row groups hold a single class of 3" in told
+    assert "--shuffle-seed N" in told
+    assert main([*command, str(tmp_path / "b"), "--shuffle-seed", "0"]) == 0
+    assert "one after the other" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["npz", "npy", "idx", "idx.gz"])
 def test_arrays_become_images_and_classes(kind, tmp_path):
     """Grey and in colours, pixel for pixel, from any place of the array on."""

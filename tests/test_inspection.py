@@ -97,3 +97,69 @@ def test_what_is_not_there_is_refused(tmp_path):
     """By the name that was given."""
     with pytest.raises(ConfigError, match="no such file"):
         open_rows(str(tmp_path / "none"))
+
+
+def classes_in_files(folder, labels, *, rows=10):
+    """A file of rows of one number each, and these classes."""
+    table = pa.table({"x": np.arange(float(len(labels))), "label": labels})
+    pq.write_table(table, folder, row_group_size=rows)
+
+
+def test_classes_that_lie_one_after_the_other_are_told_of(tmp_path):
+    """Not where they are mixed, nor where nearly all rows are of one class anyway."""
+    generator = np.random.default_rng(0)
+    cases = {
+        "sorted": [0] * 40 + [1] * 35 + [2] * 45,
+        "mixed": generator.permutation([0, 1, 2] * 40),
+        "rare": generator.permutation([0] * 118 + [1] * 2),
+        "single": [1] * 120,
+    }
+
+    for name, labels in cases.items():
+        classes_in_files(tmp_path / f"{name}.parquet", labels)
+        advice = " ".join(inspect(open_rows(str(tmp_path / f"{name}.parquet"))).advice)
+        assert ("one after the other" in advice) == (name == "sorted"), name
+        if name == "sorted":  # the group of rows 70 to 79 has two
+            assert "11 of 12 row groups hold a single class of 3" in advice
+            assert 'shuffle = "row_groups" would train badly' in advice
+
+
+def test_a_run_that_mixes_all_rows_is_not_told_so(tmp_path, capsys):
+    """One that mixes row groups is, of what it trains on."""
+    classes_in_files(tmp_path / "a.parquet", [0] * 50 + [1] * 50)
+    classes_in_files(tmp_path / "b.parquet", [0] * 50 + [1] * 50)
+    for shuffle, count in (("rows", 0), ("row_groups", 1)):
+        (tmp_path / "run.toml").write_text(
+            f"""
+            batch = {{ global_batch = 8 }}
+            optimizer = {{ name = "sgd" }}
+            schedule = {{ base_learning_rate = 0.1 }}
+            [model]
+            name = "mlp"
+            [data]
+            name = "parquet"
+            train = "{tmp_path}/a.parquet"
+            test = "{tmp_path}/b.parquet"
+            feature_columns = ["x"]
+            reading = {{ shuffle = "{shuffle}", memory_bytes = 1000000 }}
+            """
+        )
+        assert main(["data", "inspect", str(tmp_path / "run.toml")]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert told.count("classes lie one after the other") == count
+
+
+def test_a_row_without_a_class_is_one_that_cannot_be_read(tmp_path):
+    """Training ends on it as on an image that is none."""
+    images = random_images(9)
+    write_images(tmp_path / "a.parquet", images, [0, 1, None, 1, 0, 1, 0, 1, None], rows=4)
+    classes_in_files(tmp_path / "b.parquet", [0, None, 1])
+
+    of_images, of_numbers = (
+        inspect(open_rows(str(tmp_path / name)), verify=True).unreadable
+        for name in ("a.parquet", "b.parquet")
+    )
+
+    assert [each.where.rpartition(" ")[2] for each in of_images] == ["2", "8"]
+    assert [each.where.rpartition(" ")[2] for each in of_numbers] == ["1"]
+    assert "'label'" in of_images[0].why

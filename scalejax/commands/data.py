@@ -47,10 +47,10 @@ class DataInspect:
 
         documents.require_writable("json", self.json)
         found = []
-        for location in _locations(self.source):
+        for location, run in _locations(self.source):
             rows = open_rows(location)
             with waiting.rows("reading", len(rows) if self.verify else 0) as on_rows:
-                about = inspect(rows, verify=self.verify, on_rows=on_rows)
+                about = inspect(rows, run=run, verify=self.verify, on_rows=on_rows)
             if location != self.source:  # a run.toml has its [data] table
                 about = replace(about, table=None)
             found.append(about)
@@ -106,6 +106,7 @@ class DataConvert:
     def execute(self) -> None:
         """Convert, and say what came of it."""
         from scalejax.conversion import RowsOptions, Wanted, convert
+        from scalejax.inspection_classes import written_order_advice
 
         wanted = Wanted(**{each.name: getattr(self, each.name) for each in fields(Wanted)})
         chosen = {each.name: getattr(self, each.name) for each in fields(RowsOptions)}
@@ -131,15 +132,22 @@ class DataConvert:
                 print(f"  {about}")
             if done.skipped and (more := done.skipped_rows - len(done.skipped)):
                 print(f"  and {more:,} more")
+        if advice := written_order_advice(str(self.destination)):
+            print(f"warning: {advice}")
         print(f"scalejax data inspect {self.destination} says what is in them.")
 
 
-def _locations(source: str) -> list[str]:
-    """Where the files are that `source` names, itself or in its [data] table."""
+def _locations(source: str) -> list[tuple[str, ParquetConfig | None]]:
+    """Where the files are that `source` names, itself or in its [data] table; and what a run asks
+    of them."""
     if not source.endswith(".toml"):
-        return [source]
+        return [(source, None)]
     data = load_config(Path(source)).data
-    if not isinstance(data, ParquetConfig | ImageFolderConfig):
+    if isinstance(data, ImageFolderConfig):
+        return [(location, None) for location in dict.fromkeys([data.train, data.test])]
+    if not isinstance(data, ParquetConfig):
         accepted = f"its data.name={data.name!r} is of no files that can be looked at"
         raise ConfigError(refusal("source", source, accepted))
-    return list(dict.fromkeys([data.train, data.test]))
+    # What is evaluated needs no mixing.
+    tested = replace(data, reading=replace(data.reading, shuffle="rows", petastorm=None))
+    return [(data.train, data), *([(data.test, tested)] if data.test != data.train else [])]

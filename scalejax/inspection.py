@@ -26,7 +26,7 @@ from scalejax.inspection_classes import (
     named_classes,
     order_advice,
 )
-from scalejax.parquet_columns import is_number
+from scalejax.inspection_run import data_table, parts_advice
 from scalejax.parquet_config import ParquetConfig, ReadingConfig
 from scalejax.parquet_files import opened
 from scalejax.units import counted, format_bytes
@@ -179,6 +179,8 @@ def inspect(
     broken = list(_unreadable(rows, image, never_null, on_rows)) if verify else []
     advice = list(_advice(rows, groups, images, run.reading if run else ReadingConfig()))
     is_mixed = run is not None and run.reading.shuffle == "rows" and run.reading.petastorm is None
+    if about := parts_advice(rows.location):
+        advice.append(about)
     if classes is not None and not is_mixed and (about := order_advice(classes)):
         advice.append(about)
     return Inspection(
@@ -193,7 +195,7 @@ def inspect(
         classes=named_classes(schema, label, classes) if label and classes else None,
         images=images,
         advice=tuple(advice),
-        table=_table(rows, image, images, label) if groups is not None else None,
+        table=data_table(rows, image, label, min([224, *(images.median if images else ())])),
         verified_rows=len(rows) if verify else None,
         unreadable_rows=len(broken),
         unreadable=tuple(broken[:NAMED_ROWS]),
@@ -355,20 +357,3 @@ def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig)
             f"{groups.count} row groups of {format_bytes(middle)}: opening them takes longer than "
             f"reading them; scalejax data convert --row-group-rows {rows_wanted} makes fewer."
         )
-
-
-def _table(rows: Rows, image: str | None, images: ImageFacts | None, label: str | None) -> str:
-    """The table of a run.toml, as far as the files say what is in it."""
-    lines = ["[data]", 'name = "parquet"', f'train = "{rows.location}"', 'test = "..."']
-    if image is None:
-        names = [each.name for each in rows.schema if is_number(each.type) and each.name != label]
-        listed = ", ".join(f'"{name}"' for name in names)
-        lines.append(f"feature_columns = [{listed}]")
-        lines.append(f'label_column = "{label}"' if label else 'label_column = "..."')
-        return "\n".join(lines)
-    if image != "image":
-        lines.append(f'image_column = "{image}"')
-    lines.append(f"image_size = {min([224, *(images.median if images else ())])}")
-    if label != "label":
-        lines.append(f'label_column = "{label or "..."}"')
-    return "\n".join(lines)

@@ -92,6 +92,7 @@ ARITHMETIC = {
     "waiting": 11,
     "conversion": 4,
     "inspection_classes": 5,
+    "inspection_run": 5,
     "inspection": 6,
     "inspection_tables": 13,
     "explanation_tables": 13,

@@ -1,6 +1,8 @@
 """What `scalejax data inspect` says of files whose content is known."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -9,8 +11,9 @@ import pytest
 from parquet_cases import encoded, random_images, write_images
 
 from scalejax.cli import main
-from scalejax.conversion import open_rows
+from scalejax.conversion import RowsOptions, open_rows
 from scalejax.errors import ConfigError
+from scalejax.formats.numpy_arrays import NumpyConfig, numpy_facts
 from scalejax.inspection import inspect
 
 
@@ -60,8 +63,6 @@ def test_every_unreadable_row_is_counted_and_the_first_are_named(tmp_path, capsy
 
 def test_the_table_to_paste_is_read_as_this_data(tmp_path):
     """Images in a column of another name, and a table of numbers."""
-    import tomllib
-
     images = pa.array([encoded(image) for image in random_images(4)], pa.binary())
     pq.write_table(pa.table({"photo": images, "kind": [0, 1, 0, 1]}), tmp_path / "i.parquet")
     pq.write_table(
@@ -163,3 +164,91 @@ def test_a_row_without_a_class_is_one_that_cannot_be_read(tmp_path):
     assert [each.where.rpartition(" ")[2] for each in of_images] == ["2", "8"]
     assert [each.where.rpartition(" ")[2] for each in of_numbers] == ["1"]
     assert "'label'" in of_images[0].why
+
+
+def data_of(location):
+    """The [data] table for it."""
+    return tomllib.loads(inspect(open_rows(str(location))).table or "")["data"]
+
+
+def test_test_data_are_never_what_to_train_on(tmp_path):
+    """Of a folder with both parts, of one of them, and of a file called test."""
+    for part in ("train", "test"):
+        (tmp_path / "pq" / part).mkdir(parents=True)
+        classes_in_files(tmp_path / "pq" / part / "a.parquet", [0, 1] * 5)
+        folder = tmp_path / "images" / part / "ant"
+        folder.mkdir(parents=True)
+        (folder / "0.png").write_bytes(encoded(random_images(1)[0]))
+    (tmp_path / "lone").mkdir()
+    classes_in_files(tmp_path / "lone" / "test-00000-of-00001.parquet", [0, 1] * 5)
+
+    for name, kind in (("pq", "parquet"), ("images", "image_folder")):
+        parts = {part: str(tmp_path / name / part) for part in ("train", "test")}
+        for location in (tmp_path / name, *parts.values()):
+            table = data_of(location)
+            assert {part: table[part] for part in parts} == parts
+            assert table["name"] == kind
+        advice = inspect(open_rows(str(tmp_path / name))).advice
+        assert any("are counted together" in each for each in advice)
+    lone = data_of(tmp_path / "lone" / "test-00000-of-00001.parquet")
+    assert (lone["train"], Path(lone["test"]).parent.name) == ("...", "lone")
+
+
+def test_arrays_by_the_names_of_keras_are_found_as_training_does(tmp_path, capsys):
+    """Both parts in one file, classes in a column; the table is one that training reads."""
+    path, images = tmp_path / "f.npz", random_images(10, 6)
+    labels = np.arange(10).reshape(10, 1) % 3
+    np.savez(path, x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4])
+
+    table = data_of(path)
+    facts = numpy_facts(NumpyConfig(train=table["train"], test=table["test"]))
+
+    assert set(table) == {"name", "train", "test"}
+    assert (facts.train_examples, facts.test_examples, facts.classes) == (10, 4, 3)
+    assert len(open_rows(str(path), RowsOptions(images="x_test"))) == 4
+    tables = list(open_rows(str(path)).read(0, 10))
+    assert pa.concat_tables(tables)["label"].to_pylist() == labels.reshape(-1).tolist()
+    np.savez(path, a_train=images, b_train=images, c=labels[:, 0])
+    assert main(["data", "inspect", str(path)]) == 2
+    assert "--images a_train" in capsys.readouterr().err
+    assert main(["data", "inspect", str(path), "--images", "b_train"]) == 0
+    assert 'inputs = "b_{part}"' in capsys.readouterr().out
+
+
+def test_what_is_of_no_known_kind_is_told_which_are(tmp_path, capsys):
+    """A file of tokens and an image; a folder of images by its file:// URL."""
+    for name in ("tok.bin", "one.jpg"):
+        (tmp_path / name).write_bytes(bytes(64))
+        with pytest.raises(ConfigError, match=r"rows are read from Parquet .* folder of images"):
+            open_rows(str(tmp_path / name))
+    (tmp_path / "images" / "ant").mkdir(parents=True)
+    (tmp_path / "images" / "ant" / "0.png").write_bytes(encoded(random_images(1)[0]))
+    assert main(["data", "inspect", f"file://{tmp_path}/images"]) == 0
+    assert "folder of images, 1 file" in capsys.readouterr().out
+
+
+def test_a_run_on_arrays_is_looked_at_and_one_on_no_files_told_what_is(tmp_path, capsys):
+    """Each part by its own arrays."""
+    images, labels = random_images(10, 6), np.arange(10) % 3
+    np.savez(
+        tmp_path / "f.npz", x_train=images, y_train=labels, x_test=images[:4], y_test=labels[:4]
+    )
+    head = """
+        batch = { global_batch = 8 }
+        optimizer = { name = "sgd" }
+        schedule = { base_learning_rate = 0.1 }
+        [model]
+        name = "mlp"
+        [data]
+        """
+    data = f'name = "numpy"\ntrain = "{tmp_path}/f.npz"\ntest = "{tmp_path}/f.npz"'
+    (tmp_path / "run.toml").write_text(head + data)
+    assert main(["data", "inspect", str(tmp_path / "run.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "NumPy, x_train and y_train, 1 file" in told
+    assert "NumPy, x_test and y_test, 1 file" in told
+    assert "4 rows" in told
+    (tmp_path / "run.toml").write_text(head + 'name = "fashion_mnist"')
+    assert main(["data", "inspect", str(tmp_path / "run.toml")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "of parquet, image_folder and numpy" in told

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
@@ -16,8 +16,12 @@ from scalejax.commands.command import flag
 from scalejax.config import load_config
 from scalejax.errors import ConfigError, refusal
 from scalejax.formats.image_folder import ImageFolderConfig
+from scalejax.formats.numpy_arrays import NumpyConfig, part_headers
 from scalejax.parquet_config import ParquetConfig
 from scalejax.units import counted, format_bytes
+
+if TYPE_CHECKING:  # which imports Arrow
+    from scalejax.conversion import RowsOptions
 
 _INTERRUPTED = """\
 The files that are written stay; the same command, without --overwrite, goes on
@@ -34,6 +38,10 @@ class DataInspect:
 
     source: Annotated[Positional[str], flag("PATH_OR_RUN.toml")]
     """A file, folder, glob or URL, or a run.toml, whose files are looked at."""
+    images: Annotated[str | None, flag("NAME")] = None
+    """Which array of an .npz holds the images. By default as training finds it."""
+    labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
+    """Which array of an .npz, or which file, holds the classes."""
     verify: FlagCreatePairsOff[bool] = False
     """Read and decode every row, and name those that cannot be."""
     json: Annotated[Path | None, flag("OUT.json")] = None
@@ -41,17 +49,19 @@ class DataInspect:
 
     def execute(self) -> None:
         """Look at each location, print and write what was found."""
-        from scalejax.conversion import open_rows
+        from scalejax.conversion import RowsOptions, open_rows
         from scalejax.inspection import Inspections, inspect
         from scalejax.inspection_tables import inspection
 
         documents.require_writable("json", self.json)
         found = []
-        for location, run in _locations(self.source):
-            rows = open_rows(location)
+        is_run = self.source.endswith(".toml")
+        options = RowsOptions(images=self.images, labels=self.labels)
+        for each in _of_run(self.source) if is_run else [_Looked(self.source, options)]:
+            rows = open_rows(each.location, each.options)
             with waiting.rows("reading", len(rows) if self.verify else 0) as on_rows:
-                about = inspect(rows, run=run, verify=self.verify, on_rows=on_rows)
-            if location != self.source:  # a run.toml has its [data] table
+                about = inspect(rows, run=each.run, verify=self.verify, on_rows=on_rows)
+            if is_run:  # a run.toml has its [data] table
                 about = replace(about, table=None)
             found.append(about)
         for index, each in enumerate(found):
@@ -137,17 +147,48 @@ class DataConvert:
         print(f"scalejax data inspect {self.destination} says what is in them.")
 
 
-def _locations(source: str) -> list[tuple[str, ParquetConfig | None]]:
-    """Where the files are that `source` names, itself or in its [data] table; and what a run asks
-    of them."""
-    if not source.endswith(".toml"):
-        return [(source, None)]
-    data = load_config(Path(source)).data
-    if isinstance(data, ImageFolderConfig):
-        return [(location, None) for location in dict.fromkeys([data.train, data.test])]
-    if not isinstance(data, ParquetConfig):
-        accepted = f"its data.name={data.name!r} is of no files that can be looked at"
-        raise ConfigError(refusal("source", source, accepted))
-    # What is evaluated needs no mixing.
-    tested = replace(data, reading=replace(data.reading, shuffle="rows", petastorm=None))
-    return [(data.train, data), *([(data.test, tested)] if data.test != data.train else [])]
+class _Looked(NamedTuple):
+    """Files to look at."""
+
+    location: str
+    """Where they are."""
+    options: "RowsOptions | None" = None
+    """What they do not say of themselves."""
+    run: ParquetConfig | None = None
+    """What a run asks of them."""
+
+
+def _of_run(path: str) -> list[_Looked]:
+    """The files that the [data] table of a run.toml names: to train on, and to evaluate on."""
+    from scalejax.conversion import RowsOptions
+
+    data = load_config(Path(path)).data
+    match data:
+        case ParquetConfig():
+            # What is evaluated needs no mixing.
+            reading = replace(data.reading, shuffle="rows", petastorm=None)
+            tested = replace(data, reading=reading)
+            found = [_Looked(data.train, None, data), _Looked(data.test, None, tested)]
+            return found[:1] if data.train == data.test else found
+        case ImageFolderConfig():
+            found = [_Looked(data.train), _Looked(data.test)]
+        case NumpyConfig():
+            found = []
+            for part in ("train", "test"):
+                headers = part_headers(data, part)
+                inputs, targets = headers.inputs, headers.targets
+                options = RowsOptions(images=inputs.member, labels=targets.member)
+                if inputs.member is None:
+                    options = RowsOptions(labels=targets.file.path)
+                found.append(_Looked(inputs.file.path, options))
+        case _:
+            accepted = (
+                f"its data.name is {data.name!r}, and rows are looked at of parquet, image_folder "
+                "and numpy"
+            )
+            raise ConfigError(refusal("source", path, accepted))
+    for each in found:
+        if "://" in each.location.removeprefix("file://"):
+            accepted = f"{each.location} is a URL, of which only Parquet is looked at"
+            raise ConfigError(refusal("source", path, accepted))
+    return list(dict.fromkeys(found))

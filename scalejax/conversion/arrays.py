@@ -20,6 +20,7 @@ from PIL import Image
 
 from scalejax.conversion.rows import CHUNK_BYTES, IMAGE, fingerprint, hugging_face
 from scalejax.errors import ConfigError, refusal, unknown_name
+from scalejax.formats.numpy_arrays import PAIRS
 
 _IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 """NumPy's names of the types of IDX (yann.lecun.com/exdb/mnist, "the IDX file format")."""
@@ -66,18 +67,27 @@ def is_array(path: Path) -> bool:
 
 
 class ArrayRows:
-    """Images, encoded as PNG, or rows of numbers; and their classes."""
+    """Images, encoded as PNG, or rows of numbers; and their classes.
+
+    `names` are those of the two arrays and `stored_names` all, of an .npz.
+    """
 
     def __init__(self, path: Path, *, images: str | None, labels: str | None) -> None:
         self.location, self.kind = str(path), "NumPy" if path.suffix[:3] == ".np" else "IDX"
+        self.names: tuple[str, str] | None = None
+        self.stored_names: tuple[str, ...] = ()
         if path.suffix == ".npz":
-            self._values, self._labels = _of_npz(path, images, labels)
+            arrays = _arrays_of(path)
+            self.names, self.stored_names = _pair_of(path, arrays, images, labels), tuple(arrays)
+            self._values, self._labels = (arrays[name] for name in self.names)
+            self.kind = "NumPy, {} and {}".format(*self.names)
         else:
             if images is not None:
                 accepted = f"{path} holds one array; only those of an .npz have names"
                 raise ConfigError(refusal("images", images, accepted))
             self._values, self._labels = stored(path), _labels_beside(path, labels)
-        if self._labels.shape != self._values.shape[:1]:
+        count = self._values.shape[:1]
+        if self._labels.shape not in (count, (*count, 1)):  # the latter of some of keras.datasets
             accepted = (
                 f"{self._labels.path} holds {self._labels.shape} of them, and "
                 f"{self._values.path} rows of {self._values.shape}"
@@ -128,7 +138,7 @@ class ArrayRows:
             else:
                 native = values.astype(values.dtype.newbyteorder("="))
                 columns = [pa.array(column.copy()) for column in native.reshape(len(values), -1).T]
-            columns.append(pa.array(labels.astype(np.int64)))
+            columns.append(pa.array(labels.reshape(-1).astype(np.int64)))
             yield pa.Table.from_arrays(columns, schema=self.schema)
 
     def name(self, row: int) -> str:
@@ -144,21 +154,35 @@ def _png(image: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _of_npz(path: Path, images: str | None, labels: str | None) -> tuple[StoredArray, StoredArray]:
-    """The array of images and that of classes, by name or because no other could be."""
+def _arrays_of(path: Path) -> dict[str, StoredArray]:
+    """The arrays of an .npz, by name."""
     with _naming(path), zipfile.ZipFile(path) as file:
         names = [name.removesuffix(".npy") for name in file.namelist()]
-    arrays = {name: stored(path, f"{name}.npy") for name in names}
+    return {name: stored(path, f"{name}.npy") for name in names}
+
+
+def _pair_of(
+    path: Path, arrays: dict[str, StoredArray], images: str | None, labels: str | None
+) -> tuple[str, str]:
+    """Which array holds the images and which the classes: as they are named, by the names that
+    training looks for, or because no other could be."""
+    for field, name in (("images", images), ("labels", labels)):
+        if name is not None and name not in arrays:
+            raise ConfigError(unknown_name(field, name, arrays))
+    for part in ("train", "test"):
+        for pair in PAIRS:
+            x, y = (name.replace("{part}", part) for name in pair)
+            if {x, y} <= set(arrays) and images in (None, x) and labels in (None, y):
+                return x, y
     listed = ", ".join(f"{name} {list(each.shape)}" for name, each in arrays.items())
     found = []
     for field, name, has_rows in (("images", images, True), ("labels", labels, False)):
-        if name is not None and name not in arrays:
-            raise ConfigError(unknown_name(field, name, arrays))
         fitting = [each for each in arrays if (len(arrays[each].shape) > 1) == has_rows]
         if name is None and len(fitting) != 1:
-            accepted = f"{path} holds {listed}; name one, such as --{field} {(fitting or names)[0]}"
+            example = (fitting or list(arrays) or ["NAME"])[0]
+            accepted = f"{path} holds {listed}; name one, such as --{field} {example}"
             raise ConfigError(refusal(field, name, accepted))
-        found.append(arrays[name or fitting[0]])
+        found.append(name or fitting[0])
     return found[0], found[1]
 
 

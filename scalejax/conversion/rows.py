@@ -18,6 +18,11 @@ CHUNK_BYTES = 4 * 2**20
 """About as many bytes of rows are read at a time."""
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 """An encoded image as Hugging Face `datasets` keeps it."""
+KINDS = (
+    "rows are read from Parquet (*.parquet, also a folder, glob or URL), a folder with a folder of "
+    "images for each class, .npz and .npy, IDX (*-ubyte, *.idx, also .gz), and .csv"
+)
+"""What a refusal says of a file of another kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +83,9 @@ def open_rows(location: str, options: RowsOptions | None = None) -> Rows:
     from scalejax.conversion.image_folder import ImageFolderRows, is_image_folder
     from scalejax.conversion.parquet import ParquetRows
 
-    options, path = options or RowsOptions(), Path(location)
-    if "://" not in location and not any(sign in location for sign in "*?["):
+    options, on_disk = options or RowsOptions(), location.removeprefix("file://")
+    path = Path(on_disk)
+    if "://" not in on_disk and not any(sign in on_disk for sign in "*?["):
         if not path.exists():
             raise ConfigError(refusal("source", location, "there is no such file or folder"))
         if is_array(path):
@@ -91,7 +97,14 @@ def open_rows(location: str, options: RowsOptions | None = None) -> Rows:
         _refuse(options, path, ("images", "labels", "shuffle_seed"))
         if path.suffix == ".csv" or path.name.endswith(".csv.gz"):
             return CsvRows(path)
+        if path.is_file() and path.suffix != ".parquet" and not _begins_as_parquet(path):
+            raise ConfigError(refusal("source", location, KINDS))
     return ParquetRows(location)
+
+
+def _begins_as_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
 
 
 def _refuse(options: RowsOptions, path: Path, names: tuple[str, ...]) -> None:

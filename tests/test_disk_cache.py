@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from cache_writer import table_of
-from parquet_cases import random_images, write_images
+from parquet_cases import encoded, random_images, write_images
 
 from scalejax.data import open_source
 from scalejax.data.disk_cache import DiskCache
@@ -22,6 +23,7 @@ from scalejax.data.row_groups import _memories
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
 from scalejax.parquet_config import ParquetConfig, ReadingConfig
+from scalejax.parquet_files import _footer
 
 SMALL = pa.table({"values": np.arange(1000)})
 """8 kB, and 9 in a file."""
@@ -171,6 +173,30 @@ def test_row_groups_come_from_the_cache_and_a_file_written_anew_from_itself(conf
     write_images(config.train, 255 - IMAGES, np.arange(40), rows=10)
     rows = open_source(config, "train", seed=0).take(np.arange(40))
     np.testing.assert_array_equal(rows["inputs"], 255 - IMAGES)
+
+
+def test_files_of_one_relative_path_in_two_folders_are_two_files(tmp_path, monkeypatch):
+    """Of the same size, written at the same time, and read with one cache."""
+    reading = ReadingConfig(cache_folder=str(tmp_path / "cache"))
+    config = ParquetConfig(
+        train="t.parquet", test="t.parquet", image_size=8, classes=4, reading=reading
+    )
+    plain = {"compression": "none", "use_dictionary": False}
+    for number, folder in enumerate((tmp_path / "one", tmp_path / "other")):
+        folder.mkdir()
+        images = [encoded(np.full((8, 8, 3), 10 * number + row, np.uint8), "BMP") for row in (0, 1)]
+        table = pa.table({"image": pa.array(images, pa.binary()), "label": [0, 1]})
+        pq.write_table(table, folder / "t.parquet", **plain)
+        os.utime(folder / "t.parquet", ns=(10**18, 10**18))
+        monkeypatch.chdir(folder)
+        _memories.clear()
+        _footer.cache_clear()
+
+        rows = open_source(config, "train", seed=0).take(np.arange(2))
+
+        np.testing.assert_array_equal(rows["inputs"][:, 0, 0, 0], [10 * number, 10 * number + 1])
+    one, other = ((tmp_path / name / "t.parquet").stat() for name in ("one", "other"))
+    assert (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
 
 
 def test_files_that_may_change_unseen_are_not_kept(config, monkeypatch):

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 import pyarrow as pa
 
 from scalejax.data.disk_cache import DiskCache
+from scalejax.locations import absolute_location
 from scalejax.parquet_config import ReadingConfig
 from scalejax.parquet_files import RowGroup, read_columns
 
@@ -74,7 +75,8 @@ class RowGroups:
             table = read()
         else:
             file = group.file
-            parts = (file.path, file.size_bytes, file.version, group.index, *columns)
+            path = absolute_location(file.path)  # others share the cache, from other folders
+            parts = (path, file.size_bytes, file.version, group.index, *columns)
             table = self._disk.of(repr(parts), read)
         return table, table.nbytes
 

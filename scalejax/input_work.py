@@ -105,7 +105,7 @@ def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
             stored_bytes=read * stored_share(files),
             read_bytes=read,
             memory_bytes=config.reading.memory_bytes,
-            rows_together=rows_within(config),
+            rows_together=rows_within(config, files),
             is_cached=config.reading.cache_folder is not None,
             shards=(petastorm and petastorm.shard_count) or 1,
         ),

@@ -57,16 +57,21 @@ def rows_together(config: ParquetConfig, files: ParquetFiles) -> int:
     reading = config.reading
     needed = sum(group.bytes_of(config.columns) for group in files.groups)
     is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
-    return 0 if is_kept else rows_within(config)
+    return 0 if is_kept else rows_within(config, files)
 
 
-def rows_within(config: ParquetConfig) -> int:
-    """The same where row groups do not stay: as many as an eighth of the memory holds, as those
-    that are made, that wait and that are used come to three; 0 where few row groups are mixed."""
+def rows_within(config: ParquetConfig, files: ParquetFiles) -> int:
+    """The same where row groups do not stay: as many as an eighth of the memory holds, images
+    encoded and decoded, as those that are made, that wait and that are used come to three; 0 where
+    few row groups are mixed."""
     if config.reading.shuffle == "row_groups" or config.reading.petastorm is not None:
         return 0
-    pixels = config.image_size**2 * config.channels
-    row_bytes = 4 * len(config.feature_columns) if config.feature_columns else pixels
+    if config.feature_columns:
+        row_bytes = 4 * len(config.feature_columns)
+    else:
+        encoded = sum(group.bytes_of((config.image_column,)) for group in files.groups)
+        encoded //= sum(group.rows for group in files.groups)
+        row_bytes = encoded + config.image_size**2 * config.channels
     return max(1, config.reading.memory_bytes // 8 // (row_bytes + 4))
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
-from parquet_cases import random_images, write_images
+from parquet_cases import encoded, random_images, write_images
 from test_data import order_of
 
 from scalejax.config import load_config
@@ -28,6 +28,8 @@ from scalejax.train import train
 FLIGHTS = Path(os.environ.get("VEGA_DATASETS", "node_modules/vega-datasets")) / "data"
 """Where `npm install vega-datasets@3.2.1` puts flights-3m.parquet."""
 ROWS = 1000
+POOL = pa.proxy_memory_pool(pa.system_memory_pool())
+"""Knows how much was held at most; what is still held of it must not outlive it."""
 
 
 @pytest.fixture
@@ -223,6 +225,42 @@ def test_images_are_taken_together_too(tmp_path):
 
     for batch in training_batches(source, shapes, seed=0, start_step=0, stop_step=20):
         np.testing.assert_array_equal(batch["inputs"], images[np.asarray(batch["targets"])])
+
+
+def test_large_images_that_become_small_are_taken_in_the_memory_there_is(tmp_path):
+    """Five times the memory encoded, a tenth of it decoded: Arrow holds no more than it may."""
+    images = [encoded(image, "BMP") for image in random_images(400, 64)]
+    path = str(tmp_path / "images.parquet")
+    pq.write_table(
+        pa.table({"image": pa.array(images, pa.binary()), "label": np.arange(400)}),
+        path,
+        row_group_size=10,
+        use_dictionary=False,
+    )
+    limit, of_group = 2**20, 10 * len(images[0])
+    config = ParquetConfig(
+        train=path,
+        test=path,
+        image_size=8,
+        classes=400,
+        reading=ReadingConfig(memory_bytes=limit),
+    )
+    sharding = batch_sharding(build_mesh(Layout(data=2)))
+    shapes = {
+        "inputs": _shape((4, 8, 8, 3), np.uint8, sharding),
+        "targets": _shape((4,), np.int32, sharding),
+    }
+    usual = pa.default_memory_pool()
+    pa.set_memory_pool(POOL)
+    try:
+        source = open_source(config, "train", seed=0)
+        taken = training_batches(source, shapes, seed=0, start_step=0, stop_step=100)
+        seen = {int(label) for batch in taken for label in np.asarray(batch["targets"])}
+    finally:
+        pa.set_memory_pool(usual)
+
+    assert seen == set(range(400))
+    assert limit / 4 < POOL.max_memory() < limit + 2 * of_group
 
 
 @pytest.mark.skipif(

@@ -16,7 +16,7 @@ from scalejax.data_config import DataConfig, facts
 from scalejax.documents import build, load_toml
 from scalejax.errors import ConfigError
 from scalejax.hardware import FileWork, HostInput, InputRates, SampleWork
-from scalejax.parquet_columns import parquet_part, rows_within
+from scalejax.parquet_columns import parquet_part, rows_within, stays_on_disk
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import ParquetFiles, read_columns
 
@@ -106,7 +106,7 @@ def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
             read_bytes=read,
             memory_bytes=config.reading.memory_bytes,
             rows_together=rows_within(config, files),
-            is_cached=config.reading.cache_folder is not None,
+            is_cached=stays_on_disk(config, files),
             shards=(petastorm and petastorm.shard_count) or 1,
         ),
     )

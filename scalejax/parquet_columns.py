@@ -54,10 +54,18 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
 def rows_together(config: ParquetConfig, files: ParquetFiles) -> int:
     """Rows of a shuffled order to take at once, so that a row group is decoded once for them; 0
     where it makes no difference, for row groups stay in memory or on a local disk."""
+    in_memory = _bytes_of(config, files) <= config.reading.memory_bytes // 2
+    return 0 if in_memory or stays_on_disk(config, files) else rows_within(config, files)
+
+
+def stays_on_disk(config: ParquetConfig, files: ParquetFiles) -> bool:
+    """Whether all row groups stay in the cache on a local disk."""
     reading = config.reading
-    needed = sum(group.bytes_of(config.columns) for group in files.groups)
-    is_kept = needed <= reading.memory_bytes // 2 or reading.cache_folder is not None
-    return 0 if is_kept else rows_within(config, files)
+    return reading.cache_folder is not None and _bytes_of(config, files) <= reading.cache_bytes
+
+
+def _bytes_of(config: ParquetConfig, files: ParquetFiles) -> int:
+    return sum(group.bytes_of(config.columns) for group in files.groups)
 
 
 def rows_within(config: ParquetConfig, files: ParquetFiles) -> int:

@@ -22,6 +22,7 @@ from scalejax.data.disk_cache import DiskCache
 from scalejax.data.row_groups import _memories
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
+from scalejax.input_work import sample_work
 from scalejax.parquet_config import ParquetConfig, ReadingConfig
 from scalejax.parquet_files import _footer
 
@@ -173,6 +174,19 @@ def test_row_groups_come_from_the_cache_and_a_file_written_anew_from_itself(conf
     write_images(config.train, 255 - IMAGES, np.arange(40), rows=10)
     rows = open_source(config, "train", seed=0).take(np.arange(40))
     np.testing.assert_array_equal(rows["inputs"], 255 - IMAGES)
+
+
+def test_a_cache_smaller_than_the_data_is_counted_as_one_that_forgets(config):
+    """Rows are taken together then, as without a cache, and row groups decoded every epoch."""
+    too_small = replace(config, reading=replace(config.reading, cache_bytes=10_000))
+    without = replace(config, reading=replace(config.reading, cache_folder=None))
+
+    together = [open_source(c, "train", seed=0).rows_together for c in (config, too_small, without)]
+    work = [sample_work(each).files for each in (config, too_small, without)]
+    reads = [each.reads(0, is_first_epoch=False) for each in work if each is not None]
+
+    assert together[0] == 0 < together[1] == together[2]
+    assert reads[0] == 0 < reads[1] == reads[2]
 
 
 def test_files_of_one_relative_path_in_two_folders_are_two_files(tmp_path, monkeypatch):

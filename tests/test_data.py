@@ -1,13 +1,20 @@
 """The examples, their order, and that each counts once."""
 
 import gzip
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from scalejax import data_config
-from scalejax.data import evaluation_batches, fashion_mnist, open_source, training_batches
+from scalejax.data import (
+    evaluation_batches,
+    fashion_mnist,
+    open_source,
+    training_batches,
+    training_batches_of_seeds,
+)
 from scalejax.data_config import (
     FIRST_TOKEN,
     MASK_TOKEN,
@@ -20,6 +27,7 @@ from scalejax.data_config import (
     facts,
 )
 from scalejax.errors import ConfigError
+from scalejax.input_config import InputConfig
 from scalejax.layout import Layout
 from scalejax.mesh import batch_sharding, build_mesh
 
@@ -215,6 +223,29 @@ def test_the_order_does_not_depend_on_the_layout():
 
     for order in orders[1:]:
         np.testing.assert_array_equal(order, orders[0])
+
+
+def test_runs_side_by_side_share_the_memory_for_batches():
+    """Of three runs' batches of 200 bytes 1300 bytes hold two of each, and no third is made."""
+    taken = []
+
+    class Counted(Numbers):
+        def take(self, indices, epoch=None):
+            taken.append(len(indices))
+            return super().take(indices, epoch)
+
+    shapes = shapes_of(SMALL_IMAGES, 10, Layout(data=1))
+    how = InputConfig(memory_bytes=1300, read_ahead_batches=4)
+    sources = [Counted(1000)] * 3
+
+    trained = training_batches_of_seeds(
+        sources, shapes, seeds=[0, 1, 2], start_step=0, stop_step=100, how=how
+    )
+    while len(taken) < 6:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    trained.close()
+    assert taken == [10] * 3 * 2
 
 
 def test_rows_of_inputs_and_targets_belong_together():

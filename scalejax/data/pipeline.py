@@ -23,7 +23,7 @@ from scalejax.data.making import LocalBatch, take_batches, unchanged
 from scalejax.data.order import EvaluationOrder, TrainingOrder
 from scalejax.data.readable import LOST, ReadableExamples, Skipped
 from scalejax.data.source import Source
-from scalejax.data.supply import local_feed, one_by_one
+from scalejax.data.supply import local_feed, made_ahead, one_by_one
 from scalejax.input_config import InputConfig
 
 Batch = dict[str, jax.Array]
@@ -237,7 +237,8 @@ def _stacked(
         return jax.device_put(local)
 
     groups = one_by_one(grain.MapDataset.range(start, len(orders[0])).map(gather))
-    return Batches(Feed(groups, ahead=how.read_ahead_batches), put)
+    stacked_bytes = len(sources) * _global_batch(shapes) * _row_bytes(shapes)
+    return Batches(Feed(groups, ahead=made_ahead(stacked_bytes, how, 0)), put)
 
 
 def _batches(

@@ -1,5 +1,6 @@
 """`scalejax data convert`: rows are those of the source, whatever it is, however interrupted."""
 
+import fcntl
 import gzip
 import io
 import json
@@ -243,6 +244,30 @@ def test_nothing_is_overwritten_unasked(folder, tmp_path):
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"a\.parquet is in it"):
             convert(source, tmp_path / "mine", wanted=Wanted(overwrite=overwrite))
+
+
+def test_a_file_that_another_process_finishes_meanwhile_is_not_cut_short(tmp_path, monkeypatch):
+    """It opens the draft just before the other one renames and leaves it: it writes one anew."""
+    columns = pa.table({"x": np.arange(2000)})
+    pq.write_table(columns, tmp_path / "a.parquet")
+    out = tmp_path / "out.parquet"
+    draft = out.with_name(".out.parquet.draft")
+    convert(str(tmp_path / "a.parquet"), draft.with_name("whole.parquet"))
+    whole = draft.with_name("whole.parquet").read_bytes()
+    draft.write_bytes(whole)
+    lock, finished = fcntl.flock, []
+
+    def finish_and_lock(file, how):
+        if not finished:  # as the other process does, before it leaves the lock
+            finished.append(draft.replace(tmp_path / "finished.parquet"))
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", finish_and_lock)
+    convert(str(tmp_path / "a.parquet"), out)
+
+    assert finished[0].read_bytes() == whole
+    assert out.read_bytes() == whole
+    assert not draft.exists()
 
 
 def test_a_full_disk_is_named_and_what_is_written_stays(tmp_path):

@@ -98,8 +98,7 @@ def write_shard(
         ConfigError: if a row cannot be read, naming it, or the file cannot be written.
     """
     draft, skipped = path.with_name(f".{path.name}.draft"), 0
-    with _naming(path), draft.open("ab") as file:
-        _lock(file, path)
+    with _naming(path), _locked(draft, path) as file:
         try:
             file.truncate(0)  # what a killed process has left
             with pq.ParquetWriter(file, rows.schema, compression=plan.compression) as writer:
@@ -116,11 +115,20 @@ def write_shard(
             raise
 
 
-def _lock(file: IO[bytes], path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(f"{path} is being written by another process.") from error
+def _locked(draft: Path, path: Path) -> IO[bytes]:
+    """The draft, open and locked, and still of this name: who had it may have finished it."""
+    while True:
+        file = draft.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), draft.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(f"{path} is being written by another process.") from error
+        file.close()
 
 
 def _groups(

@@ -93,20 +93,30 @@ def test_records_are_found_by_index(folder):
     assert [each.rows for each in used.train] == [4, 21, 5]
 
 
-def test_files_at_a_url_are_copied_once(folder):
-    """To the folder for it, without which they are refused."""
+def test_files_at_a_url_are_copied_once_and_anew_when_they_change(folder, monkeypatch):
+    """To the folder for it; without which, or a store that says when they change, never."""
     fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
+    info = type(store).info
     for path in ("test.array_record", *(f"train/{name}" for name in NAMES)):
         store.pipe(f"/records/{path}", (folder / path).read_bytes())
     where = "memory://records"
 
     config = config_of(where, cache_folder=str(folder / "copies"))
+    with pytest.raises(ConfigError, match=r"data\.cache_folder=.* is refused: the store of memory"):
+        facts(config)
+    tag = "a"
+    monkeypatch.setattr(type(store), "info", lambda *a, **k: info(*a, **k) | {"ETag": tag})
     rows = open_source(config, "train", seed=0).take(INDICES)
 
     np.testing.assert_array_equal(rows["inputs"], IMAGES[INDICES])
     assert facts(config).test_examples == 5
     assert len(list((folder / "copies").iterdir())) == 4
+    write(folder / "test.array_record", RECORDS[5:10])
+    store.pipe("/records/test.array_record", (folder / "test.array_record").read_bytes())
+    tag = "b"
+    rows = open_source(config, "test", seed=0).take(np.arange(5))
+    np.testing.assert_array_equal(rows["inputs"], IMAGES[5:10])
     with pytest.raises(ConfigError, match=r"data\.cache_folder=None .*data\.train is a URL"):
         facts(config_of(where))
 

@@ -45,7 +45,8 @@ class ArrayRecordConfig:
     """1: grey, 3: red, green, blue."""
     cache_folder: str | None = None
     """Where files at a URL are copied to, whole, before the first is read; they stay there. The
-    format is read from local disks alone."""
+    format is read from local disks alone. Refused for files whose store does not say when they
+    were written."""
 
     def __post_init__(self) -> None:
         require_at_least("data.image_size", self.image_size, 1)
@@ -100,7 +101,8 @@ def record_files(
 
     Raises:
         ConfigError: if there are none, one is not whole or no ArrayRecord, or there are no
-            records; if they are at a URL, and there is no folder for copies.
+            records; if they are at a URL, and there is no folder for copies, or their store does
+            not say when they are written anew.
     """
     from scalejax.locations import is_url, listed, local_copy
 
@@ -115,11 +117,22 @@ def record_files(
     for file in found:
         path = file.path
         if is_url(path):
+            _require_version(config, file)
             path = local_copy(field, file, config.cache_folder or "")
         files.append(RecordFile(file=file, path=path, count=_count(field, file, path)))
     if not any(file.count for file in files):
         raise ConfigError(refusal(field, location, "its files hold no records"))
     return tuple(files)
+
+
+def _require_version(config: ArrayRecordConfig, file: "DataFile") -> None:
+    """Refuse a copy of which no one could say later that it is what its store holds."""
+    if file.version is None:
+        accepted = (
+            f"the store of {file.path} says neither when it was written nor what its content is; "
+            "copy the files to this machine, and name them there"
+        )
+        raise ConfigError(refusal("data.cache_folder", config.cache_folder, accepted))
 
 
 def read_records(file: RecordFile, positions: Sequence[int]) -> list[bytes]:

@@ -13,7 +13,7 @@ from scalejax.errors import ConfigError
 from scalejax.evaluation import build_evaluation
 from scalejax.hardware import load_cluster
 from scalejax.mesh import build_mesh
-from scalejax.profile.cache import _path
+from scalejax.profile.cache import _path, case_key
 from scalejax.profile.compiled import read_step
 from scalejax.profile.job import RunJob
 from scalejax.profile.target import target_for
@@ -274,6 +274,7 @@ def test_a_program_is_remembered_with_what_learns_of_it():
     target = target_for(load_cluster("dgx-h100"), 1, "cpu")
     runs = run_of(), run_of({"trainable": ["layers/2"]}), run_of({"trainable": ["layers/1"]})
 
-    paths = {_path(Path(), RunJob(target=target, run=run)) for run in runs}
+    jobs = [RunJob(target=target, run=run) for run in runs]
 
-    assert len(paths) == 3
+    assert len({_path(Path(), job) for job in jobs}) == 3
+    assert len({case_key(job) for job in jobs}) == 3

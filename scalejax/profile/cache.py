@@ -90,8 +90,8 @@ def case_key(job: RunJob) -> str:
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
-    for name, part in (("loss", config.loss), ("averaging", config.averaging)):
-        if part not in (None, LossConfig()):
+    for name in ("loss", "averaging", "fine_tuning"):
+        if (part := getattr(config, name)) not in (None, LossConfig()):
             material[name] = _named(part)
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
         if is_beside:

@@ -1,7 +1,6 @@
 """Images in a folder for each class: which there are, their order, and what is refused."""
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -203,8 +202,8 @@ def test_a_run_trains_and_is_not_resumed_on_other_files(root, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_files_are_listed_in_a_second(tmp_path):
-    """And take no more memory than their names."""
+def test_a_hundred_thousand_files_take_no_more_memory_than_their_names(tmp_path):
+    """And are counted, not read: they hold no images."""
     for number in range(100):
         folder = tmp_path / "train" / f"class{number:03}"
         folder.mkdir(parents=True)
@@ -212,13 +211,8 @@ def test_a_hundred_thousand_files_are_listed_in_a_second(tmp_path):
             (folder / f"{image:06}.jpg").touch()
     config = config_of(tmp_path, test=f"{tmp_path}/train")
 
-    begin = time.perf_counter()
     files = image_files(config, "train")
-    listed_seconds = time.perf_counter() - begin
 
     assert len(files) == 100_000
     assert len(files.names) + files.ends.nbytes < 100_000 * 32
-    assert listed_seconds < 1
-    begin = time.perf_counter()
     assert facts(config).test_examples == 100_000
-    assert time.perf_counter() - begin < 0.05

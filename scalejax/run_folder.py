@@ -192,15 +192,7 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     return all(
         before.get(name) == after.get(name)
         for name in before | after
-        if name.startswith(
-            (
-                "layout.",
-                "model.",
-                "input.remainder",
-                "input.unreadable",
-                "train.divergence.max_gradient_growth",
-            )
-        )
+        if name.startswith(_OF_PROGRAM)
     )
 
 

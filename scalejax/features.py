@@ -88,7 +88,12 @@ def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
         return source
     program = _Program(run)
     key = json.dumps([program.key, _data_key(run, split)])
-    cache = DiskCache(user_folder() / "features", CACHE_BYTES)
+    cache = DiskCache(
+        user_folder() / "features",
+        CACHE_BYTES,
+        field="fine_tuning.cache_features",
+        remedy="make room, or name another folder in the environment variable SCALEJAX_CACHE",
+    )
     say = _Progress(reporter, split, len(source))
     tables = []
     for first in range(0, len(source), KEPT_TOGETHER):

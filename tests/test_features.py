@@ -1,7 +1,6 @@
 """Features of a frozen network, kept: what is trained on them is what is trained without."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,11 +9,13 @@ import pytest
 from flax import nnx
 
 from scalejax import features
+from scalejax.augmentation_config import AugmentationConfig
 from scalejax.checkpoint import load_weights
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError
 from scalejax.features import open_examples
+from scalejax.input_config import InputConfig
 from scalejax.mesh import build_mesh
 from scalejax.models import BatchNorm, Network
 from scalejax.progress import Silent
@@ -152,9 +153,33 @@ def test_what_would_change_features_is_refused():
     for trainable in (("head", "hidden"), ()):
         with pytest.raises(ConfigError, match=r"cache_features=True is refused.*head"):
             run_of(trainable=trainable)
-    fine_tuning = FineTuningConfig(trainable=("head",), cache_features=True)
-    with pytest.raises(ConfigError, match=r"leave input\.augmentation out"):
-        require_same_examples(fine_tuning, SimpleNamespace(augmentation=1))  # type: ignore[arg-type]
     run = resolve(run_of(name="Whole"), 1)
     with pytest.raises(ConfigError, match=r"cache_features=True is refused.*Whole has no"):
         build_step(run, build_mesh(run.layout))
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (InputConfig(augmentation=AugmentationConfig(flip=True)), "augmentation"),
+        (InputConfig(unreadable="skip"), "unreadable"),
+        (InputConfig(workers=1), "workers"),
+        (InputConfig(workers="auto"), "workers"),
+    ],
+)
+def test_input_that_features_would_not_follow_is_refused(given, field):
+    """Examples that change, or count for nothing, or are made by processes beside this one."""
+    fine_tuning = FineTuningConfig(trainable=("head",), cache_features=True)
+
+    with pytest.raises(ConfigError, match=rf"leave input\.{field} out"):
+        require_same_examples(fine_tuning, given)
+    require_same_examples(replace(fine_tuning, cache_features=False), given)
+
+
+def test_features_that_cannot_be_kept_are_refused_by_their_own_field(tmp_path):
+    """Which is none of Parquet files."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "features").write_text("no folder")
+
+    with pytest.raises(ConfigError, match=r"fine_tuning\.cache_features: .*features cannot be wr"):
+        open_examples(resolve(run_of(), 1), "train", Silent())

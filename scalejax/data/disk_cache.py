@@ -24,9 +24,29 @@ _KEY = b"scalejax key"
 class DiskCache:
     """Tables in `folder`, of `limit_bytes` at most; one larger than that is not kept."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        *,
+        field: str = "data.reading.cache_folder",
+        remedy: str = "make room, lower data.reading.cache_bytes, or leave the folder out",
+    ) -> None:
+        """Open it, and remove what is too much.
+
+        Args:
+            folder: where; made if it is not there.
+            limit_bytes: most that files take.
+            field: of the config, that asks for it.
+            remedy: what to do where the folder cannot be written.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
         self._folder = folder
         self._limit_bytes = limit_bytes
+        self._field = field
+        self._remedy = remedy
         self._host = socket.gethostname()
         with self._naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +61,7 @@ class DiskCache:
             ConfigError: if the disk is full, or the folder cannot be written.
         """
         path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.arrow"
-        table = _mapped(path, key)
+        table = _mapped(path, key, self._field)
         if table is None:
             table = load().replace_schema_metadata({_KEY: key.encode()})
             with self._naming(path):
@@ -106,12 +126,11 @@ class DiskCache:
             yield
         except OSError as error:
             raise ConfigError(
-                f"data.reading.cache_folder: {path} cannot be written ({error}); make room, "
-                "lower data.reading.cache_bytes, or leave the folder out."
+                f"{self._field}: {path} cannot be written ({error}); {self._remedy}."
             ) from error
 
 
-def _mapped(path: Path, key: str) -> pa.Table | None:
+def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
     """The table of a file, read as its rows are; None if it is not there, or is not this table."""
     try:
         with pa.memory_map(str(path)) as file:
@@ -121,5 +140,5 @@ def _mapped(path: Path, key: str) -> pa.Table | None:
     except (FileNotFoundError, pa.ArrowInvalid):
         return None
     except OSError as error:
-        raise ConfigError(f"data.reading.cache_folder: {path} cannot be read ({error}).") from error
+        raise ConfigError(f"{field}: {path} cannot be read ({error}).") from error
     return table if (table.schema.metadata or {}).get(_KEY) == key.encode() else None

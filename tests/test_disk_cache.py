@@ -19,6 +19,7 @@ from parquet_cases import encoded, random_images, write_images
 
 from scalejax.data import open_source
 from scalejax.data.disk_cache import DiskCache
+from scalejax.data.parquet import ParquetExamples
 from scalejax.data.row_groups import _memories
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
@@ -181,7 +182,7 @@ def test_a_cache_smaller_than_the_data_is_counted_as_one_that_forgets(config):
     too_small = replace(config, reading=replace(config.reading, cache_bytes=10_000))
     without = replace(config, reading=replace(config.reading, cache_folder=None))
 
-    together = [open_source(c, "train", seed=0).rows_together for c in (config, too_small, without)]
+    together = [ParquetExamples(c, "train").rows_together for c in (config, too_small, without)]
     work = [sample_work(each).files for each in (config, too_small, without)]
     reads = [each.reads(0, is_first_epoch=False) for each in work if each is not None]
 

@@ -148,6 +148,8 @@ DataConfig = Annotated[
     Field(discriminator="name"),
 ]
 """One of the data sets, told apart by `name`."""
+OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
+"""Data sets of files that a user names."""
 
 BYTE_VALUES = 256
 """Vocabulary of a text read by bytes."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scalejax.data_config import DataConfig
+from scalejax.data_config import DataConfig, OfFiles
 from scalejax.documents import load, save
 from scalejax.errors import ConfigError
 from scalejax.formats.array_record import ArrayRecordConfig, record_files
@@ -21,8 +21,6 @@ from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
 
-OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
-"""Data sets of files that a user names."""
 Part = Literal["train", "test"]
 
 

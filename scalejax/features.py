@@ -79,11 +79,19 @@ def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
     """One part of the data of `run`, as its step takes it: features, if it keeps them.
 
     Raises:
-        ConfigError: if files are missing or damaged, or could change unnoticed.
+        ConfigError: if files are missing or damaged, have changed since `run` was resolved, or
+            could change unnoticed.
     """
     config = run.config
     changes = config.input.augmentation
     source = open_source(config.data, split, seed=config.seed, augmentation=changes)
+    dataset = run.dataset
+    expected = dataset.train_examples if split == "train" else dataset.test_examples
+    if len(source) != expected:
+        raise ConfigError(
+            f"The files of data.{split} changed while the run began: they held {expected} "
+            f"examples, and now {len(source)}; begin it again."
+        )
     if not reads_features(config):
         return source
     program = _Program(run)

@@ -123,6 +123,20 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
             yield stream
 
 
+def require_unchanged(field: str, file: DataFile) -> None:
+    """Refuse a file on this machine that is another than it was when it was found.
+
+    Raises:
+        ConfigError: if it is gone, or was written anew.
+    """
+    try:
+        about = os.stat(file.path)
+    except OSError as error:
+        raise ConfigError(f"{field}: {file.path} cannot be read any more ({error}).") from error
+    if (about.st_size, str(about.st_mtime_ns)) != (file.size_bytes, file.version):
+        raise ConfigError(f"{field}: {file.path} was written anew while it was read.")
+
+
 def local_copy(field: str, file: DataFile, folder: str) -> str:
     """Path of a copy in `folder` of a file at a URL; made once, and whole whenever it is there.
 

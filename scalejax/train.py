@@ -21,7 +21,7 @@ from scalejax import documents
 from scalejax.batch_ramp import Phase
 from scalejax.checkpoint import Checkpoints, save_weights
 from scalejax.config import ResolvedRun, RunConfig, resolve
-from scalejax.data import Batches, training_batches
+from scalejax.data import Batches, Source, training_batches
 from scalejax.data.cores import machine_cores
 from scalejax.data.source import UnreadableExample
 from scalejax.divergence import Divergence, is_skipped
@@ -220,20 +220,28 @@ class _Loop:
 
     def _run_steps(self, state: TrainState) -> TrainState:
         programs, phases = self._programs, self._run.phases
+        # Once: files may appear while the run goes on, and are none of its data.
+        source = open_examples(self._run, "train", self._journal.reporter)
         compiled = [(programs.step, programs.update), *programs.later]
         ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
         for phase, (step, update), end in zip(phases, compiled, ends, strict=True):
             if self._step < end:
-                state = self._run_phase(state, phase, step, update, end)
+                state = self._run_phase(state, source, phase, step, update, end)
         return state
 
     def _run_phase(
-        self, state: TrainState, phase: Phase, step: Step, update: Any, end: int
+        self,
+        state: TrainState,
+        source: Source,
+        phase: Phase,
+        step: Step,
+        update: Any,
+        end: int,
     ) -> TrainState:
         """The updates of one batch, of which `end` updates of the run are the last."""
         run = self._run
         batches = training_batches(
-            open_examples(run, "train", self._journal.reporter),
+            source,
             step.batch,
             seed=run.config.seed,
             start_step=self._step,

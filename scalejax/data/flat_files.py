@@ -4,7 +4,6 @@ Knows places and types; nothing of what the numbers mean.
 """
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from scalejax.errors import ConfigError
-from scalejax.locations import DataFile, is_url, opened_filesystem
+from scalejax.locations import DataFile, is_url, opened_filesystem, require_unchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +42,8 @@ class FlatFile:
 
     def _mapped(self) -> np.ndarray:
         """All of them, of a file that is as it was."""
-        try:
-            about = os.stat(self.file.path)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.field}: {self.file.path} cannot be read any more ({error})."
-            ) from error
-        if (about.st_size, str(about.st_mtime_ns)) != (self.file.size_bytes, self.file.version):
-            # what is mapped of a file that was cut short would end this process
-            raise ConfigError(f"{self.field}: {self.file.path} was written anew while it was read.")
+        # what is mapped of a file that was cut short would end this process
+        require_unchanged(self.field, self.file)
         return _mapped(self)
 
 

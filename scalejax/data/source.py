@@ -13,6 +13,7 @@ from scalejax.data_config import (
     DataConfig,
     FashionMnistConfig,
     MaskedTokensConfig,
+    OfFiles,
     PythonDocsConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
@@ -95,7 +96,8 @@ class Shared(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """How to open a source again, in any process."""
+    """How to open a source again, in any process: one whose examples are made, or come with an
+    installation, and are large. Files that a user names are listed once for all processes."""
 
     config: DataConfig
     """The data set."""
@@ -145,6 +147,8 @@ def open_source(
         ConfigError: if a file of the data set is missing or damaged.
     """
     source = _opened(config, split, seed, augmentation)
+    if isinstance(config, OfFiles):  # another process might find other files
+        return source
     origin = Origin(config=config, split=split, seed=seed, augmentation=augmentation)
     vars(source)["origin"] = origin
     return source

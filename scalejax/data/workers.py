@@ -41,7 +41,9 @@ class Workers:
         wrap: Callable[[Source], Source] = unchanged,
     ) -> None:
         self._slots = slots
-        self._workers = [_Worker(source, wrap, slots) for _ in range(count)]
+        self._workers = [_Worker() for _ in range(count)]  # they start side by side
+        for worker in self._workers:
+            worker.begin(source, wrap, slots)
 
     def groups(self, wanted: Iterator[Sequence[Rows]]) -> Iterator[Sequence[LocalBatch]]:
         """The batches of `wanted`, in order, one by one; those of one element are made at once.
@@ -84,9 +86,7 @@ class Workers:
 class _Worker:
     """One process; it answers requests in the order in which it was asked."""
 
-    def __init__(
-        self, source: Source | Origin, wrap: Callable[[Source], Source], slots: int
-    ) -> None:
+    def __init__(self) -> None:
         self._file = _memory_file()
         self._map: mmap.mmap | None = None
         self._process = subprocess.Popen(
@@ -106,6 +106,9 @@ class _Worker:
         )
         self._requests = cast(IO[bytes], self._process.stdin)
         self._answers = cast(IO[bytes], self._process.stdout)
+
+    def begin(self, source: Source | Origin, wrap: Callable[[Source], Source], slots: int) -> None:
+        """Say what batches are made of."""
         self._send(Task(source=source, wrap=wrap, memory=self._file.fileno(), slots=slots))
 
     def ask(self, slot: int, batches: Sequence[Rows]) -> None:

@@ -47,7 +47,7 @@ def loaded_array(field: str, header: ArrayHeader) -> np.ndarray:
     """The array, in memory; one of an .npz stays there for who asks next.
 
     Raises:
-        ConfigError: if it cannot be read, or is damaged.
+        ConfigError: if it cannot be read, is damaged, or is another than it was.
     """
     return _read_array(field, header) if header.member is None else _kept_array(field, header)
 
@@ -58,8 +58,10 @@ def _kept_array(field: str, header: ArrayHeader) -> np.ndarray:
 
 
 def _read_array(field: str, header: ArrayHeader) -> np.ndarray:
-    from scalejax.locations import opened
+    from scalejax.locations import is_url, opened, require_unchanged
 
+    if not is_url(header.file.path):
+        require_unchanged(field, header.file)
     with opened(field, header.file) as file:
         try:
             if header.member is None:

@@ -7,6 +7,7 @@ keep.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal
 
 from scalejax.data_config import DataConfig, OfFiles
@@ -16,7 +17,7 @@ from scalejax.formats.array_record import ArrayRecordConfig, record_files
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.formats.numpy_arrays import NumpyConfig, part_headers
 from scalejax.formats.tokens import TokensConfig, token_files
-from scalejax.locations import DataFile, absolute_location
+from scalejax.locations import DataFile, absolute_location, states_below
 from scalejax.parquet_config import ParquetConfig
 from scalejax.parquet_files import find_files
 from scalejax.record import RunFolder
@@ -29,10 +30,12 @@ class UsedFile:
     """One file of a data set, or the folder of a class of images."""
 
     file: DataFile
-    """Where it is, and what tells it from another in its place; of a folder, the bytes of the
-    names in it and their SHA-256."""
+    """Where it is, and what tells it from another in its place; of a folder, the bytes of its
+    images together and the SHA-256 of what tells each from another."""
     rows: int
     """Rows, images, records or tokens it holds, before filters."""
+    listing: str | None = None
+    """Of a folder, the SHA-256 of the names and lengths of its images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,14 +107,21 @@ def _of_parquet(data: ParquetConfig, part: Part) -> Iterable[UsedFile]:
 
 
 def _of_folders(data: ImageFolderConfig, part: Part) -> Iterable[UsedFile]:
-    """The folder of each class in place of its files, told from another by their names."""
+    """The folder of each class in place of its files."""
     files = image_files(data, part)
     location = absolute_location(files.location)
-    for number, name in enumerate(files.classes):
-        names = files.names_of(number)
-        version = hashlib.sha256(names).hexdigest()
-        file = DataFile(path=f"{location}/{name}", size_bytes=len(names), version=version)
-        yield UsedFile(file=file, rows=files.counts[number])
+    paths = map(files.path, range(len(files)))
+    states = states_below(f"data.{part}", location, paths)
+    for name, count in zip(files.classes, files.counts, strict=True):
+        listing, contents, size_bytes, is_known = hashlib.sha256(), hashlib.sha256(), 0, True
+        for path, length, version in islice(states, count):
+            listing.update(repr((path, length)).encode())
+            contents.update(repr((path, length, version)).encode())
+            size_bytes += length
+            is_known = is_known and version is not None
+        version = contents.hexdigest() if is_known else None
+        file = DataFile(path=f"{location}/{name}", size_bytes=size_bytes, version=version)
+        yield UsedFile(file=file, rows=count, listing=listing.hexdigest())
 
 
 def _of_arrays(data: NumpyConfig, part: Part) -> Iterable[UsedFile]:

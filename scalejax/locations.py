@@ -6,7 +6,7 @@ Knows names, sizes and times; nothing of what is in a file.
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -106,6 +106,28 @@ def opened_filesystem(field: str, location: str) -> tuple[Any, str]:
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), path
 
 
+def states_below(
+    field: str, location: str, paths: Iterable[str]
+) -> Iterator[tuple[str, int, str | None]]:
+    """Path, bytes and version (that of `DataFile`) of each of some files below a folder or URL.
+
+    Raises:
+        ConfigError: if one is gone, or the location cannot be read.
+    """
+    with naming(field, location):
+        if not is_url(location):
+            for path in paths:
+                about = os.stat(os.path.join(location, path))
+                yield path, about.st_size, str(about.st_mtime_ns)
+            return
+        filesystem, root = opened_filesystem(field, location)
+        found = filesystem.handler.fs.find(root, detail=True)
+        for path in paths:
+            if (about := found.get(f"{root.rstrip('/')}/{path}")) is None:
+                raise FileNotFoundError(f"{path} is gone")
+            yield path, about["size"] or 0, _said_version(about)
+
+
 @contextmanager
 def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
     """The file, open to be read from any place.
@@ -183,8 +205,12 @@ def _is_finished(path: str) -> bool:
 def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:
     if info.mtime_ns is not None:
         return str(info.mtime_ns)
-    about = filesystem.handler.fs.info(info.path)  # of what S3, HTTP, Hugging Face, Google say
-    names = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
+    return _said_version(filesystem.handler.fs.info(info.path))
+
+
+def _said_version(about: Mapping[str, Any]) -> str | None:
+    """What tells a file from one written anew, of what S3, HTTP, Hugging Face, Google say."""
+    names = ("mtime", "ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
     return next((str(about[name]) for name in names if about.get(name) is not None), None)
 
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from parquet_cases import encoded, random_images
 
 from scalejax import features
 from scalejax.augmentation_config import AugmentationConfig
@@ -146,6 +147,40 @@ def test_examples_are_those_of_the_source_in_its_order():
     alone = [cached.take(indices[row : row + 1])["inputs"][0] for row in range(6)]
     np.testing.assert_array_equal(taken["inputs"], alone)
     assert len(np.unique(taken["inputs"], axis=0)) == 6
+
+
+def test_features_of_images_written_anew_are_computed_again(tmp_path):
+    """In their place, under their names: other pixels are other features. Of a store that does not
+    say when it was written to they are refused."""
+    fsspec = pytest.importorskip("fsspec")
+    images = random_images(6, side=28)
+    store = fsspec.filesystem("memory")
+
+    def write(chosen):
+        for part in ("train", "test"):
+            for number, image in enumerate(chosen):
+                name = f"{part}/{'ab'[number % 2]}/{number}.bmp"
+                path = tmp_path / "images" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(encoded(image, "BMP"))
+                store.pipe(f"/frozen/{name}", path.read_bytes())
+
+    def opened(location):
+        data = {"name": "image_folder", "image_size": 28, "channels": 1}
+        data |= {part: f"{location}/{part}" for part in ("train", "test")}
+        run = resolve(run_of(data=data, batch={"global_batch": 2}), 1)
+        return open_examples(run, "train", Silent())
+
+    write(images)
+    before = opened(tmp_path / "images").take(np.arange(6))["inputs"]
+    write(images[::-1])
+    after = opened(tmp_path / "images").take(np.arange(6))["inputs"]
+
+    # images 0, 2, 4 of one class and 1, 3, 5 of the other have changed places
+    np.testing.assert_allclose(after, before[::-1], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(after, before)
+    with pytest.raises(ConfigError, match=r"cache_features=True is refused: the store of"):
+        opened("memory://frozen")
 
 
 def test_what_would_change_features_is_refused():

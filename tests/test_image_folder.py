@@ -1,6 +1,8 @@
 """Images in a folder for each class: which there are, their order, and what is refused."""
 
+import errno
 import os
+import pathlib
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ from parquet_cases import encoded, random_images
 
 from scalejax.config import load_config, with_fields
 from scalejax.data import open_source
+from scalejax.data.readable import ReadableExamples
 from scalejax.data.source import UnreadableExample
 from scalejax.data_config import facts
+from scalejax.data_files import used_files
 from scalejax.errors import ConfigError
 from scalejax.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.train import train
@@ -152,6 +156,38 @@ def test_an_unreadable_image_is_named(root, content):
         source.take(np.arange(7), 0)
 
 
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_failure_of_the_system_is_no_unreadable_image(root, monkeypatch, is_url):
+    """Too many open files, or a store that does not answer: the run ends, and leaves no image out
+    for ever that could be read a moment later."""
+    if is_url:
+        fsspec = pytest.importorskip("fsspec")
+        store = type(fsspec.filesystem("file"))
+        changed, failing = (store, "cat_file"), OSError(errno.EIO, "Input/output error")
+        location = f"file://{root}"
+    else:
+        changed, failing = (pathlib.Path, "read_bytes"), OSError(errno.EMFILE, "Too many open")
+        location = root
+    source = open_source(config_of(location), "train", seed=0)
+    blank = {"inputs": np.zeros((8, 8, 3), np.uint8), "targets": np.zeros((), np.int32)}
+    reader, usual = ReadableExamples(source, blank), getattr(*changed)
+
+    def fail(self, *arguments, **options):
+        raise failing
+
+    monkeypatch.setattr(*changed, fail)
+    with pytest.raises(
+        ConfigError, match=r"train/.*cannot be read \(.*(Too many|Input/)"
+    ) as caught:
+        reader.take(np.arange(7), 0)
+    monkeypatch.setattr(*changed, usual)
+
+    assert not isinstance(caught.value, UnreadableExample)
+    assert reader.take(np.arange(7), 0)["readable"].all()
+    (root / "train/dog/a.png").unlink()
+    assert reader.take(np.arange(7), 0)["readable"].tolist() == [True] * 6 + [False]
+
+
 def test_names_of_any_bytes_are_opened(root):
     """A name that is no UTF-8, and one with a star in it."""
     for name in (b"\xff\xfe.png", "ä*[1].png".encode()):
@@ -199,6 +235,46 @@ def test_a_run_trains_and_is_not_resumed_on_other_files(root, tmp_path, monkeypa
     (root / "train/dog/b.png").write_bytes(encoded(IMAGES[1]))
     with pytest.raises(ConfigError, match=r"train/dog of data\.train has changed since it began"):
         train(longer, tmp_path / "run", device_count=2, predicts=False, resume=True)
+
+
+def test_an_image_written_anew_is_another_data_set(root):
+    """In its place, of as many bytes: only the time tells; of a URL, what its store says."""
+    fsspec = pytest.importorskip("fsspec")
+    path = root / "train/dog/a.png"
+    at_url = config_of(f"file://{root}")
+    before, before_at_url = used_files(config_of(root)), used_files(at_url)
+    again = used_files(config_of(root))
+    content, written = path.read_bytes(), path.stat().st_mtime_ns
+    path.write_bytes(content[:-1] + b"x")
+    os.utime(path, ns=(written, written + 10**9))
+    after, after_at_url = used_files(config_of(root)), used_files(at_url)
+
+    assert before == again
+    assert before is not None
+    assert after is not None
+    changed = [one != other for one, other in zip(before.train, after.train, strict=True)]
+    assert changed == [False, False, True]  # of Zebra, cat, dog
+    assert before.test == after.test
+    assert before_at_url is not None
+    assert after_at_url is not None
+    assert before_at_url.train[:2] == after_at_url.train[:2]
+    assert before_at_url.train[2] != after_at_url.train[2]
+
+    store = fsspec.filesystem("memory")
+    for name in TREE:
+        store.pipe(f"/unversioned/{name}", (root / name).read_bytes())
+        new_name = name.replace("dog/a", "dog/b")
+        store.pipe(f"/renamed/{new_name}", (root / name).read_bytes())
+    silent = used_files(config_of("memory://unversioned"))
+    assert silent is not None
+    assert [each.file.version for each in silent.train] == [None, None, None]
+    renamed = used_files(config_of("memory://renamed"))
+    assert renamed is not None
+    pairs = zip(silent.train, renamed.train, strict=True)
+    assert [one.listing != other.listing for one, other in pairs] == [False, False, True]
+    store.rm("/renamed/train/dog/b.png")
+    with pytest.raises(ConfigError, match=r"data\.train=.*dog/b\.png is gone"):
+        used_files(config_of("memory://renamed"))
 
 
 @pytest.mark.slow

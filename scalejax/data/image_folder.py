@@ -37,6 +37,7 @@ class ImageFolder:
 
         Raises:
             UnreadableExample: if a file is gone or holds no image, naming it.
+            ConfigError: if one cannot be read.
         """
         location = self._files.location
         paths = [os.path.join(location, self._files.path(int(index))) for index in indices]
@@ -61,7 +62,9 @@ def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], by
     found = filesystem.handler.fs.cat_ranges(below, None, None, on_error="return")
 
     def content(number: int) -> bytes:
-        if isinstance(value := found[number], Exception):
+        if isinstance(value := found[number], FileNotFoundError):
+            raise value
+        if isinstance(value, Exception):
             raise OSError(str(value)) from value
         return value
 

@@ -18,6 +18,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from scalejax.data.cores import usable_cores
 from scalejax.data.source import UnreadableExample
+from scalejax.errors import ConfigError
 
 _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
 """What Pillow raises of an EXIF that it cannot read."""
@@ -164,7 +165,9 @@ def decoded_all(
         changes: what happens to each.
 
     Raises:
-        UnreadableExample: if one cannot be read or decoded, saying which and why.
+        UnreadableExample: if one is gone or cannot be decoded, saying which and why.
+        ConfigError: if its file cannot be read, as when a disk fails or too many files are open:
+            that says nothing of the example.
     """
     images = np.empty((count, size, size, channels), np.uint8)
 
@@ -173,10 +176,12 @@ def decoded_all(
             try:
                 crop = partial(changes.crop, number)
                 images[number] = decoded(contents(number), size, channels, crop)
-            except (UndecodableImage, OSError) as error:
+            except (UndecodableImage, FileNotFoundError) as error:
                 raise UnreadableExample(
                     f"{named(number)}: no image that can be read ({error})."
                 ) from error
+            except OSError as error:
+                raise ConfigError(f"{named(number)} cannot be read ({error}).") from error
         images[part] = changes.finished(images[part], np.arange(count)[part])
 
     in_threads(decode, count)

@@ -66,12 +66,6 @@ class ImageFiles:
         begin = self.ends[index - 1] + 1 if index else 0
         return os.fsdecode(self.names[begin : self.ends[index]])
 
-    def names_of(self, class_number: int) -> bytes:
-        """The part of `names` that is of one class."""
-        first = sum(self.counts[:class_number])
-        begin = self.ends[first - 1] + 1 if first else 0
-        return self.names[begin : self.ends[first + self.counts[class_number] - 1]]
-
 
 def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
     """Counts of images and classes.

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from parquet_cases import encoded, random_images, write_images
-from test_data import CONFIGS, EMBEDDED, SMALL_IMAGES, shapes_of
+from test_data import CONFIGS, EMBEDDED, SMALL_IMAGES, Numbers, shapes_of
 
 from scalejax.data import open_source, training_batches
 from scalejax.data.source import UnreadableExample, for_process
@@ -179,6 +179,29 @@ def test_a_process_that_is_killed_ends_the_run_with_a_reason():
         for _ in batches:
             pass
     assert wait_until(lambda: not is_running(survivor))
+
+
+class _NotThere(Numbers):
+    """A source that only this process can make."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_a_process_that_cannot_begin_is_not_a_matter_of_memory(capfd):
+    """It says itself why; the run's error points there."""
+    batches = training_batches(
+        _NotThere(64),
+        shapes_of(SMALL_IMAGES, 8),
+        seed=0,
+        start_step=0,
+        stop_step=8,
+        how=InputConfig(workers=1),
+    )
+
+    with pytest.raises(ScalejaxError, match=r"ended with code 1; what it said is above\.$"):
+        next(batches)
+    assert "no number" in capfd.readouterr().err
 
 
 def test_processes_end_with_the_batches_that_are_dropped():

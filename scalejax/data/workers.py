@@ -157,12 +157,13 @@ class _Worker:
 
     def _death(self) -> ScalejaxError:
         code = self._process.wait()
-        cause = f"ended with {code}"
-        if code == -signal.SIGKILL:
-            cause = "was killed, most likely because memory ran out"
+        if code != -signal.SIGKILL:
+            return ScalejaxError(
+                f"A process of input.workers ended with code {code}; what it said is above."
+            )
         return ScalejaxError(
-            f"A process of input.workers {cause}; fewer of them, or a smaller input.memory_bytes "
-            "or data.reading.memory_bytes, need less memory."
+            "A process of input.workers was killed, most likely because memory ran out; fewer of "
+            "them, or a smaller input.memory_bytes or data.reading.memory_bytes, need less memory."
         )
 
 

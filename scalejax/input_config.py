@@ -25,8 +25,9 @@ class InputConfig:
     the batch is filled up with rows that count for nothing, so that an epoch sees every example."""
     unreadable: Literal["refuse", "skip"] = "refuse"
     """What an example does that is damaged, or holds what it must not: it ends the run; or it
-    counts for nothing, and the record says how many did and why. A file damaged as a whole always
-    ends the run."""
+    counts for nothing (in its place is the row beside it, or zeros if that is damaged too), and the
+    record says how many did and why. A file damaged as a whole, or that the system cannot read,
+    always ends the run."""
     augmentation: AugmentationConfig | None = None
     """How images are changed at random; if absent, not at all."""
 

@@ -20,8 +20,11 @@ from test_resume import start
 from scalejax.checkpoint import load_weights
 from scalejax.cli import main
 from scalejax.config import load_config, resolve
-from scalejax.data import Skipped, evaluation_batches, training_batches
+from scalejax.data import Skipped, evaluation_batches, open_source, training_batches
+from scalejax.data.making import take_batches
+from scalejax.data.order import Rows
 from scalejax.data.pipeline import _are_counted_here
+from scalejax.data.readable import ReadableExamples
 from scalejax.data.source import UnreadableExample
 from scalejax.documents import load
 from scalejax.errors import ConfigError
@@ -110,8 +113,8 @@ def test_a_filled_order_goes_on_anywhere():
 @pytest.mark.parametrize("damaged", [[], [3], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [19, 4, 11]])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_what_cannot_be_read_counts_for_nothing_and_is_counted(damaged, remainder):
-    """Of 20 in two epochs: all others as without, the damaged ones named; no blank row where there
-    is another to copy."""
+    """Of 20 in two epochs: all others as without, the damaged ones named; in place of each its
+    neighbour, or zeros."""
     how = InputConfig(unreadable="skip", remainder=remainder)
     skipped, steps = Skipped(), 6 if remainder == "pad" else 4
     batches = batches_of(Damaged(20, damaged), how, stop=steps, skipped=skipped)
@@ -124,9 +127,12 @@ def test_what_cannot_be_read_counts_for_nothing_and_is_counted(damaged, remainde
     named = [f"numbers.txt, row {k}: not a number." for k in expected if k in damaged]
     assert reasons == named[:5]
     assert skipped.taken() == (0, [])
-    for batch in batches:
-        assert (batch["inputs"][:, 0, 0, 0] == batch["targets"]).all()
-        assert not set(batch["targets"].tolist()) & set(damaged) or not batch["weights"].any()
+    for batch, full in zip(batches, whole, strict=True):
+        targets, lost = full["targets"], np.isin(full["targets"], damaged)
+        beside = targets.reshape(-1, 2)[:, ::-1].ravel()
+        filled = np.where(np.isin(beside, damaged), 0, beside)
+        np.testing.assert_array_equal(batch["targets"], np.where(lost, filled, targets))
+        np.testing.assert_array_equal(batch["inputs"][:, 0, 0, 0], batch["targets"])
 
 
 def test_a_batch_of_which_nothing_can_be_read_is_blank():
@@ -346,6 +352,26 @@ def test_a_file_of_which_no_row_can_be_read_is_refused(folder):
 
     with pytest.raises(ConfigError, match=r"no example of the test part can be read"):
         trained(folder, "run")
+
+
+@pytest.mark.parametrize("hosts", [2, 5])
+def test_rows_do_not_depend_on_the_number_of_hosts(folder, hosts):
+    """What each of several hosts takes of a batch is that part of what one takes: the rows that
+    are lost too, which BatchNorm and mixup see."""
+    path = folder / "run.toml"
+    path.write_text(RUN.format(folder=folder, batch=20, input='unreadable = "skip"'))
+    source = open_source(load_config(path).data, "train", seed=0)
+    blank = {"inputs": np.zeros((8, 8, 3), np.uint8), "targets": np.zeros((), np.int32)}
+    reader = ReadableExamples(source, blank)
+    batch = Rows(indices=np.arange(20), epoch=0, beside={"weights": np.ones(20, np.float32)})
+
+    (whole,) = take_batches(reader, [batch])
+    parts = [take_batches(reader, [batch.of(rows)])[0] for rows in np.split(np.arange(20), hosts)]
+
+    assert whole["lost"][[4, 9, 15]].tolist() == [4, 9, 15]
+    np.testing.assert_array_equal(whole["inputs"][[4, 9, 15]], whole["inputs"][[5, 8, 14]])
+    for name, values in whole.items():
+        np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), values)
 
 
 class _StopsAt(Silent):

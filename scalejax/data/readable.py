@@ -72,16 +72,19 @@ def settled(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np.ndarray]:
     """`batch`, of which `rows` were taken, with the unreadable counting for nothing; "lost" in
     place of "readable".
 
-    They hold what the next readable row does, for statistics of BatchNorm are of all rows of a
-    batch; blank if there is none.
+    They hold what their neighbour does (of rows 0 and 1, 2 and 3, ... each is the other's), for
+    statistics of BatchNorm are of all rows of a batch, and mixup mixes neighbours; zeros if that is
+    lost too. Neighbours are in one process where each has an even number of rows: then no row
+    depends on how many processes there are.
     """
     (counted,) = rows.beside
     held = dict(batch)
     is_readable, counts = held.pop(READABLE), held.pop(counted)
-    places = np.flatnonzero(is_readable)
-    if 0 < len(places) < len(is_readable):
-        following = places[np.searchsorted(places, np.arange(len(is_readable))) % len(places)]
-        held = {name: values[following] for name, values in held.items()}
+    if not is_readable.all():
+        places = np.arange(len(is_readable))
+        neighbours = np.minimum(places ^ 1, len(places) - 1)
+        filled = np.where(is_readable | ~is_readable[neighbours], places, neighbours)
+        held = {name: values[filled] for name, values in held.items()}
     lost = np.where(~is_readable & (counts > 0), rows.indices, -1)
     return held | {counted: counts * is_readable, LOST: lost}
 

@@ -1,5 +1,6 @@
 """Arrays in NumPy's files as data: rows by index, and nothing that is unpickled or half there."""
 
+import pickle
 import zipfile
 from functools import partial
 
@@ -8,7 +9,7 @@ import pytest
 
 from scalejax.config import load_config
 from scalejax.data import open_source
-from scalejax.data.source import UnreadableExample
+from scalejax.data.source import UnreadableExample, for_process
 from scalejax.data_config import facts
 from scalejax.errors import ConfigError
 from scalejax.formats.numpy_arrays import NumpyConfig
@@ -233,6 +234,24 @@ def test_arrays_of_archives_are_loaded_within_a_limit(tmp_path):
     np.testing.assert_array_equal(
         open_source(config, "train", seed=0).take(INDICES)["inputs"], IMAGES[INDICES]
     )
+
+
+def test_arrays_of_archives_are_loaded_in_every_process(tmp_path):
+    """4900 bytes in one that trains, and 3600 in each of two that make batches."""
+    stored = as_archive(tmp_path, keras(IMAGES, CLASSES))
+    enough = open_source(config_of(stored, memory_bytes=12100), "train", seed=0)
+    short = config_of(stored, memory_bytes=12099)
+
+    taken = pickle.loads(pickle.dumps(for_process(enough, 3)))
+    np.testing.assert_array_equal(taken.take(INDICES)["inputs"], IMAGES[INDICES])
+    for part in ("train", "test"):
+        with pytest.raises(ConfigError, match=r"=12099 .* take 12100 in 3 processes .*; unzip"):
+            for_process(open_source(short, part, seed=0), 3)
+    with zipfile.ZipFile(tmp_path / "data.npz") as archive:
+        archive.extractall(tmp_path / "unzipped")
+    unzipped = f"{tmp_path}/unzipped"
+    mapped = NumpyConfig(train=unzipped, test=unzipped, memory_bytes=1)
+    for_process(open_source(mapped, "train", seed=0), 3)
 
 
 @pytest.mark.parametrize(

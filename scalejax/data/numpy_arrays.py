@@ -8,7 +8,7 @@ import numpy as np
 from scalejax.data.augmentation import AS_IS, Augmentation
 from scalejax.data.flat_files import FlatFile
 from scalejax.data.source import Split, UnreadableExample
-from scalejax.formats.numpy_arrays import NumpyConfig, part_headers, targets_of
+from scalejax.formats.numpy_arrays import NumpyConfig, part_headers, require_room, targets_of
 from scalejax.formats.numpy_files import ArrayHeader, loaded_array
 
 MOST_SAMPLED_ROWS = 2**16
@@ -21,6 +21,7 @@ class NumpyArrays:
     def __init__(
         self, config: NumpyConfig, split: Split, augmentation: Augmentation = AS_IS
     ) -> None:
+        self._config = config
         self._augmentation = augmentation
         self._field = f"data.{split}"
         self._headers = part_headers(config, split)
@@ -31,6 +32,15 @@ class NumpyArrays:
     def __len__(self) -> int:
         """Number of rows."""
         return len(self._targets)
+
+    def share_of(self, processes: int) -> "NumpyArrays":
+        """These examples, for one of `processes`: each loads the arrays of an .npz for itself.
+
+        Raises:
+            ConfigError: if they take too much memory together.
+        """
+        require_room(self._config, processes)
+        return self
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
         """The inputs and classes at `indices`.

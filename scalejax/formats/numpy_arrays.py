@@ -47,7 +47,7 @@ class NumpyConfig:
     classes: int | None = None
     """Values of the target; if absent, one more than the largest."""
     memory_bytes: int = 4 * 2**30
-    """Most that arrays of .npz files take."""
+    """Most that arrays of .npz files take in all processes of a host's `input.workers`."""
 
     def __post_init__(self) -> None:
         require_at_least("data.memory_bytes", self.memory_bytes, 1)
@@ -93,14 +93,7 @@ def numpy_facts(config: NumpyConfig) -> DatasetFacts:
             f"data.test: {test.inputs.where} holds examples of {test.input_shape}, and "
             f"{train.inputs.where} of {train.input_shape}; they must be of one shape."
         )
-    arrays = {train.inputs, train.targets, test.inputs, test.targets}
-    loaded = sum(array.size_bytes for array in arrays if array.member is not None)
-    if loaded > config.memory_bytes:
-        accepted = (
-            f"the arrays take {loaded}; unzip the .npz into a folder, whose .npy files are not "
-            "loaded but mapped"
-        )
-        raise ConfigError(refusal("data.memory_bytes", config.memory_bytes, accepted))
+    require_room(config)
     classes = [int(targets_of(config, part).max()) + 1 for part in ("train", "test")]
     return DatasetFacts(
         train_examples=train.inputs.shape[0],
@@ -110,6 +103,26 @@ def numpy_facts(config: NumpyConfig) -> DatasetFacts:
         classes=config.classes or max(classes),
         is_table=train.is_table,
     )
+
+
+def require_room(config: NumpyConfig, processes: int = 1) -> None:
+    """Refuse arrays of .npz files that `processes` of a host cannot hold: one holds all, and each
+    of the others the inputs to train on.
+
+    Raises:
+        ConfigError: if they take more than `config.memory_bytes`.
+    """
+    train, test = part_headers(config, "train"), part_headers(config, "test")
+    held = [*{train.inputs, train.targets, test.inputs, test.targets}]
+    held += [train.inputs] * (processes - 1)
+    loaded = sum(array.size_bytes for array in held if array.member is not None)
+    if loaded > config.memory_bytes:
+        of = f" in {processes} processes (input.workers)" if processes > 1 else ""
+        accepted = (
+            f"the arrays take {loaded}{of}; unzip the .npz into a folder, whose .npy files are not "
+            "loaded but mapped"
+        )
+        raise ConfigError(refusal("data.memory_bytes", config.memory_bytes, accepted))
 
 
 def part_headers(config: NumpyConfig, part: Part) -> PartHeaders:

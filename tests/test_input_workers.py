@@ -127,7 +127,7 @@ def test_memory_that_is_too_small_for_so_many_processes_is_refused(photos):
     config = photos_config(photos)
     largest = max(group.bytes_of(config.columns) for group in _groups(config))
     with pytest.raises(
-        ConfigError, match=r"memory_bytes=\d+ is refused: .* in each of 5 processes"
+        ConfigError, match=r"input\.workers=4 is refused: .* each of 5 processes .* at most 0"
     ):
         batches_of(photos_config(photos, memory_bytes=2 * largest), 4)
 

@@ -60,6 +60,7 @@ def main() -> None:
         ones += int(np.asarray(batch["targets"]).sum())
     seconds = time.perf_counter() - begin
     grown = peak_bytes() - before
+    held = pa.default_memory_pool().max_memory()  # of one source: below, a second is opened
     middle = batches(config)[1] * 2 // 3
     _moments.cache_clear()
     _memories.clear()
@@ -71,7 +72,7 @@ def main() -> None:
                 "rows": rows,
                 "ones": ones,
                 "grown_bytes": grown,
-                "arrow_bytes": pa.default_memory_pool().max_memory(),
+                "arrow_bytes": held,
                 "epoch_seconds": seconds,
                 "resume_seconds": time.perf_counter() - begin,
                 "resume_cpu_seconds": time.process_time() - begin_cpu,

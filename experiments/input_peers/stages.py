@@ -28,7 +28,7 @@ BILINEAR = Image.Resampling.BILINEAR
 
 def main() -> None:
     """Measure, and print microseconds a sample."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--images", choices=("small", "large"), default="small")
     chosen = parser.parse_args()

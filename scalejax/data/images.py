@@ -28,7 +28,7 @@ NO_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 
 if "PILLOW_BLOCKS_MAX" not in os.environ:  # which is how a user says it
     # Pillow gives the memory of each image back, and a process that does little else gets new pages
-    # for the next: 28 % of the time of images of 250 x 250 (experiments/input_peers).
+    # for the next.
     Image.core.set_block_size(2**20)
     Image.core.set_blocks_max(16)
 

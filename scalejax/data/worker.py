@@ -110,8 +110,8 @@ def main() -> None:
 
 
 def _keep_pages() -> None:
-    """Have glibc keep what arrays leave free for the next, as it does small blocks: the system takes
-    time to give pages anew."""
+    """Have glibc keep what arrays leave free for the next, as it does small blocks: the system
+    takes time to give pages anew."""
     with contextlib.suppress(OSError, AttributeError):  # another library of C
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, 2**26)

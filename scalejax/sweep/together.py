@@ -41,8 +41,8 @@ from scalejax.run_folder import describe_run, versions
 from scalejax.skipped_examples import unreadable_examples
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.results import FINISHED
-from scalejax.train import Interrupted
 from scalejax.train_state import PyTree, TrainState
+from scalejax.training_loop import Interrupted
 
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
 """At most so much, and what lies between two pauses, is trained again after a kill."""

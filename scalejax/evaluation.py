@@ -1,4 +1,5 @@
-"""The evaluation of a run: sums over a batch of test examples, one program beside the `Step`.
+"""The evaluation of a run: sums over a batch of test examples, one program beside the `Step`; and
+what a frozen network makes of examples, for its last layer to learn from.
 
 Knows the network, and which of its weights are evaluated; no data source and no clock.
 """
@@ -13,15 +14,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from scalejax.batch_shapes import batch_shapes
 from scalejax.config import ResolvedRun
 from scalejax.fine_tuning import updated
-from scalejax.gradients import Batch, sample_metrics
+from scalejax.gradients import Batch, normalised, sample_metrics
 from scalejax.mesh import batch_sharding, replicated
+from scalejax.mesh_gradients import with_arrangement
 from scalejax.models import BatchNormScope
 from scalejax.optimizer_config import ScheduleFreeConfig
 from scalejax.optimizers import evaluated_params
-from scalejax.recipe import Recipe, network_of, recipe_of
-from scalejax.step import batch_shapes, with_arrangement
+from scalejax.recipe import Recipe, network_of, recipe_of, with_features
 from scalejax.train_state import (
     PyTree,
     TrainState,
@@ -63,6 +65,19 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     weights = _evaluated_weights(recipe, shardings_of(state.params))
     return Evaluation(weights=weights, function=function, batch=batch)
+
+
+def build_features(recipe: Recipe) -> Any:
+    """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
+    of a frozen network reads of each example; by the running statistics of BatchNorm."""
+
+    def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
+        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+        network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
+        found = network.features(normalised(inputs, recipe.run.dataset), is_training=False)
+        return found.astype(jnp.float32)
+
+    return jax.jit(features)
 
 
 def _evaluated_weights(

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalejax.batch_shapes import input_dtype
 from scalejax.config import ResolvedRun
 from scalejax.data import Source, Split, open_source
 from scalejax.data.disk_cache import DiskCache
@@ -23,12 +24,13 @@ from scalejax.data.source import Grouped
 from scalejax.data_files import used_files
 from scalejax.documents import plain
 from scalejax.errors import ConfigError, refusal
+from scalejax.evaluation import build_features
 from scalejax.layout import DATA
 from scalejax.processes import is_first
 from scalejax.profile.cache import package_digest, user_folder
 from scalejax.progress import Reporter
 from scalejax.recipe import reads_features, recipe_of
-from scalejax.step import build_features, initial_weights, input_dtype
+from scalejax.step import initial_weights
 from scalejax.train_state import abstract_state
 from scalejax.units import format_seconds
 

@@ -12,36 +12,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from scalejax.averaging import averaged
+from scalejax.batch_shapes import batch_shapes, batch_shapes_on
 from scalejax.config import ResolvedRun, in_phase
-from scalejax.data_config import DatasetFacts
 from scalejax.fine_tuning import updated
-from scalejax.gradients import Batch, gradients, mean_loss, normalised
-from scalejax.layout import DATA
+from scalejax.gradients import Batch, gradients, mean_loss
 from scalejax.loss_scale import LossScaled
-from scalejax.mesh import batch_sharding, replicated
+from scalejax.mesh import replicated
+from scalejax.mesh_gradients import mean_gradients
 from scalejax.models import BatchNormScope
-from scalejax.models.placement import Arrangement, arranged
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.pretrained import pretrained_weights
-from scalejax.recipe import (
-    Recipe,
-    feature_width,
-    network_of,
-    reads_features,
-    recipe_of,
-    with_features,
-)
+from scalejax.recipe import Recipe, recipe_of
 from scalejax.schedules import Schedule
 from scalejax.train_state import (
     PyTree,
     TrainState,
     abstract_state,
-    data_parts,
     gathered_params,
     initial_network,
     initial_noise,
@@ -138,50 +127,6 @@ def initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyTr
     return updated(read, jax.jit(drawn, out_shardings=shardings)())
 
 
-def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
-    """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
-    int32 tokens; float32 weights of the rows, where not all of them count; float32 "mix" of pairs
-    of rows, if they are mixed."""
-    return _batch_shapes(run, batch_sharding(mesh))
-
-
-def build_features(recipe: Recipe) -> Any:
-    """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
-    of a frozen network reads of each example; by the running statistics of BatchNorm."""
-
-    def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
-        network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
-        found = network.features(normalised(inputs, recipe.run.dataset), is_training=False)
-        return found.astype(jnp.float32)
-
-    return jax.jit(features)
-
-
-def input_dtype(dataset: DatasetFacts) -> Any:
-    """Of the examples of a data set, before any network."""
-    image_dtype = jnp.float32 if dataset.is_table else jnp.uint8
-    return jnp.int32 if dataset.is_text else image_dtype
-
-
-def _batch_shapes(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
-    dataset = run.dataset
-    parts: dict[str, tuple[tuple[int, ...], Any]]
-    parts = {"inputs": (dataset.input_shape, input_dtype(dataset))}
-    if reads_features(run.config):
-        parts = {"inputs": ((feature_width(recipe_of(run)),), jnp.float32)}
-    for name in ("targets", "places") if dataset.is_masked else ("targets",):
-        parts[name] = (dataset.target_shape, jnp.int32)
-    if run.is_weighted:
-        parts["weights"] = ((), jnp.float32)
-    if run.is_mixed:
-        parts["mix"] = ((), jnp.float32)
-    return {
-        name: jax.ShapeDtypeStruct((run.split.global_batch, *shape), dtype, sharding=sharding)
-        for name, (shape, dtype) in parts.items()
-    }
-
-
 def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """The loss of one global batch on one device, and the shapes to trace it with.
 
@@ -201,114 +146,8 @@ def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple
 
 def _traced(recipe: Recipe) -> tuple[PyTree, ...]:
     """Shapes of parameters, statistics and a global batch."""
-    state, batch = abstract_state(recipe), _batch_shapes(recipe.run, sharding=None)
+    state, batch = abstract_state(recipe), batch_shapes_on(recipe.run, sharding=None)
     return state.params, state.model_state, batch
-
-
-# --- gradient over the mesh, update ---
-
-
-def _mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
-    """`gradients` of the global batch, reduced over the mesh as the layout's mode says."""
-    run = recipe.run
-    mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
-    if mode == "jit":
-        is_in_turn = run.config.layout.bn_running == "in_turn"
-        bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        return partial(with_arrangement, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
-    if is_local:
-        bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
-    else:
-        bn = BatchNormScope(axis_name=DATA)
-
-    def per_device(
-        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
-    ) -> PyTree:
-        # Without the cast, the gradient of a replicated parameter is already summed over the
-        # axis, and the mean that follows would leave it too large by the number of devices.
-        params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        return lax.pmean(gradients(recipe, bn, params, model_state, batch, scale), DATA)
-
-    whole, split = PartitionSpec(), PartitionSpec(DATA)
-    # With several processes `pmap` would take the rows of its own process alone; it is
-    # `jit(shard_map)` underneath, so there its newer spelling does the same for all.
-    if mode == "shard_map" or jax.process_count() > 1:
-        specs = (whole, whole, split, whole)
-        return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=whole)
-    mapped = jax.pmap(
-        per_device,
-        axis_name=DATA,
-        in_axes=(None, None, 0, None),
-        out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
-        devices=list(mesh.devices.flat),
-    )
-    return lambda params, model_state, batch, scale: mapped(
-        params,
-        model_state,
-        jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
-        scale,
-    )
-
-
-def _reduced_once(
-    recipe: Recipe,
-    mesh: Mesh,
-    bn: BatchNormScope,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    scale: jax.Array | None,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients`, summed over the data axis by the step itself.
-
-    Once, and not once for each microbatch as the compiler would; and to where each device needs
-    them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
-    so must sum those of every microbatch. Left to the compiler are a single microbatch, whose
-    sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
-    For the noise scale it must not be: the gradients of the devices are compared before.
-    """
-    run = recipe.run
-    zero_stage = run.config.layout.zero_stage
-    is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
-    is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
-    if is_compilers or (is_whole and zero_stage < 2):
-        return gradients(recipe, bn, params, model_state, batch, scale)
-    parts = data_parts(recipe, mesh)
-
-    def scattered(gradient: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
-
-    def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
-        reduce = scattered if zero_stage == 2 else None
-        gradient, _, metrics = gradients(recipe, bn, params, model_state, batch, scale, reduce)
-        gradient = gradient if zero_stage == 2 else scattered(gradient)
-        return gradient, lax.pmean(metrics, DATA)
-
-    gradient, metrics = jax.shard_map(
-        of_part,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()),
-        out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec()),
-        axis_names={DATA},
-        check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
-    )(params, batch, scale)
-    learning = learning_params(recipe, params)
-    whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, learning)
-    return whole, model_state, metrics
-
-
-def with_arrangement(
-    recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
-) -> Any:
-    """`function` traced with `mesh` in the context, and what networks must know of the run."""
-    layout = recipe.run.config.layout
-    arrangement = Arrangement(
-        is_sequence_parallel=layout.sequence_parallel,
-        microbatches=recipe.run.split.microbatches,
-        chunks=layout.pipeline_chunks,
-    )
-    with arranged(mesh.abstract_mesh, arrangement):
-        return function(*arguments)
 
 
 def _evenly_weighted(batch: Batch) -> Batch:
@@ -329,7 +168,7 @@ def _update(
     batch = _evenly_weighted(batch)
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
-    gradient, model_state, metrics = _mean_gradients(recipe, mesh)(
+    gradient, model_state, metrics = mean_gradients(recipe, mesh)(
         gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
     )
     noise, metrics = _measured(recipe, state, gradient, metrics, scale)

@@ -9,6 +9,7 @@ from PIL import Image
 from scipy import stats
 
 from scalejax.augmentation_config import AugmentationConfig
+from scalejax.batch_shapes import batch_shapes
 from scalejax.config import RunConfig, resolve
 from scalejax.data import open_source, training_batches
 from scalejax.data.augmentation import Augmentation
@@ -21,7 +22,6 @@ from scalejax.errors import ConfigError
 from scalejax.layout import Layout
 from scalejax.mesh import build_mesh
 from scalejax.parquet_config import ParquetConfig
-from scalejax.step import batch_shapes
 
 EMBEDDED = FashionMnistConfig(edition="embedded")
 ALL = AugmentationConfig(

@@ -45,7 +45,8 @@ evaluate_every_epochs = 2
 STEPS = 8 * 25
 CODE = "import sys; from scalejax.cli import main; sys.exit(main())"
 
-pytestmark = pytest.mark.slow  # every test starts processes that each import JAX
+# Every test starts processes that each import JAX.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture

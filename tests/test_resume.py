@@ -156,6 +156,7 @@ def test_an_interrupted_and_then_killed_run_ends_with_the_same_bits(
     assert weights(run_file, folder) == weights(run_file, uninterrupted), where
 
 
+@pytest.mark.alone
 @pytest.mark.slow  # conformance trains in two processes, and the test above resumes in one
 def test_two_processes_train_as_one_and_resume_as_one(run_file, tmp_path):
     """Two processes of two devices: data, metrics, evaluation and checkpoints are of the whole.

@@ -8,7 +8,8 @@ import pytest
 from scalejax.errors import ConfigError
 from scalejax.launch import ProcessesFailed, Runner
 
-pytestmark = pytest.mark.slow  # every test starts processes that each import JAX
+# Every test starts processes that each import JAX.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(autouse=True)

@@ -226,6 +226,7 @@ def finish(process):
     return said
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
@@ -260,6 +261,7 @@ def test_a_sweep_killed_ten_times_ends_with_the_same_tables(run_file, tmp_path, 
         assert path.read_text() == text
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_file, tmp_path):
     """Ctrl-C reaches the command alone; its workers save, end, and the next goes on there."""

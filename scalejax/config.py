@@ -38,6 +38,7 @@ from scalejax.run_checks import (
     require_reached_ramp,
     require_same_examples,
     require_shared_batch,
+    require_tested_devices,
 )
 from scalejax.scaling import Change, changes, scaled_optimizer
 from scalejax.schedule_config import LearningRateConfig
@@ -232,6 +233,8 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     )
     if run.is_mixed:
         require_pairs(split)
+    if config.train.metric_average == "devices":
+        require_tested_devices(split, dataset.test_examples)
     for phase in run.phases[1:]:  # refuses what cannot be
         _bn_groups(wanted, phase.split)
     return run

@@ -42,8 +42,9 @@ class Evaluation:
     """From a state to the (params, model_state) that are evaluated: those of the average, if the
     run says so."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, and the
-    lowest and highest logit of each class among them."""
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of all or
+    [devices that divide the batch] as `train.metric_average` says, and the lowest and highest
+    logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
 
@@ -108,11 +109,18 @@ def _evaluate(
     mask = batch["mask"]
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
     samples = tuple(range(logits.ndim - 1))
+    run = recipe.run
+    is_of_all = run.config.train.metric_average == "examples"
+
+    def summed(values: jax.Array) -> jax.Array:
+        """Over all rows, or those of each device: they lie side by side."""
+        return values.sum() if is_of_all else values.reshape(run.layout.batch_shards, -1).sum(1)
+
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
     return {
         "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
         "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
-        "loss_sum": jnp.sum(jnp.where(mask > 0, losses, 0)),
-        "correct_sum": jnp.sum(jnp.where(mask > 0, hits, 0)),
-        "count": jnp.sum(mask),
+        "loss_sum": summed(jnp.where(mask > 0, losses, 0)),
+        "correct_sum": summed(jnp.where(mask > 0, hits, 0)),
+        "count": summed(mask),
     }

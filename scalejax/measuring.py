@@ -6,6 +6,7 @@ Knows metrics by name, a clock, and where a run stands; neither devices nor file
 import math
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,8 @@ def evaluation_measurement(
 
     Args:
         run: what trains.
-        parts: of every batch of the test data, what the evaluation returns.
+        parts: of every batch of the test data, what the evaluation returns; of sums for each
+            device, the averages of the devices are averaged, those that saw an example.
         step: updates made.
         seconds: that it took.
         elapsed_seconds: since training began.
@@ -97,19 +99,24 @@ def evaluation_measurement(
     Raises:
         ConfigError: if no example could be read.
     """
-    loss_sum, correct_sum, count = (
-        math.fsum(float(part[name]) for part in parts)
+    losses, hits, counts = (
+        [
+            math.fsum(sums)
+            for sums in zip(*(np.atleast_1d(part[name]) for part in parts), strict=True)
+        ]
         for name in ("loss_sum", "correct_sum", "count")
     )
-    if not count:
+    has_any = [number for number, count in enumerate(counts) if count]
+    count = math.fsum(counts)
+    if not has_any:
         raise ConfigError("no example of the test part can be read (data.test).")
     lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
     highest = np.max([part["highest_logits"] for part in parts], axis=0)
     return EvaluationMeasurement(
         step=step,
         epoch=run.epoch_of(step),
-        test_loss=finite(loss_sum / count),
-        test_accuracy=correct_sum / count,
+        test_loss=finite(fmean(losses[number] / counts[number] for number in has_any)),
+        test_accuracy=fmean(hits[number] / counts[number] for number in has_any),
         examples=round(count),
         seconds=seconds,
         elapsed_seconds=elapsed_seconds,

@@ -186,6 +186,19 @@ def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
 
+def require_tested_devices(split: BatchSplit, test_examples: int) -> None:
+    """Refuse averages of devices of which some would see no test example, and have none."""
+    shards, rows = split.layout.batch_shards, split.per_device_batch
+    least = (shards - 1) * rows + 1
+    if test_examples < least:
+        accepted = (
+            f"of {shards} devices that divide the batch, {rows} rows each, "
+            f"{-(-test_examples // rows)} have test examples ({test_examples}; all from {least} "
+            'on); use "examples", or a smaller batch'
+        )
+        raise ConfigError(refusal("train.metric_average", "devices", accepted))
+
+
 def require_shared_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
     """Refuse batches that the processes of Petastorm's order do not share evenly and for good."""
     order = data.reading.petastorm if isinstance(data, ParquetConfig) else None

@@ -11,6 +11,7 @@ import jax
 from jax.experimental.multihost_utils import sync_global_devices
 
 from scalejax import documents
+from scalejax.agreement import require_same_checkpoint, require_same_run, require_same_state
 from scalejax.checkpoint import Checkpoints
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.data.source import UnreadableExample
@@ -72,6 +73,7 @@ def train(
     if device_count is None and config.layout.data is None:
         device_count = jax.device_count()
     run = resolve(config, device_count)
+    require_same_run(run, resume=resume)
     mesh = build_mesh(run.layout)
     files = _admitted(folder, run, resume=resume)
     if not resume:  # a checkpoint has its own
@@ -85,10 +87,12 @@ def train(
         StopSignals() as signals,
     ):
         begin = checkpoints.latest_step or 0
+        require_same_checkpoint(begin)
         refuse_fewer_epochs(begin, run)
         if traces is not None:
             require_room(traces, run.total_steps - begin)
         state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+        require_same_state(run, mesh, state, step=begin)
         if is_first():  # after the last that may be refused
             describe_run(files, run)
         if predicts:

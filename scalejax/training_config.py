@@ -273,6 +273,10 @@ class TrainConfig:
     """Epochs between evaluations on the test data; the last epoch is always evaluated."""
     evaluate_every_steps: int | None = None
     """Steps between evaluations, in place of epochs: how finely steps to a target are known."""
+    metric_average: Literal["examples", "devices"] = "examples"
+    """Over what test metrics are averaged: all examples; or, for comparison with figures of
+    Horovod's MetricAverageCallback, the averages of the devices that divide a batch, however many
+    examples each has. Training metrics are over all rows of the batch that count."""
     log_every_steps: int = 10
     """Steps between lines in the record."""
     checkpoint_every_steps: int | None = None

@@ -133,6 +133,7 @@ PROGRAMS = {
     "batch_shapes": 8,
     "mesh_gradients": 8,
     "step": 9,
+    "agreement": 10,
     "evaluation": 10,
     "checkpoint": 10,
     "calibrate": 9,

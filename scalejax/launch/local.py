@@ -35,8 +35,9 @@ _SECONDS_TO_FOLLOW = 5.0
 """For the others to say what they know when one has ended badly."""
 _LINES_AT_END = 8
 """Of a process that failed, shown where only the first was heard."""
-_NOISE = b"[Gloo] Rank "
-"""How lines begin that the library which connects processes prints of every connection."""
+_NOISE = (b"[Gloo] Rank ", b"connected peer ranks")
+"""In lines that the library which connects processes prints of every connection, from several
+threads at once, which tear them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +282,7 @@ class _Attempt:
             for line in lines:
                 log.write(line)
                 log.flush()
-                if is_shown and not line.startswith(_NOISE):
+                if is_shown and not _is_noise(line):
                     with self._speaking:
                         self._out.write(prefix + line.decode(errors="replace"))
                         self._out.flush()
@@ -290,7 +291,7 @@ class _Attempt:
         """Pass on the last that a process said, if it was not heard before."""
         if number and not self._job.shows_all:
             said = self._log_file(number).read_bytes().splitlines()
-            heard = [line.decode(errors="replace") for line in said if not line.startswith(_NOISE)]
+            heard = [line.decode(errors="replace") for line in said if not _is_noise(line)]
             for line in heard[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
 
@@ -298,6 +299,10 @@ class _Attempt:
 def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
     beat = beats[number]
     return Loss(process=number, reason=reason, step=None if beat is None else beat.step)
+
+
+def _is_noise(line: bytes) -> bool:
+    return any(words in line for words in _NOISE)
 
 
 def _is_stopped(process: int) -> bool:

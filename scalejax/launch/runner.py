@@ -5,6 +5,7 @@ them, and collectives reach every process. Knows nothing of training.
 """
 
 import os
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,7 +29,8 @@ class Runner:
     """Calls functions in processes that meet through `jax.distributed`.
 
     Source: HorovodRunner of sparkdl, whose `np` and `run` it follows: `np=-4` starts four
-    processes on this machine; the value of the first is given back.
+    processes on this machine; the value of the first is given back. `shows_all` is its
+    `driver_log_verbosity="all"`.
     """
 
     def __init__(
@@ -51,7 +53,10 @@ class Runner:
             ConfigError: if `np` is not negative.
         """
         if np >= 0:
-            accepted = "it must be negative: -4 for 4 processes on this machine"
+            accepted = (
+                "it must be negative: -4 for 4 processes on this machine (on a cluster, start the "
+                "script itself with srun or mpirun)"
+            )
             raise ConfigError(refusal("np", np, accepted))
         self._processes = -np
         self._cpu_devices = cpu_devices
@@ -66,13 +71,21 @@ class Runner:
             arguments: for it.
 
         Raises:
+            ConfigError: if it, or an argument, cannot be sent to another process.
             ProcessesFailed: if it raised in some process, or one was lost.
         """
         import cloudpickle
 
+        name_of_function = getattr(function, "__name__", "the function")
+        try:
+            call = cloudpickle.dumps((function, arguments))
+        except (TypeError, pickle.PicklingError) as error:
+            raise ConfigError(
+                f"{name_of_function} cannot be sent to other processes: {error}."
+            ) from error
         with tempfile.TemporaryDirectory(prefix="scalejax-") as name:  # readable by this user only
             folder = Path(name)
-            (folder / CALL).write_bytes(cloudpickle.dumps((function, arguments)))
+            (folder / CALL).write_bytes(call)
             job = Launch(
                 command=(sys.executable, "-m", "scalejax.launch.called", name),
                 processes=self._processes,
@@ -84,8 +97,7 @@ class Runner:
             code = launch(job, self._out)
             if code:
                 raise ProcessesFailed(
-                    f"{getattr(function, '__name__', 'the function')} failed in {self._processes} "
-                    f"processes (exit code {code})."
+                    f"{name_of_function} failed in {self._processes} processes (exit code {code})."
                 )
             # Written by our own process of a moment ago, in a folder of this user's alone.
             return cloudpickle.loads((folder / RESULT).read_bytes())

@@ -184,6 +184,20 @@ def test_a_batch_larger_than_the_data_is_refused(run_toml):
         resolve(load_config(run_toml, {"batch.global_batch": 16_384}), 8)
 
 
+def test_averages_of_devices_need_examples_on_each(run_toml):
+    """Eight devices with four rows each: the last one's begin with the 29th example."""
+    fields = {"batch.global_batch": 32, "train.metric_average": "devices"}
+    enough, too_few = (
+        load_config(run_toml, {**fields, "data": {"name": "synthetic_images", "test_examples": n}})
+        for n in (29, 28)
+    )
+
+    assert resolve(enough, 8).config.train.metric_average == "devices"
+    with pytest.raises(ConfigError, match=r"metric_average='devices' .*of 8 devices .*, 7 have"):
+        resolve(too_few, 8)
+    resolve(too_few, 4)  # of eight rows each, the last one's begin with the 25th
+
+
 def test_a_fixed_layout_refuses_other_devices(run_toml):
     """A layout of 4 on 8 devices would leave half of them idle without a word."""
     with pytest.raises(ConfigError, match=r"devices=8 is refused: the layout data=4 takes 4"):

@@ -210,7 +210,7 @@ OF_FOUR = {
 """On four processes of two devices."""
 
 
-def devices_of_all(*, is_dealt: bool) -> list[jax.Device]:
+def devices_of_all(*, is_dealt: bool) -> list[Any]:
     """The devices of all processes, those of one side by side, or dealt out in turn."""
     if not is_dealt:
         return jax.devices()
@@ -233,7 +233,7 @@ def crossing_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(found)
 
 
-def outcome(case: Case, devices: Sequence[jax.Device]) -> dict[str, np.ndarray]:
+def outcome(case: Case, devices: Sequence[Any]) -> dict[str, np.ndarray]:
     """Arrays that say what `case` comes to on `devices`, the same in every process.
 
     Losses of the updates; metrics of the test data after them; every array of the state.
@@ -322,8 +322,12 @@ class OfItsProcess(Network):
     """A network that begins with other numbers in every process."""
 
     def __init__(self, dataset, *, compute_dtype, bn, rngs):
-        self.head = nnx.Linear(math.prod(dataset.input_shape), dataset.classes, rngs=rngs)
-        self.head.bias[...] += jax.process_index()
+        self.head = nnx.Linear(
+            math.prod(dataset.input_shape),
+            dataset.classes,
+            bias_init=nnx.initializers.constant(jax.process_index()),
+            rngs=rngs,
+        )
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits of flattened images."""

@@ -157,7 +157,6 @@ OF_TWO = {
         model="gpt",
         layout={"data": 1, "fsdp": 2, "tensor": 2},
         crossing=("fsdp",),
-        optimizer="lamb",
     ),
     "context": Case(model="gpt", layout={"data": 1, "context": 4}, crossing=("context",)),
     "pipeline, interleaved, x data": Case(

@@ -12,7 +12,6 @@ the largest entry among arrays of their kind (parameters, statistics, a moment).
 
 import io
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,12 @@ def test_four_processes_train_what_one_device_trains(name, of_four, on_one_devic
     assert_same(found, reference(OF_FOUR[name], on_one_device))
 
 
-@pytest.mark.parametrize("model", ["cnn", "gpt"])
-def test_the_tolerance_sees_one_missing_update(model, on_one_device, monkeypatch):
+def test_the_tolerance_sees_one_missing_update(on_one_device, monkeypatch):
     """Parameters a third of the updates short are far outside of what rounding explains."""
-    case = Case(model=model, optimizer="sgd" if model == "cnn" else "adamw")
+    case = Case(model="cnn", optimizer="sgd")
     whole = reference(case, on_one_device)
     monkeypatch.setattr(process_cases, "UPDATES", 2)
-    short = outcome(replace(case.alone, train_examples=96), jax.devices()[:1])
+    short = outcome(case.alone, jax.devices()[:1])
 
     names = [name for name in whole if name.startswith("state/params")]
     worst = max(

@@ -27,6 +27,7 @@ from scalejax.progress import Silent
 
 pytestmark = [
     pytest.mark.slow,  # processes are started that each import JAX, and compile
+    pytest.mark.alone,  # on all cores
     pytest.mark.timeout(1800),  # a test may be the first to ask for all of them
 ]
 

@@ -81,6 +81,9 @@ def join(place: Place | None) -> None:
             place.coordinator,
             place.processes if place.coordinator else None,
             place.process if place.coordinator else None,
+            # A scheduler around is not asked where ours says all: it would give each its first
+            # device alone, or want the right to read the pods of Kubernetes.
+            cluster_detection_method="deactivate" if place.told_by == COORDINATOR else None,
             initialization_timeout=PATIENCE_SECONDS,
             heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
             coordinator_bind_address=place.bind_address,
@@ -139,7 +142,7 @@ def _of_ours(environment: Mapping[str, str]) -> Place | None:
         process=process,
         processes=processes,
         coordinator=environment[COORDINATOR],
-        told_by=f"{COORDINATOR}",
+        told_by=COORDINATOR,
     )
 
 

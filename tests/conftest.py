@@ -1,12 +1,16 @@
 """What every test runs under: eight virtual CPU devices, and no silence about mistakes."""
 
 import os
+import shutil
+import subprocess
+from pathlib import Path
 
 # A CUDA compiler plug-in without a driver logs an error at every start of JAX.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
+import pytest
 
 # How fast an example runs says how busy the machine is, not whether the property holds.
 hypothesis.settings.register_profile("scalejax", deadline=None)
@@ -16,3 +20,21 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling is most of what tests do here; how fast their small programs run is not their matter.
 # Workers that compile for a cluster do not inherit this.
 jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    """A scheduler of one node on this machine: the path of its slurm.conf."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("srun", "slurmctld", "munged"))):
+        pytest.skip("needs root and the Debian packages slurm-wlm and munge")
+    folder = Path("/tmp") / f"scalejax-slurm-{os.getpid()}"  # munge's user must reach it
+    script = [str(Path(__file__).parent / "slurm.sh")]
+    ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
+    up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
+    try:
+        if up.returncode:
+            pytest.skip("SLURM did not come up on this machine")
+        yield up.stdout.strip()
+    finally:
+        subprocess.run([*script, "down", str(folder)], check=True)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,7 @@ up() {
   host=$(hostname -s)
   cat > "$folder/slurm.conf" <<END
 ClusterName=one
+FirstJobId=$3
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$3
 SlurmdPort=$4

@@ -214,24 +214,6 @@ def test_what_is_refused_is_refused_once(run_file, tmp_path):
     assert "batch.global_batch=7" in said
 
 
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
-    """A scheduler of one node on this machine: the path of its slurm.conf."""
-    if os.geteuid() != 0 or not all(map(shutil.which, ("srun", "slurmctld", "munged"))):
-        pytest.skip("needs root and the Debian packages slurm-wlm and munge")
-    folder = Path("/tmp") / f"scalejax-slurm-{os.getpid()}"  # munge's user must reach it
-    script = [str(ROOT / "tests" / "slurm.sh")]
-    ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
-    up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
-    try:
-        if up.returncode:
-            pytest.skip("SLURM did not come up on this machine")
-        yield up.stdout.strip()
-    finally:
-        subprocess.run([*script, "down", str(folder)], check=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def test_tasks_of_slurm_train_as_one(run_file, tmp_path, alone, slurm, monkeypatch):
     """With nothing said but srun -n 2."""
     monkeypatch.setenv("SLURM_CONF", slurm)

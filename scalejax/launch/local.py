@@ -282,7 +282,7 @@ class _Attempt:
             for line in lines:
                 log.write(line)
                 log.flush()
-                if is_shown and not _is_noise(line):
+                if is_shown and not is_noise(line):
                     with self._speaking:
                         self._out.write(prefix + line.decode(errors="replace"))
                         self._out.flush()
@@ -291,7 +291,7 @@ class _Attempt:
         """Pass on the last that a process said, if it was not heard before."""
         if number and not self._job.shows_all:
             said = self._log_file(number).read_bytes().splitlines()
-            heard = [line.decode(errors="replace") for line in said if not _is_noise(line)]
+            heard = [line.decode(errors="replace") for line in said if not is_noise(line)]
             for line in heard[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
 
@@ -301,7 +301,8 @@ def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
     return Loss(process=number, reason=reason, step=None if beat is None else beat.step)
 
 
-def _is_noise(line: bytes) -> bool:
+def is_noise(line: bytes) -> bool:
+    """Whether a line is of the library that connects processes, and tells a user nothing."""
     return any(words in line for words in _NOISE)
 
 

@@ -1,0 +1,285 @@
+"""A run as tasks of SLURM: the batch script that submitit words, submitted and followed.
+
+What the script runs is `scalejax train` itself, and no pickled function, so that it can be read,
+kept and submitted by hand. Knows nothing of training but how to ask for what was saved.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.launch.local import LOST, is_noise
+from scalejax.launch.watch import REFUSED, STOPPED
+
+if TYPE_CHECKING:
+    from submitit import SlurmExecutor
+
+SECONDS_TO_SAVE = 120
+"""Before the end of the job's time, at which all processes are asked to save and stop; and how
+long those that are left may take when one has ended."""
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+_LOOKS_IN_VAIN = 30
+"""Questions in a row that the controller may leave unanswered, as it does while it restarts."""
+_OWN = ("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "partition", "time")
+"""Options of sbatch for which there are flags."""
+_UNDER_WAY = (
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"),
+    *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT"),
+)
+"""States from which a job can still go on, of `man squeue`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmRun:
+    """What to run, and what to ask SLURM for."""
+
+    command: tuple[str, ...]
+    """What each process runs."""
+    run_marker: Path | None
+    """Where it is, a restarted job goes on with `--resume`; None if the command says so anyway."""
+    processes: int
+    """How many."""
+    nodes: int | None = None
+    """On how many nodes; None for as few as there are GPUs for, or one."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, one for each of its processes; None to ask for none."""
+    partition: str | None = None
+    """Partition; None for the cluster's own choice."""
+    time: str | None = None
+    """Longest time: minutes, or as in 2-12:00:00; None for that of the partition."""
+    most_restarts: int = 0
+    """How often the job puts itself back in the queue: when a process is lost, or its time is
+    up."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch, as in "account=vision"."""
+    folder: Path
+    """Where the script and the logs go; all nodes must see it."""
+    name: str
+    """Of the job."""
+
+    def __post_init__(self) -> None:
+        require_at_least("np", self.processes, 1)
+        for name in ("nodes", "gpus_per_node"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(name, value, 1)
+        if self.processes % self.node_count:
+            accepted = f"it must be a multiple of the {self.node_count} nodes"
+            raise ConfigError(refusal("np", self.processes, accepted))
+        per_node = self.processes // self.node_count
+        if self.gpus_per_node is not None and per_node > self.gpus_per_node:
+            accepted = f"{per_node} processes of a node need a GPU each"
+            raise ConfigError(refusal("gpus_per_node", self.gpus_per_node, accepted))
+        _ = self.given
+
+    @property
+    def given(self) -> dict[str, str]:
+        """The further options by name.
+
+        Raises:
+            ConfigError: if one is none, or is said by a flag.
+        """
+        found = {}
+        for option in self.options:
+            name, has_value, value = option.partition("=")
+            name = name.removeprefix("--").replace("-", "_")
+            if not name or (not has_value and option.startswith("-")):
+                accepted = "it must be an option of sbatch and its value, such as account=vision"
+                raise ConfigError(refusal("slurm", option, accepted))
+            if name in _OWN:
+                flag = "np" if name.startswith("ntasks") else name.replace("_", "-")
+                raise ConfigError(refusal("slurm", option, f"there is a flag for it, --{flag}"))
+            found[name] = value
+        return found
+
+    @property
+    def node_count(self) -> int:
+        """As asked for, or the fewest that have the GPUs."""
+        return self.nodes or -(-self.processes // (self.gpus_per_node or self.processes))
+
+
+def script(run: SlurmRun) -> str:
+    """The batch script of `run`.
+
+    Raises:
+        ConfigError: if submitit is not installed, or the folder cannot be written.
+    """
+    return _executor(run)._make_submission_file_text(_command(run), "")
+
+
+def submit(run: SlurmRun) -> tuple[str, Path]:
+    """Hand `run` to SLURM: the number of the job, and the log of its first process.
+
+    Raises:
+        ConfigError: if there is no SLURM or no submitit, or SLURM refuses.
+    """
+    if shutil.which("sbatch") is None:
+        accepted = (
+            "there is no SLURM on this machine (no sbatch); --np "
+            f"-{run.processes} starts as many processes here, --dry-run prints the script"
+        )
+        raise ConfigError(refusal("np", run.processes, accepted))
+    executor = _executor(run)
+    try:
+        job = executor._submit_command(_command(run))
+    except (subprocess.SubprocessError, OSError, RuntimeError) as error:  # submitit's are the last
+        said = " ".join(str(error).split())
+        raise ConfigError(f"np={run.processes} is refused by SLURM: {said}") from error
+    return job.job_id, job.paths.stdout
+
+
+def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
+    """The exit code of a job, once it has ended; meanwhile passes on what `log` comes to say.
+
+    0 if all succeeded, that of its processes if they failed, `LOST` if SLURM ended it: its time
+    was up, a node failed.
+
+    Raises:
+        ConfigError: if SLURM does not answer.
+    """
+    said, in_vain, was = 0, 0, ""
+    while True:
+        about = _about(job_id)
+        in_vain = in_vain + 1 if about is None else 0
+        if in_vain > _LOOKS_IN_VAIN:
+            raise ConfigError(f"SLURM says no more of job {job_id} (scontrol show job {job_id}).")
+        said = _pass_on(log, said, out)
+        if about is not None:
+            state, code, signal_number = about
+            if state not in _UNDER_WAY:
+                return _exit_code(job_id, state, code, signal_number, out)
+            if state != was and state != "COMPLETING":
+                print(f"job {job_id}: {state.lower()}", file=out, flush=True)
+                was = state
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _executor(run: SlurmRun) -> "SlurmExecutor":
+    try:
+        import submitit
+    except ImportError as error:
+        accepted = (
+            "submitit is not installed: pip install 'scalejax[slurm]'; --np "
+            f"-{run.processes} starts as many processes on this machine"
+        )
+        raise ConfigError(refusal("np", run.processes, accepted)) from error
+
+    class Executor(submitit.SlurmExecutor):
+        """Words a script also where there is no SLURM."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+    try:
+        run.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder: {run.folder} cannot be written ({error}).") from error
+    executor = Executor(folder=run.folder)
+    known = Executor._valid_parameters()
+    options: dict[str, str | bool] = {name: value or True for name, value in run.given.items()}
+    setup = [str(options.pop("setup"))] if "setup" in options else []
+    # One that ends badly may leave before the first has written that all have saved; what waits
+    # for a lost one finds out by itself, or is ended after so long.
+    srun = ["--kill-on-bad-exit=0", f"--wait={SECONDS_TO_SAVE}"]
+    if "cpus_per_task" in options:
+        srun.append(f"--cpus-per-task={options['cpus_per_task']}")  # sbatch no longer passes it on
+    further = {name.replace("_", "-"): options[name] for name in options if name not in known}
+    executor.update_parameters(
+        **{
+            "job_name": run.name,
+            "partition": run.partition,
+            "time": run.time,
+            "nodes": run.node_count,
+            "ntasks_per_node": run.processes // run.node_count,
+            "gpus_per_node": run.gpus_per_node,
+            "wckey": None,
+            "stderr_to_stdout": True,
+            "setup": setup + _before(run),
+            "teardown": _after(run),
+            "srun_args": srun,
+        }
+        | {name: options[name] for name in options if name in known},
+        additional_parameters={"requeue": True, "signal": f"TERM@{SECONDS_TO_SAVE}"} | further,
+    )
+    return executor
+
+
+def _command(run: SlurmRun) -> str:
+    return shlex.join(run.command) + ("" if run.run_marker is None else " $resume")
+
+
+def _before(run: SlurmRun) -> list[str]:
+    """A job that is started again, by itself or by SLURM after a preemption, goes on."""
+    if run.run_marker is None:
+        return []
+    marker = shlex.quote(str(run.run_marker))
+    return [
+        "resume=",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e ' + marker + " ]; then",
+        "  resume=--resume",
+        "fi",
+    ]
+
+
+def _after(run: SlurmRun) -> list[str]:
+    """Back into the queue, but for what would end in the same way again."""
+    lines = ["code=$?"]
+    if run.most_restarts:
+        ends = "|".join(str(code) for code in (0, REFUSED, STOPPED[0]))
+        lines += [
+            f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {run.most_restarts} ]; then',
+            "  case $code in",
+            f"    {ends}) ;;",
+            '    *) scontrol requeue "$SLURM_JOB_ID" ;;',
+            "  esac",
+            "fi",
+        ]
+    return [*lines, "exit $code", ""]
+
+
+def _about(job_id: str) -> tuple[str, int, int] | None:
+    """State, exit code and signal of a job; None if SLURM does not say.
+
+    Asked of the controller, which knows of a job for minutes after its end: `sacct`, which
+    submitit asks, needs a data base that not every cluster keeps.
+    """
+    asked = ["scontrol", "--oneliner", "show", "job", job_id]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    state, code = re.search(r"JobState=(\w+)", said), re.search(r" ExitCode=(\d+):(\d+)", said)
+    return (state[1], int(code[1]), int(code[2])) if state and code else None
+
+
+def _exit_code(job_id: str, state: str, code: int, signal_number: int, out: TextIO) -> int:
+    if state == "COMPLETED":
+        return 0
+    print(f"job {job_id} ended: {state.lower()} (exit code {code}:{signal_number})", file=out)
+    if code:
+        return code
+    return 128 + signal_number if signal_number and state in ("FAILED", "CANCELLED") else LOST
+
+
+def _pass_on(log: Path, said: int, out: TextIO) -> int:
+    """Say what came to `log` since its first `said` bytes, whole lines; how many it are now."""
+    try:
+        with log.open("rb") as file:
+            file.seek(said)
+            text = file.read()
+    except FileNotFoundError:
+        return said
+    whole = text[: text.rfind(b"\n") + 1]
+    for line in whole.splitlines(keepends=True):
+        if not is_noise(line):
+            out.write(line.decode(errors="replace"))
+    out.flush()
+    return said + len(whole)

@@ -82,6 +82,8 @@ ARITHMETIC = {
     "widened_programs": 12,
     "planned_run": 14,
     "trace_import": 1,
+    "doctor": 12,
+    "doctor_tables": 13,
     "chip_kind": 3,
     "recorded_trace": 4,
     "fit_runs": 5,

@@ -8,6 +8,7 @@ from scalejax.commands.benching import DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.commands.data import DataConvert, DataInspect
+from scalejax.commands.doctoring import Doctor
 from scalejax.commands.launching import LaunchRun
 from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
@@ -40,6 +41,7 @@ Command = (
     | DataInspect
     | Hardware
     | Calibrate
+    | Doctor
     | Validate
     | Quickstart
 )
@@ -62,6 +64,7 @@ COMMANDS: dict[str, type[Command]] = {
     "data inspect": DataInspect,
     "hardware": Hardware,
     "calibrate": Calibrate,
+    "doctor": Doctor,
     "validate": Validate,
 }
 """What can be typed after `scalejax`."""

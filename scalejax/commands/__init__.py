@@ -4,7 +4,7 @@ Each is a few lines over the functions that a Python user would call. Starts wit
 the commands that need it import when they run.
 """
 
-from scalejax.commands.benching import DataBench
+from scalejax.commands.benching import Bench, DataBench
 from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.commands.data import DataConvert, DataInspect
@@ -28,6 +28,7 @@ Command = (
     Train
     | LaunchRun
     | Sweep
+    | Bench
     | Predict
     | Explain
     | Search
@@ -51,6 +52,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "launch": LaunchRun,
     "sweep": Sweep,
+    "bench": Bench,
     "predict": Predict,
     "explain": Explain,
     "search": Search,

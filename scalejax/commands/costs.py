@@ -317,8 +317,12 @@ def with_input(cluster: Cluster, path: Path | None, config: RunConfig) -> Cluste
     return replace(cluster, input=host_input(path, config))
 
 
-def parse_counts(text: str) -> list[int]:
+def parse_counts(text: str, field: str = "devices") -> list[int]:
     """The numbers in "8,64,256".
+
+    Args:
+        text: as typed.
+        field: the flag, for refusals.
 
     Raises:
         ConfigError: if there is anything else in it.
@@ -326,5 +330,5 @@ def parse_counts(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError as error:
-        accepted = "it must be numbers of devices with commas between, such as 8,64,256"
-        raise ConfigError(refusal("devices", text, accepted)) from error
+        accepted = f"it must be numbers of {field} with commas between, such as 8,64,256"
+        raise ConfigError(refusal(field, text, accepted)) from error

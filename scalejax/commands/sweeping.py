@@ -26,7 +26,8 @@ from scalejax.sweep import (
 from scalejax.sweep.plan import begin_sweep, parse_target, require_met_conditions
 
 
-def _repeated(letter: str, metavar: str) -> object:
+def repeated(letter: str, metavar: str) -> object:
+    """How a flag that may be repeated is written in help."""
     return arg(aliases=[f"-{letter}"], metavar=metavar, help_behavior_hint="")
 
 
@@ -39,13 +40,13 @@ class Sweep(RunFileCommand):
     is a -P whose value may be TOML.
     """
 
-    variable: UseAppendAction[Annotated[tuple[str, ...], _repeated("V", "FIELD=[VALUE,...]")]] = ()
+    variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
     """Values to combine, such as 'seed=[0,1,2]'. May be repeated. A whole table as a value, such
     as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces that of the file, all its fields;
     -P and -E replace those that they name, and leave the others."""
-    parameter: UseAppendAction[Annotated[tuple[str, ...], _repeated("P", "FIELD=VALUE")]] = ()
+    parameter: UseAppendAction[Annotated[tuple[str, ...], repeated("P", "FIELD=VALUE")]] = ()
     """A value for every run. May be repeated."""
-    extension: UseAppendAction[Annotated[tuple[str, ...], _repeated("E", "JSON")]] = ()
+    extension: UseAppendAction[Annotated[tuple[str, ...], repeated("E", "JSON")]] = ()
     """{"condition": {FIELD: VALUE or [VALUES]}, "parameters": {...}, "cases": [{...}, ...]}.
     May be repeated. Such as '{"condition": {"batch.global_batch": 512}, "cases": [{},
     {"schedule": {"warmup": "gradual", "warmup_epochs": 1, "warmup_from": "zero"}}]}': with and

@@ -149,7 +149,7 @@ def parse_grammar(
     """
     pairs = [_variable(text) for text in variables]
     return Grammar(
-        parameters=_flat(dict(_assignment("-P", text) for text in parameters)),
+        parameters=flat_fields(dict(_assignment("-P", text) for text in parameters)),
         variables={name: value for name, value in pairs if isinstance(value, list)},
         ranges={name: value for name, value in pairs if isinstance(value, Range)},
         extensions=tuple(map(_extension, extensions)),
@@ -226,7 +226,7 @@ def _extension(text: str) -> Extension:
         raise ConfigError(refusal("-E", text, "condition and parameters must be objects"))
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ConfigError(refusal("-E", text, "cases must be a list of objects"))
-    for name, wanted in _flat(condition).items():
+    for name, wanted in flat_fields(condition).items():
         for each in _listed(wanted):
             try:
                 re.compile(each if isinstance(each, str) else "")
@@ -236,18 +236,18 @@ def _extension(text: str) -> Extension:
     if not parameters and not cases:
         raise ConfigError(refusal("-E", text, "it must have parameters or cases, or both"))
     return Extension(
-        condition=_flat(condition),
-        parameters=_flat(parameters),
-        cases=tuple(_flat(case) for case in cases if isinstance(case, dict)),
+        condition=flat_fields(condition),
+        parameters=flat_fields(parameters),
+        cases=tuple(flat_fields(case) for case in cases if isinstance(case, dict)),
     )
 
 
-def _flat(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
+def flat_fields(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
     """The fields of nested tables by dotted name."""
     flat: Fields = {}
     for name, value in table.items():
         path = f"{prefix}.{name}" if prefix else name
-        flat |= _flat(value, path) if isinstance(value, dict) else {path: value}
+        flat |= flat_fields(value, path) if isinstance(value, dict) else {path: value}
     return flat
 
 

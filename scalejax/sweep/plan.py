@@ -5,7 +5,7 @@ no JAX.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -147,12 +147,7 @@ def plan_sweep(
         ConfigError: if a run cannot work, naming it, a condition names no field, or two runs
             differ in nothing that is named.
     """
-    for extension in grammar.extensions:
-        for name in extension.condition:
-            if name not in _known_fields():
-                nearest = nearest_name(name, _known_fields())
-                accepted = f"; did you mean {nearest!r}?" if nearest else "."
-                raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
+    require_known_conditions(grammar)
     file = _flat(load_toml(run_file))
     expanded = grammar.expanded(file)
     resolved = [
@@ -177,6 +172,21 @@ def plan_sweep(
         cpu_devices=cpu_devices,
         target=target,
     )
+
+
+def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> None:
+    """Refuse conditions on what is no field of a run.toml, nor one of `others`.
+
+    Raises:
+        ConfigError: naming the nearest field.
+    """
+    known = [*_known_fields(), *others]
+    for extension in grammar.extensions:
+        for name in extension.condition:
+            if name not in known:
+                nearest = nearest_name(name, known)
+                accepted = f"; did you mean {nearest!r}?" if nearest else "."
+                raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
 
 
 def require_met_conditions(run_file: Path, grammar: Grammar) -> None:

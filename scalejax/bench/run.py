@@ -1,0 +1,172 @@
+"""Has the benchmarks of a plan timed, one at a time, round by round.
+
+Knows processes, and how far it is; what they time is theirs.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from scalejax import documents
+from scalejax.bench.folder import BenchFolder
+from scalejax.bench.plan import Benchmark, BenchPlan, Job
+from scalejax.bench.results import read_result
+from scalejax.errors import ConfigError
+from scalejax.jax_platform import has_accelerator
+from scalejax.launch import Launch, launch
+
+OnBenchmark = Callable[[str], None]
+"""Called with the words for each benchmark as it begins."""
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What became of the rounds of a bench, as DLBS's progress file counts benchmarks."""
+
+    total: int
+    """Rounds of all benchmarks together."""
+    skipped: int = 0
+    """Finished before, and not timed again."""
+    finished: int = 0
+    """Timed now."""
+    failed: list[str] = field(default_factory=list)
+    """What went wrong, a line for each benchmark that did; its later rounds are left out."""
+    active: str | None = None
+    """What is being timed."""
+
+    def save(self, folder: BenchFolder, status: str) -> None:
+        """Write it: "running", "completed" or "interrupted"."""
+        table = {
+            "status": status,
+            "total": self.total,
+            "skipped": self.skipped,
+            "finished": self.finished,
+            "failed": len(self.failed),
+            "left": self.total - self.skipped - self.finished - len(self.failed),
+            "active": self.active,
+            "problems": self.failed,
+        }
+        documents.save_text(json.dumps(table, indent=1) + "\n", folder.progress)
+
+
+def begin_bench(plan: BenchPlan, folder: BenchFolder) -> None:
+    """Write `plan` into `folder`, beside what is there: results are found again by what they are
+    of."""
+    documents.save_text(plan.text, folder.run_file)
+    documents.save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
+
+
+def run_bench(
+    plan: BenchPlan,
+    folder: BenchFolder,
+    *,
+    reruns: bool = False,
+    monitor_seconds: float = 0.5,
+    on_benchmark: OnBenchmark = lambda words: None,
+) -> list[str]:
+    """Time every benchmark of `plan` that has no finished result.
+
+    All are timed once before any is timed again, so that a machine that is busy for a while is
+    so for all of them alike.
+
+    Args:
+        plan: the benchmarks.
+        folder: where results go.
+        reruns: time those again that have a result.
+        monitor_seconds: between two samples of what a benchmark takes; 0 for none.
+        on_benchmark: told of each that begins.
+
+    Returns:
+        What went wrong, a sentence for each benchmark that did; the others are done.
+
+    Raises:
+        ConfigError: if another process measures in `folder`.
+        KeyboardInterrupt: on SIGINT or SIGTERM; finished results stay.
+    """
+    with _locked(folder):
+        begin_bench(plan, folder)
+        progress = Progress(total=len(plan.rounds))
+        lost: set[str] = set()
+        try:
+            for repeat, each in plan.rounds:
+                if each.name in lost:
+                    progress.total -= 1
+                    continue
+                if not reruns and read_result(each, folder, repeat) is not None:
+                    progress.skipped += 1
+                    continue
+                progress.active = f"{each.label}, round {repeat + 1} of {plan.repeats}"
+                progress.save(folder, "running")
+                on_benchmark(progress.active)
+                problem = _time(each, folder, repeat, monitor_seconds)
+                if problem is None:
+                    progress.finished += 1
+                else:
+                    lost.add(each.name)
+                    progress.failed.append(f"{each.label}: {problem}")
+        except KeyboardInterrupt:
+            progress.save(folder, "interrupted")
+            raise
+        progress.active = None
+        progress.save(folder, "completed")
+        return progress.failed
+
+
+def _time(
+    benchmark: Benchmark, folder: BenchFolder, repeat: int, monitor_seconds: float
+) -> str | None:
+    """Have one round of a benchmark timed; what went wrong, if something did."""
+    settings, name = benchmark.settings, benchmark.name
+    documents.save(Job(settings=settings, run=benchmark.run), folder.job(name))
+    folder.result(name, repeat).unlink(missing_ok=True)
+    said = io.StringIO()
+    code = launch(
+        Launch(
+            # -P: the working folder may hold a json.py of the user's.
+            command=(
+                *(sys.executable, "-P", "-m", "scalejax.bench.worker"),
+                *(str(folder.path), name, str(repeat), str(monitor_seconds)),
+            ),
+            processes=settings.processes,
+            folder=folder.logs(name),
+            environment=_environment(settings.devices // settings.processes),
+        ),
+        said,
+    )
+    if code in _STOPPED:
+        raise KeyboardInterrupt
+    if code == 0 and read_result(benchmark, folder, repeat) is not None:
+        return None
+    lines = [line for line in said.getvalue().splitlines() if line.strip()]
+    reason = lines[-1] if lines else "it said nothing"
+    return f"ended with exit code {code}: {reason} (logs: {folder.logs(name)})"
+
+
+def _environment(devices: int) -> dict[str, str]:
+    """Of each process, which has so many of the devices."""
+    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    if has_accelerator():
+        return {"PYTHONPATH": path}
+    return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+@contextlib.contextmanager
+def _locked(folder: BenchFolder) -> Iterator[None]:
+    """Hold the bench in `folder`: two at once would measure each other."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with folder.lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process measures in {str(folder.path)!r}: wait for it, or stop it."
+            ) from error
+        yield

@@ -1,0 +1,79 @@
+"""A process of one benchmark in one round: times its steps and, being the first, writes the result.
+
+Started by `scalejax.launch`, alone or with its peers; a signal ends it at once, for there is
+nothing to save.
+
+Usage: python -m scalejax.bench.worker BENCH_FOLDER NAME ROUND MONITOR_SECONDS
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from scalejax import documents, rendezvous
+from scalejax.bench.folder import BenchFolder
+from scalejax.bench.plan import Job
+from scalejax.errors import ScalejaxError
+from scalejax.heartbeat import Heartbeat
+from scalejax.jax_platform import choose_platform, has_accelerator
+from scalejax.launch.watch import REFUSED
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) -> int:
+    """Time the benchmark; returns the exit code: 0, or 2 if its input was refused."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    rendezvous.die_with_launcher()
+    place = rendezvous.place_here()
+    job = documents.load(Job, folder.job(name))
+    if place is not None and has_accelerator():
+        _take_share(place, job.settings.devices // job.settings.processes)
+    choose_platform()
+    rendezvous.join(place)
+    from scalejax.bench.timed_steps import measure
+
+    path = folder.program(name)
+    with rendezvous.leaving_at_once(place):
+        result = measure(
+            job.run,
+            job.settings,
+            monitor_seconds=monitor_seconds,
+            heartbeat=Heartbeat.from_environment(),
+            on_program=None if path.exists() else lambda program: documents.save(program, path),
+        )
+    if place is None or place.process == 0:
+        documents.save(result, folder.result(name, repeat))
+    return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def _take_share(place: rendezvous.Place, count: int) -> None:
+    """Let this process see so many of the GPUs that it would, and its peers others."""
+    seen = os.environ.get(_VISIBLE)
+    first = place.process * count
+    numbers = [str(number) for number in range(first, first + count)]
+    if seen:
+        numbers = seen.split(",")[first : first + count]
+    os.environ[_VISIBLE] = ",".join(numbers)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(
+            main(
+                BenchFolder(path=Path(sys.argv[1])),
+                sys.argv[2],
+                int(sys.argv[3]),
+                float(sys.argv[4]),
+            )
+        )
+    except ScalejaxError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)

@@ -11,6 +11,7 @@ from scalejax import report_charts
 from scalejax.documents import save_text
 from scalejax.input_wait import WORTH_SAYING
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
+from scalejax.report_bench import add_benches
 from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
 from scalejax.report_sources import RunSource, Sources, gap_between, read_sources
@@ -46,7 +47,12 @@ def render(sources: Sources, title: str) -> str:
     page = Page()
     page.add(f"<h1>{escape(title)}</h1>")
     runs = (("Sweeps", sources.sweeps), ("Runs", sources.runs))
-    parts = (*runs, ("Plans", sources.plans), ("Predictions", sources.studies))
+    parts = (
+        *runs,
+        ("Benches", sources.benches),
+        ("Plans", sources.plans),
+        ("Predictions", sources.studies),
+    )
     links = [f'<a href="#{name.lower()}">{name}</a>' for name, part in parts if part]
     if len(links) > 1:
         page.add(f"<nav>{''.join(links)}</nav>")
@@ -58,6 +64,8 @@ def render(sources: Sources, title: str) -> str:
         _add_curves(page, sources.curves)
     if sources.runs:
         _add_comparisons(page, sources.runs)
+    if sources.benches:
+        add_benches(page, sources.benches)
     if sources.plans:
         add_plans(page, sources.plans)
     if sources.studies:

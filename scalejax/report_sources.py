@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from scalejax import documents
+from scalejax.bench.folder import BenchFolder
+from scalejax.bench.results import Summary, read_plan, read_summaries
 from scalejax.config import RunConfig, load_config
 from scalejax.errors import ConfigError
 from scalejax.input_wait import wait_share
@@ -96,6 +98,16 @@ class SweepSource:
     make a page of many megabytes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSource:
+    """One bench: what was measured of each of its benchmarks."""
+
+    name: str
+    """That of its folder."""
+    summaries: tuple[Summary, ...]
+    """Those that have a finished round."""
+
+
 def gap_between(one: RunSource, other: RunSource) -> LossGap | None:
     """How far apart their training losses lie after the warmup of both."""
     after_epoch = max(one.warmup_epochs, other.warmup_epochs)
@@ -114,6 +126,8 @@ class Sources:
     """Plans, in the order in which they were named."""
     sweeps: tuple[SweepSource, ...] = ()
     """Sweeps, in the order in which they were named."""
+    benches: tuple[BenchSource, ...] = ()
+    """Benches, in the order in which they were named."""
 
     @property
     def curves(self) -> tuple[RunSource, ...]:
@@ -122,24 +136,34 @@ class Sources:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """The runs, sweeps and predictions at `paths`.
+    """The runs, sweeps, benches and predictions at `paths`.
 
     Raises:
-        ConfigError: if there is none, or a path is neither a folder of a run or sweep nor a
-            prediction.
+        ConfigError: if there is none, or a path is neither a folder of a run, sweep or bench nor
+            a prediction.
     """
     if not paths:
         raise ConfigError("a report needs a run's folder, or a prediction's or plan's JSON file.")
     folders = [path for path in paths if path.is_dir()]
     sweeps = [path for path in folders if SweepFolder(path=path).plan.is_file()]
-    runs = [_read_run(path) for path in folders if path not in sweeps]
+    benches = [path for path in folders if BenchFolder(path=path).plan.is_file()]
+    runs = [_read_run(path) for path in folders if path not in (*sweeps, *benches)]
     read = [_read_file(path) for path in paths if not path.is_dir()]
     return Sources(
         runs=tuple(runs),
         studies=tuple(study for each in read for study in _studies(each)),
         plans=tuple(each for each in read if isinstance(each, Plan)),
         sweeps=tuple(_read_sweep(path, is_alone=len(paths) == 1) for path in sweeps),
+        benches=tuple(map(_read_bench, benches)),
     )
+
+
+def _read_bench(path: Path) -> BenchSource:
+    folder = BenchFolder(path=path)
+    summaries = [each for each in read_summaries(read_plan(folder), folder) if each.is_measured]
+    if not summaries:
+        raise ConfigError(f"{str(path)!r} is the folder of a bench of which nothing is measured.")
+    return BenchSource(name=path.resolve().name, summaries=tuple(summaries))
 
 
 def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:

@@ -89,7 +89,7 @@ ARITHMETIC = {
     "fit_runs": 5,
     "validation": 11,
     "plots": 12,
-    "report": 17,
+    "report": 18,
     "tables": 12,
     "waiting": 12,
     "conversion": 4,
@@ -109,10 +109,13 @@ ARITHMETIC = {
     "sweep": 15,
     "sweep_plots": 16,
     "sweep_tables": 16,
-    "quickstart": 18,
-    "commands": 19,
-    "cli": 20,
-    "__main__": 21,
+    "bench": 16,
+    "bench_plots": 17,
+    "bench_tables": 17,
+    "quickstart": 19,
+    "commands": 20,
+    "cli": 21,
+    "__main__": 22,
 }
 """Row of each module that imports no JAX when it is imported."""
 PROGRAMS = {
@@ -156,7 +159,13 @@ PROGRAMS = {
 }
 """Row of each module that does."""
 ROWS = {**ARITHMETIC, **PROGRAMS}
-WORKER = ("profile.worker", "profile.model_flop", "sweep.mapped", "sweep.together")
+WORKER = (
+    "bench.timed_steps",
+    "profile.model_flop",
+    "profile.worker",
+    "sweep.mapped",
+    "sweep.together",
+)
 """What runs in the worker's own process alone, where JAX is."""
 
 

@@ -11,7 +11,7 @@ from statistics import mean, median, quantiles
 from scalejax import documents, metrics
 from scalejax.bench.folder import BenchFolder
 from scalejax.bench.monitor import Usage
-from scalejax.bench.plan import Benchmark, BenchPlan
+from scalejax.bench.plan import Benchmark, BenchPlan, Job
 from scalejax.bench.statistics import Speed, median_interval, speed
 from scalejax.bench.tables import Scaling, ScalingTable, column_of
 from scalejax.documents import JsonValue, plain
@@ -142,6 +142,33 @@ def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> Bench
         return None
 
 
+def read_plan(folder: BenchFolder) -> BenchPlan:
+    """The plan that was measured last in `folder`: those of its benchmarks that have begun.
+
+    Raises:
+        ConfigError: if there is none, or it is damaged.
+    """
+    written = documents.load(dict, folder.plan)
+    entries, repeats = written.get("benchmarks"), written.get("repeats")
+    if not isinstance(entries, list) or not isinstance(repeats, int):
+        raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")
+    benchmarks = []
+    for entry in entries:
+        path = folder.job(str(entry["name"]))
+        if path.is_file():
+            job = documents.load(Job, path)
+            benchmarks.append(
+                Benchmark(
+                    settings=job.settings,
+                    fields=dict(entry["fields"]),
+                    varied=dict(entry["varied"]),
+                    run=job.run,
+                )
+            )
+    text = folder.run_file.read_text(encoding="utf-8")
+    return BenchPlan(text=text, benchmarks=tuple(benchmarks), repeats=repeats)
+
+
 def groups(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     """Benchmarks that differ in devices alone, by what sets them apart from the others.
 
@@ -256,7 +283,11 @@ def _settings(benchmark: Benchmark) -> dict[str, JsonValue]:
 
 
 def measured_runs(
-    summaries: Sequence[Summary], folder: BenchFolder, device_counts: Sequence[int] | None = None
+    summaries: Sequence[Summary],
+    folder: BenchFolder,
+    device_counts: Sequence[int] | None = None,
+    *,
+    processes: int = 1,
 ) -> list[MeasuredRun]:
     """The benchmarks on so many devices, for a fit of a cluster's constants.
 
@@ -264,16 +295,22 @@ def measured_runs(
         summaries: of the bench in `folder`.
         folder: where their programs are.
         device_counts: which; if None, all.
+        processes: of each benchmark that is meant.
 
     Raises:
         ConfigError: if nothing was measured on one of them.
     """
-    measured = [each for each in summaries if each.is_measured]
+    measured = [
+        each
+        for each in summaries
+        if each.is_measured and each.benchmark.settings.processes == processes
+    ]
     counts = {each.benchmark.settings.devices for each in measured}
     for wanted in device_counts or ():
         if wanted not in counts:
             there = ", ".join(map(str, sorted(counts))) or "none"
-            accepted = f"{folder.path} has measured other numbers of devices: {there}"
+            place = "1 process" if processes == 1 else f"{processes} processes"
+            accepted = f"in {place}, {folder.path} has measured {there}"
             raise ConfigError(refusal("devices", wanted, accepted))
     return [
         MeasuredRun(

@@ -148,4 +148,6 @@ def _of_all_processes(usage: tuple[Usage, ...]) -> tuple[Usage, ...]:
 def _device_bytes() -> int | None:
     """Memory in use on the fullest device of this process, as far as devices say."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((each["bytes_in_use"] for each in statistics if "bytes_in_use" in each), default=None)
+    return max(
+        (each["bytes_in_use"] for each in statistics if "bytes_in_use" in each), default=None
+    )

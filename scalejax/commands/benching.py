@@ -113,9 +113,7 @@ class Bench(RunFileCommand):
             from scalejax.bench.predicted import predictions
 
             print()
-            tables.show(
-                bench_tables.against_predicted(predictions(summaries, folder, cluster))
-            )
+            tables.show(bench_tables.against_predicted(predictions(summaries, folder, cluster)))
         if any(each.is_measured for each in summaries):
             self._save(summaries, folder)
         if problems:

@@ -6,7 +6,7 @@ They start without JAX, and import it when they run.
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
@@ -26,6 +26,9 @@ from scalejax.jax_platform import choose_platform
 from scalejax.presets import costed_note
 from scalejax.program import Program
 from scalejax.ramp_prediction import RampPrediction
+
+if TYPE_CHECKING:
+    from scalejax.fit_runs import MeasuredRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +177,12 @@ class Calibrate:
     from_: Annotated[
         tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
     ] = ()
-    """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote."""
+    """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote, or to the
+    benchmarks in one that scalejax bench wrote."""
+    devices: Annotated[str | None, flag("N,N,...")] = None
+    """Of a bench, the numbers of devices to fit to, such as 1,2. By default all."""
+    processes: Annotated[int, flag("N")] = 1
+    """Of a bench, those benchmarks in so many processes. By default 1."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
     """What --from fits: a name or a TOML file. By default what was measured here before."""
     output: Annotated[Path | None, flag("DIR")] = None
@@ -196,8 +204,9 @@ class Calibrate:
 
     def _measure(self, output: Path) -> None:
         """Time operations, memory, exchanges, storage."""
-        if self.cluster is not None:
-            raise ConfigError(refusal("cluster", self.cluster, "it is for --from RUN RUN ..."))
+        for name, value in (("cluster", self.cluster), ("devices", self.devices)):
+            if value is not None:
+                raise ConfigError(refusal(name, value, "it is for --from RUN RUN ..."))
         count = self.cpu_devices
         if count is not None:
             require_at_least("cpu_devices", count, 1)
@@ -215,9 +224,9 @@ class Calibrate:
 
     def _fit(self, here: Path) -> None:
         """Fit a cluster to runs."""
-        from scalejax.fit_runs import FITTED_FILE, fit_runs, measured_cluster, read_runs
+        from scalejax.fit_runs import FITTED_FILE, fit_runs, measured_cluster
 
-        runs = read_runs(self.from_)
+        runs = self._runs()
         cluster = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
         fit = fit_runs(cluster, runs)
         path = (self.output or here) / FITTED_FILE
@@ -225,6 +234,26 @@ class Calibrate:
         tables.show(tables.fit(fit))
         print(f"wrote {path}; train goes on predicting with what was measured.")
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
+
+
+    def _runs(self) -> "list[MeasuredRun]":
+        """What to fit to: the runs in folders, or benchmarks of a bench."""
+        from scalejax.bench import BenchFolder, measured_runs, read_summaries
+        from scalejax.bench.results import read_plan
+        from scalejax.fit_runs import read_runs
+
+        folder = BenchFolder(path=self.from_[0])
+        if not folder.plan.is_file():
+            if self.devices is not None:
+                accepted = f"it is for the folder of a bench, which {folder.path} is not"
+                raise ConfigError(refusal("devices", self.devices, accepted))
+            return read_runs(self.from_)
+        if len(self.from_) > 1:
+            accepted = "the folder of a bench comes alone: its benchmarks are several runs"
+            raise ConfigError(refusal("from", " ".join(map(str, self.from_)), accepted))
+        counts = None if self.devices is None else parse_counts(self.devices)
+        summaries = read_summaries(read_plan(folder), folder)
+        return measured_runs(summaries, folder, counts, processes=self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

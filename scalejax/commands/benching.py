@@ -81,16 +81,16 @@ class Bench(RunFileCommand):
     """Put efficiencies above 100 down as 100, as DLBS does."""
     monitor: Annotated[float, flag("SECONDS")] = 0.5
     """Between samples of CPU, memory and threads; 0 for none. By default 0.5."""
-    cluster: Annotated[str | None, flag("CLUSTER")] = None
+    cluster: Annotated[str | None, flag("CLUSTER,...")] = None
     """Predict what was measured with these constants, such as cluster-fitted.toml of scalejax
-    calibrate --from."""
+    calibrate --from: the first cluster that has such devices."""
 
     def execute(self, overrides: Overrides) -> None:
         """Plan, time what is left to do, print the tables, draw."""
         if not 0 <= self.monitor < math.inf:
             accepted = "it must be at least 0, and finite"
             raise ConfigError(refusal("monitor", self.monitor, accepted))
-        cluster = None if self.cluster is None else find_cluster(self.cluster)
+        clusters = [find_cluster(name) for name in (self.cluster or "").split(",") if name]
         documents.require_writable("plan", self.plan)
         bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
         tables.show(bench_tables.plan(bench))
@@ -109,11 +109,11 @@ class Bench(RunFileCommand):
         print()
         tables.show(bench_tables.results(summaries, self.baseline))
         self._show_scaling(summaries)
-        if cluster is not None:
+        if clusters:
             from scalejax.bench.predicted import predictions
 
             print()
-            tables.show(bench_tables.against_predicted(predictions(summaries, folder, cluster)))
+            tables.show(bench_tables.against_predicted(predictions(summaries, folder, clusters)))
         if any(each.is_measured for each in summaries):
             self._save(summaries, folder)
         if problems:

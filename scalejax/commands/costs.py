@@ -235,7 +235,6 @@ class Calibrate:
         print(f"wrote {path}; train goes on predicting with what was measured.")
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
 
-
     def _runs(self) -> "list[MeasuredRun]":
         """What to fit to: the runs in folders, or benchmarks of a bench."""
         from scalejax.bench import BenchFolder, measured_runs, read_summaries

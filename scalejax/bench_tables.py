@@ -55,11 +55,8 @@ def results(summaries: Sequence[Summary], baseline: int | None = None) -> Iterat
         for each in ordered:
             table.add_row(*_cells(each, _base(ordered, baseline)))
     yield table
-    lines = figures("devices", "all steps, the batch over their mean time")
-    for each in measured:
-        lines.add_row(each.benchmark.label, str(each.speed))
-    lines.columns[1].justify = "left"
-    yield lines
+    yield "As tf_cnn_benchmarks prints it, of all timed steps:"
+    yield Text("\n".join(f"{each.benchmark.label}\n  {each.speed}" for each in measured))
     if len({result.versions for each in measured for result in each.results}) > 1:
         yield "Results are of several versions: --rerun makes them of this one."
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -483,3 +485,25 @@ def test_monitor_that_is_off_takes_no_samples():
         pass
 
     assert monitor.samples(0.0) == ()
+
+
+def test_signal_that_a_benchmark_outlived_ends_the_bench_all_the_same(
+    tmp_path, pretended, monkeypatch
+):
+    """`launch` takes it and passes it on; the benchmark may have been about to end."""
+    calls, _ = pretended
+    launch = bench_run.launch
+
+    def signalled(job, out):
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: None)  # as `launch` does
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.signal(signal.SIGTERM, previous)
+        return launch(job, out)
+
+    monkeypatch.setattr(bench_run, "launch", signalled)
+    folder = BenchFolder(path=tmp_path / "bench")
+
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(planned(tmp_path, "-V", "devices=[1,2]"), folder)
+
+    assert calls == ["1/0"]

@@ -9,7 +9,9 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -91,7 +93,7 @@ def run_bench(
         ConfigError: if another process measures in `folder`.
         KeyboardInterrupt: on SIGINT or SIGTERM; finished results stay.
     """
-    with _locked(folder):
+    with _locked(folder), _Interrupts() as interrupts:
         begin_bench(plan, folder)
         progress = Progress(total=len(plan.rounds))
         lost: set[str] = set()
@@ -107,6 +109,7 @@ def run_bench(
                 progress.save(folder, "running")
                 on_benchmark(progress.active)
                 problem = _time(each, folder, repeat, monitor_seconds)
+                interrupts.raise_if_any()
                 if problem is None:
                     progress.finished += 1
                 else:
@@ -156,6 +159,33 @@ def _environment(devices: int) -> dict[str, str]:
     if has_accelerator():
         return {"PYTHONPATH": path}
     return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+class _Interrupts:
+    """Signals that `launch` took and passed on: a benchmark that was about to end ended well, or
+    died of it, and either way the bench is not to go on."""
+
+    def __enter__(self) -> "_Interrupts":
+        self._previous: int | None = None
+        self._seen, self._seeing = socket.socketpair()
+        for end in (self._seen, self._seeing):
+            end.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.set_wakeup_fd(self._seeing.fileno())
+        return self
+
+    def raise_if_any(self) -> None:
+        """Raise KeyboardInterrupt if SIGINT or SIGTERM has come."""
+        with contextlib.suppress(BlockingIOError):
+            received = self._seen.recv(64)
+            if {signal.SIGINT, signal.SIGTERM} & set(received):
+                raise KeyboardInterrupt
+
+    def __exit__(self, *unused: object) -> None:
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous)
+        self._seen.close()
+        self._seeing.close()
 
 
 @contextlib.contextmanager

@@ -56,8 +56,10 @@ def save_scaling(summaries: Sequence[Summary], *, path: Path) -> None:
         above.errorbar(counts, rates, yerr=errors, label=label, **style)
         ideal = [rates[0] * count / counts[0] for count in counts]
         above.plot(counts, ideal, color=style["color"], linestyle="dotted", linewidth=0.8)
-        shares = [100 * kept_share(each, ordered[0]) for each in ordered]
-        kept.plot(counts, shares, color=style["color"], linestyle=style["linestyle"], marker="o")
+        shares = [kept_share(each, measured) for each in ordered]
+        points = [(c, 100 * s) for c, s in zip(counts, shares, strict=True) if s is not None]
+        xs, ys = zip(*points, strict=True) if points else ((), ())
+        kept.plot(xs, ys, color=style["color"], linestyle=style["linestyle"], marker="o")
     kept.axhline(100, color="black", linestyle="dotted", linewidth=0.8)
     for axes, name in ((above, "samples per second"), (kept, "kept per device, %")):
         axes.set_xscale("log", base=2)

@@ -5,6 +5,7 @@ in order.
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -53,7 +54,7 @@ def results(summaries: Sequence[Summary], baseline: int | None = None) -> Iterat
         ordered = sorted(members, key=lambda each: each.benchmark.settings.devices)
         table.add_row(Text(label, style="dim"))
         for each in ordered:
-            table.add_row(*_cells(each, _base(ordered, baseline)))
+            table.add_row(*_cells(each, kept_share(each, measured, baseline)))
     yield table
     yield "As tf_cnn_benchmarks prints it, of all timed steps:"
     yield Text("\n".join(f"{each.benchmark.label}\n  {each.speed}" for each in measured))
@@ -72,19 +73,12 @@ def title_of(measured: Sequence[Summary]) -> str:
     )
 
 
-def _base(ordered: Sequence[Summary], baseline: int | None) -> Summary | None:
-    if baseline is None:
-        return ordered[0]
-    return next((each for each in ordered if each.benchmark.settings.devices == baseline), None)
-
-
-def _cells(each: Summary, base: Summary | None) -> list[str]:
+def _cells(each: Summary, kept: float | None) -> list[str]:
     low, high = each.interval
     settings = each.benchmark.settings
     place = f"{settings.devices}"
     if settings.processes > 1:
         place += f" in {settings.processes} processes"
-    kept = None if base is None else kept_share(each, base)
     return [
         place,
         format_seconds(each.median_seconds),
@@ -139,8 +133,11 @@ def against_predicted(
 ) -> Iterator[RenderableType]:
     """Measured beside predicted steps, those marked to which the prediction was fitted."""
     table = figures("benchmark", "measured", "predicted", "error", "")
+    left_out = []
     for summary, prediction, is_fitted in rows:
         error = prediction and prediction.step_seconds / summary.median_seconds - 1
+        if error is not None and not is_fitted:
+            left_out.append(abs(error))
         table.add_row(
             _named(summary),
             format_seconds(summary.median_seconds),
@@ -149,6 +146,11 @@ def against_predicted(
             "fitted to" if is_fitted else "",
         )
     yield table
+    if left_out:
+        yield (
+            f"Median absolute error of the {len(left_out)} to which nothing was fitted: "
+            f"{median(left_out):.1%}."
+        )
 
 
 def _named(summary: Summary) -> str:

@@ -33,7 +33,7 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
         page.add_table(
             ["benchmark", "devices", "step", "from", "to", "samples/s", "kept", "waits for input"],
             [
-                _row(label, each, members)
+                _row(label, each, bench.summaries)
                 for label, members in groups(bench.summaries).items()
                 for each in members
             ],
@@ -42,10 +42,9 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
         _add_charts(page, bench.summaries)
 
 
-def _row(label: str, each: Summary, members: Sequence[Summary]) -> list[str]:
+def _row(label: str, each: Summary, summaries: Sequence[Summary]) -> list[str]:
     low, high = each.interval
     settings = each.benchmark.settings
-    base = min(members, key=lambda other: other.benchmark.settings.devices)
     place = f" in {settings.processes} processes" if settings.processes > 1 else ""
     return [
         label,
@@ -54,7 +53,7 @@ def _row(label: str, each: Summary, members: Sequence[Summary]) -> list[str]:
         format_seconds(low),
         format_seconds(high),
         format_count(each.global_batch / each.median_seconds),
-        format_fraction(kept_share(each, base)),
+        format_fraction(kept_share(each, summaries)),
         format_fraction(each.wait_share),
     ]
 

@@ -16,7 +16,7 @@ from scalejax import documents
 from scalejax.bench import BenchFolder, measured_runs, read_summaries, run_bench
 from scalejax.bench import run as bench_run
 from scalejax.bench.monitor import Monitor
-from scalejax.bench.results import read_plan, scaling_table
+from scalejax.bench.results import kept_share, read_plan, scaling_table
 from scalejax.bench.statistics import median_interval, moving_average, speed, warmup_steps
 from scalejax.bench.tables import column_of, efficiencies, speedups
 from scalejax.cli import main
@@ -356,16 +356,33 @@ def test_table_has_a_row_for_what_differs_besides_devices(tmp_path):
     assert table.efficiencies == ((100.0, 80.0, None), (100.0, None, 50.0))
 
 
+def test_what_is_kept_counts_against_the_baseline_in_one_process(tmp_path):
+    """Relative to its devices, also in strong scaling; unknown where it was not measured."""
+    words = ("-P", 'scaling="strong"', "-V", "devices=[2,4]")
+    plan = planned(
+        tmp_path,
+        *words,
+        *("-E", '{"condition": {"devices": 4}, "cases": [{}, {"processes": 4}]}'),
+    )
+    folder = finished(plan, tmp_path / "bench", {2: [0.08] * 3, 4: [0.05] * 3})
+    summaries = read_summaries(plan, folder)
+
+    assert [kept_share(each, summaries) for each in summaries] == pytest.approx([1.0, 0.8, 0.8])
+    assert kept_share(summaries[0], summaries, 4) == pytest.approx(1.25)
+    assert kept_share(summaries[2], summaries[2:], 2) is None
+
+
 def test_statistic_is_median_or_mean(tmp_path):
     """One slow step moves the mean alone."""
     plan = planned(tmp_path)
     folder = finished(plan, tmp_path / "bench", {1: [0.1, 0.1, 0.4]})
     summaries = read_summaries(plan, folder)
 
-    cells = {
-        name: scaling_table(summaries, "weak", statistic=name).milliseconds[0][0]
-        for name in ("median", "mean")
-    }
+    cells = {}
+    for name in ("median", "mean"):
+        table = scaling_table(summaries, "weak", statistic=name)
+        assert table is not None
+        cells[name] = table.milliseconds[0][0]
 
     assert cells == pytest.approx({"median": 100.0, "mean": 200.0})
 
@@ -380,6 +397,25 @@ def test_plan_is_read_back_from_its_folder(tmp_path):
     assert found == plan
     with pytest.raises(ConfigError, match=r"devices=4 is refused: in 1 process, .* measured 1, 2"):
         measured_runs(read_summaries(found, folder), folder, [4])
+
+
+def test_calibrate_refuses_what_is_not_measured(tmp_path, capsys):
+    """By the field, and before anything is fitted."""
+    plan = planned(tmp_path, "-V", "devices=[1,2]")
+    folder = finished(plan, tmp_path / "bench", {1: [0.1], 2: [0.2]})
+    folder.result(plan.benchmarks[0].name, 0).unlink()
+    one, two = (str(folder.benchmark(each.name)) for each in plan.benchmarks)
+    bench = str(folder.path)
+    refused = {
+        (bench, two): "comes alone",
+        (bench, "--devices", "4"): "devices=4 is refused",
+        (bench, "--devices", "1"): "devices=1 is refused: in 1 process, .* has measured 2",
+        (one, two): "from=.* is refused: it has no finished round",
+        (two, two, "--devices", "2"): "devices='2' is refused",
+    }
+    for words, sentence in refused.items():
+        assert main(["calibrate", "--from", *words, "--output", str(tmp_path / "out")]) == 2
+        assert re.search(sentence, " ".join(capsys.readouterr().err.split()))
 
 
 def cli(*words: str) -> int:

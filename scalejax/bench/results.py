@@ -6,6 +6,7 @@ Knows files, and the statistics that are made of them; no processes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from statistics import mean, median, quantiles
 
 from scalejax import documents, metrics
@@ -239,13 +240,46 @@ def scaling_table(
     )
 
 
-def kept_share(summary: Summary, baseline: Summary) -> float:
-    """Throughput per device kept since `baseline`, 0..1 and above, by the medians."""
-    settings, base = summary.benchmark.settings, baseline.benchmark.settings
+def kept_share(
+    summary: Summary, summaries: Sequence[Summary], baseline: int | None = None
+) -> float | None:
+    """Throughput per device kept since the baseline, 0..1 and above, by the medians.
+
+    Unlike the tables of DLBS, it compares several processes with one, where the baseline was
+    measured in one alone.
+
+    Args:
+        summary: a measured benchmark.
+        summaries: those of its bench, among which is its baseline.
+        baseline: devices of it; if None, the fewest of the bench.
+
+    Returns:
+        None if there is no baseline that differs from it in devices and processes alone.
+    """
+    settings = summary.benchmark.settings
+    measured = [each for each in summaries if each.is_measured]
+    count = baseline or min(each.benchmark.settings.devices for each in measured)
+    alike = [
+        each
+        for each in measured
+        if each.benchmark.settings.devices == count
+        and each.benchmark.settings.scaling == settings.scaling
+        and _label(each, _PLACES) == _label(summary, _PLACES)
+    ]
+    if not alike:
+        return None
+    # One of as many processes if there is, else of the fewest.
+    base = min(
+        alike,
+        key=lambda each: (
+            each.benchmark.settings.processes != settings.processes,
+            each.benchmark.settings.processes,
+        ),
+    )
     if settings.scaling == "weak":
-        return metrics.weak_scaling_efficiency(baseline.median_seconds, summary.median_seconds)
+        return metrics.weak_scaling_efficiency(base.median_seconds, summary.median_seconds)
     return metrics.strong_scaling_efficiency(
-        baseline.median_seconds, base.devices, summary.median_seconds, settings.devices
+        base.median_seconds, count, summary.median_seconds, settings.devices
     )
 
 
@@ -313,12 +347,37 @@ def measured_runs(
             accepted = f"in {place}, {folder.path} has measured {there}"
             raise ConfigError(refusal("devices", wanted, accepted))
     return [
-        MeasuredRun(
-            name=str(folder.benchmark(each.benchmark.name)),
-            program=documents.load(Program, folder.program(each.benchmark.name)),
-            step_seconds=each.median_seconds,
-            step_cv=each.step_cv,
-        )
+        _as_run(each, folder)
         for each in measured
         if device_counts is None or each.benchmark.settings.devices in device_counts
     ]
+
+
+def is_benchmark(path: Path) -> bool:
+    """Whether `path` is the folder of a benchmark, in that of a bench."""
+    folder = BenchFolder(path=path.parent.parent)
+    return folder.plan.is_file() and folder.job(path.name).is_file()
+
+
+def measured_run(path: Path) -> MeasuredRun:
+    """The benchmark in the folder `path`, for a fit of a cluster's constants.
+
+    Raises:
+        ConfigError: if it is not measured, or not in the plan that was measured last.
+    """
+    folder = BenchFolder(path=path.parent.parent)
+    for each in read_summaries(read_plan(folder), folder):
+        if each.benchmark.name == path.name and each.is_measured:
+            return _as_run(each, folder)
+    accepted = f"it has no finished round in the plan of {folder.path}"
+    raise ConfigError(refusal("from", str(path), accepted))
+
+
+def _as_run(summary: Summary, folder: BenchFolder) -> MeasuredRun:
+    name = summary.benchmark.name
+    return MeasuredRun(
+        name=str(folder.benchmark(name)),
+        program=documents.load(Program, folder.program(name)),
+        step_seconds=summary.median_seconds,
+        step_cv=summary.step_cv,
+    )

@@ -178,7 +178,7 @@ class Calibrate:
         tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
     ] = ()
     """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote, or to the
-    benchmarks in one that scalejax bench wrote."""
+    benchmarks in one that scalejax bench wrote, or to folders in its runs/."""
     devices: Annotated[str | None, flag("N,N,...")] = None
     """Of a bench, the numbers of devices to fit to, such as 1,2. By default all."""
     processes: Annotated[int, flag("N")] = 1
@@ -238,21 +238,28 @@ class Calibrate:
     def _runs(self) -> "list[MeasuredRun]":
         """What to fit to: the runs in folders, or benchmarks of a bench."""
         from scalejax.bench import BenchFolder, measured_runs, read_summaries
-        from scalejax.bench.results import read_plan
-        from scalejax.fit_runs import read_runs
+        from scalejax.bench.results import is_benchmark, measured_run, read_plan
+        from scalejax.fit_runs import read_run, read_runs
 
-        folder = BenchFolder(path=self.from_[0])
-        if not folder.plan.is_file():
-            if self.devices is not None:
-                accepted = f"it is for the folder of a bench, which {folder.path} is not"
-                raise ConfigError(refusal("devices", self.devices, accepted))
+        benches = [path for path in self.from_ if BenchFolder(path=path).plan.is_file()]
+        if benches and len(self.from_) > 1:
+            accepted = "the folder of a bench comes alone; those in its runs/ may be several"
+            raise ConfigError(refusal("from", str(benches[0]), accepted))
+        if any(is_benchmark(path) for path in self.from_):
+            self._refuse_counts()
+            return [(measured_run if is_benchmark(p) else read_run)(p) for p in self.from_]
+        if not benches:
+            self._refuse_counts()
             return read_runs(self.from_)
-        if len(self.from_) > 1:
-            accepted = "the folder of a bench comes alone: its benchmarks are several runs"
-            raise ConfigError(refusal("from", " ".join(map(str, self.from_)), accepted))
+        folder = BenchFolder(path=benches[0])
         counts = None if self.devices is None else parse_counts(self.devices)
         summaries = read_summaries(read_plan(folder), folder)
         return measured_runs(summaries, folder, counts, processes=self.processes)
+
+    def _refuse_counts(self) -> None:
+        if self.devices is not None:
+            accepted = f"it is for the folder of a bench, which {self.from_[0]} is not"
+            raise ConfigError(refusal("devices", self.devices, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

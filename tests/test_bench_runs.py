@@ -16,7 +16,8 @@ from scalejax.bench.results import read_plan
 from scalejax.cli import main
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.slow  # every test starts processes that each import JAX
+# Every test starts processes that each import JAX.
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture

@@ -40,16 +40,14 @@ def goodput(
     checkpoint_seconds: float,
     restart_seconds: float,
     run_mtbf_seconds: float,
+    *,
+    down_seconds: float = 0.0,
 ) -> float:
     """Share of the time that is left to training by checkpoints and failures, 0..1.
 
-    Failures come at random with mean time M between them, during training, checkpoints and
-    restarts alike. An interval with its checkpoint is tried until it passes without one, which
-    takes M e^(R/M) (e^((interval + C)/M) - 1) on average; so
+    goodput = interval / seconds_without_failure(interval + checkpoint),
 
-    goodput = interval / (M e^(R/M) (e^((interval + C)/M) - 1)),
-
-    which for M much larger than the rest is the well-known
+    which for a mean time between failures M much larger than the rest is the well-known
     1 - C/interval - (interval/2 + R)/M.
 
     Args:
@@ -57,6 +55,7 @@ def goodput(
         checkpoint_seconds: C, time that training stands still for one.
         restart_seconds: R, time from a failure until training goes on.
         run_mtbf_seconds: M, mean time between failures of the run: of a node over nodes.
+        down_seconds: time from a failure until the restart begins, where that is apart from it.
 
     Raises:
         ConfigError: if failures come so fast that such a run would never end.
@@ -65,17 +64,51 @@ def goodput(
     """
     require_above("interval_seconds", interval_seconds, 0)
     require_at_least("checkpoint_seconds", checkpoint_seconds, 0)
+    needed_seconds = interval_seconds + checkpoint_seconds
+    return interval_seconds / seconds_without_failure(
+        needed_seconds, restart_seconds, run_mtbf_seconds, down_seconds=down_seconds
+    )
+
+
+def seconds_without_failure(
+    needed_seconds: float,
+    restart_seconds: float,
+    run_mtbf_seconds: float,
+    *,
+    down_seconds: float = 0.0,
+) -> float:
+    """Mean time until a stretch of `needed_seconds` has passed without a failure.
+
+    Failures come at random with mean time M between them, during the stretch and restarts alike,
+    but not while the run is down (D), when nothing runs that could fail. Each puts the run back to
+    the begin of the stretch, by way of D and a restart of R. With p = e^(-needed/M) an attempt
+    passes, and takes M (1 - p) until it passes or fails; a restart takes, failures in it included,
+    M (e^(R/M) - 1) + D e^(R/M), and there are 1/p - 1 of them on average; together
+
+    seconds = (M + D) e^(R/M) (e^(needed/M) - 1).
+
+    Args:
+        needed_seconds: length of the stretch.
+        restart_seconds: R, time from the begin of a restart until the stretch begins again.
+        run_mtbf_seconds: M, mean time between failures of the run while it is up.
+        down_seconds: D, time from a failure until the restart begins.
+
+    Raises:
+        ConfigError: if failures come so fast that it would never pass.
+    Source: Daly 2006, section 3, for D = 0; Bougeret et al. 2011, "Checkpointing strategies for
+        parallel jobs", SC11, with D.
+    """
+    require_above("needed_seconds", needed_seconds, 0)
     require_at_least("restart_seconds", restart_seconds, 0)
     require_above("run_mtbf_seconds", run_mtbf_seconds, 0)
-    attempt = (interval_seconds + checkpoint_seconds) / run_mtbf_seconds
-    restart = restart_seconds / run_mtbf_seconds
+    require_at_least("down_seconds", down_seconds, 0)
+    attempt, restart = needed_seconds / run_mtbf_seconds, restart_seconds / run_mtbf_seconds
     if attempt + restart > _HOPELESS:
-        least = (interval_seconds + checkpoint_seconds + restart_seconds) / _HOPELESS
+        least = (needed_seconds + restart_seconds) / _HOPELESS
         accepted = (
-            f"with {interval_seconds:.4g} s between checkpoints of {checkpoint_seconds:.4g} s and "
+            f"with {needed_seconds:.4g} s to the next checkpoint, its own time included, and "
             f"{restart_seconds:.4g} s for a restart, it must be above {least:.4g}, or the run "
             "never ends"
         )
         raise ConfigError(refusal("run_mtbf_seconds", run_mtbf_seconds, accepted))
-    mean_seconds = run_mtbf_seconds * math.exp(restart) * math.expm1(attempt)
-    return interval_seconds / mean_seconds
+    return (run_mtbf_seconds + down_seconds) * math.exp(restart) * math.expm1(attempt)

@@ -1,0 +1,241 @@
+"""Where the wall time of a run went, over all its sessions, with nothing left over.
+
+A session is one start of the run's processes. While it lasts, the first of them writes where its
+time goes, a line for each stretch of it that ends in a pause (an evaluation, a checkpoint); the
+sums of the lines and of the time between sessions are the ledger. Knows lines and their sums; no
+clock and no loop.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from scalejax.documents import build, plain
+from scalejax.errors import ConfigError
+from scalejax.units import counted, format_fraction, format_seconds
+
+Part = Literal["startup", "compile", "input_wait", "step", "evaluation", "checkpoint"]
+"""What a session can be at."""
+PARTS: tuple[Part, ...] = ("startup", "compile", "input_wait", "step", "evaluation", "checkpoint")
+
+LINE_BYTES = 512
+"""Length of every line: the last is written anew in its place as time passes. A whole number of
+them fills a page of memory, so that none lies in two: the system writes a page whole, or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """What a session did from one pause to the end of the next, or until it was last seen."""
+
+    session: int
+    """Sessions of the run before this one."""
+    began_unix_seconds: float
+    """When the session began, by the clock of the system."""
+    first_step: int | None = None
+    """Updates of the run that the session began with; None until it knows."""
+    step: int = 0
+    """Updates of the run that were made, this stretch included."""
+    is_finished: bool = False
+    """Whether it ended in a pause, or the session by itself; else it goes on, or was cut off."""
+    startup_seconds: float = 0.0
+    """Start of the process, imports, meeting the other processes, opening and restoring."""
+    compile_seconds: float = 0.0
+    """Compiling the programs."""
+    input_wait_seconds: float = 0.0
+    """For which devices had nothing to do, for want of a batch."""
+    step_seconds: float = 0.0
+    """Updates, their waiting for input left out."""
+    evaluation_seconds: float = 0.0
+    """Evaluations."""
+    checkpoint_seconds: float = 0.0
+    """For which training stood still for a checkpoint, or for the last of them at the end."""
+
+    @property
+    def seconds(self) -> float:
+        """The whole stretch."""
+        return math.fsum(getattr(self, f"{part}_seconds") for part in PARTS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeLedger:
+    """The wall time of a run, each second of it in one place."""
+
+    sessions: int
+    """How often the run's processes were started."""
+    repeated_steps: int
+    """Updates that were made for nothing: those after the step at which a later session began."""
+    startup_seconds: float
+    """Starting processes, imports, meeting the others, opening and restoring."""
+    compile_seconds: float
+    """Compiling the programs."""
+    input_wait_seconds: float
+    """Of updates that counted: devices had nothing to do, for want of a batch."""
+    step_seconds: float
+    """Updates that counted, their waiting for input left out."""
+    evaluation_seconds: float
+    """Evaluations, but those made for nothing."""
+    checkpoint_seconds: float
+    """For which training stood still for checkpoints, but those made for nothing."""
+    wasted_seconds: float
+    """All that sessions did after the step at which a later one began: updates, their waiting,
+    evaluations and checkpoints."""
+    down_seconds: float
+    """Between the last sign of one session and the start of the next. So is what a session did
+    that was killed before it opened the run."""
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first session to the last sign of the last one."""
+        return math.fsum(seconds for _, seconds in self.parts)
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time that went into steps that count, 0..1.
+
+        A step holds its waiting for input, as `step_seconds` does in a record, a prediction and
+        the failure model (`scalejax.cost.failures.goodput`), whose share this is. That model
+        knows no evaluations: they are lost time here.
+        """
+        return (self.step_seconds + self.input_wait_seconds) / self.seconds
+
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]:
+        """Names of the parts in words and their seconds, what counts first."""
+        return (
+            ("steps", self.step_seconds),
+            ("input wait", self.input_wait_seconds),
+            ("evaluation", self.evaluation_seconds),
+            ("checkpoint", self.checkpoint_seconds),
+            ("start-up", self.startup_seconds),
+            ("compile", self.compile_seconds),
+            ("wasted", self.wasted_seconds),
+            ("down", self.down_seconds),
+        )
+
+
+def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
+    """The sums of the stretches of a run, in their order; there must be one at least.
+
+    Where a session began before the end of an earlier one by the clock of the system, which
+    someone has set back then, no time has passed between the two.
+    """
+    kept = dict.fromkeys(PARTS, 0.0)
+    wasted_seconds, repeated_steps = 0.0, 0
+    for index, is_counted in enumerate(which_counted(stretches)):
+        each = stretches[index]
+        for part in PARTS:
+            seconds = getattr(each, f"{part}_seconds")
+            if is_counted or part in ("startup", "compile"):
+                kept[part] += seconds
+            else:
+                wasted_seconds += seconds
+        if not is_counted:
+            repeated_steps += each.step - _begin_of(stretches, index)
+    return TimeLedger(
+        sessions=len({each.session for each in stretches}),
+        repeated_steps=repeated_steps,
+        wasted_seconds=wasted_seconds,
+        down_seconds=math.fsum(_down_times(stretches)),
+        **{f"{part}_seconds": seconds for part, seconds in kept.items()},
+    )
+
+
+def which_counted(stretches: Sequence[Stretch]) -> list[bool]:
+    """Whether the updates of each stretch counted: no later session began before its end.
+
+    One that was cut off counts neither, however few updates it had finished.
+    """
+    resumed_at, counted_ones = math.inf, []
+    for index in range(len(stretches) - 1, -1, -1):
+        each = stretches[index]
+        is_cut_off = each.step == resumed_at and not each.is_finished
+        counted_ones.append(each.step <= resumed_at and not is_cut_off)
+        is_first_of_session = index == 0 or stretches[index - 1].session != each.session
+        if is_first_of_session and each.first_step is not None:
+            resumed_at = min(resumed_at, each.first_step)
+    return counted_ones[::-1]
+
+
+def _begin_of(stretches: Sequence[Stretch], index: int) -> int:
+    """Updates of the run that were made when a stretch began."""
+    each = stretches[index]
+    if index and stretches[index - 1].session == each.session:
+        return stretches[index - 1].step
+    return each.first_step or 0
+
+
+def _down_times(stretches: Sequence[Stretch]) -> list[float]:
+    """Seconds between each session and the next."""
+    ended: dict[int, float] = {}
+    began: dict[int, float] = {}
+    for each in stretches:
+        began[each.session] = each.began_unix_seconds
+        ended[each.session] = ended.get(each.session, each.began_unix_seconds) + each.seconds
+    sessions = sorted(began)
+    return [
+        max(0.0, began[later] - ended[earlier])
+        for earlier, later in zip(sessions, sessions[1:], strict=False)
+    ]
+
+
+def ledger_in_words(ledger: TimeLedger) -> str:
+    """The ledger on one line, parts that are next to nothing left out."""
+    shares = [
+        f"{name} {format_fraction(seconds / ledger.seconds)}"
+        for name, seconds in ledger.parts
+        if seconds >= 0.001 * ledger.seconds
+    ]
+    again = f", {counted(ledger.repeated_steps, 'step')} again" if ledger.repeated_steps else ""
+    return (
+        f"goodput {format_fraction(ledger.goodput)} of {format_seconds(ledger.seconds)} in "
+        f"{counted(ledger.sessions, 'session')}{again}: {', '.join(shares)}"
+    )
+
+
+def load_stretches(path: Path) -> tuple[Stretch, ...]:
+    """The lines of a file; a last line that was cut off is passed over, and no file has none.
+
+    Raises:
+        ConfigError: if a line is damaged (with its number).
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return ()
+    whole = len(data) // LINE_BYTES
+    lines = [data[number * LINE_BYTES : (number + 1) * LINE_BYTES] for number in range(whole)]
+    return tuple(
+        _parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)
+    )
+
+
+def load_ledger(path: Path) -> TimeLedger | None:
+    """The ledger of the lines in a file; None if it has none.
+
+    Raises:
+        ConfigError: if a line is damaged (with its number).
+    """
+    stretches = load_stretches(path)
+    return time_ledger(stretches) if stretches else None
+
+
+def line_of(stretch: Stretch) -> bytes:
+    """A stretch as its line: JSON, filled with blanks."""
+    values = {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in plain(stretch).items()  # type: ignore[union-attr]  a dataclass is a table
+    }
+    return json.dumps(values).encode().ljust(LINE_BYTES - 1) + b"\n"
+
+
+def _parse(line: bytes, where: str) -> Stretch:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        hint = "delete that file to go on without what it says"
+        raise ConfigError(f"{where} is damaged ({error}); {hint}.") from error
+    return build(Stretch, value, where=where)
+

@@ -1,6 +1,7 @@
-"""The record of a run while it is made: to its file and to whoever listens, with one clock.
+"""The record of a run while it is made: to its file and to whoever listens.
 
-A heartbeat besides, for whoever started the process and waits for a sign of life.
+A heartbeat besides, for whoever started the process and waits for a sign of life, and the clock
+of the session, which says where its time goes.
 
 Knows measurements and where they go; decides nothing.
 """
@@ -13,18 +14,26 @@ from scalejax.heartbeat import Heartbeat
 from scalejax.processes import is_first
 from scalejax.progress import Reporter
 from scalejax.record import Measurement, MeasurementLog, RunFolder, RunRecord
+from scalejax.run_clock import RunClock
 
 
 class Journal:
     """The record, the reporter and the clock of a run; writes in the first process alone."""
 
     def __init__(
-        self, files: RunFolder, reporter: Reporter, heartbeat: Heartbeat, *, after_step: int
+        self,
+        files: RunFolder,
+        reporter: Reporter,
+        heartbeat: Heartbeat,
+        clock: RunClock,
+        *,
+        after_step: int,
     ) -> None:
         """Open the record in `files`, with the lines of steps up to `after_step`."""
         self.files = files
         self.reporter = reporter
         self.heartbeat = heartbeat
+        self.clock = clock
         self.earlier: tuple[Measurement, ...] = ()
         self._log = None
         self._zero = time.perf_counter()

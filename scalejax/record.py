@@ -4,6 +4,7 @@
     program.json         the compiled step that was trained
     prediction.json      its time and memory as predicted, written before training started
     measurements.jsonl   one line per measurement, in order of time
+    time.jsonl           where the wall time of its sessions went, one line per pause
     checkpoints/         states to resume from, and the best one
     weights/             parameters that the run ended with, the best ones if so configured
     README.txt           the same list, for whoever finds the folder
@@ -19,6 +20,7 @@ from typing import Literal
 
 from scalejax.documents import build, plain, save_text
 from scalejax.errors import ConfigError
+from scalejax.time_ledger import TimeLedger, load_ledger
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
 """Where a run stands. "diverged": it was given up, for the cause that is named; or it ran to its
@@ -176,6 +178,11 @@ class RunFolder:
         return self.path / "measurements.jsonl"
 
     @property
+    def time(self) -> Path:
+        """Where its wall time went, a `Stretch` a line."""
+        return self.path / "time.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """States of the run by step."""
         return self.path / "checkpoints"
@@ -246,6 +253,15 @@ class RunRecord:
     def statuses(self) -> tuple[StatusChange, ...]:
         """The turns in the life of the run; the last one says where it stands."""
         return tuple(m for m in self.measurements if isinstance(m, StatusChange))
+
+    @property
+    def time(self) -> TimeLedger | None:
+        """Where its wall time went, over all its sessions; None if nobody wrote it down.
+
+        Raises:
+            ConfigError: if its file is damaged.
+        """
+        return load_ledger(self.folder.time)
 
     @property
     def status(self) -> Status | None:

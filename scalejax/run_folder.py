@@ -25,6 +25,8 @@ program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
 measurements.jsonl   what was measured, a line each: kinds "train", "evaluation", "unreadable"
                      and "status"; the last "status" line says where the run stands
+time.jsonl           where the wall time of its sessions went, a line for each stretch that ends
+                     in an evaluation or a checkpoint
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
 weights/             parameters the run ended with
 traces/              what the profiler recorded, if it was asked to (--profile)
@@ -34,7 +36,7 @@ Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resum
                           (and --cpu-devices, if it began with virtual devices)
 
 A run that a sweep trained in one program with others has neither program.json, prediction.json,
-checkpoints/ nor traces/: it goes on by the --resume of its sweep.
+time.jsonl, checkpoints/ nor traces/: it goes on by the --resume of its sweep.
 """
 
 _FREE = {

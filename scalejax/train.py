@@ -23,6 +23,7 @@ from scalejax.pretrained import require_weights
 from scalejax.processes import StopSignals, first_says, is_first
 from scalejax.progress import Reporter, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord
+from scalejax.run_clock import RunClock
 from scalejax.run_folder import (
     describe_run,
     refuse_fewer_epochs,
@@ -33,6 +34,7 @@ from scalejax.run_notes import notes_of
 from scalejax.run_programs import compile_run, predict_run
 from scalejax.step import init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
+from scalejax.time_ledger import ledger_in_words, load_ledger
 from scalejax.training_loop import TrainingLoop
 
 
@@ -45,6 +47,7 @@ def train(
     reporter: Reporter | None = None,
     traces: TraceSchedule | None = None,
     predicts: bool = True,
+    startup_seconds: float = 0.0,
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
@@ -58,6 +61,7 @@ def train(
         reporter: whom to tell how it goes; if None, standard error.
         traces: which steps to record with the profiler; None for none.
         predicts: write a prediction first, for which these devices are measured for a second.
+        startup_seconds: that the start of this session has taken before, for its time ledger.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
@@ -66,6 +70,7 @@ def train(
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
+    clock = RunClock(startup_seconds)
     heartbeat = Heartbeat.from_environment()
     heartbeat.at("compiling", 0)
     reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
@@ -80,35 +85,43 @@ def train(
         require_weights(config.model)
     for note in notes_of(run):
         reporter.say(f"Note: {note}.")
-    with reporter.compiling():
-        programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
-    with (
-        Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
-        StopSignals() as signals,
-    ):
-        begin = checkpoints.latest_step or 0
-        require_same_checkpoint(begin)
-        refuse_fewer_epochs(begin, run)
-        if traces is not None:
-            require_room(traces, run.total_steps - begin)
-        state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
-        require_same_state(run, mesh, state, step=begin)
-        if is_first():  # after the last that may be refused
-            describe_run(files, run)
-        if predicts:
-            predict_run(files, run, mesh, programs, reporter)
-        run, tuned = tuned_input(run, programs.step, files, reporter)
-        journal = Journal(files, reporter, heartbeat, after_step=begin)
-        recorder = StepTraces(files.traces, traces)
-        try:
-            loop = TrainingLoop(run, programs, checkpoints, journal, signals, recorder)
-            loop.train(state, begin, tuned)
-        except UnreadableExample as error:
-            hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
-            raise UnreadableExample(f"{error} {hint}") from error
-        finally:
-            recorder.close()
-            journal.close()
+    with clock:
+        if resume and is_first():
+            clock.open(files.time)
+        with reporter.compiling(), clock.within("compile"):
+            programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
+        with (
+            Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
+            StopSignals() as signals,
+        ):
+            begin = checkpoints.latest_step or 0
+            require_same_checkpoint(begin)
+            refuse_fewer_epochs(begin, run)
+            if traces is not None:
+                require_room(traces, run.total_steps - begin)
+            state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+            require_same_state(run, mesh, state, step=begin)
+            if is_first():  # after the last that may be refused
+                describe_run(files, run)
+                if not resume:
+                    clock.open(files.time)
+            if predicts:
+                predict_run(files, run, mesh, programs, reporter)
+            run, tuned = tuned_input(run, programs.step, files, reporter)
+            clock.begin(begin)
+            journal = Journal(files, reporter, heartbeat, clock, after_step=begin)
+            recorder = StepTraces(files.traces, traces)
+            try:
+                loop = TrainingLoop(run, programs, checkpoints, journal, signals, recorder)
+                loop.train(state, begin, tuned)
+            except UnreadableExample as error:
+                hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
+                raise UnreadableExample(f"{error} {hint}") from error
+            finally:
+                recorder.close()
+                journal.close()
+    if is_first() and (ledger := load_ledger(files.time)) and ledger.sessions > 1:
+        reporter.say(ledger_in_words(ledger))
     sync_global_devices("the record is whole")
     return RunRecord.load(folder)
 

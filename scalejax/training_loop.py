@@ -80,6 +80,7 @@ class TrainingLoop:
             changes = "".join(f"; {change}" for change in self._run.changes)
             self._change_status("started", devices + changes + remark)
         state = self._run_steps(state)
+        self._journal.clock.enter("checkpoint")  # until the last of them is whole
         save_weights(self._journal.files.weights, self._final_weights(state))
         self._change_status(*self._ending())
 
@@ -117,6 +118,7 @@ class TrainingLoop:
             skipped=self._skipped.of["train"],
         )
         self._clock.restart(self._step)
+        self._journal.clock.enter("step")
         with closing(batches):
             state = self._run_batches(state, batches, update, end)
         self._settle()
@@ -136,10 +138,12 @@ class TrainingLoop:
             with self._recorder.step(self._step + 1):
                 batch, waited_seconds = batches.next_beside(self._is_updating)
                 self._clock.waited_seconds += waited_seconds
+                self._journal.clock.waited(waited_seconds)
                 self._journal.heartbeat.at("training", self._step)
                 state, metrics = update(state, batch)
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
+            self._journal.clock.at(self._step)
             self._queued = metrics
             if self._course.has_diverged:
                 break
@@ -197,17 +201,20 @@ class TrainingLoop:
 
     def _pause(self, state: TrainState) -> None:
         """Evaluate if it is time to, and save a checkpoint."""
-        accuracy = None
+        accuracy, clock = None, self._journal.clock
         self._skipped.tell("train", self._journal, step=self._step)
         self._journal.heartbeat.at("evaluating, saving", self._step)
         if self._run.is_evaluated(self._step):
-            evaluation = self._evaluation.measure(state, self._journal, step=self._step)
+            with clock.within("evaluation"):
+                evaluation = self._evaluation.measure(state, self._journal, step=self._step)
             accuracy = evaluation.test_accuracy
             self._skipped.tell("test", self._journal, step=self._step)
             self._journal.write(evaluation)
             self._note(evaluation)
         if not self._course.has_diverged:  # a checkpoint of it would push out a better one
-            self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+            with clock.within("checkpoint"):
+                self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+        clock.finish_stretch()
         self._clock.restart(self._step)
 
     def _note(self, measurement: Measurement) -> None:
@@ -225,7 +232,8 @@ class TrainingLoop:
         return {"params": params, "model_state": model_state}
 
     def _interrupt(self, signal_number: int) -> None:
-        self._checkpoints.wait()
+        with self._journal.clock.within("checkpoint"):
+            self._checkpoints.wait()
         path, count = self._journal.files.path, self._run.layout.device_count
         virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
         command = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"

@@ -30,6 +30,8 @@ ARITHMETIC = {
     "collectives": 2,
     "heartbeat": 0,
     "rendezvous": 1,
+    "time_ledger": 1,
+    "run_clock": 2,
     "record": 2,
     "noise_scale": 2,
     "loss_gap": 3,

@@ -44,13 +44,20 @@ class Train(RunFileCommand):
         choose_platform(self.cpu_devices)
         place = rendezvous.place_here()
         rendezvous.join(place)
+        from scalejax.run_clock import process_seconds
         from scalejax.step_traces import parse_schedule
         from scalejax.train import train
 
         traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem
         with rendezvous.leaving_at_once(place):
-            train(config, folder, resume=self.resume, traces=traces)
+            train(
+                config,
+                folder,
+                resume=self.resume,
+                traces=traces,
+                startup_seconds=process_seconds(),
+            )
         if place is not None and place.process:
             return
         if traces is not None:

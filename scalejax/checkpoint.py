@@ -57,6 +57,7 @@ class Checkpoints:
                 "Delete that folder to start over, or the damaged checkpoints in it."
             )
         self._checkpointer = opened
+        self._saving: orbax.AsyncResponse[bool] | None = None
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -76,7 +77,8 @@ class Checkpoints:
         """
         if step in self.steps:
             return
-        self._checkpointer.save_async(
+        self._let_go()
+        self._saving = self._checkpointer.save_async(
             step,
             state,
             metrics=None if test_accuracy is None else {_ACCURACY: test_accuracy},
@@ -115,10 +117,19 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when all that was saved is on disk."""
         self._checkpointer.wait()
+        self._let_go()
 
     def close(self) -> None:
         """Finish what is being written, and let go."""
         self._checkpointer.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Wait for the last save, and end the thread that Orbax has begun to watch it: nobody else
+        does, and it holds three open files."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
 
     def __enter__(self) -> "Checkpoints":
         return self

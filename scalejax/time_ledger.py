@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -175,10 +176,7 @@ def _down_times(stretches: Sequence[Stretch]) -> list[float]:
         began[each.session] = each.began_unix_seconds
         ended[each.session] = ended.get(each.session, each.began_unix_seconds) + each.seconds
     sessions = sorted(began)
-    return [
-        max(0.0, began[later] - ended[earlier])
-        for earlier, later in zip(sessions, sessions[1:], strict=False)
-    ]
+    return [max(0.0, began[later] - ended[earlier]) for earlier, later in pairwise(sessions)]
 
 
 def ledger_in_words(ledger: TimeLedger) -> str:
@@ -238,4 +236,3 @@ def _parse(line: bytes, where: str) -> Stretch:
         hint = "delete that file to go on without what it says"
         raise ConfigError(f"{where} is damaged ({error}); {hint}.") from error
     return build(Stretch, value, where=where)
-

@@ -99,7 +99,9 @@ def train(
             refuse_fewer_epochs(begin, run)
             if traces is not None:
                 require_room(traces, run.total_steps - begin)
-            state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+            state = (
+                checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+            )
             require_same_state(run, mesh, state, step=begin)
             if is_first():  # after the last that may be refused
                 describe_run(files, run)

@@ -158,6 +158,34 @@ def test_goodput_is_that_of_a_run_played_through():
     assert goodput(HOUR, 300, 600, mtbf) == pytest.approx(20_000 * HOUR / passed, rel=0.012)
 
 
+def test_goodput_with_checkpoints_in_the_background_is_that_of_a_run_played_through():
+    """Intervals of 1 h, a checkpoint that stops training for 2 min and is whole 20 min later, 15
+    min down and then 10 min of restart after each failure, one every 4 h of being up."""
+    rng, mtbf, latency, wanted = random.Random(1), 4 * HOUR, 1200, 20_000
+    block = HOUR + 120
+    passed, done, whole = 0.0, 0, 0  # seconds; blocks made, and those whose checkpoint is whole
+    position, failure = 0.0, rng.expovariate(1 / mtbf)
+    while done < wanted:
+        if failure >= block - position:
+            failure, passed = failure - (block - position), passed + block - position
+            done, position = done + 1, 0.0
+            continue
+        passed += failure
+        position += failure
+        whole = max(whole, done if position >= latency else done - 1)
+        passed += 900
+        while (failure := rng.expovariate(1 / mtbf)) < 600:
+            passed += failure + 900
+        passed, failure = passed + 600, failure - 600
+        done, position = whole, 0.0
+
+    model = goodput(HOUR, 120, 600, mtbf, latency_seconds=latency, down_seconds=900)
+
+    assert model == pytest.approx(wanted * HOUR / passed, rel=0.012)
+    assert model < goodput(HOUR, 120, 600, mtbf, down_seconds=900)
+    assert model > goodput(HOUR, 120, 600 + 900 + latency, mtbf)  # as if it could fail while down
+
+
 @given(st.floats(1, 1e5), st.floats(0, 1e4), st.floats(0, 1e4), st.floats(1e4, 1e8))
 def test_goodput_is_a_share_and_falls_with_everything_that_costs(
     interval: float, checkpoint: float, restart: float, mtbf: float
@@ -207,6 +235,23 @@ def test_run_counts_checkpoints_and_failures():
     assert terms["checkpoints"] == pytest.approx(predicted.step_seconds * 100 / interval)
     known = math.fsum(seconds for seconds in terms.values() if seconds is not None)
     assert known == pytest.approx(predicted.step_seconds / expected)
+
+
+def test_a_failure_loses_the_checkpoint_that_is_being_written():
+    """Copied to the host in 10 s, on storage after 100: 90 s more for each failure."""
+    facts = {
+        "checkpoint_bytes": 10**12,
+        "device_to_host_bytes_per_second": 10**11,
+        "storage_bytes_per_second": 10**10,
+        "checkpoint_interval_seconds": HOUR,
+        "node_mtbf_seconds": 100 * HOUR,
+        "restart_seconds": 600.0,
+    }
+
+    predicted = under(16, **facts)
+
+    expected = goodput(HOUR, 10, 600, 50 * HOUR, latency_seconds=90)
+    assert predicted.goodput == pytest.approx(expected)
 
 
 def test_what_is_not_known_stays_unknown():

@@ -41,6 +41,7 @@ def goodput(
     restart_seconds: float,
     run_mtbf_seconds: float,
     *,
+    latency_seconds: float = 0.0,
     down_seconds: float = 0.0,
 ) -> float:
     """Share of the time that is left to training by checkpoints and failures, 0..1.
@@ -55,6 +56,8 @@ def goodput(
         checkpoint_seconds: C, time that training stands still for one.
         restart_seconds: R, time from a failure until training goes on.
         run_mtbf_seconds: M, mean time between failures of the run: of a node over nodes.
+        latency_seconds: time after the stand-still until a checkpoint is whole, where it is written
+            while training goes on.
         down_seconds: time from a failure until the restart begins, where that is apart from it.
 
     Raises:
@@ -66,7 +69,11 @@ def goodput(
     require_at_least("checkpoint_seconds", checkpoint_seconds, 0)
     needed_seconds = interval_seconds + checkpoint_seconds
     return interval_seconds / seconds_without_failure(
-        needed_seconds, restart_seconds, run_mtbf_seconds, down_seconds=down_seconds
+        needed_seconds,
+        restart_seconds,
+        run_mtbf_seconds,
+        latency_seconds=latency_seconds,
+        down_seconds=down_seconds,
     )
 
 
@@ -75,6 +82,7 @@ def seconds_without_failure(
     restart_seconds: float,
     run_mtbf_seconds: float,
     *,
+    latency_seconds: float = 0.0,
     down_seconds: float = 0.0,
 ) -> float:
     """Mean time until a stretch of `needed_seconds` has passed without a failure.
@@ -87,24 +95,32 @@ def seconds_without_failure(
 
     seconds = (M + D) e^(R/M) (e^(needed/M) - 1).
 
+    A checkpoint that becomes whole only L after its stand-still is of no use until then: a failure
+    costs so much more, as if R were R + L.
+
     Args:
         needed_seconds: length of the stretch.
         restart_seconds: R, time from the begin of a restart until the stretch begins again.
         run_mtbf_seconds: M, mean time between failures of the run while it is up.
+        latency_seconds: L.
         down_seconds: D, time from a failure until the restart begins.
 
     Raises:
         ConfigError: if failures come so fast that it would never pass.
-    Source: Daly 2006, section 3, for D = 0; Bougeret et al. 2011, "Checkpointing strategies for
+    Source: Daly 2006, section 3, for D = L = 0; Vaidya 1997, "Impact of checkpoint latency on
+        overhead ratio of a checkpointing scheme", IEEE Transactions on Computers 46(8), for L
+        (there, of the whole checkpoint: L + C); Bougeret et al. 2011, "Checkpointing strategies for
         parallel jobs", SC11, with D.
     """
     require_above("needed_seconds", needed_seconds, 0)
     require_at_least("restart_seconds", restart_seconds, 0)
     require_above("run_mtbf_seconds", run_mtbf_seconds, 0)
+    require_at_least("latency_seconds", latency_seconds, 0)
     require_at_least("down_seconds", down_seconds, 0)
-    attempt, restart = needed_seconds / run_mtbf_seconds, restart_seconds / run_mtbf_seconds
+    attempt = needed_seconds / run_mtbf_seconds
+    restart = (restart_seconds + latency_seconds) / run_mtbf_seconds
     if attempt + restart > _HOPELESS:
-        least = (needed_seconds + restart_seconds) / _HOPELESS
+        least = (needed_seconds + restart_seconds + latency_seconds) / _HOPELESS
         accepted = (
             f"with {needed_seconds:.4g} s to the next checkpoint, its own time included, and "
             f"{restart_seconds:.4g} s for a restart, it must be above {least:.4g}, or the run "

@@ -20,7 +20,7 @@ class FailuresMet:
     failures: int
     """Sessions but the first; each followed a failure, or an interruption."""
     run_mtbf_seconds: float | None
-    """Time that the run was up, over failures; None if there were none."""
+    """Time that the run was up after its start, over failures; None if there were none."""
     down_seconds: float
     """From the last sign of a session to the start of the next."""
     restart_seconds: float
@@ -33,36 +33,30 @@ class FailuresMet:
     """Training in such a stretch, waiting for input included."""
     pause_seconds: float
     """For which training stood still at the end of one: an evaluation, a checkpoint."""
+    latency_seconds: float = 0.0
+    """From the end of that pause until its checkpoint is whole; the stretches do not say."""
 
     @property
     def goodput(self) -> float:
         """The model's share of the time of such a run that goes into steps that count, 0..1.
 
-        A start, tried again after each failure, and then the intervals with their pauses, each
-        tried until it passes without one.
+        A start, and then the intervals with their pauses, each tried until it passes without a
+        failure. The start has none: a run that fails before it has begun leaves nothing.
 
         Raises:
             ConfigError: if failures come so fast that such a run would never end.
         """
-        useful_seconds = self.intervals * self.interval_seconds
-        return useful_seconds / (
-            self._expected_seconds(self.start_seconds, 0.0)
-            + self.intervals
-            * self._expected_seconds(
-                self.interval_seconds + self.pause_seconds, self.restart_seconds
+        seconds = self.interval_seconds + self.pause_seconds
+        if self.run_mtbf_seconds is not None:
+            seconds = seconds_without_failure(
+                seconds,
+                self.restart_seconds,
+                self.run_mtbf_seconds,
+                latency_seconds=self.latency_seconds,
+                down_seconds=self.down_seconds,
             )
-        )
-
-    def _expected_seconds(self, needed_seconds: float, restart_seconds: float) -> float:
-        """Mean time until so much has passed without a failure."""
-        if self.run_mtbf_seconds is None:
-            return needed_seconds
-        return seconds_without_failure(
-            needed_seconds,
-            restart_seconds,
-            self.run_mtbf_seconds,
-            down_seconds=self.down_seconds,
-        )
+        useful_seconds = self.intervals * self.interval_seconds
+        return useful_seconds / (self.start_seconds + self.intervals * seconds)
 
 
 def failures_met(stretches: Sequence[Stretch]) -> FailuresMet | None:
@@ -77,15 +71,19 @@ def failures_met(stretches: Sequence[Stretch]) -> FailuresMet | None:
     ledger = time_ledger(stretches)
     failures = ledger.sessions - 1
     starts, restarts = _starts(stretches)
+    start_seconds = fmean(starts or restarts)
+    up_seconds = ledger.seconds - ledger.down_seconds - start_seconds
     return FailuresMet(
         failures=failures,
-        run_mtbf_seconds=(ledger.seconds - ledger.down_seconds) / failures if failures else None,
+        run_mtbf_seconds=up_seconds / failures if failures else None,
         down_seconds=ledger.down_seconds / failures if failures else 0.0,
-        start_seconds=fmean(starts or restarts),
+        start_seconds=start_seconds,
         restart_seconds=fmean(restarts or starts),
         intervals=len(intervals),
         interval_seconds=fmean(each.step_seconds + each.input_wait_seconds for each in intervals),
-        pause_seconds=fmean(each.evaluation_seconds + each.checkpoint_seconds for each in intervals),
+        pause_seconds=fmean(
+            each.evaluation_seconds + each.checkpoint_seconds for each in intervals
+        ),
     )
 
 

@@ -119,7 +119,8 @@ def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTer
     if mtbf is None or conditions.restart_seconds is None:
         left = checkpoint_goodput(interval, stall)
         return RunTerms(checkpoints_seconds=checkpoints, failures_seconds=None, goodput=left)
-    left = goodput(interval, stall, conditions.restart_seconds, mtbf)
+    latency = max(0.0, _write_seconds(program, conditions) - stall)
+    left = goodput(interval, stall, conditions.restart_seconds, mtbf, latency_seconds=latency)
     return RunTerms(
         checkpoints_seconds=checkpoints,
         failures_seconds=step_seconds / left - step_seconds - checkpoints,

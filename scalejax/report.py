@@ -16,6 +16,7 @@ from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
 from scalejax.report_sources import RunSource, Sources, gap_between, read_sources
 from scalejax.report_sweep import add_sweeps
+from scalejax.report_time import add_times
 from scalejax.units import (
     UNKNOWN,
     format_bytes,
@@ -85,6 +86,7 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     )
     if any(run.record.unreadable for run in runs):
         _add_unreadable(page, runs)
+    add_times(page, runs)
 
 
 def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:

@@ -107,6 +107,42 @@ def input_wait(runs: Sequence[RunSource]) -> Spec:
     return _curves(rows, y, alt.Tooltip("share:Q", format=".1%"))
 
 
+def wall_time(runs: Sequence[RunSource]) -> Spec:
+    """Where the wall time of each run went, a bar for each."""
+    rows: list[Row] = [
+        {
+            "run": run.label,
+            "part": name,
+            "order": order,
+            "share": seconds / run.time.seconds,
+            "seconds": seconds,
+        }
+        for run in runs
+        if run.time is not None
+        for order, (name, seconds) in enumerate(run.time.parts)
+    ]
+    names = list(dict.fromkeys(str(row["part"]) for row in rows))
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("run:N", title=None, sort=None),
+            x=alt.X(
+                "share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%")
+            ),
+            color=_color("part", names),
+            order="order:Q",
+            tooltip=[
+                "run:N",
+                "part:N",
+                alt.Tooltip("seconds:Q", format=",.4g"),
+                alt.Tooltip("share:Q", format=".1%"),
+            ],
+        )
+    )
+    return _spec(chart, height=40 + 34 * len(runs))
+
+
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
     """Samples per second against devices, beside a straight line from the smallest count."""
     rows: list[Row] = []

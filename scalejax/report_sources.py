@@ -14,6 +14,7 @@ from scalejax import documents
 from scalejax.bench.folder import BenchFolder
 from scalejax.bench.results import Summary, read_plan, read_summaries
 from scalejax.config import RunConfig, load_config
+from scalejax.cost.failures_met import FailuresMet, failures_met
 from scalejax.errors import ConfigError
 from scalejax.input_wait import wait_share
 from scalejax.loss_gap import LossGap, loss_gap
@@ -27,6 +28,7 @@ from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan, in_words
 from scalejax.sweep.recorded import recorded_sweep
 from scalejax.sweep.results import RunRow, seedless
+from scalejax.time_ledger import TimeLedger, load_stretches, time_ledger
 
 MOST_LINES = 20_000
 """Lines on updates, over all runs of a sweep, that are drawn: about 3 MB in each chart."""
@@ -46,6 +48,18 @@ class RunSource:
     """What was measured."""
     prediction: Prediction | None
     """What had been predicted; None if that is not there."""
+    time: TimeLedger | None = None
+    """Where its wall time went; None if nobody wrote it down."""
+    failures: FailuresMet | None = None
+    """What the failure model takes, as the run has met it; None if it has not come so far."""
+
+    @property
+    def model_goodput(self) -> float | None:
+        """What the failure model says of the failures that the run has met; None if unknown."""
+        try:
+            return self.failures.goodput if self.failures else None
+        except ConfigError:  # such a run never ends, and this one may not have
+            return None
 
     @property
     def step_seconds(self) -> float | None:
@@ -205,7 +219,7 @@ def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
 def _read_run(path: Path) -> RunSource:
     record = RunRecord.load(path)
     folder = record.folder
-    prediction = folder.prediction
+    prediction, stretches = folder.prediction, load_stretches(folder.time)
     name = path.resolve().name
     family = path.resolve().parent.name if re.fullmatch(r"seed-\d+", name) else name
     return RunSource(
@@ -214,6 +228,8 @@ def _read_run(path: Path) -> RunSource:
         config=load_config(folder.config),
         record=record,
         prediction=documents.load(Prediction, prediction) if prediction.is_file() else None,
+        time=time_ledger(stretches) if stretches else None,
+        failures=failures_met(stretches),
     )
 
 

@@ -125,8 +125,8 @@ def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
     """
     kept = dict.fromkeys(PARTS, 0.0)
     wasted_seconds, repeated_steps = 0.0, 0
-    for index, is_counted in enumerate(which_counted(stretches)):
-        each = stretches[index]
+    made = steps_made(stretches)
+    for each, steps, is_counted in zip(stretches, made, which_counted(stretches), strict=True):
         for part in PARTS:
             seconds = getattr(each, f"{part}_seconds")
             if is_counted or part in ("startup", "compile"):
@@ -134,7 +134,7 @@ def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
             else:
                 wasted_seconds += seconds
         if not is_counted:
-            repeated_steps += each.step - _begin_of(stretches, index)
+            repeated_steps += steps
     return TimeLedger(
         sessions=len({each.session for each in stretches}),
         repeated_steps=repeated_steps,
@@ -160,12 +160,13 @@ def which_counted(stretches: Sequence[Stretch]) -> list[bool]:
     return counted_ones[::-1]
 
 
-def _begin_of(stretches: Sequence[Stretch], index: int) -> int:
-    """Updates of the run that were made when a stretch began."""
-    each = stretches[index]
-    if index and stretches[index - 1].session == each.session:
-        return stretches[index - 1].step
-    return each.first_step or 0
+def steps_made(stretches: Sequence[Stretch]) -> list[int]:
+    """Updates that were made in each stretch."""
+    made = []
+    for before, each in zip((None, *stretches), stretches, strict=False):
+        is_same = before is not None and before.session == each.session
+        made.append(each.step - (before.step if before and is_same else each.first_step or 0))
+    return made
 
 
 def _down_times(stretches: Sequence[Stretch]) -> list[float]:

@@ -1,5 +1,10 @@
 """A state that was saved comes back bit for bit, or is refused in one sentence."""
 
+import gc
+import os
+import threading
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -43,6 +48,25 @@ def assert_same(restored, state):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def open_files():
+    """Files that this process holds open, once what nobody refers to any more is gone."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_many_checkpoints_hold_no_more_files_and_threads_than_few(tmp_path):
+    """A run of a month saves some thousand times."""
+    state = state_on(1)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        held = []
+        for step in range(1, 9):
+            checkpoints.save(step, state)
+            checkpoints.wait()
+            held.append((open_files(), threading.active_count()))
+    assert held[-1] <= held[1]
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])

@@ -10,7 +10,7 @@ from itertools import groupby
 from statistics import fmean
 
 from scalejax.cost.failures import seconds_without_failure
-from scalejax.time_ledger import Stretch, time_ledger, which_counted
+from scalejax.time_ledger import Stretch, steps_made, time_ledger, which_counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,9 @@ class FailuresMet:
 
 def failures_met(stretches: Sequence[Stretch]) -> FailuresMet | None:
     """What a run has met, by its stretches in order; None before its first interval is done."""
-    intervals = [
-        each
-        for each, is_counted in zip(stretches, which_counted(stretches), strict=True)
-        if is_counted and each.is_finished and each.step_seconds > 0
-    ]
+    made = zip(stretches, steps_made(stretches), which_counted(stretches), strict=True)
+    intervals = [each for each, steps, is_counted in made if is_counted and steps]
+    intervals = [each for each in intervals if each.is_finished]
     if not intervals:
         return None
     ledger = time_ledger(stretches)

@@ -15,6 +15,7 @@ from record_cases import figures
 
 from scalejax.launch import LOST
 from scalejax.record import RunFolder
+from scalejax.time_ledger import load_ledger, load_stretches
 
 ROOT = Path(__file__).parents[1]
 RUN = """
@@ -129,16 +130,28 @@ def assert_alike(folder, alone):
 def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(
     run_file, tmp_path, alone, victim
 ):
-    """Killed after a checkpoint, and restarted on the one process that is left."""
+    """Killed after a checkpoint, and restarted on the one process that is left: from that
+    checkpoint or a later one. The ledger has both sessions, and the time between them."""
     folder = tmp_path / "run"
+    begin = time.time()
     launcher = start(run_file, folder, "--max-restarts", "1", "--min-np", "1")
     wait_for_step(launcher, folder, 50)
     workers = workers_of(launcher)
 
+    whole = [int(path.name) for path in (folder / "checkpoints").glob("[0-9]*[0-9]")]
     os.kill(workers[victim], signal.SIGKILL)
     code, said = ended(launcher, workers)
 
     assert code == 0, said
+    files = RunFolder(path=folder)
+    ledger, last_line = load_ledger(files.time), load_stretches(files.time)[-1]
+    assert (ledger.sessions, last_line.session) == (2, 1)
+    assert last_line.first_step >= max(whole, default=0)
+    assert 0 < ledger.repeated_steps < STEPS
+    assert min(ledger.wasted_seconds, ledger.startup_seconds, ledger.compile_seconds) > 0
+    ended_at = files.time.stat().st_mtime
+    assert ended_at - begin - 2 < ledger.seconds < ended_at - begin
+    assert f"goodput {ledger.goodput:.1%}".replace("%", " %") in said
     assert re.search(rf"process {victim} was killed by SIGKILL .* at step \d+", said)
     assert "restart 1 of 1, 1 process" in said
     assert "Traceback" not in said

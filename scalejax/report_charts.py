@@ -118,7 +118,7 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
             "seconds": seconds,
         }
         for run in runs
-        if run.time is not None
+        if run.time is not None and run.time.seconds
         for order, (name, seconds) in enumerate(run.time.parts)
     ]
     names = list(dict.fromkeys(str(row["part"]) for row in rows))

@@ -9,14 +9,14 @@ clock and no loop.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from scalejax.documents import build, plain
-from scalejax.errors import ConfigError
-from scalejax.units import counted, format_fraction, format_seconds
+from scalejax.errors import ConfigError, require_at_least
+from scalejax.units import UNKNOWN, counted, format_fraction, format_seconds
 
 Part = Literal["startup", "compile", "input_wait", "step", "evaluation", "checkpoint"]
 """What a session can be at."""
@@ -53,6 +53,11 @@ class Stretch:
     """Evaluations."""
     checkpoint_seconds: float = 0.0
     """For which training stood still for a checkpoint, or for the last of them at the end."""
+
+    def __post_init__(self) -> None:
+        for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
+            if value is not None:
+                require_at_least(name, value, 0)
 
     @property
     def seconds(self) -> float:
@@ -93,14 +98,15 @@ class TimeLedger:
         return math.fsum(seconds for _, seconds in self.parts)
 
     @property
-    def goodput(self) -> float:
-        """Share of the time that went into steps that count, 0..1.
+    def goodput(self) -> float | None:
+        """Share of the time that went into steps that count, 0..1; None if no time has passed.
 
         A step holds its waiting for input, as `step_seconds` does in a record, a prediction and
         the failure model (`scalejax.cost.failures.goodput`), whose share this is. That model
         knows no evaluations: they are lost time here.
         """
-        return (self.step_seconds + self.input_wait_seconds) / self.seconds
+        counted_seconds = self.step_seconds + self.input_wait_seconds
+        return counted_seconds / self.seconds if self.seconds else None
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
@@ -185,12 +191,12 @@ def ledger_in_words(ledger: TimeLedger) -> str:
     shares = [
         f"{name} {format_fraction(seconds / ledger.seconds)}"
         for name, seconds in ledger.parts
-        if seconds >= 0.001 * ledger.seconds
+        if seconds > 0 and seconds >= 0.001 * ledger.seconds
     ]
     again = f", {counted(ledger.repeated_steps, 'step')} again" if ledger.repeated_steps else ""
     return (
         f"goodput {format_fraction(ledger.goodput)} of {format_seconds(ledger.seconds)} in "
-        f"{counted(ledger.sessions, 'session')}{again}: {', '.join(shares)}"
+        f"{counted(ledger.sessions, 'session')}{again}: {', '.join(shares) or UNKNOWN}"
     )
 
 
@@ -236,4 +242,7 @@ def _parse(line: bytes, where: str) -> Stretch:
     except ValueError as error:
         hint = "delete that file to go on without what it says"
         raise ConfigError(f"{where} is damaged ({error}); {hint}.") from error
-    return build(Stretch, value, where=where)
+    try:
+        return build(Stretch, value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -276,6 +276,22 @@ def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
     with pytest.raises(ConfigError, match="line 1 is damaged"), RunClock() as clock:
         clock.open(path)
 
+    for damage in (b"[]", b'{"session": 0}', b'{"session": 0, "began_unix_seconds": NaN}'):
+        path.write_bytes(damage.ljust(LINE_BYTES))
+        with pytest.raises(ConfigError, match=r"time.jsonl, line 1"):
+            load_ledger(path)
+    path.write_bytes(line_of(stretch(0, 5, step=1.5)).replace(b" 1.5", b"-1.5"))
+    with pytest.raises(ConfigError, match=r"time.jsonl, line 1: step_seconds=-1.5 is refused"):
+        load_ledger(path)
+
+
+def test_no_time_has_no_goodput():
+    """A file that says nothing but zeros."""
+    ledger = time_ledger([stretch(0, 0)])
+
+    assert ledger.goodput is None
+    assert ledger_in_words(ledger) == "goodput n/a of 0 us in 1 session: n/a"
+
 
 def test_a_line_is_never_longer_than_its_place():
     """Ten years of everything, a thousand sessions and a quadrillion steps."""

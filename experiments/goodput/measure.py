@@ -11,7 +11,7 @@ are there. At three mean times between failures:
 * its goodput is within 5 points of what the failure model says of the failures, restarts and
   checkpoints that the run has met (`scalejax.cost.failures_met`).
 
-    python experiments/goodput/measure.py [--mtbf 90 60 40]
+    python experiments/goodput/measure.py [--mtbf 60 40 25]
 
 About 10 minutes. Writes `results.json` and `goodput.png`, whole or for the rates that were asked
 for; ends with an error where one of the three does not hold.
@@ -46,7 +46,7 @@ ROOT = HERE.parents[1]
 PROCESSES = 2
 STEPS_PER_EPOCH = 40  # 10,000 images by 250
 STEPS_PER_INTERVAL = 100  # `train.checkpoint_every_steps`
-INTERVALS = {90: 50, 60: 40, 40: 36}
+INTERVALS = {60: 40, 40: 36, 25: 26}
 """Length of the run by mean time between failures in seconds: about three minutes each."""
 TOLERANCE = 0.05
 _SECONDS_BETWEEN_LOOKS = 0.05

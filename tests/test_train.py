@@ -25,6 +25,7 @@ from scalejax.predict import Prediction
 from scalejax.program import Program
 from scalejax.progress import PlainLines, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord, StatusChange
+from scalejax.run_clock import RunClock
 from scalejax.run_folder import describe_run, refuse_other_run, refuse_second_run
 from scalejax.step import build_step
 from scalejax.train import train
@@ -255,7 +256,7 @@ def test_every_process_resumes_with_the_same_record(finished, tmp_path, monkeypa
         lambda name: lines_at_barrier.append(len(RunRecord.load(folder).measurements)),
     )
 
-    journal = Journal(files, Silent(), Heartbeat(None), after_step=12)
+    journal = Journal(files, Silent(), Heartbeat(None), RunClock(), after_step=12)
     journal.close()
 
     expected = tuple(m for m in finished[0].measurements if m.step <= 12)

@@ -36,7 +36,8 @@ from scalejax.progress import Silent
 from scalejax.record import RunFolder, RunRecord
 from scalejax.step import build_step
 from scalejax.sweep.together import train_together
-from scalejax.train import Interrupted, train
+from scalejax.train import train
+from scalejax.training_loop import Interrupted
 
 SKIP = InputConfig(unreadable="skip")
 PAD = InputConfig(remainder="pad")

@@ -90,7 +90,7 @@ class TimeLedger:
     evaluations and checkpoints."""
     down_seconds: float
     """Between the last sign of one session and the start of the next. So is what a session did
-    that was killed before it opened the run."""
+    that was killed before it came to train: one that is refused writes nothing."""
 
     @property
     def seconds(self) -> float:

@@ -86,8 +86,6 @@ def train(
     for note in notes_of(run):
         reporter.say(f"Note: {note}.")
     with clock:
-        if resume and is_first():
-            clock.open(files.time)
         with reporter.compiling(), clock.within("compile"):
             programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
         with (
@@ -105,8 +103,7 @@ def train(
             require_same_state(run, mesh, state, step=begin)
             if is_first():  # after the last that may be refused
                 describe_run(files, run)
-                if not resume:
-                    clock.open(files.time)
+                clock.open(files.time)
             if predicts:
                 predict_run(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)

@@ -145,6 +145,9 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(
     assert code == 0, said
     files = RunFolder(path=folder)
     ledger, last_line = load_ledger(files.time), load_stretches(files.time)[-1]
+    assert ledger is not None
+    assert last_line.first_step is not None
+    assert ledger.goodput is not None
     assert (ledger.sessions, last_line.session) == (2, 1)
     assert last_line.first_step >= max(whole, default=0)
     assert 0 < ledger.repeated_steps < STEPS

@@ -56,15 +56,11 @@ def run_file(tmp_path_factory):
     images[:, 0, 0, 0], images[:, 0, 1, 0] = indices // 256, indices % 256
     classes = rng.integers(0, 5, EXAMPLES)
     arrays = {"train": images, "test": images[:32]}
-    np.savez(
-        folder / "data.npz",
-        **{f"x_{part}": array for part, array in arrays.items()},
-        **{f"y_{part}": classes[: len(array)] for part, array in arrays.items()},
-    )
+    for part, array in arrays.items():
+        np.save(folder / f"x_{part}.npy", array)
+        np.save(folder / f"y_{part}.npy", classes[: len(array)])
     path = folder / "run.toml"
-    path.write_text(
-        RUN.format(data=folder / "data.npz", batch=GLOBAL_BATCH, epochs=EPOCHS), encoding="utf-8"
-    )
+    path.write_text(RUN.format(data=folder, batch=GLOBAL_BATCH, epochs=EPOCHS), encoding="utf-8")
     return path
 
 

@@ -202,6 +202,7 @@ def test_a_kill_leaves_all_but_the_last_half_second(tmp_path):
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
         )
+        assert killed.stdout is not None
         with closing(killed.stdout):
             killed.stdout.readline()
             time.sleep(0.8)
@@ -211,6 +212,7 @@ def test_a_kill_leaves_all_but_the_last_half_second(tmp_path):
 
     ledger = load_ledger(path)
 
+    assert ledger is not None
     assert ledger.sessions == 2
     assert wall - 1 < ledger.seconds < wall + 0.02
     assert ledger.repeated_steps == 10
@@ -246,6 +248,7 @@ def test_the_ledger_of_a_run_is_its_wall_time(tmp_path):
 
     ledger = RunRecord.load(tmp_path / "run").time
 
+    assert ledger is not None
     assert ledger.seconds - ledger.down_seconds == pytest.approx(spent, rel=0.01)
     assert ledger.down_seconds == 0  # the second is said to have begun before the first
     assert (ledger.sessions, ledger.repeated_steps, ledger.wasted_seconds) == (2, 0, 0)

@@ -39,7 +39,7 @@ from scalejax.cost.failures import goodput
 from scalejax.cost.failures_met import FailuresMet, failures_met
 from scalejax.heartbeat import read_beat
 from scalejax.record import RunFolder, RunRecord
-from scalejax.time_ledger import Stretch, ledger_in_words, load_stretches
+from scalejax.time_ledger import Stretch, ledger_in_words, load_stretches, time_ledger
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -83,7 +83,7 @@ class Course:
 
 def main() -> None:
     """Run all rates, say what came out, and fail if a claim does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mtbf", type=int, nargs="+", choices=INTERVALS, default=list(INTERVALS))
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--results", type=Path, default=HERE)
@@ -215,7 +215,10 @@ def outcome(folder: Path, course: Course, mtbf: int) -> dict:
     """Figures of one run: its ledger, what it has met, and what the model says of that."""
     record = RunRecord.load(folder)
     stretches = load_stretches(record.folder.time)
-    ledger, met = record.time, with_what_was_seen(failures_met(stretches), course)
+    ledger, met = time_ledger(stretches), failures_met(stretches)
+    if met is None or ledger.goodput is None:
+        sys.exit(f"the ledger of the run is empty: {record.folder.time}")
+    met = with_what_was_seen(met, course)
     met = replace(met, latency_seconds=latency_seconds(record.folder, stretches))
     steady = goodput(
         met.interval_seconds,

@@ -61,7 +61,7 @@ class Sample:
 
 def main() -> None:
     """Train, sample, fit, say, and fail if it is not flat."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seconds-between", type=float, default=2.0)
     parser.add_argument("--folder", type=Path, help="of the run; by default a temporary one")
@@ -162,7 +162,7 @@ def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
     found: dict[str, object] = {"samples": len(lasting), "first_step": lasting[0].step}
     for name in ("rss_bytes", "private_bytes", "pss_bytes"):
         values = [getattr(sample, name) for sample in lasting]
-        slope, _, low, high = theilslopes(values, at, 0.95)
+        slope, _, low, high = (float(figure) for figure in theilslopes(values, at, 0.95))
         found[name] = {
             "at_first": values[0],
             "at_last": values[-1],

@@ -162,7 +162,8 @@ def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
     found: dict[str, object] = {"samples": len(lasting), "first_step": lasting[0].step}
     for name in ("rss_bytes", "private_bytes", "pss_bytes"):
         values = [getattr(sample, name) for sample in lasting]
-        slope, _, low, high = (float(figure) for figure in theilslopes(values, at, 0.95))
+        fit = theilslopes(values, at, 0.95)
+        slope, low, high = (float(fit[place]) for place in (0, 2, 3))  # type: ignore[arg-type]  untyped
         found[name] = {
             "at_first": values[0],
             "at_last": values[-1],

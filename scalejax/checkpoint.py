@@ -6,22 +6,28 @@ and steps; decides neither when to save nor what to do with what it reads.
 
 import gc
 import logging
+import shutil
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+import jax
 from orbax.checkpoint import v1 as orbax
 
-from scalejax.errors import CheckpointMismatch
+from scalejax.checksums import checksums
+from scalejax.documents import JsonValue
+from scalejax.errors import CheckpointMismatch, ConfigError
+from scalejax.units import format_bytes
 
 Tree = TypeVar("Tree")
 
-_ACCURACY = "test_accuracy"
+_ACCURACY, _CHECKSUMS = "test_accuracy", "checksums"
 
 _UNREADABLE = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """Status words of TensorStore and XLA, which raise them as `ValueError` and `RuntimeError`."""
@@ -44,6 +50,8 @@ class Checkpoints:
         self.folder = folder.absolute()
         self.pinned_step: int | None = None
         """A step that is kept whatever comes after it."""
+        self.rated: dict[int, float] = {}
+        """Test accuracies of steps that were saved before these were known."""
         opened = _load(
             lambda: orbax.training.Checkpointer(
                 str(self.folder),
@@ -74,16 +82,24 @@ class Checkpoints:
 
         Every process must call it, with the same arguments. A step that is there already is left
         as it is.
+
+        Raises:
+            ConfigError: if this checkpoint, or the one before, cannot be written.
         """
         if step in self.steps:
             return
-        self._let_go()
-        self._saving = self._checkpointer.save_async(
-            step,
-            state,
-            metrics=None if test_accuracy is None else {_ACCURACY: test_accuracy},
-            force=True,
-        )
+        self._require_room(state)
+        metrics: JsonValue = None if test_accuracy is None else {_ACCURACY: test_accuracy}
+        written: JsonValue = {_CHECKSUMS: dict(checksums(state))}
+        with self._naming_unwritable():
+            self._let_go()
+            self._saving = self._checkpointer.save_async(
+                step,
+                state,
+                metrics=metrics,
+                custom_metadata=written,
+                force=True,
+            )
 
     def restore(self, step: int, like: Tree) -> Tree:
         """The state of `step`.
@@ -98,9 +114,17 @@ class Checkpoints:
                 read here and now.
         """
         self.wait()
-        state = _load(lambda: self._checkpointer.load(step, like))
-        if isinstance(state, _Failure):
-            raise CheckpointMismatch(self._mismatch(step, state))
+
+        def load() -> tuple[Tree, object]:
+            written = self._checkpointer.metadata(step).custom_metadata
+            return self._checkpointer.load(step, like), written
+
+        loaded = _load(load)
+        if isinstance(loaded, _Failure):
+            raise CheckpointMismatch(self._mismatch(step, loaded))
+        state, written = loaded
+        if (damage := _damage(state, written)) is not None:
+            raise CheckpointMismatch(self._mismatch(step, damage))
         return state
 
     def _mismatch(self, step: int, failure: "_Failure") -> str:
@@ -115,14 +139,24 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk."""
-        self._checkpointer.wait()
-        self._let_go()
+        """Return when all that was saved is on disk.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        with self._naming_unwritable():
+            self._checkpointer.wait()
+            self._let_go()
 
     def close(self) -> None:
-        """Finish what is being written, and let go."""
-        self._checkpointer.close()
-        self._let_go()
+        """Finish what is being written, and let go.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        with self._naming_unwritable():
+            self._checkpointer.close()
+            self._let_go()
 
     def _let_go(self) -> None:
         """Wait for the last save, and end the thread that Orbax has begun to watch it: nobody else
@@ -130,6 +164,31 @@ class Checkpoints:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
+
+    def _require_room(self, state: object) -> None:
+        """Refuse a state that the disk has no room for: a process whose write fails would leave
+        the others waiting for it.
+
+        Raises:
+            ConfigError: saying how much is free.
+        """
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise ConfigError(
+                f"{self.folder} cannot be written: {format_bytes(free)} are free there, and a "
+                f"checkpoint takes {format_bytes(needed)}."
+            )
+
+    @contextmanager
+    def _naming_unwritable(self) -> Iterator[None]:
+        """Word what cannot be written, to which Orbax gives its own kinds of exception."""
+        try:
+            yield
+        except Exception as error:
+            if (failure := _failure(error)).is_damage:
+                raise
+            raise _unwritable(self.folder, failure) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -140,7 +199,14 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        is_failing = error is not None and not isinstance(error, SystemExit)
+        if is_failing and jax.process_count() > 1:
+            return  # the others may have failed before, and what waits for them would not end
+        try:
+            self.close()
+        except ConfigError:
+            if not is_failing:  # else that is told, which is often the same
+                raise
 
 
 class _Kept:
@@ -158,15 +224,31 @@ class _Kept:
         """Whether each of `checkpoints`, by rising step, is kept."""
         kept = {checkpoint.step for checkpoint in checkpoints[-self._latest :]}
         kept.add(self._owner.pinned_step)
-        rated = [checkpoint for checkpoint in checkpoints if checkpoint.metrics]
-        if rated:
-            kept.add(max(rated, key=lambda checkpoint: checkpoint.metrics[_ACCURACY]).step)
+        rated = {
+            checkpoint.step: checkpoint.metrics[_ACCURACY]
+            for checkpoint in checkpoints
+            if checkpoint.metrics
+        }
+        rated |= self._owner.rated
+        there = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in rated]
+        if there:
+            kept.add(max(there, key=rated.__getitem__))
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
 
 def save_weights(path: Path, weights: object) -> None:
-    """Save a tree of arrays by itself, in place of what `path` held; returns when it is on disk."""
-    orbax.save(str(path.absolute()), weights, overwrite=True)
+    """Save a tree of arrays by itself, in place of what `path` held; returns when it is on disk.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    written: JsonValue = {_CHECKSUMS: dict(checksums(weights))}
+    try:
+        orbax.save(str(path.absolute()), weights, overwrite=True, custom_metadata=written)
+    except Exception as error:
+        if (failure := _failure(error)).is_damage:
+            raise
+        raise _unwritable(path, failure) from error
 
 
 def load_weights(path: Path, like: Tree) -> Tree:
@@ -175,14 +257,20 @@ def load_weights(path: Path, like: Tree) -> Tree:
     Raises:
         CheckpointMismatch: if there is none, it is damaged, of other shapes, or cannot be read.
     """
-    weights = _load(lambda: orbax.load(str(path.absolute()), like))
-    if isinstance(weights, _Failure):
+
+    def load() -> tuple[Tree, object]:
+        where = str(path.absolute())
+        return orbax.load(where, like), orbax.metadata(where).custom_metadata
+
+    loaded = _load(load)
+    found = loaded if isinstance(loaded, _Failure) else _damage(*loaded)
+    if found is not None:
         raise CheckpointMismatch(
-            f"{path} is refused: it is missing, damaged, or of another network ({weights.text})."
-            if weights.is_damage
-            else f"{path} cannot be read: {weights.text}."
+            f"{path} is refused: it is missing, damaged, or of another network ({found.text})."
+            if found.is_damage
+            else f"{path} cannot be read: {found.text}."
         )
-    return weights
+    return loaded[0]  # type: ignore[index]  a failure was raised
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +281,22 @@ class _Failure:
     """Type and first line of what was raised first."""
     is_damage: bool
     """Whether the files are to blame, and not the disk, the rights or the memory."""
+
+
+def _unwritable(path: Path, failure: _Failure) -> ConfigError:
+    return ConfigError(f"{path} cannot be written: {failure.text}.")
+
+
+def _damage(tree: object, written: object) -> _Failure | None:
+    """What is not as it was written, as far as its checksums are there: earlier versions wrote
+    none."""
+    of_arrays = written.get(_CHECKSUMS) if isinstance(written, dict) else None
+    if not isinstance(of_arrays, dict):
+        return None
+    for path, checksum in checksums(tree).items():
+        if of_arrays.get(path, checksum) != checksum:
+            return _Failure(text=f"{path} has another checksum than was written", is_damage=True)
+    return None
 
 
 def _failure(error: BaseException) -> _Failure:

@@ -39,6 +39,8 @@ class Course:
         """The lines of updates."""
         self.best_step: int | None = None
         """Updates after which early stopping saw the best evaluation; None if it saw none."""
+        self.evaluated_step: int | None = None
+        """Updates after which the latest evaluation was made; None if there was none."""
 
     @property
     def has_diverged(self) -> bool:
@@ -70,6 +72,7 @@ class Course:
             self._statistics = statistics_in_words(measurement)
         if isinstance(measurement, EvaluationMeasurement):
             self._last_losses["evaluation"] = measurement.test_loss
+            self.evaluated_step = measurement.step
             self._watch(measurement)
 
     def ending(

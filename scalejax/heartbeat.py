@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from scalejax.errors import ConfigError
+
 VARIABLE = "SCALEJAX_HEARTBEAT"
 """Names the file; where it is absent, nobody listens."""
 
@@ -36,16 +38,26 @@ class Heartbeat:
     """Says so in the file that the environment names, if it names one."""
 
     def __init__(self, path: Path | None) -> None:
-        """Begin to breathe into `path`; into nothing if it is None."""
+        """Begin to breathe into `path`; into nothing if it is None.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
         self._breaths = self._moves = self._step = 0
         self._phase = b"starting"
         self._map: mmap.mmap | None = None
         self._end = threading.Event()
         if path is None:
             return
-        with path.open("w+b") as file:
-            file.truncate(_FORMAT.size)
-            self._map = mmap.mmap(file.fileno(), _FORMAT.size)
+        try:
+            with path.open("w+b") as file:
+                # Written, not only made so long: a page that a full disk has no room for would end
+                # the process where it is first touched.
+                file.write(bytes(_FORMAT.size))
+                file.flush()
+                self._map = mmap.mmap(file.fileno(), _FORMAT.size)
+        except OSError as error:
+            raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
         self._write()
         self._thread = threading.Thread(target=self._breathe, name="heartbeat", daemon=True)
         self._thread.start()
@@ -61,6 +73,11 @@ class Heartbeat:
         self._moves += 1
         self._step, self._phase = step, phase.encode()
         self._write()
+
+    @property
+    def phase(self) -> str:
+        """What the loop is at."""
+        return self._phase.decode()
 
     def close(self) -> None:
         """Say no more."""

@@ -284,12 +284,21 @@ class MeasurementLog:
         save_text("".join(map(_line, kept)), path)
         self.elapsed_seconds = kept[-1].elapsed_seconds if kept else 0.0
         """Of the last line there was when the log was opened; 0 if there was none."""
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def append(self, measurement: Measurement) -> None:
-        """Add one line."""
-        self._file.write(_line(measurement))
-        self._file.flush()
+        """Add one line.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
+        rest = memoryview(_line(measurement).encode())
+        try:
+            while rest:  # a disk that is nearly full takes a part
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise ConfigError(f"{str(self._path)!r} cannot be written: {error}.") from error
 
     def close(self) -> None:
         """Close the file."""

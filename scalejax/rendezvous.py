@@ -8,12 +8,13 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from scalejax.errors import ConfigError, refusal
+from scalejax.errors import ConfigError, ScalejaxError, refusal
 
 COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_COORDINATOR",
@@ -21,9 +22,13 @@ COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_PROCESS",
 )
 """Variables: host and port of the first process; how many there are; which of them this is."""
+GO_ON = "SCALEJAX_GO_ON"
+"""Variable: the command that goes on with the run, where another than this process knows it."""
 LAUNCHER = "SCALEJAX_LAUNCHER"
 """Variable: the process on this machine that started this one, with which it is to end."""
 
+REFUSED = 2
+"""Exit code of a process whose input was refused."""
 MISSED_ANOTHER = 76
 """Exit code of a process that could not reach another: EX_PROTOCOL of <sysexits.h>."""
 LOOPBACK = "127.0.0.1"
@@ -31,6 +36,8 @@ PATIENCE_SECONDS = 300
 """For the others to come; as JAX's own default."""
 _HEARTBEAT_TIMEOUT_SECONDS = 60  # a node that is gone is found out in so long, without a launcher
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_SECONDS_TO_LEAVE = 5.0
+"""For a process that has failed to end in good order, which is to wait for the others."""
 _FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems hand out last
 
 
@@ -76,18 +83,11 @@ def join(place: Place | None) -> None:
         return
     import jax
 
+    # It would take SIGTERM for itself, and a run that is asked to stop would not hear of it.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            place.coordinator,
-            place.processes if place.coordinator else None,
-            place.process if place.coordinator else None,
-            # A scheduler around is not asked where ours says all: it would give each its first
-            # device alone, or want the right to read the pods of Kubernetes.
-            cluster_detection_method="deactivate" if place.told_by == COORDINATOR else None,
-            initialization_timeout=PATIENCE_SECONDS,
-            heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
-            coordinator_bind_address=place.bind_address,
-        )
+        with _ending_by_interrupts():
+            _initialize(place)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
@@ -96,18 +96,57 @@ def join(place: Place | None) -> None:
         ) from error
 
 
+def _initialize(place: Place) -> None:
+    import jax
+
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes if place.coordinator else None,
+        place.process if place.coordinator else None,
+        # A scheduler around is not asked where ours says all: it would give each its first
+        # device alone, or want the right to read the pods of Kubernetes.
+        cluster_detection_method="deactivate" if place.told_by == COORDINATOR else None,
+        initialization_timeout=PATIENCE_SECONDS,
+        heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
+        coordinator_bind_address=place.bind_address,
+    )
+
+
+@contextmanager
+def _ending_by_interrupts() -> Iterator[None]:
+    """Let SIGINT end this process at once: Python would wait for what is done within."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
 @contextmanager
 def leaving_at_once(place: Place | None) -> Iterator[None]:
-    """End this process when what is done within fails because another one is gone.
+    """End this process within seconds when what is done within fails, here or in another one.
 
-    Left to itself, JAX would first wait for the dead one, up to its heartbeat's timeout, and then
-    abort with a stack of addresses.
+    Left to itself, JAX would first wait for one that is dead, up to its heartbeat's timeout, and
+    then abort with a stack of addresses; and for the others where this one has failed, which wait
+    for this one.
     """
     try:
         yield
-    except RuntimeError as error:
+    except BaseException as error:
+        if place is None:
+            raise
         # XLA's errors alone are of type JaxRuntimeError; asked by name, to import no JAX here.
-        if place is None or type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+        if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+            if isinstance(error, SystemExit):
+                code = error.code if isinstance(error.code, int) else 1
+            else:
+                code = REFUSED if isinstance(error, ScalejaxError) else 1
+            timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (code,))
+            timer.daemon = True
+            timer.start()
             raise
         reason = str(error).strip().splitlines()[0]
         print(

@@ -4,6 +4,8 @@ Knows the compiled evaluation and its data; nothing of when it is time for one.
 """
 
 import time
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -38,18 +40,29 @@ class RunEvaluation:
         source = open_examples(run, "test", reporter)
         self._source = beside_workers(source, run.config.input)
 
-    def measure(self, state: TrainState, journal: Journal, *, step: int) -> EvaluationMeasurement:
-        """The metrics of `state`, the one after `step` updates."""
+    def measure(
+        self,
+        state: TrainState,
+        journal: Journal,
+        *,
+        step: int,
+        is_stopped: Callable[[], int],
+    ) -> EvaluationMeasurement | None:
+        """The metrics of `state`, the one after `step` updates; None if `is_stopped`, which
+        is asked after every batch, says so."""
         begin, sums = time.perf_counter(), []
         weights = self._evaluation.weights(state)
         batches = evaluation_batches(
             self._source, self._evaluation.batch, self._run.config.input, self._skipped
         )
-        for batch in batches:
-            journal.heartbeat.at("evaluating", step)
-            if len(sums) > 1:
-                jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
-            sums.append(self._compiled(*weights, batch))
+        with closing(batches):
+            for batch in batches:
+                journal.heartbeat.at("evaluating", step)
+                if len(sums) > 1:
+                    jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
+                sums.append(self._compiled(*weights, batch))
+                if is_stopped():
+                    return None
         parts = jax.device_get(sums)
         return evaluation_measurement(
             self._run,

@@ -5,10 +5,13 @@ program that is then run.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax
 from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh
 
 from scalejax import documents
 from scalejax.agreement import require_same_checkpoint, require_same_run, require_same_state
@@ -20,7 +23,7 @@ from scalejax.input_tuning import tuned_input
 from scalejax.journal import Journal
 from scalejax.mesh import build_mesh
 from scalejax.pretrained import require_weights
-from scalejax.processes import StopSignals, first_says, is_first
+from scalejax.processes import first_says, is_first
 from scalejax.progress import Reporter, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord
 from scalejax.run_clock import RunClock
@@ -31,10 +34,12 @@ from scalejax.run_folder import (
     refuse_second_run,
 )
 from scalejax.run_notes import notes_of
-from scalejax.run_programs import compile_run, predict_run
+from scalejax.run_programs import RunPrograms, compile_run, predict_run
 from scalejax.step import init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
+from scalejax.stop_signals import StopSignals
 from scalejax.time_ledger import ledger_in_words, load_ledger
+from scalejax.train_state import TrainState
 from scalejax.training_loop import TrainingLoop
 
 
@@ -68,39 +73,25 @@ def train(
             be written.
         DoesNotFit: if the layout takes more devices than there are.
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
-        Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
+        Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
-    clock = RunClock(startup_seconds)
-    heartbeat = Heartbeat.from_environment()
-    heartbeat.at("compiling", 0)
-    reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
-    documents.require_writable_folder("folder", folder)
-    if device_count is None and config.layout.data is None:
-        device_count = jax.device_count()
-    run = resolve(config, device_count)
-    require_same_run(run, resume=resume)
-    mesh = build_mesh(run.layout)
-    files = _admitted(folder, run, resume=resume)
-    if not resume:  # a checkpoint has its own
-        require_weights(config.model)
-    for note in notes_of(run):
-        reporter.say(f"Note: {note}.")
-    with clock:
+    clock, heartbeat = RunClock(startup_seconds), Heartbeat.from_environment()
+    with StopSignals(heartbeat) as signals, clock:
+        heartbeat.at("compiling", 0)
+        reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
+        documents.require_writable_folder("folder", folder)
+        if device_count is None and config.layout.data is None:
+            device_count = jax.device_count()
+        run = resolve(config, device_count)
+        require_same_run(run, resume=resume)
+        mesh = build_mesh(run.layout)
+        files = _admitted(folder, run, resume=resume)
+        for note in notes_of(run):
+            reporter.say(f"Note: {note}.")
         with reporter.compiling(), clock.within("compile"):
-            programs = compile_run(run, mesh)  # refuses what cannot work before anything is written
-        with (
-            Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints,
-            StopSignals() as signals,
-        ):
-            begin = checkpoints.latest_step or 0
-            require_same_checkpoint(begin)
-            refuse_fewer_epochs(begin, run)
-            if traces is not None:
-                require_room(traces, run.total_steps - begin)
-            state = (
-                checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
-            )
-            require_same_state(run, mesh, state, step=begin)
+            programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
+        with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
+            state, begin = _beginning(run, mesh, programs, checkpoints, traces)
             if is_first():  # after the last that may be refused
                 describe_run(files, run)
                 clock.open(files.time)
@@ -108,17 +99,14 @@ def train(
                 predict_run(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
-            journal = Journal(files, reporter, heartbeat, clock, after_step=begin)
-            recorder = StepTraces(files.traces, traces)
-            try:
+            signals.begin()
+            with (
+                closing(Journal(files, reporter, heartbeat, clock, after_step=begin)) as journal,
+                closing(StepTraces(files.traces, traces)) as recorder,
+                _naming_the_way_out(),
+            ):
                 loop = TrainingLoop(run, programs, checkpoints, journal, signals, recorder)
                 loop.train(state, begin, tuned)
-            except UnreadableExample as error:
-                hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
-                raise UnreadableExample(f"{error} {hint}") from error
-            finally:
-                recorder.close()
-                journal.close()
     if is_first() and (ledger := load_ledger(files.time)) and ledger.sessions > 1:
         reporter.say(ledger_in_words(ledger))
     sync_global_devices("the record is whole")
@@ -136,4 +124,39 @@ def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
         refuse_second_run(files)
     if resume:
         refuse_other_run(files, run)
+    else:  # a checkpoint has its own
+        require_weights(run.config.model)
     return files
+
+
+def _beginning(
+    run: ResolvedRun,
+    mesh: Mesh,
+    programs: RunPrograms,
+    checkpoints: Checkpoints,
+    traces: TraceSchedule | None,
+) -> tuple[TrainState, int]:
+    """The state to go on with, and how many updates have made it.
+
+    Raises:
+        ConfigError: if too few updates are left to make.
+        CheckpointMismatch: if the latest checkpoint cannot be read.
+    """
+    begin = checkpoints.latest_step or 0
+    require_same_checkpoint(begin)
+    refuse_fewer_epochs(begin, run)
+    if traces is not None:
+        require_room(traces, run.total_steps - begin)
+    state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+    require_same_state(run, mesh, state, step=begin)
+    return state, begin
+
+
+@contextmanager
+def _naming_the_way_out() -> Iterator[None]:
+    """Say what leaves out examples that cannot be read, where one is met."""
+    try:
+        yield
+    except UnreadableExample as error:
+        hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
+        raise UnreadableExample(f"{error} {hint}") from error

@@ -6,6 +6,7 @@ fetched only for the lines of the record, once they are there.
 Every process runs this loop over its own devices; the first alone writes and talks.
 """
 
+import os
 from contextlib import closing
 from typing import Any
 
@@ -19,20 +20,23 @@ from scalejax.data import Batches, Source, training_batches
 from scalejax.features import open_examples
 from scalejax.journal import Journal
 from scalejax.measuring import UpdateClock, train_measurement
-from scalejax.processes import StopSignals
-from scalejax.record import DivergenceCause, Measurement, Status, StatusChange
+from scalejax.record import (
+    DivergenceCause,
+    EvaluationMeasurement,
+    Measurement,
+    Status,
+    StatusChange,
+)
+from scalejax.rendezvous import GO_ON
 from scalejax.run_evaluation import RunEvaluation
 from scalejax.run_folder import versions
 from scalejax.run_programs import RunPrograms, beside_predicted
 from scalejax.skipped_examples import SkippedExamples
 from scalejax.step import Step
 from scalejax.step_traces import StepTraces
+from scalejax.stop_signals import Interrupted, StopSignals
 from scalejax.train_state import TrainState
 from scalejax.units import counted
-
-
-class Interrupted(SystemExit):
-    """A signal ended the run, after a finished update and a checkpoint; exits 128 + signal."""
 
 
 class TrainingLoop:
@@ -79,6 +83,8 @@ class TrainingLoop:
         else:
             changes = "".join(f"; {change}" for change in self._run.changes)
             self._change_status("started", devices + changes + remark)
+        if begin and self._run.is_evaluated(begin) and self._course.evaluated_step != begin:
+            self._pause(state)  # a signal fell into its evaluation
         state = self._run_steps(state)
         self._journal.clock.enter("checkpoint")  # until the last of them is whole
         save_weights(self._journal.files.weights, self._final_weights(state))
@@ -147,14 +153,12 @@ class TrainingLoop:
             self._queued = metrics
             if self._course.has_diverged:
                 break
-            signal_number = self._signals.agreed(self._step, every=self._config.log_every_steps)
+            signal_number = self._signals.agreed("training")
             if self._is_pause or signal_number:
                 self._settle()
                 if self._course.has_diverged:
                     break
-                self._pause(state)
-            if signal_number:
-                self._interrupt(signal_number)
+                self._pause(state, signal_number)
         return state
 
     def _is_updating(self) -> bool:
@@ -199,29 +203,51 @@ class TrainingLoop:
         self._journal.write(measurement)
         self._note(measurement)
 
-    def _pause(self, state: TrainState) -> None:
-        """Evaluate if it is time to, and save a checkpoint."""
+    def _pause(self, state: TrainState, signal_number: int = 0) -> None:
+        """Evaluate if it is time to, and save a checkpoint; end there if a signal asked to.
+
+        A signal does not wait for an evaluation: the resumed run makes it again.
+        """
         accuracy, clock = None, self._journal.clock
         self._skipped.tell("train", self._journal, step=self._step)
         self._journal.heartbeat.at("evaluating, saving", self._step)
-        if self._run.is_evaluated(self._step):
+        if self._run.is_evaluated(self._step) and not signal_number:
             with clock.within("evaluation"):
-                evaluation = self._evaluation.measure(state, self._journal, step=self._step)
-            accuracy = evaluation.test_accuracy
-            self._skipped.tell("test", self._journal, step=self._step)
-            self._journal.write(evaluation)
-            self._note(evaluation)
+                accuracy, signal_number = self._evaluate(state)
         if not self._course.has_diverged:  # a checkpoint of it would push out a better one
             with clock.within("checkpoint"):
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)
         clock.finish_stretch()
+        if signal_number:
+            self._interrupt(signal_number)
         self._clock.restart(self._step)
+
+    def _evaluate(self, state: TrainState) -> tuple[float | None, int]:
+        """The accuracy, or the signal that came before there was one."""
+        found = 0
+
+        def is_stopped() -> int:
+            nonlocal found
+            found = self._signals.agreed("evaluating")
+            return found
+
+        evaluation = self._evaluation.measure(
+            state, self._journal, step=self._step, is_stopped=is_stopped
+        )
+        if evaluation is None:
+            return None, found
+        self._skipped.tell("test", self._journal, step=self._step)
+        self._journal.write(evaluation)
+        self._note(evaluation)
+        return evaluation.test_accuracy, 0
 
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
         self._course.note(measurement)
         self._skipped.note(measurement)
         self._checkpoints.pinned_step = self._course.best_step
+        if isinstance(measurement, EvaluationMeasurement):
+            self._checkpoints.rated[measurement.step] = measurement.test_accuracy
 
     def _final_weights(self, state: TrainState) -> dict[str, Any]:
         """Parameters and running statistics to end with: of the best epoch, if so configured."""
@@ -237,6 +263,7 @@ class TrainingLoop:
         path, count = self._journal.files.path, self._run.layout.device_count
         virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
         command = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"
+        command = os.environ.get(GO_ON, command)
         self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
         raise Interrupted(128 + signal_number)
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalejax.checkpoint import Checkpoints, load_weights, save_weights
+from scalejax.checksums import checksums
 from scalejax.errors import CheckpointMismatch
 from scalejax.train_state import TrainState
 
@@ -238,3 +239,37 @@ def test_weights_come_back_and_are_replaced_whole(tmp_path):
     assert_same(load_weights(path, shapes_of(second)), second)
     with pytest.raises(CheckpointMismatch, match="elsewhere is refused: it is missing"):
         load_weights(tmp_path / "elsewhere", shapes_of(second))
+
+
+def test_a_bit_that_turned_on_disk_is_refused_and_the_array_named(tmp_path):
+    """Storage keeps checksums of its indices, not of the numbers: any flip is to be seen."""
+    state = state_on(4, width=2048)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state)
+    files = [path for path in (tmp_path / "3").rglob("*") if "/d/" in str(path) and path.is_file()]
+    damaged = max(files, key=lambda path: path.stat().st_size)
+    whole = damaged.read_bytes()
+    refused = set()
+    for position in range(0, len(whole), max(1, len(whole) // 5)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        damaged.write_bytes(flipped)
+        try:
+            with Checkpoints(tmp_path, keep=1) as checkpoints:
+                assert_same(checkpoints.restore(3, shapes_of(state)), state)
+        except CheckpointMismatch as error:
+            refused.add("another checksum" in str(error))
+
+    assert True in refused  # some fall on numbers, where nothing else sees them
+
+
+def test_checksums_are_those_of_the_bits_wherever_they_lie():
+    """Computed here from the definition, in integers of any size."""
+    state = state_on(4)
+
+    found = checksums({"kernel": state.params["dense"]["kernel"]})["['kernel']"]
+
+    bits = np.asarray(state.params["dense"]["kernel"]).view(np.uint32).ravel().tolist()
+    odd = [(2 * position + 1) * 0x9E3779B1 for position in range(len(bits))]
+    assert found == sum((each + 1) * by for each, by in zip(bits, odd, strict=True)) % 2**32
+    assert checksums(state_on(2)) == checksums(state)

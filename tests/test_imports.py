@@ -122,6 +122,7 @@ ARITHMETIC = {
 """Row of each module that imports no JAX when it is imported."""
 PROGRAMS = {
     "processes": 1,
+    "stop_signals": 2,
     "mesh": 3,
     "reference_schedules": 3,
     "schedules": 4,
@@ -145,6 +146,7 @@ PROGRAMS = {
     "checkpoint": 10,
     "calibrate": 9,
     "local_cluster": 10,
+    "checksums": 3,
     "input_taker": 4,
     "input_probes": 5,
     "input_bench": 7,

@@ -201,7 +201,8 @@ def test_a_wish_to_stop_is_passed_on_and_all_save(run_file, tmp_path, alone):
     launcher.send_signal(signal.SIGTERM)
     code, said = ended(launcher, workers)
     assert code == 128 + signal.SIGTERM, said
-    assert "interrupted" in said
+    assert "interrupted: at step" in said
+    assert f"go on with: scalejax launch --np -2 {run_file} --folder {folder} --resume" in said
     code, said = ended(start(run_file, folder, "--resume"), ())
 
     assert code == 0, said

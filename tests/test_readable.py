@@ -35,9 +35,9 @@ from scalejax.predict import Prediction
 from scalejax.progress import Silent
 from scalejax.record import RunFolder, RunRecord
 from scalejax.step import build_step
+from scalejax.stop_signals import Interrupted
 from scalejax.sweep.together import train_together
 from scalejax.train import train
-from scalejax.training_loop import Interrupted
 
 SKIP = InputConfig(unreadable="skip")
 PAD = InputConfig(remainder="pad")

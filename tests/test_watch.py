@@ -47,6 +47,11 @@ def watch(clock):
         ((MISSED_ANOTHER, 1), r"process 1 ended with exit code 1"),
         ((1, -11), r"process 1 was killed by SIGSEGV"),
         ((MISSED_ANOTHER, None), r"process 0 lost contact"),
+        ((-6, -9), r"process 1 was killed by SIGKILL"),
+        ((2, -6), None),
+        ((MISSED_ANOTHER, 2), None),
+        ((130, -6), None),
+        ((2, -9), r"process 1 was killed by SIGKILL"),
     ],
 )
 def test_the_cause_is_named_and_not_those_that_missed_it(watch, codes, told):

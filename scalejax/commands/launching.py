@@ -5,6 +5,7 @@ Starts without JAX, which the processes alone import.
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from scalejax.launch import Launch, launch
 from scalejax.launch.jobset import JobSetRun, manifest
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.record import RunFolder
+from scalejax.rendezvous import GO_ON
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts")
 _FLAGS_OF = {
@@ -39,8 +41,13 @@ class LaunchRun(RunFileCommand):
     """Train a run.toml in several processes, here or on a cluster.
 
     Here, when one is lost the others are stopped, and with --max-restarts all go on from the
-    latest checkpoint. Through SLURM, the job puts itself back in the queue for that. Exit codes:
-    0 done; 2 refused; 75 a process was lost; 130, 143 stopped by a signal after a checkpoint.
+    latest checkpoint; through SLURM, the job puts itself back in the queue for that. A process
+    counts as lost within 10 s of its death, 20 s after it was stopped, and --stuck-seconds after
+    the last that any did. SIGINT and SIGTERM end the run after the update at hand and a checkpoint;
+    without one 20 s later, if the update does not end; within 5 s before training. A file that
+    cannot be written ends it within 30 s, a checkpoint at the next one at the latest. Exit codes:
+    0 done; 2 refused, or a file cannot be written; 75 a process was lost; 130, 143 stopped by a
+    signal.
     """
 
     np: Annotated[int, flag("N")]
@@ -130,6 +137,7 @@ class LaunchRun(RunFileCommand):
     def _start(self, command: tuple[str, ...]) -> None:
         """Processes on this machine."""
         folder = self._run_folder
+        typed = [*sys.argv[1:], *(() if self.resume else ("--resume",))]
         run = RunFolder(path=folder)
 
         def again() -> tuple[str, ...]:
@@ -141,6 +149,7 @@ class LaunchRun(RunFileCommand):
             processes=-self.np,
             least_processes=self.min_np,
             folder=folder / "processes",
+            environment={GO_ON: shlex.join(["scalejax", *typed])},
             most_restarts=self.max_restarts,
             stuck_seconds=self.stuck_seconds,
             shows_all=self.all_logs,

@@ -23,7 +23,9 @@ class Train(RunFileCommand):
     """Train what a run.toml describes, on the devices here.
 
     Started by srun, mpirun or scalejax launch, its processes find each other and train as one. A
-    flag with a dot replaces a field of the file, such as --train.epochs 3.
+    flag with a dot replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end
+    it after the update at hand and a checkpoint; without one 20 s later, if the update does not
+    end; within 5 s before training.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None

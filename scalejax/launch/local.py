@@ -21,7 +21,8 @@ from typing import BinaryIO, TextIO
 from scalejax import heartbeat, rendezvous
 from scalejax.errors import ConfigError, require_at_least
 from scalejax.heartbeat import Beat, read_beat
-from scalejax.launch.watch import REFUSED, STOPPED, Loss, Watch
+from scalejax.launch.watch import STOPPED, Loss, Watch
+from scalejax.rendezvous import REFUSED
 
 LOST = 75
 """Exit code when a process was lost: EX_TEMPFAIL of <sysexits.h>, to be tried again."""
@@ -226,12 +227,14 @@ class _Attempt:
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:
         if (loss := self._watch.lost_by_code(codes, beats)) is not None:
             return loss
+        if REFUSED in codes:
+            return REFUSED
         stopped = [number for number, code in enumerate(codes) if code in STOPPED]
         if stopped and not self._signals.received and self._may_restart:
             # Someone else asked one of them to stop, as schedulers do: all have saved.
             reason = "or another one was asked to stop"
             return _loss(stopped[0], reason, beats)
-        return max(code or 0 for code in codes)
+        return (codes[stopped[0]] if stopped else 0) or 0
 
     def _left_behind(self) -> int | Loss:
         """One ended well or was refused, and others go on without it."""
@@ -243,7 +246,10 @@ class _Attempt:
         return _loss(codes.index(None), "did not end when the others did", beats)
 
     def _codes(self) -> list[int | None]:
-        return [worker.poll() for worker in self._workers]
+        """How each ended; one that a signal passed on from here killed, as one that obeyed it."""
+        passed_on = {-number: 128 + number for number in self._signals.received}
+        codes = (worker.poll() for worker in self._workers)
+        return [code if code is None else passed_on.get(code, code) for code in codes]
 
     def _beats(self) -> list[Beat | None]:
         return [read_beat(self._heartbeat_file(number)) for number in range(self._count)]
@@ -278,10 +284,16 @@ class _Attempt:
         """Write what a process says to its log, and say it here."""
         is_shown = number == 0 or self._job.shows_all
         prefix = f"[{number}] " if self._job.shows_all else ""
-        with self._log_file(number).open("ab") as log, lines:
+        with contextlib.ExitStack() as open_files:
+            open_files.enter_context(lines)
+            log = None
+            with contextlib.suppress(OSError):
+                log = open_files.enter_context(self._log_file(number).open("ab", buffering=0))
             for line in lines:
-                log.write(line)
-                log.flush()
+                # A full disk must not keep what they say from being heard.
+                with contextlib.suppress(OSError):
+                    if log is not None:
+                        log.write(line)
                 if is_shown and not is_noise(line):
                     with self._speaking:
                         self._out.write(prefix + line.decode(errors="replace"))
@@ -290,8 +302,12 @@ class _Attempt:
     def _show_end_of(self, number: int) -> None:
         """Pass on the last that a process said, if it was not heard before."""
         if number and not self._job.shows_all:
-            said = self._log_file(number).read_bytes().splitlines()
-            heard = [line.decode(errors="replace") for line in said if not is_noise(line)]
+            said = b""
+            with contextlib.suppress(OSError):
+                said = self._log_file(number).read_bytes()
+            heard = [
+                line.decode(errors="replace") for line in said.splitlines() if not is_noise(line)
+            ]
             for line in heard[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scalejax.heartbeat import Beat
-from scalejax.rendezvous import MISSED_ANOTHER
+from scalejax.rendezvous import MISSED_ANOTHER, REFUSED
 
-REFUSED = 2
-"""Exit code of a process whose input was refused."""
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of processes that a signal asked to stop, after a checkpoint."""
-
+_FOLLOWING = (MISSED_ANOTHER, -signal.SIGABRT)
+"""Exit codes of processes that missed another: told by an error, or ended by JAX itself."""
 
 _LONG_PHASES, _LONGER = ("starting", "compiling", "evaluating, saving"), 6
 """At what a process may be for so many times as long without moving on."""
@@ -64,10 +63,13 @@ class Watch:
             beats: what each has said last.
         """
         ended = [(number, code) for number, code in enumerate(codes) if code not in (None, 0)]
+        meant = (REFUSED, *STOPPED)
+        if any(code in meant for _, code in ended):  # no loss, and neither are those that missed it
+            ended = [(number, code) for number, code in ended if code not in _FOLLOWING]
         # One that was killed is the cause, and none that only missed another.
-        ended.sort(key=lambda each: (each[1] == MISSED_ANOTHER, (each[1] or 0) >= 0))
+        ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:
-            if code is None or code in (REFUSED, *STOPPED):
+            if code is None or code in meant:
                 continue
             beat = beats[number]
             return Loss(
@@ -119,10 +121,10 @@ class Watch:
 
 
 def _in_words(code: int) -> str:
+    if code == MISSED_ANOTHER:
+        return "lost contact with another one"
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (by the system, if memory was short)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{hint}"
-    if code == MISSED_ANOTHER:
-        return "lost contact with another one"
     return f"ended with exit code {code}"

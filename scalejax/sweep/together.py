@@ -23,7 +23,6 @@ from scalejax.data_files import refuse_other_files
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.features import open_examples
 from scalejax.measuring import evaluation_measurement, train_measurement
-from scalejax.processes import StopSignals
 from scalejax.progress import Reporter
 from scalejax.record import (
     DivergenceCause,
@@ -39,10 +38,10 @@ from scalejax.record import (
 )
 from scalejax.run_folder import describe_run, versions
 from scalejax.skipped_examples import unreadable_examples
+from scalejax.stop_signals import Interrupted, StopSignals
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.results import FINISHED
 from scalejax.train_state import PyTree, TrainState
-from scalejax.training_loop import Interrupted
 
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
 """At most so much, and what lies between two pauses, is trained again after a kill."""
@@ -110,6 +109,7 @@ def _train_at_once(
         refuse_other_files(folder, run.config.data)
         describe_run(folder, run)
     with Checkpoints(checkpoints, keep=1) as saved, StopSignals() as signals:
+        signals.begin()
         begin = saved.latest_step or 0
         loop = _Loop(runs, folders, saved, signals, reporter, begin, programs)
         try:
@@ -318,7 +318,7 @@ class _Loop:
         """Save a checkpoint if it is time to; stop if a signal asks to."""
         run = self._run
         every = run.config.train.checkpoint_every_steps or run.steps_per_epoch
-        signal_number = self._signals.agreed(self._step, every=1)
+        signal_number = self._signals.agreed("training")
         is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
         if signal_number or (is_due and self._step % every == 0 and not self._is_last):
             self._tell_unreadable("train")

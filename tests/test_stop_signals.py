@@ -1,0 +1,126 @@
+"""A signal ends a run where all can stop, and within a stated time whatever hangs."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from record_cases import figures
+from test_train import run
+
+from scalejax import stop_signals
+from scalejax.commands.launching import LaunchRun
+from scalejax.commands.runs import Train
+from scalejax.heartbeat import Heartbeat
+from scalejax.record import RunRecord
+from scalejax.stop_signals import HONOUR_SECONDS, SETUP_SECONDS, Interrupted, StopSignals
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_kept_for_the_loop_and_the_handlers_are_set_back(number):
+    """The first is a wish; after it, and at the end, signals do what they did before."""
+    before = [signal.getsignal(each) for each in SIGNALS]
+    with StopSignals() as signals:
+        signals.begin()
+        assert signals.agreed("training") == 0
+        os.kill(os.getpid(), number)
+        assert signals.agreed("training") == number
+        assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_run_that_is_set_up_ends_at_once(capsys):
+    """There is nothing to save."""
+    heartbeat = Heartbeat(None)
+    heartbeat.at("compiling", 0)
+    with StopSignals(heartbeat), pytest.raises(Interrupted) as stop:
+        signal.raise_signal(signal.SIGTERM)
+
+    with StopSignals(heartbeat) as signals:
+        with contextlib.suppress(Interrupted):  # as JAX may, while it looks for plug-ins
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            signals.begin()
+
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert "interrupted while compiling: the run stands where it was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_what_hangs_is_ended_within_the_stated_time(monkeypatch, capsys, is_training):
+    """The main thread may be in XLA, where Python's handlers wait: here it does not listen."""
+    monkeypatch.setattr(stop_signals, "SETUP_SECONDS", 0.2)
+    ended, codes = threading.Event(), []
+    heartbeat = Heartbeat(None)
+    heartbeat.at("waiting for input", 3)
+
+    def leave(code):
+        codes.append(code)
+        ended.set()
+
+    with StopSignals(heartbeat, honour_seconds=0.2, leave=leave) as signals:
+        if is_training:
+            signals.begin()
+        else:  # what was raised by the handler is lost, as it may be
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+        begin = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.wait(10)
+
+    assert 0.2 <= time.monotonic() - begin < 5
+    assert codes == [128 + signal.SIGTERM]
+    said = capsys.readouterr().err
+    assert "waiting for input did not end within 0 s" in said
+
+
+def test_one_that_is_honoured_in_time_is_not_ended():
+    """What comes after, a checkpoint, may take its time."""
+    codes = []
+    with StopSignals(honour_seconds=0.2, leave=codes.append) as signals:
+        signals.begin()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.agreed("training") == signal.SIGTERM
+        time.sleep(0.5)
+
+    assert codes == []
+
+
+def test_the_help_states_the_times_that_hold():
+    """Those of signals; `experiments/faults` holds runs to the others."""
+    for command in (Train, LaunchRun):
+        words = " ".join((command.__doc__ or "").split())
+        assert f"without one {HONOUR_SECONDS:.0f} s later" in words
+        assert f"within {SETUP_SECONDS:.0f} s before training" in words
+
+
+@pytest.mark.parametrize("at_call", [1, 2])
+def test_an_evaluation_that_a_signal_fell_into_is_made_again(tmp_path, monkeypatch, at_call):
+    """Between two of its batches; the record is then as if nothing had happened."""
+    whole = run(tmp_path / "whole")
+    calls = []
+
+    def agreed(signals, kind):
+        calls.append(kind)
+        return signal.SIGTERM if calls.count("evaluating") == at_call and kind != "training" else 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StopSignals, "agreed", agreed)
+        with pytest.raises(Interrupted):
+            run(tmp_path / "cut")
+    interrupted = RunRecord.load(tmp_path / "cut")
+    step = interrupted.statuses[-1].step
+    assert interrupted.status == "interrupted"
+    assert not interrupted.evaluations
+    assert whole.evaluations[0].step == step
+
+    run(tmp_path / "cut", resume=True)
+
+    assert figures(tmp_path / "cut") == figures(tmp_path / "whole")
+    assert (tmp_path / "cut" / "checkpoints" / str(step)).exists() == (
+        tmp_path / "whole" / "checkpoints" / str(step)
+    ).exists()

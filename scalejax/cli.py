@@ -91,6 +91,8 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
     for argument in remaining:
         flag, has_value, value = argument.partition("=")
         field = flag.removeprefix("--")
+        if re.match(r"-[A-Za-z_]+\.", flag):
+            raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")
         if not flag.startswith("--") or ("." not in field and field not in _FIELDS_WITHOUT_DOT):
             rest.append(argument)
             continue
@@ -98,6 +100,8 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
             value = next(remaining, "--")
             if value.startswith("--"):
                 raise ConfigError(f"{flag} needs a value, such as {flag}=VALUE.")
+        if not all(field.split(".")):
+            raise ConfigError(f"{flag} is no field: there must be a name on either side of a dot.")
         overrides[field] = parse_value(value)
     return rest, overrides
 

@@ -5,7 +5,6 @@ JAX.
 """
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from scalejax import metrics
 from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
-from scalejax.documents import JsonValue, build, load_toml, plain
+from scalejax.documents import JsonValue, build, load_toml, parse_toml, plain
 from scalejax.errors import ConfigError, refusal
 from scalejax.input_config import InputConfig
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
@@ -42,6 +41,7 @@ from scalejax.run_checks import (
 )
 from scalejax.scaling import Change, changes, scaled_optimizer
 from scalejax.schedule_config import LearningRateConfig
+from scalejax.step_counts import require_counted_steps
 from scalejax.training_config import (
     AveragingConfig,
     BatchConfig,
@@ -235,6 +235,12 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         require_pairs(split)
     if config.train.metric_average == "devices":
         require_tested_devices(split, dataset.test_examples)
+    require_counted_steps(
+        config.schedule,
+        epochs=config.train.epochs,
+        steps_per_epoch=run.steps_per_epoch,
+        global_batch=global_batch,
+    )
     for phase in run.phases[1:]:  # refuses what cannot be
         _bn_groups(wanted, phase.split)
     return run
@@ -350,9 +356,9 @@ def _built(tables: dict[str, JsonValue]) -> RunConfig:
 def parse_value(text: str) -> JsonValue:
     """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml(f"value = {text}")["value"]
         json.dumps(value)
-    except (tomllib.TOMLDecodeError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return text
     return value
 

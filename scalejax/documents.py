@@ -23,6 +23,12 @@ from pydantic_core import ErrorDetails
 from scalejax.errors import ConfigError, nearest_name, refusal, unknown_name
 
 T = TypeVar("T")
+_WHOLE_BOUND = 2**63
+"""TOML's whole numbers have 64 bits (TOML 1.0.0, "Integer"), one of them the sign."""
+_MOST_DEPTH = 50
+"""Of lists and tables in one another: pydantic reads JSON of 200, and no field needs ten."""
+_MOST_SENTENCES = 20
+"""Problems of one document that are told; who mends these may see the others."""
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -33,9 +39,22 @@ def load_toml(path: Path) -> dict[str, JsonValue]:
         ConfigError: if there is no such file, or it is not TOML (with line and column).
     """
     try:
-        return tomllib.loads(_read(path))
-    except tomllib.TOMLDecodeError as error:
+        return parse_toml(_read(path))
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, JsonValue]:
+    """The tables of a text in TOML.
+
+    Raises:
+        ValueError: if it is none, with line and column; tables too deep to be read, and whole
+            numbers too long, say no place.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists and tables lie too deep in one another to be read") from error
 
 
 def _read(path: Path) -> str:
@@ -63,8 +82,29 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
     Raises:
         ConfigError: one line per problem: field, value, what is accepted, nearest fix.
     """
+    _require_plain(value, where)
     # Through JSON, because strict JSON mode lets a list be a tuple and nothing else.
     return _validate(type_, json.dumps(value, default=str), where)
+
+
+def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
+    """Refuse what no field takes, and what reading it further would stumble over."""
+    match value:
+        case int() if not -_WHOLE_BOUND <= value < _WHOLE_BOUND:
+            accepted = "a whole number must fit 64 bits, as TOML has it"
+            raise ConfigError(refusal(where or "the whole document", value, accepted))
+        case dict() | list() if depth > _MOST_DEPTH:
+            name = ".".join(where.split(".")[:2])
+            raise ConfigError(
+                f"{name or 'the whole document'} is refused: lists and tables lie more than "
+                f"{_MOST_DEPTH} deep in one another."
+            )
+        case dict():
+            for name, inner in value.items():
+                _require_plain(inner, f"{where}.{name}" if where else name, depth + 1)
+        case list():
+            for index, inner in enumerate(value):
+                _require_plain(inner, f"{where}.{index}" if where else str(index), depth + 1)
 
 
 def _validate(type_: type[T], text: str, where: str = "") -> T:
@@ -72,8 +112,10 @@ def _validate(type_: type[T], text: str, where: str = "") -> T:
         return _adapter(type_).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         details = error.errors(include_url=False)
-        sentences = "\n".join(_sentence(type_, detail, where) for detail in details)
-        raise ConfigError(sentences) from error
+        sentences = [_sentence(type_, detail, where) for detail in details[:_MOST_SENTENCES]]
+        if more := len(details) - len(sentences):
+            sentences.append(f"And {more:,} more problems of the same document.")
+        raise ConfigError("\n".join(sentences)) from error
 
 
 def plain(value: object) -> JsonValue:
@@ -247,7 +289,8 @@ def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
     if isinstance(error := context.get("error"), ConfigError):
         return str(error)  # a dataclass refused itself and named the field
     owner, path = _descend(type_, detail["loc"])
-    field = ".".join(part for part in (where, *path) if part) or "the whole document"
+    parts = ([where] if where else []) + [part or '""' for part in path]
+    field = ".".join(parts) or "the whole document"
     if kind == "unexpected_keyword_argument":
         accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
         closest = nearest_name(path[-1], accepted)

@@ -15,6 +15,10 @@ import math
 from collections.abc import Iterable
 
 
+_QUOTED_CHARACTERS = 400
+"""Of a value that is refused."""
+
+
 class ScalejaxError(Exception):
     """A problem that the user can mend; its text says how."""
 
@@ -41,7 +45,16 @@ class ProfileError(ScalejaxError):
 
 def refusal(field: str, value: object, accepted: str) -> str:
     """The one sentence in which every input is refused: field, value, what is accepted."""
-    return f"{field}={value!r} is refused: {accepted}."
+    return f"{field}={_quoted(value)} is refused: {accepted}."
+
+
+def _quoted(value: object) -> str:
+    """`value` as it was given, cut in the middle where nobody would read it to its end."""
+    if isinstance(value, int) and abs(value) >= 10**_QUOTED_CHARACTERS:
+        return f"a whole number of {value.bit_length()} bits"  # Python spells no longer ones out
+    text = repr(value)
+    half = _QUOTED_CHARACTERS // 2
+    return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:

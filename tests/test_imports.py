@@ -49,6 +49,7 @@ ARITHMETIC = {
     "schedule_config": 2,
     "scaling": 3,
     "batch_ramp": 3,
+    "step_counts": 4,
     "presets": 3,
     "run_checks": 3,
     "run_notes": 6,

@@ -16,6 +16,7 @@ from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.errors import ConfigError
 from scalejax.jax_platform import choose_platform
 from scalejax.run_notes import notes_of
+from scalejax.step_counts import require_listed_steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,4 +189,5 @@ def _learning_rates(run: ResolvedRun) -> list[float]:
 
     from scalejax.recipe import schedule_of
 
+    require_listed_steps(run.config.train.epochs, run.steps_per_epoch)
     return np.asarray(schedule_of(run)(np.arange(run.total_steps))).tolist()

@@ -1,0 +1,99 @@
+"""Fuzzes every command that reads files: no traceback, no hang, exit code 2, the field by name.
+
+    python experiments/fuzzing/fuzz.py
+
+runs 10,000 configs and 1,000 files, some of them as processes of their own, and prints how many
+were refused, by what name, and every deviation. `--only KIND:NUMBER` runs one case again.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "COLUMNS": "20000"}
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import campaign
+import compiler
+import configs
+
+
+def main() -> int:
+    """Run what is asked for; 1 if there was a deviation."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configs", type=int, default=10_000)
+    parser.add_argument("--apart", type=int, default=300, help="configs in processes of their own")
+    parser.add_argument("--files", type=int, default=1_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--only", metavar="KIND:NUMBER")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="fuzzing-") as name:
+        os.environ["SCALEJAX_CACHE"] = name + "/cache"
+        os.environ["XDG_CACHE_HOME"] = name + "/xdg"
+        compiler.install()
+        make = maker(asked.seed, Path(name))
+        if asked.only:
+            kind, number = asked.only.split(":")
+            outcome = campaign.run_case(make, kind, int(number))
+            print(outcome.verdict, f"{outcome.seconds:.1f} s", outcome.argv, outcome.said, sep="\n")
+            return 0
+        first = asked.start
+        here = [("config", k) for k in range(first, first + asked.configs - asked.apart)]
+        apart = [("config", first + asked.configs - 1 - k) for k in range(asked.apart)]
+        start = time.monotonic()
+        outcomes = [*run(make, here), *run(make, apart, apart=True)]
+        return report(outcomes, time.monotonic() - start, asked.json)
+
+
+def maker(seed: int, folder: Path) -> campaign.Make:
+    """What makes each case, from material that is kept in `folder`."""
+
+    def make(kind: str, number: int, into: Path) -> campaign.Case:
+        return configs.config_case(number, into, seed)
+
+    return make
+
+
+def run(make, cases, apart=False):
+    import jax  # noqa: F401  once, and not in every process
+    from rich.progress import track
+
+    done = iter(track(range(len(cases)), description="apart" if apart else "cases"))
+    return campaign.run_cases(make, cases, apart=apart, on_done=lambda _: next(done, None))
+
+
+def report(outcomes, seconds, path):
+    kinds = sorted({o.kind for o in outcomes})
+    for kind in kinds:
+        verdicts = Counter(o.verdict for o in outcomes if o.kind == kind)
+        print(kind, sum(verdicts.values()), dict(verdicts))
+    slow = max(outcomes, key=lambda o: o.seconds)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    print(f"{len(outcomes)} cases in {seconds:.0f} s; slowest {slow.kind}:{slow.number} "
+          f"{slow.seconds:.1f} s; peak memory {peak:.2f} GiB")
+    bad = [o for o in outcomes if o.is_deviation]
+    shown = Counter()
+    for o in bad:
+        last = o.said.strip().splitlines()[-1][:200] if o.said.strip() else ""
+        key = (o.verdict, last[:60])
+        shown[key] += 1
+        if shown[key] <= 2:
+            print(f"  {o.kind}:{o.number} {o.verdict}: {' '.join(o.argv)[:160]}\n      {last}")
+    print(f"{len(bad)} deviations, {len(shown)} sorts")
+    if path:
+        path.write_text("".join(json.dumps({**campaign.asdict(o)}) + "\n" for o in outcomes))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

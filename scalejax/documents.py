@@ -27,6 +27,10 @@ _WHOLE_BOUND = 2**63
 """TOML's whole numbers have 64 bits (TOML 1.0.0, "Integer"), one of them the sign."""
 _MOST_DEPTH = 50
 """Of lists and tables in one another: pydantic reads JSON of 200, and no field needs ten."""
+_MOST_NAMES = 100
+"""Of a dotted key."""
+_NAME = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_NAME}[ \t]*+\.[ \t]*+){{{_MOST_NAMES - 1}}}")
 _MOST_SENTENCES = 20
 """Problems of one document that are told; who mends these may see the others."""
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
@@ -51,6 +55,9 @@ def parse_toml(text: str) -> dict[str, JsonValue]:
         ValueError: if it is none, with line and column; tables too deep to be read, and whole
             numbers too long, say no place.
     """
+    if found := _LONG_KEY.search(text):  # tomllib takes memory by the square of its names
+        line = text.count("\n", 0, found.start()) + 1
+        raise ValueError(f"a key has {_MOST_NAMES} names or more (at line {line})")
     try:
         return tomllib.loads(text)
     except RecursionError as error:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from scalejax.errors import ConfigError, ScalejaxError, refusal
 
@@ -57,9 +58,8 @@ class Place:
     @property
     def bind_address(self) -> str | None:
         """Where the first is to listen: on loopback alone, if all are on this machine."""
-        if self.coordinator is None or not self.coordinator.startswith(f"{LOOPBACK}:"):
-            return None
-        return self.coordinator
+        host = None if self.coordinator is None else self.coordinator.rpartition(":")[0]
+        return self.coordinator if host in (LOOPBACK, "localhost", "[::1]") else None
 
 
 def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
@@ -85,6 +85,8 @@ def join(place: Place | None) -> None:
 
     # It would take SIGTERM for itself, and a run that is asked to stop would not hear of it.
     jax.config.update("jax_enable_preemption_service", False)
+    if place.bind_address is not None:
+        _keep_exchanges_here()
     try:
         with _ending_by_interrupts():
             _initialize(place)
@@ -123,6 +125,18 @@ def _ending_by_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _keep_exchanges_here() -> None:
+    """Have gloo, by which CPUs exchange, listen on loopback.
+
+    By itself it listens where the name of this machine leads, which other machines may reach; JAX
+    passes no address on, and asks this function for the exchanges when it first needs them.
+    """
+    from jaxlib import _jax  # type: ignore[attr-defined]
+
+    made = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = partial(made, hostname=LOOPBACK)
 
 
 @contextmanager

@@ -24,6 +24,15 @@ os.environ.setdefault("MPLBACKEND", "agg")
 import campaign
 import compiler
 import configs
+import damage
+import material
+
+
+SHARES = {
+    "ledger": 200, "hardware": 250, "checkpoint": 120, "record": 120, "sweep": 50, "prediction": 60,
+    "data": 240, "rates": 40, "convergence": 60, "cache": 20,
+}  # fmt: skip
+"""Of 1,160 files."""
 
 
 def main() -> int:
@@ -43,36 +52,72 @@ def main() -> int:
         compiler.install()
         make = maker(asked.seed, Path(name))
         if asked.only:
+            if not asked.only.startswith("config:"):
+                prepare(Path(name) / "material")
             kind, number = asked.only.split(":")
             outcome = campaign.run_case(make, kind, int(number))
             print(outcome.verdict, f"{outcome.seconds:.1f} s", outcome.argv, outcome.said, sep="\n")
             return 0
+        if asked.files:
+            prepare(Path(name) / "material")
         first = asked.start
         here = [("config", k) for k in range(first, first + asked.configs - asked.apart)]
         apart = [("config", first + asked.configs - 1 - k) for k in range(asked.apart)]
+        files = [(kind, asked.start + k) for kind, n in shares(asked.files) for k in range(n)]
         start = time.monotonic()
-        outcomes = [*run(make, here), *run(make, apart, apart=True)]
-        return report(outcomes, time.monotonic() - start, asked.json)
+        outcomes = [*run(make, files, asked.json), *run(make, here, asked.json),
+                    *run(make, apart, asked.json, apart=True)]
+        return report(outcomes, time.monotonic() - start)
 
 
 def maker(seed: int, folder: Path) -> campaign.Make:
     """What makes each case, from material that is kept in `folder`."""
 
+    files = damage.Files(folder / "material", seed)
+
     def make(kind: str, number: int, into: Path) -> campaign.Case:
-        return configs.config_case(number, into, seed)
+        if kind == "config":
+            return configs.config_case(number, into, seed)
+        return files.case(kind, number, into)
 
     return make
 
 
-def run(make, cases, apart=False):
+def shares(count: int) -> list[tuple[str, int]]:
+    """How many cases of each kind make up `count` files."""
+    if not count:
+        return []
+    whole = sum(SHARES.values())
+    return [(kind, max(1, round(count * share / whole))) for kind, share in SHARES.items()]
+
+
+def prepare(folder: Path) -> None:
+    """Make what is damaged, in a process of its own: this one must not start JAX."""
+    material.write_all(folder)
+    process = os.fork()
+    if process == 0:
+        damage.make_predictions(folder)
+        os._exit(0)
+    if os.waitpid(process, 0)[1]:
+        raise RuntimeError("no predictions were made")
+
+
+def run(make, cases, path=None, apart=False):
     import jax  # noqa: F401  once, and not in every process
     from rich.progress import track
 
-    done = iter(track(range(len(cases)), description="apart" if apart else "cases"))
-    return campaign.run_cases(make, cases, apart=apart, on_done=lambda _: next(done, None))
+    done = iter(track(range(len(cases) + 1), description="apart" if apart else "cases"))
+
+    def tell(outcome):
+        next(done, None)
+        if path:
+            with path.open("a") as file:
+                file.write(json.dumps(campaign.asdict(outcome)) + "\n")
+
+    return campaign.run_cases(make, cases, apart=apart, on_done=tell)
 
 
-def report(outcomes, seconds, path):
+def report(outcomes, seconds):
     kinds = sorted({o.kind for o in outcomes})
     for kind in kinds:
         verdicts = Counter(o.verdict for o in outcomes if o.kind == kind)
@@ -90,8 +135,6 @@ def report(outcomes, seconds, path):
         if shown[key] <= 2:
             print(f"  {o.kind}:{o.number} {o.verdict}: {' '.join(o.argv)[:160]}\n      {last}")
     print(f"{len(bad)} deviations, {len(shown)} sorts")
-    if path:
-        path.write_text("".join(json.dumps({**campaign.asdict(o)}) + "\n" for o in outcomes))
     return int(bool(bad))
 
 

@@ -9,8 +9,9 @@ import datetime
 import json
 import math
 import random
-import tomllib
 from typing import Any
+
+from scalejax.documents import parse_toml
 
 Tree = dict[str, Any]
 
@@ -194,8 +195,8 @@ def _value(value: object) -> str:
 def parsed(text: bytes) -> Tree | None:
     """The tables of a TOML text; None if it is none."""
     try:
-        return tomllib.loads(text.decode())
-    except (ValueError, RecursionError):
+        return parse_toml(text.decode())
+    except ValueError:
         return None
 
 

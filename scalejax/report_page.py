@@ -52,8 +52,8 @@ class Page:
             version=__version__,
             scripts=vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script"),
             body="\n".join(self.parts),
-            # "</" would end the element that holds the data
-            charts=json.dumps(self.charts).replace("</", "<\\/"),
+            # "</" would end the element that holds the data, and "<!--" hide its end
+            charts=json.dumps(self.charts).replace("<", "\\u003c"),
         )
 
 

@@ -4,6 +4,7 @@ What is right are the examples of scalejax and a file for each other kind of tab
 wrong besides are all fields that `scalejax config fields` lists.
 """
 
+import copy
 import random
 import textwrap
 import tomllib
@@ -67,7 +68,7 @@ _OTHERS = (
     input.augmentation = { flip = true, mixup_alpha = 0.2 }
     """,
     """
-    model.name = "cnn"
+    model = { name = "mlp", hidden = [16] }
     data = { name = "synthetic_images", image_size = 32, classes = 10 }
     batch.global_batch = 64
     optimizer.name = "sgd"
@@ -161,7 +162,7 @@ def _names(base: mutations.Tree, text: bytes) -> tuple[set[str], set[str]]:
 
 def _contradicting(draw: random.Random, base: mutations.Tree) -> mutations.Tree:
     """Fields that each can be what they are, but hardly together."""
-    tree = mutations.copy.deepcopy(base)
+    tree = copy.deepcopy(base)
     for _ in range(draw.choice([1, 2, 3, 5])):
         path = draw.choice(fields())
         words = _choices().get(path, ())

@@ -107,16 +107,26 @@ def place(tree: Tree, path: tuple[str, ...], value: object) -> None:
     """Put `value` at `path`, through tables that are made where they are missing."""
     inner: Any = tree
     for part in path[:-1]:
-        if isinstance(inner, list):
+        if isinstance(inner, list) and part.isdigit() and int(part) < len(inner):
             inner = inner[int(part)]
             continue
+        inner = _table_in(inner)
         if not isinstance(inner.get(part), dict | list):
             inner[part] = {}
         inner = inner[part]
-    if isinstance(inner, list):
+    if isinstance(inner, list) and path[-1].isdigit() and int(path[-1]) < len(inner):
         inner[int(path[-1])] = value
     else:
-        inner[path[-1]] = value
+        _table_in(inner)[path[-1]] = value
+
+
+def _table_in(inner: Any) -> Any:
+    """`inner`, or, of a list, its first table, which is made if there is none."""
+    if not isinstance(inner, list):
+        return inner
+    if not (inner and isinstance(inner[0], dict)):
+        inner.insert(0, {})
+    return inner[0]
 
 
 def remove(tree: Tree, path: tuple[str, ...]) -> Any:
@@ -124,7 +134,7 @@ def remove(tree: Tree, path: tuple[str, ...]) -> Any:
     inner: Any = tree
     for part in path[:-1]:
         inner = inner[int(part)] if isinstance(inner, list) else inner[part]
-    return inner.pop(int(path[-1]) if isinstance(inner, list) else path[-1], None)
+    return inner.pop(int(path[-1])) if isinstance(inner, list) else inner.pop(path[-1], None)
 
 
 def changed(draw: random.Random, tree: Tree, fields: tuple[tuple[str, ...], ...] = ()) -> Tree:

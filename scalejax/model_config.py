@@ -300,7 +300,8 @@ class CustomConfig:
     """A network of the user's own, by import path."""
 
     path: str
-    """Where it is: "module:Class" (see `scalejax.models.network` for what the class offers)."""
+    """Where it is: "module:Class" (see `scalejax.models.network` for what the class offers). The
+    module is imported, so that its program runs: name one that you trust."""
     name: Literal["custom"] = "custom"
     """Selects this kind."""
     options: dict[str, OptionValue] = field(default_factory=dict)

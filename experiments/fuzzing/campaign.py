@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS_OF_CASE = 60
+SECONDS_OF_CASE = 120
 """Within which a case must end, on a busy machine too."""
 BYTES_OF_PROCESS = 6 * 2**30
 """That a process may take: what is asked for beyond them must be refused, and not tried."""

@@ -170,7 +170,9 @@ class Files:
 
     def _checkpoint(self, draw: random.Random, into: Path) -> Case:
         run = self._copy("run", into)
-        files = sorted(p for p in (run / "checkpoints").rglob("*") if p.is_file())
+        steps = sorted((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+        where = steps[-1] if draw.random() < 0.9 else run / "checkpoints"  # the one it resumes from
+        files = sorted(p for p in where.rglob("*") if p.is_file())
         victim = draw.choice(files)
         kind = draw.randrange(10)
         if kind <= 5:
@@ -188,12 +190,11 @@ class Files:
                 ]
             )()
         elif kind == 8:
-            steps = sorted(p for p in (run / "checkpoints").iterdir() if p.is_dir())
             new = draw.choice(["abc", "-1", "9" * 20, "7", "12.tmp", "名", "1e3", "00000000000000008"])
             draw.choice(steps).rename(run / "checkpoints" / new)
         else:
             shutil.rmtree(draw.choice(sorted({p.parent for p in files})))
-        words = ["train", "run.toml", "--folder", "run", "--resume", "--train.epochs=4"]
+        words = ["train", "run.toml", "--folder", "run", "--resume", "--train.epochs=3"]
         (into / "run.toml").write_text(material.RUN)
         more = ["--train.checkpoint_every_steps=3"]
         return Case([*words, *more], ("checkpoints",), ("run",))

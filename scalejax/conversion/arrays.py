@@ -243,10 +243,14 @@ def _header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _exactly(file: IO[bytes], count: int) -> bytes:
-    content = file.read(count)
-    if len(content) < count:
-        raise EOFError("it ends too early")
-    return content
+    pieces, missing = [], count
+    while missing:  # in pieces: a damaged header may ask for more than any memory holds
+        piece = file.read(min(missing, CHUNK_BYTES))
+        if not piece:
+            raise EOFError("it ends too early")
+        pieces.append(piece)
+        missing -= len(piece)
+    return b"".join(pieces)
 
 
 @contextmanager

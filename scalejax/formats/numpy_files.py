@@ -3,6 +3,7 @@
 Knows types, shapes and places; nothing of what the arrays mean.
 """
 
+import math
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from scalejax.errors import ConfigError, refusal
 
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
     from scalejax.locations import DataFile
+
+
+_MOST_DEFLATED = 1032
+"""Bytes that one of deflate's can stand for: 258 for 2 bits (RFC 1951, section 3.2.5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +40,7 @@ class ArrayHeader:
     @property
     def size_bytes(self) -> int:
         """What its elements take."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def where(self) -> str:
@@ -131,15 +136,28 @@ def _headers_of_archive(field: str, file: "DataFile") -> tuple[tuple[str, ArrayH
                         continue
                     with archive.open(name) as member:
                         shape, _, dtype = _header(field, f"{file.path}[{name[:-4]!r}]", member)
+                        begin = member.tell()
                     header = ArrayHeader(
                         file=file, member=name[:-4], shape=shape, dtype=dtype, offset=0
                     )
+                    _require_room(field, header, archive.getinfo(name), begin)
                     headers.append((name[:-4], header))
         except (EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ConfigError(
                 f"{field}: {file.path} cannot be read as .npz ({error}); write or copy it again."
             ) from error
     return tuple(headers)
+
+
+def _require_room(field: str, header: ArrayHeader, said: zipfile.ZipInfo, begin: int) -> None:
+    """Refuse an array that is larger than its part of an archive can be: it would be made room for
+    before it is read."""
+    most = min(said.file_size, said.compress_size * _MOST_DEFLATED + _MOST_DEFLATED)
+    if begin + header.size_bytes > most and not header.dtype.hasobject:
+        raise ConfigError(
+            f"{field}: {header.where} is not whole: it is said to have {header.size_bytes} bytes, "
+            f"and {most} can be there; write or copy it again."
+        )
 
 
 def _header(field: str, where: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

@@ -91,7 +91,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
     for argument in remaining:
         flag, has_value, value = argument.partition("=")
         field = flag.removeprefix("--")
-        if re.match(r"-[A-Za-z_]+\.", flag):
+        if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:
             raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")
         if not flag.startswith("--") or ("." not in field and field not in _FIELDS_WITHOUT_DOT):
             rest.append(argument)

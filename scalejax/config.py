@@ -39,7 +39,7 @@ from scalejax.run_checks import (
     require_shared_batch,
     require_tested_devices,
 )
-from scalejax.scaling import Change, changes, scaled_optimizer
+from scalejax.scaling import Change, changes, require_single_precision, scaled_optimizer
 from scalejax.schedule_config import LearningRateConfig
 from scalejax.step_counts import require_counted_steps
 from scalejax.training_config import (
@@ -217,6 +217,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
     scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses what cannot be
+    require_single_precision(config.schedule, global_batch)
     groups = _bn_groups(wanted, split)
     if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
         accepted = 'more than a device has; statistics of several need layout.mode="jit"'

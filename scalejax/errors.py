@@ -14,7 +14,6 @@ import difflib
 import math
 from collections.abc import Iterable
 
-
 _QUOTED_CHARACTERS = 400
 """Of a value that is refused."""
 
@@ -49,10 +48,14 @@ def refusal(field: str, value: object, accepted: str) -> str:
 
 
 def _quoted(value: object) -> str:
-    """`value` as it was given, cut in the middle where nobody would read it to its end."""
+    """`value` as it was given, `shortened`."""
     if isinstance(value, int) and abs(value) >= 10**_QUOTED_CHARACTERS:
         return f"a whole number of {value.bit_length()} bits"  # Python spells no longer ones out
-    text = repr(value)
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """`text`, without its middle where nobody would read it to its end."""
     half = _QUOTED_CHARACTERS // 2
     return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 

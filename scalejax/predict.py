@@ -26,7 +26,7 @@ from scalejax.cost import (
     step_terms,
     what_if,
 )
-from scalejax.errors import ConfigError, DoesNotFit, require_at_least
+from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.hardware.calibrated import FARTHEST
 from scalejax.layout import AXES, BATCH_AXES
@@ -116,6 +116,11 @@ class ScalingPrediction:
     """Devices against which efficiency is counted: the fewest."""
     efficiencies: tuple[float, ...]
     """Throughput per device kept since the baseline, one per prediction."""
+
+    def __post_init__(self) -> None:
+        if not self.predictions or len(self.predictions) != len(self.efficiencies):
+            accepted = "there must be one for each of the predictions, and one at least"
+            raise ConfigError(refusal("efficiencies", self.efficiencies, accepted))
 
 
 def predict(

@@ -316,7 +316,10 @@ def _line(measurement: Measurement) -> str:
 
 def _read(path: Path) -> list[Measurement]:
     """The measurements in a file; a last line without an end was cut off, and is passed over."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
     whole = (line for line in lines if line.endswith("\n"))
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(whole, start=1)]
 

@@ -3,11 +3,21 @@
 Arithmetic on descriptions; knows no steps and no arrays.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.optimizer_config import AdamWConfig, OptimizerConfig
-from scalejax.schedule_config import LearningRateConfig, ScheduleConfig
+from scalejax.schedule_config import (
+    HorovodScheduleConfig,
+    LearningRateConfig,
+    PiecewiseScheduleConfig,
+    ScheduleConfig,
+)
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32 (IEEE 754, binary32)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,42 @@ def scaled_schedule(schedule: ScheduleConfig, global_batch: int) -> tuple[float,
     factor = {"none": 1.0, "linear": k, "sqrt": k**0.5, "sde": k**0.5, "legw": k**0.5}
     stretch = k if schedule.scaling == "legw" else 1.0
     return schedule.base_learning_rate * factor[schedule.scaling], schedule.warmup_epochs * stretch
+
+
+def require_single_precision(schedule: LearningRateConfig, global_batch: int) -> None:
+    """Refuse learning rates beyond float32, in which they are computed.
+
+    Raises:
+        ConfigError: naming the field that makes them so large.
+    """
+    for name, value, largest in _largest_rates(schedule, global_batch):
+        if not largest <= _LARGEST:
+            accepted = f"learning rates must stay below {_LARGEST:.2g}, the largest of float32"
+            raise ConfigError(refusal(f"schedule.{name}", value, accepted))
+
+
+def _largest_rates(
+    schedule: LearningRateConfig, global_batch: int
+) -> Iterator[tuple[str, object, float]]:
+    """Fields that make a rate, their values, and the largest rate that they make."""
+    match schedule:
+        case ScheduleConfig():
+            peak, _ = scaled_schedule(schedule, global_batch)
+            yield "base_learning_rate", schedule.base_learning_rate, peak
+            yield "end_learning_rate", schedule.end_learning_rate, schedule.end_learning_rate
+            if schedule.decay_factor > 1 and schedule.decay_epochs:
+                doublings = math.log2(peak) + len(schedule.decay_epochs) * math.log2(
+                    schedule.decay_factor
+                )
+                grown = 2.0 ** min(doublings, 1000)
+                yield "decay_factor", schedule.decay_factor, grown
+        case HorovodScheduleConfig():
+            initial = schedule.initial_learning_rate
+            yield "initial_learning_rate", initial, initial
+            for each in schedule.multipliers:
+                yield "multipliers.multiplier", each.multiplier, initial * each.multiplier
+        case PiecewiseScheduleConfig():
+            yield "learning_rates", schedule.learning_rates, max(schedule.rates)
 
 
 def warmup_epochs(schedule: LearningRateConfig, global_batch: int) -> float:

@@ -134,6 +134,8 @@ def config_case(number: int, folder: Path, seed: int) -> Case:
     command = draw.choice(_COMMANDS)
     if command == "search" and base["model"]["name"] not in ("gpt", "llama"):
         command = "config show"  # the others it refuses as they are
+    if command == "explain" and base["batch"].get("ramp_epochs"):
+        command = "predict"
     rest = _flags_of(command, draw)
     if command in ("launch", "train"):  # what makes processes: refused before it does
         exact |= {rest[0], rest[0].strip("-").replace("-", "_")}
@@ -206,8 +208,9 @@ def _flags_of(command: str, draw: random.Random) -> list[str]:
         "explain": [*cluster, "--devices", devices],
         "search": [*cluster, "--devices", devices, "--confirm", "0"],
         "plan": ["--clusters", cluster[1], "--devices", devices],
-        "launch": ["--np", draw.choice(["0", "1", "x", "-x", "", "1.5", "nan", "99999999999999999"])],
+        "launch": [
+            "--np",
+            draw.choice(["0", "1", "x", "-x", "", "1.5", "nan", "99999999999999999"]),
+        ],
         "train": ["--cpu-devices", draw.choice(["0", "-1", "513", "x", "", "1e9", str(2**70)])],
     }[command]
-
-

@@ -190,7 +190,9 @@ class Files:
                 ]
             )()
         elif kind == 8:
-            new = draw.choice(["abc", "-1", "9" * 20, "7", "12.tmp", "名", "1e3", "00000000000000008"])
+            new = draw.choice(
+                ["abc", "-1", "9" * 20, "7", "12.tmp", "名", "1e3", "00000000000000008"]
+            )
             draw.choice(steps).rename(run / "checkpoints" / new)
         else:
             shutil.rmtree(draw.choice(sorted({p.parent for p in files})))
@@ -203,7 +205,10 @@ class Files:
         run = self._copy("run", into)
         (into / "run.toml").write_text(material.RUN)
         name = draw.choice(
-            ["measurements.jsonl"] * 4 + ["prediction.json"] * 2 + ["run.toml"] * 2 + ["program.json"]
+            ["measurements.jsonl"] * 4
+            + ["prediction.json"] * 2
+            + ["run.toml"] * 2
+            + ["program.json"]
         )
         if name == "run.toml":
             tree = tomllib.loads((run / name).read_text())

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
@@ -21,16 +22,15 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "COLUMNS": "20000"}
 os.environ.setdefault("MPLBACKEND", "agg")
 
-import campaign
-import compiler
-import configs
-import damage
-import material
-
+import campaign  # noqa: E402  the environment comes before JAX
+import compiler  # noqa: E402
+import configs  # noqa: E402
+import damage  # noqa: E402
+import material  # noqa: E402
 
 SHARES = {
-    "data": 240, "convergence": 60, "rates": 40, "prediction": 60, "cache": 20, "record": 120,
-    "sweep": 50, "hardware": 250, "ledger": 200, "checkpoint": 120,
+    "record": 120, "sweep": 50, "prediction": 60, "hardware": 250, "ledger": 200, "data": 240,
+    "convergence": 60, "rates": 40, "cache": 20, "checkpoint": 120,
 }  # fmt: skip
 """Of 1,160 files."""
 
@@ -65,8 +65,11 @@ def main() -> int:
         apart = [("config", first + asked.configs - 1 - k) for k in range(asked.apart)]
         files = [(kind, asked.start + k) for kind, n in shares(asked.files) for k in range(n)]
         start = time.monotonic()
-        outcomes = [*run(make, files, asked.json), *run(make, here, asked.json),
-                    *run(make, apart, asked.json, apart=True)]
+        outcomes = [
+            *run(make, files, asked.json),
+            *run(make, here, asked.json),
+            *run(make, apart, asked.json, apart=True),
+        ]
         return report(outcomes, time.monotonic() - start)
 
 
@@ -102,40 +105,59 @@ def prepare(folder: Path) -> None:
         raise RuntimeError("no predictions were made")
 
 
-def run(make, cases, path=None, apart=False):
+def run(
+    make: campaign.Make,
+    cases: list[tuple[str, int]],
+    path: Path | None = None,
+    *,
+    apart: bool = False,
+) -> list[campaign.Outcome]:
+    """The outcomes of `cases`, each a line of JSON at `path` as soon as it is there."""
     import jax  # noqa: F401  once, and not in every process
+    from rich.console import Console
     from rich.progress import track
 
-    done = iter(track(range(len(cases) + 1), description="apart" if apart else "cases"))
+    what = "processes of their own" if apart else "cases"
+    shown = track(range(len(cases) + 1), description=what, console=Console(stderr=True))
+    done = iter(shown)
 
-    def tell(outcome):
+    def tell(outcome: campaign.Outcome) -> None:
         next(done, None)
-        if path:
+        if path is not None:
             with path.open("a") as file:
-                file.write(json.dumps(campaign.asdict(outcome)) + "\n")
+                file.write(json.dumps(asdict(outcome)) + "\n")
 
     return campaign.run_cases(make, cases, apart=apart, on_done=tell)
 
 
-def report(outcomes, seconds):
-    kinds = sorted({o.kind for o in outcomes})
-    for kind in kinds:
-        verdicts = Counter(o.verdict for o in outcomes if o.kind == kind)
-        print(kind, sum(verdicts.values()), dict(verdicts))
-    slow = max(outcomes, key=lambda o: o.seconds)
+def report(outcomes: list[campaign.Outcome], seconds: float) -> int:
+    """Print the figures; 1 if there was a deviation."""
+    print(
+        f"{'kind':12}{'cases':>7}{'accepted':>10}{'by field':>10}{'by file':>9}{'deviations':>12}"
+    )
+    for kind in dict.fromkeys(each.kind for each in outcomes):
+        of_kind = [each for each in outcomes if each.kind == kind]
+        verdicts = Counter(each.verdict for each in of_kind)
+        known = [verdicts[v] for v in ("accepted", "refused by field", "refused by file")]
+        rest = len(of_kind) - sum(known)
+        print(f"{kind:12}{len(of_kind):7,}{known[0]:10,}{known[1]:10,}{known[2]:9,}{rest:12,}")
+    slow = max(outcomes, key=lambda each: each.seconds)
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-    print(f"{len(outcomes)} cases in {seconds:.0f} s; slowest {slow.kind}:{slow.number} "
-          f"{slow.seconds:.1f} s; peak memory {peak:.2f} GiB")
-    bad = [o for o in outcomes if o.is_deviation]
-    shown = Counter()
-    for o in bad:
-        last = o.said.strip().splitlines()[-1][:200] if o.said.strip() else ""
-        key = (o.verdict, last[:60])
-        shown[key] += 1
-        if shown[key] <= 2:
-            print(f"  {o.kind}:{o.number} {o.verdict}: {' '.join(o.argv)[:160]}\n      {last}")
-    print(f"{len(bad)} deviations, {len(shown)} sorts")
-    return int(bool(bad))
+    print(
+        f"{len(outcomes):,} cases in {seconds:.0f} s; slowest {slow.kind}:{slow.number}, "
+        f"{slow.seconds:.1f} s; largest process {peak:.2f} GiB"
+    )
+    wrong = [each for each in outcomes if each.is_deviation]
+    shown: Counter[tuple[str, str]] = Counter()
+    for each in wrong:
+        last = (each.said.strip().splitlines() or [""])[-1][:200]
+        sort = each.verdict, last[:60]
+        shown[sort] += 1
+        if shown[sort] <= 2:
+            print(f"  {each.kind}:{each.number} {each.verdict}: {' '.join(each.argv)[:160]}")
+            print(f"      {last}")
+    print(f"{len(wrong)} deviations, {len(shown)} sorts")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

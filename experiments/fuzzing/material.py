@@ -25,7 +25,7 @@ train = { epochs = 2, log_every_steps = 1 }
 """  # noqa: E501  a line of TOML
 PARQUET = """
 model = { name = "mlp", hidden = [8] }
-batch.global_batch = 4
+batch.global_batch = 8
 optimizer.name = "sgd"
 schedule.base_learning_rate = 0.01
 [data]
@@ -78,7 +78,9 @@ def write_data(folder: Path) -> None:
     packed = b"\x00\x00\x08\x01" + np.array([16], ">u4").tobytes() + labels.astype("u1").tobytes()
     (folder / "train-labels-idx1-ubyte").write_bytes(packed)
     (folder / "labels.idx.gz").write_bytes(gzip.compress(packed))
-    rows = "".join(f"{value:.3f},{label}\n" for value, label in zip(labels / 7, labels, strict=True))
+    rows = "".join(
+        f"{value:.3f},{label}\n" for value, label in zip(labels / 7, labels, strict=True)
+    )
     (folder / "numbers.csv").write_text("x,label\n" + rows)
     _write_records(folder / "images.array_record", encoded, labels)
 

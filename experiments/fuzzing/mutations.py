@@ -20,8 +20,9 @@ HUGE_WHOLE = (10**400, -(10**400))
 REAL = (math.nan, math.inf, -math.inf, -0.0, 0.5, -1.5, 1e-300, 5e-324, 1e18, 1e200, 1e308, -1e308)
 TEXTS = (
     "", " ", "x", "0", "none", "true", "mlp", "\x00", "\x1b[31m", "a\nb", "é", "名前", "\U0001f600",
-    "\u202e", "../../x", "/dev/zero", "/proc/self/mem", "s3://no/where", "no://where", "[red]x[/red]",
-    "[/]", "{0}", "%s%n", "'", '"', "\\", "x" * 5000, "os:system", "a:b:c", ":", "a.b.c", "*", "[", "~",
+    "\u202e", "../../x", "/dev/zero", "/proc/self/mem", "s3://no/where", "no://where", "{0}", "%s%n",
+    "[red]x[/red]", "[/]", "'", '"', "\\", "x" * 5000, "os:system", "a:b:c", ":", "a.b.c", "*", "[",
+    "~",
 )  # fmt: skip
 DATES = (
     datetime.datetime(1979, 5, 27, 7, 32, tzinfo=datetime.UTC),
@@ -45,7 +46,9 @@ def hostile(draw: random.Random, old: object = None) -> Any:
     if kind == 8:
         return draw.choice([True, False])
     if kind == 9:
-        return draw.choice([[], [[]], [math.nan], [1, "a"], [-1], [2**63], [0, 0], [{}], [1] * 3000])
+        return draw.choice(
+            [[], [[]], [math.nan], [1, "a"], [-1], [2**63], [0, 0], [{}], [1] * 3000]
+        )
     if kind == 10:
         return draw.choice([{}, {"name": "x"}, {"": 1}, {"a": {"b": {"c": 1}}}, nested(30)])
     return draw.choice([*HUGE_WHOLE, *DATES])
@@ -222,7 +225,16 @@ def damaged_text(draw: random.Random, text: bytes) -> bytes:
         start = text.find(b"[", at)
         return text + b"\n" + text[max(start, 0) :]
     if kind == 5:
-        odd = [b"\xff\xfe", b"\xc3", b"\x00", "\ufeff".encode(), b"\xed\xa0\x80", b"\r", b"=", b"]]"]
+        odd = [
+            b"\xff\xfe",
+            b"\xc3",
+            b"\x00",
+            "\ufeff".encode(),
+            b"\xed\xa0\x80",
+            b"\r",
+            b"=",
+            b"]]",
+        ]
         return text[:at] + draw.choice(odd) + text[at:]
     if kind == 6:
         depth = draw.choice([50, 500, 5000, 50_000])

@@ -73,7 +73,8 @@ class DataInspect:
             print(f"\nwrote {self.json}")
         if broken := sum(each.unreadable_rows for each in found):
             named = "it is" if broken == 1 else "they are"
-            raise ConfigError(f"{counted(broken, 'row')} cannot be read; {named} named above.")
+            rows = counted(broken, "row")
+            raise ConfigError(f"{self.source}: {rows} cannot be read; {named} named above.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -197,7 +197,8 @@ def _data_of(
     for row in rows:
         batch, needed = _number(row, "global_batch"), _number(row, units[0])
         if batch is None or batch != int(batch):
-            raise ConfigError(refusal("global_batch", row["global_batch"], "a whole number"))
+            accepted = "it must be a whole number"
+            raise ConfigError(refusal("global_batch", row["global_batch"], accepted))
         if needed is None:
             failed.add(int(batch))
             continue

@@ -12,7 +12,7 @@ from typing import Literal
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
-from scalejax.errors import ConfigError, nearest_name, refusal, unknown_name
+from scalejax.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
 from scalejax.record import RunFolder
 from scalejax.reference import run_reference
 from scalejax.sweep.folder import SweepFolder
@@ -321,7 +321,7 @@ def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: st
         count = cpu_devices or (1 if config.layout.data is None else None)
         return resolve(config, count)
     except ConfigError as error:
-        where = f"{which} ({in_words(fields)}): " if fields else ""
+        where = f"{which} ({shortened(in_words(fields))}): " if fields else ""
         raise ConfigError(
             "\n".join(f"{where}{line}" for line in str(error).splitlines())
         ) from error

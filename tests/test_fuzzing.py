@@ -1,0 +1,157 @@
+"""Wrong input of every kind ends in a line that names the field, and in exit code 2.
+
+`experiments/fuzzing` tries ten thousand configs and a thousand files; here are some hundred, and
+what once went wrong.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalejax.cli import main
+from scalejax.config import load_config, resolve
+from scalejax.documents import parse_toml
+from scalejax.errors import ConfigError, refusal
+
+FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
+RUN = """
+model = { name = "mlp", hidden = [8] }
+data = { name = "synthetic_images", image_size = 8, classes = 4, train_examples = 64 }
+batch.global_batch = 16
+optimizer.name = "sgd"
+"""
+SCHEDULE = "schedule.base_learning_rate = 0.01\n"
+
+
+def fuzzed(*words: str) -> str:
+    """What the fuzzer prints, if it found nothing."""
+    done = subprocess.run(
+        [sys.executable, str(FUZZ), *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+def test_configs_are_accepted_or_refused_by_name():
+    """Another seed than that of the campaign."""
+    out = fuzzed("--seed", "1", "--configs", "100", "--apart", "1", "--files", "0")
+
+    assert re.search(r"config +100 ", out)
+    assert "0 deviations" in out
+
+
+@pytest.mark.slow
+def test_files_are_accepted_or_refused_by_name():
+    """Ledgers, hardware, checkpoints, records, sweeps, predictions, data, rates, points, caches."""
+    assert "0 deviations" in fuzzed(
+        "--seed", "1", "--configs", "0", "--apart", "0", "--files", "60"
+    )
+
+
+def run_toml(folder: Path, text: str = RUN + SCHEDULE) -> str:
+    """A file, by its path."""
+    (folder / "run.toml").write_bytes(text.encode())
+    return str(folder / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("x = " + "[" * 5000, r"run\.toml is not valid TOML: lists and tables lie too deep"),
+        ("x = " + "{a=" * 900 + "1" + "}" * 900, r"not valid TOML|x\.a is refused: .* deep"),
+        ("x = " + "[" * 60 + "]" * 60, r"x\.0 is refused: .* more than 50 deep"),
+        ("a." * 50_000 + "b = 1", r"a key has 100 names or more \(at line 7\)"),
+        ("x = " + "9" * 5000, r"run\.toml is not valid TOML: .* 4300 digits"),
+        ("seed = " + str(2**70), r"seed=1180591620717411303424 .*must fit 64 bits"),
+        ("train.epochs = " + str(2**63 - 1), r"train\.epochs=9223\d+ .*2,147,483,647 steps"),
+        ("train.epochs = 600_000_000", r"train\.epochs=600000000 .*536,870,911 epochs of 4"),
+        ("layout = [" + "{}," * 3000 + "]", r"layout=\[\{\}.* \.\.\. .* must be a table"),
+        ("train = { '' = 1 }", r'train\."" is no field'),
+    ],
+)
+def test_texts_that_once_went_wrong(tmp_path, capsys, line, said):
+    """Each was a traceback, or took all memory, or a page."""
+    assert (
+        main(["config", "show", run_toml(tmp_path, RUN + SCHEDULE + line), "--devices", "1"]) == 2
+    )
+    message = " ".join(capsys.readouterr().err.split())
+    assert re.search(said, message)
+    assert len(message) < 3000
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        ('{ base_learning_rate = 1, warmup = "gradual", warmup_from = "zero", '
+         "warmup_epochs = 1e12 }",
+         r"schedule\.warmup_epochs=1000000000000\.0 .*536,870,911 epochs"),
+        ('{ base_learning_rate = 1, decay = "step", decay_epochs = [1, 1e300] }',
+         r"schedule\.decay_epochs=\(1\.0, 1e\+300\) .*steps are counted"),
+        ('{ name = "piecewise", learning_rates = "0.1;1e12;0.01" }',
+         r"schedule\.learning_rates='0\.1;1e12;0\.01' .*steps are counted"),
+        ("{ base_learning_rate = 1e39 }", r"schedule\.base_learning_rate=1e\+39 .*float32"),
+        ('{ base_learning_rate = 1, decay = "step", decay_epochs = [1, 2], decay_factor = 1e308 }',
+         r"schedule\.decay_factor=1e\+308 .*float32"),
+        ('{ name = "horovod", initial_learning_rate = 1, workers = 8, '
+         "multipliers = [{ multiplier = 1, start_epoch = 1e12 }] }",
+         r"schedule\.multipliers\.start_epoch=1000000000000\.0 .*steps are counted"),
+    ],
+)  # fmt: skip
+def test_epochs_of_more_steps_than_are_counted_are_refused(tmp_path, schedule, said):
+    """Steps are numbers of 32 bits on devices; beyond, they would begin again below 0."""
+    config = load_config(Path(run_toml(tmp_path, f"{RUN}schedule = {schedule}\n")))
+
+    with pytest.raises(ConfigError, match=said):
+        resolve(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--.=1", r"--\. is no field: there must be a name on either side"),
+        ("--train..epochs=1", r"--train\.\.epochs is no field"),
+        ("-train.epochs=1", r"-train\.epochs is no flag \(did you mean --train\.epochs\?\)"),
+        ("-seed=1", r"-seed is no flag \(did you mean --seed\?\)"),
+        ("--train.epochs=" + "9" * 5001, r"train\.epochs='9+ \.\.\. 9+' .*whole number"),
+        ("--" + "a." * 3000 + "b=1", r"is refused: lists and tables lie more than 50 deep"),
+        ("--seed=" + "[" * 2000, r"seed='\[+ \.\.\. \[+' .*whole number"),
+    ],
+)
+def test_flags_that_once_went_wrong(tmp_path, capsys, flag, said):
+    """Of all kinds of dots."""
+    assert main(["config", "show", run_toml(tmp_path), "--devices", "1", flag]) == 2
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+def test_many_problems_are_counted_and_some_told(tmp_path, capsys):
+    """Twenty lines, and not three thousand."""
+    text = RUN.replace("[8]", str(["a"] * 3000)) + SCHEDULE
+
+    assert main(["config", "show", run_toml(tmp_path, text), "--devices", "1"]) == 2
+    message = capsys.readouterr().err
+    assert "And 2,980 more problems" in message
+    assert message.count("model.hidden.") == 20
+
+
+def test_a_long_value_is_cut_in_the_middle():
+    """Its ends say which it is; numbers that Python does not spell out are measured."""
+    assert refusal("x", "a" * 1000 + "b", "no").count("a") < 450
+    assert refusal("x", 2**100_000, "no").startswith("x=a whole number of 100001 bits is refused")
+
+
+@pytest.mark.parametrize("text", ["x = '" + "a.b " * 1000 + "'", "x = [" + "0.1, " * 1000 + "]"])
+def test_dots_in_values_are_no_long_key(text):
+    """Numbers and sentences have them too."""
+    assert parse_toml(text)
+
+
+def test_fields_of_many_bits_are_refused_beyond_64(tmp_path):
+    """The largest that TOML has is taken where a field bears it."""
+    assert load_config(
+        Path(run_toml(tmp_path, RUN + SCHEDULE + f"input.memory_bytes = {2**63 - 1}"))
+    )
+    assert np.iinfo(np.int64).max == 2**63 - 1

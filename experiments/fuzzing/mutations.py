@@ -20,7 +20,7 @@ HUGE_WHOLE = (10**400, -(10**400))
 REAL = (math.nan, math.inf, -math.inf, -0.0, 0.5, -1.5, 1e-300, 5e-324, 1e18, 1e200, 1e308, -1e308)
 TEXTS = (
     "", " ", "x", "0", "none", "true", "mlp", "\x00", "\x1b[31m", "a\nb", "é", "名前", "\U0001f600",
-    "\u202e", "../../x", "/dev/zero", "/proc/self/mem", "s3://no/where", "no://where", "{0}", "%s%n",
+    "\u202e", "../../x", "/dev/zero", "/proc/self/mem", "s3://no/where", "{0}", "%s%n",
     "[red]x[/red]", "[/]", "'", '"', "\\", "x" * 5000, "os:system", "a:b:c", ":", "a.b.c", "*", "[",
     "~",
 )  # fmt: skip

@@ -37,7 +37,7 @@ SHARES = {
 
 def main() -> int:
     """Run what is asked for; 1 if there was a deviation."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--configs", type=int, default=10_000)
     parser.add_argument("--apart", type=int, default=300, help="configs in processes of their own")
     parser.add_argument("--files", type=int, default=1_000)

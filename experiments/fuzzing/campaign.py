@@ -33,8 +33,8 @@ LONGEST_MESSAGE = 8000
 """Characters of standard error that a person could still read."""
 _ACCEPTED = re.compile(
     r"must|ccepted|did you mean|missing|is no |are no |holds? |needs?|give|there is|is there|valid "
-    r"|cannot|is for|use |does not|takes|leave|at least|at most|only if|no flag|no file|more than|, not "
-    r"|Expected|no finite|expects|needed|Delete|neither|fits?\b|one of|should be|divide"
+    r"|cannot|is for|use |does not|takes|leave|at least|at most|no flag|no file|more than|, not "
+    r"|only if|Expected|no finite|expects|needed|Delete|neither|fits?\b|one of|should be|divide"
 )
 """What a refusal says of what is accepted, or of what is wrong with what is there."""
 

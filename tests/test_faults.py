@@ -13,6 +13,7 @@ CAMPAIGN = ROOT / "experiments" / "faults" / "campaign.py"
 
 pytestmark = [
     pytest.mark.slow,  # every fault is followed by a start of two processes
+    pytest.mark.alone,
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the campaign reads /proc"),
 ]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from parquet_cases import encoded, random_images
 
-from scalejax import train as training
+from scalejax import training_loop
 from scalejax.config import RunConfig, resolve
 from scalejax.data import open_source
 from scalejax.data.source import Origin, for_process
@@ -18,6 +18,7 @@ from scalejax.formats.image_folder import ImageFolderConfig
 from scalejax.formats.numpy_arrays import NumpyConfig
 from scalejax.formats.tokens import TokensConfig
 from scalejax.progress import Silent
+from scalejax.train import train
 
 
 def write_tokens(folder, name, first):
@@ -52,16 +53,16 @@ def test_files_that_appear_in_mid_run_are_not_trained_on(tmp_path, monkeypatch):
     """A shard is added once the first phase has begun: both phases see the shards before it."""
     write_tokens(tmp_path / "tokens", "b.bin", 100)
     seen = []
-    usual = training.training_batches
+    usual = training_loop.training_batches
 
     def noting(source, *arguments, **options):
         seen.append(source.take(np.arange(len(source)))["inputs"])
         write_tokens(tmp_path / "tokens", "a.bin", 500)
         return usual(source, *arguments, **options)
 
-    monkeypatch.setattr(training, "training_batches", noting)
+    monkeypatch.setattr(training_loop, "training_batches", noting)
     config = run_on_tokens(tmp_path / "tokens")
-    record = training.train(config, tmp_path / "run", device_count=1, predicts=False)
+    record = train(config, tmp_path / "run", device_count=1, predicts=False)
 
     assert record.status == "completed"
     first, second = seen

@@ -12,9 +12,9 @@ from importlib.metadata import version
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from scalejax.checksums import checksum
 from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, plain
 from scalejax.errors import CheckpointMismatch, ConfigError, refusal
@@ -166,7 +166,7 @@ def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
     [devices, arrays]."""
 
     def of_device(*parts: jax.Array) -> jax.Array:
-        return jnp.stack([_fingerprint(part) for part in parts])[None]
+        return jnp.stack([checksum(part) for part in parts])[None]
 
     mapped = jax.shard_map(
         of_device,
@@ -176,14 +176,3 @@ def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
         check_vma=False,  # what should be alike on several devices is what is asked
     )
     return np.asarray(jax.jit(mapped, out_shardings=replicated(mesh))(*leaves))
-
-
-def _fingerprint(part: jax.Array) -> jax.Array:
-    """The sum of all words of 32 bits, each times an odd number of its place, modulo 2**32: odd,
-    so that no change of one word is lost."""
-    if part.dtype == bool:
-        part = part.astype(jnp.uint8)
-    width = min(part.dtype.itemsize, 4)
-    words = lax.bitcast_convert_type(part, jnp.dtype(f"uint{8 * width}"))
-    words = words.astype(jnp.uint32).reshape(-1)
-    return jnp.sum(words * (2 * lax.iota(jnp.uint32, words.size) + 1), dtype=jnp.uint32)

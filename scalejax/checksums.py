@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _GOLDEN = 0x9E3779B1  # odd, and its multiples are spread: 2**32 over the golden ratio, Knuth 6.4
 
 
@@ -29,15 +28,17 @@ def checksums(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_checksum(array) for array in arrays]
+    return [checksum(array) for array in arrays]
 
 
-def _checksum(array: jax.Array) -> jax.Array:
+def checksum(array: jax.Array) -> jax.Array:
+    """That of one array, as a program computes it: uint32 []."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
+    width = min(array.dtype.itemsize, 4)  # wider numbers become two words each
+    bits = jax.lax.bitcast_convert_type(array, f"uint{8 * width}").astype(jnp.uint32)
     position, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for axis in reversed(range(bits.ndim)):
         index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from scalejax import documents
 from scalejax.bench import BenchFolder, measured_runs, read_summaries, run_bench
 from scalejax.bench import run as bench_run
 from scalejax.bench.monitor import Monitor
-from scalejax.bench.results import kept_share, read_plan, scaling_table
+from scalejax.bench.results import kept_share, read_plan, read_result, scaling_table
 from scalejax.bench.statistics import median_interval, moving_average, speed, warmup_steps
 from scalejax.bench.tables import column_of, efficiencies, speedups
 from scalejax.cli import main
@@ -354,6 +355,23 @@ def test_table_has_a_row_for_what_differs_besides_devices(tmp_path):
     assert table.milliseconds == ((100.0, 125.0, None), (100.0, None, 200.0))
     assert table.samples_per_second == ((80.0, 128.0, None), (160.0, None, 320.0))
     assert table.efficiencies == ((100.0, 80.0, None), (100.0, None, 50.0))
+
+
+def test_times_of_other_devices_are_no_baseline(tmp_path, monkeypatch):
+    """A folder that a machine with GPUs and one without share."""
+    plan = planned(tmp_path, "-V", "devices=[1,2]", repeats=1)
+    folder = finished(plan, tmp_path / "bench", {1: [0.1], 2: [0.05]})
+    first = plan.benchmarks[0]
+    measured = read_result(first, folder, 0)
+    of_gpu = replace(measured, platform="gpu", device_kind="NVIDIA H100")
+
+    documents.save(of_gpu, folder.result(first.name, 0))
+
+    with pytest.raises(ConfigError, match="of NVIDIA H100 and of cpu"):
+        read_summaries(plan, folder)
+    monkeypatch.setattr(bench_run, "has_accelerator", lambda: False)
+    assert bench_run._is_timed_here(measured)
+    assert not bench_run._is_timed_here(of_gpu)
 
 
 def test_what_is_kept_counts_against_the_baseline_in_one_process(tmp_path):

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -273,3 +274,14 @@ def test_checksums_are_those_of_the_bits_wherever_they_lie():
     odd = [(2 * position + 1) * 0x9E3779B1 for position in range(len(bits))]
     assert found == sum((each + 1) * by for each, by in zip(bits, odd, strict=True)) % 2**32
     assert checksums(state_on(2)) == checksums(state)
+
+
+def test_numbers_of_64_bits_have_a_checksum_too():
+    """As two words each."""
+    with jax.enable_x64(True):
+        values = jnp.asarray([1.5, -2.0])
+        found = checksums({"mean": values})["['mean']"]
+
+    words = np.array([1.5, -2.0]).view(np.uint32).tolist()
+    odd = [(2 * position + 1) * 0x9E3779B1 for position in range(4)]
+    assert found == sum((each + 1) * by for each, by in zip(words, odd, strict=True)) % 2**32

@@ -300,4 +300,5 @@ def test_only_the_first_process_writes_and_each_file_once(beginnings):
         "prediction.json",
         "program.json",
         "run.toml",
+        "time.jsonl",
     ]

@@ -118,8 +118,12 @@ class Summary:
 
 
 def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
-    """What is finished of each benchmark of `plan`; a damaged result is as none."""
-    return [
+    """What is finished of each benchmark of `plan`; a damaged result is as none.
+
+    Raises:
+        ConfigError: if results are of several kinds of devices.
+    """
+    found = [
         Summary(
             benchmark=each,
             results=tuple(
@@ -130,6 +134,13 @@ def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
         )
         for each in plan.benchmarks
     ]
+    kinds = sorted({result.device_kind for each in found for result in each.results})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{folder.path} holds results of {' and of '.join(kinds)}, which are no speedup of "
+            "each other; give each a --folder of its own, or --rerun to time all on this one."
+        )
+    return found
 
 
 def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> BenchResult | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from scalejax import documents
 from scalejax.bench.folder import BenchFolder
 from scalejax.bench.plan import Benchmark, BenchPlan, Job
-from scalejax.bench.results import read_result
+from scalejax.bench.results import BenchResult, read_result
 from scalejax.errors import ConfigError
 from scalejax.jax_platform import has_accelerator
 from scalejax.launch import Launch, launch
@@ -102,7 +102,7 @@ def run_bench(
                 if each.name in lost:
                     progress.total -= 1
                     continue
-                if not reruns and read_result(each, folder, repeat) is not None:
+                if not reruns and _is_timed_here(read_result(each, folder, repeat)):
                     progress.skipped += 1
                     continue
                 progress.active = f"{each.label}, round {repeat + 1} of {plan.repeats}"
@@ -121,6 +121,12 @@ def run_bench(
         progress.active = None
         progress.save(folder, "completed")
         return progress.failed
+
+
+def _is_timed_here(result: BenchResult | None) -> bool:
+    """Whether there is a result, and of devices such as are here: a folder may be on a disk that
+    machines with GPUs and without share."""
+    return result is not None and (result.platform != "cpu") == has_accelerator()
 
 
 def _time(

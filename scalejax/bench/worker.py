@@ -43,7 +43,10 @@ def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) ->
             job.settings,
             monitor_seconds=monitor_seconds,
             heartbeat=Heartbeat.from_environment(),
-            on_program=None if path.exists() else lambda program: documents.save(program, path),
+            # In the first round always: a rerun may be of another version, or on other devices.
+            on_program=None
+            if repeat and path.exists()
+            else lambda program: documents.save(program, path),
         )
     if place is None or place.process == 0:
         documents.save(result, folder.result(name, repeat))

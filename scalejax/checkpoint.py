@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as orbax
 from scalejax.checksums import checksums
 from scalejax.documents import JsonValue
 from scalejax.errors import CheckpointMismatch, ConfigError
+from scalejax.step_counts import MOST_STEPS
 from scalejax.units import format_bytes
 
 Tree = TypeVar("Tree")
@@ -74,8 +75,18 @@ class Checkpoints:
 
     @property
     def latest_step(self) -> int | None:
-        """Step of the latest checkpoint; None if there is none."""
-        return max(self.steps, default=None)
+        """Step of the latest checkpoint; None if there is none.
+
+        Raises:
+            CheckpointMismatch: if it is one that no run reaches.
+        """
+        latest = max(self.steps, default=None)
+        if latest is not None and latest > MOST_STEPS:
+            raise CheckpointMismatch(
+                f"{self.folder / str(latest)} is refused: no run makes more than {MOST_STEPS} "
+                "updates, which are counted in 32 bits. Delete or rename that folder."
+            )
+        return latest
 
     def save(self, step: int, state: object, *, test_accuracy: float | None = None) -> None:
         """Save `state` as that of `step`; returns when it is copied, and writes in the background.

@@ -289,6 +289,19 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
         raise
 
 
+def load_kept_config(path: Path) -> RunConfig:
+    """The config in the `run.toml` of a folder that was named in its place.
+
+    Raises:
+        ConfigError: one line per problem, each with the file.
+    """
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        lines = (f"{path}: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from error
+
+
 def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
     """What to do about refused fields that the file gives for another kind than a flag asks for."""
     hints = []

@@ -13,7 +13,7 @@ from statistics import median
 from scalejax import documents
 from scalejax.bench.folder import BenchFolder
 from scalejax.bench.results import Summary, read_plan, read_summaries
-from scalejax.config import RunConfig, load_config
+from scalejax.config import RunConfig, load_kept_config
 from scalejax.cost.failures_met import FailuresMet, failures_met
 from scalejax.errors import ConfigError
 from scalejax.input_wait import wait_share
@@ -225,7 +225,7 @@ def _read_run(path: Path) -> RunSource:
     return RunSource(
         label=name if family == name else f"{family}, {name}",
         family=family,
-        config=load_config(folder.config),
+        config=load_kept_config(folder.config),
         record=record,
         prediction=documents.load(Prediction, prediction) if prediction.is_file() else None,
         time=time_ledger(stretches) if stretches else None,

@@ -8,7 +8,7 @@ import platform
 from importlib.metadata import version
 from typing import NoReturn
 
-from scalejax.config import ResolvedRun, RunConfig, load_config, with_fields
+from scalejax.config import ResolvedRun, RunConfig, load_kept_config, with_fields
 from scalejax.data_files import refuse_other_files, save_used_files
 from scalejax.documents import JsonValue, load, plain, save_text, save_toml
 from scalejax.errors import ConfigError, refusal
@@ -120,7 +120,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """
     if not folder.config.exists():
         raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
-    before = _flat(plain(load_config(folder.config)))
+    before = _flat(plain(load_kept_config(folder.config)))
     after = _flat(plain(resolved_config(run)))
     free = set(_FREE)
     if not run.config.schedule.depends_on_length:
@@ -190,7 +190,10 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     """Whether the run in `folder` compiles to the step that `run` compiles to."""
     if not folder.config.exists():
         return False
-    before, after = _flat(plain(load_config(folder.config))), _flat(plain(resolved_config(run)))
+    before, after = (
+        _flat(plain(load_kept_config(folder.config))),
+        _flat(plain(resolved_config(run))),
+    )
     return all(
         before.get(name) == after.get(name)
         for name in before | after

@@ -131,7 +131,9 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
         job = executor._submit_command(_command(run))
     except (subprocess.SubprocessError, OSError, RuntimeError) as error:  # submitit's are the last
         said = " ".join(str(error).split())
-        raise ConfigError(f"np={run.processes} is refused by SLURM: {said}") from error
+        raise ConfigError(
+            f"np={run.processes} is refused by SLURM: {said}; use --dry-run to see what it is given"
+        ) from error
     return job.job_id, job.paths.stdout
 
 

@@ -30,7 +30,7 @@ def horovod_schedule(config: HorovodScheduleConfig, steps_per_epoch: int) -> _Sc
     Source: horovod/_keras/callbacks.py, Horovod 0.28.1; its multipliers before pull request 3135
     and since 3142.
     """
-    initial, workers = config.initial_learning_rate, config.workers
+    initial, workers = config.initial_learning_rate, float(config.workers)
     warmup_end = config.warmup_epochs * steps_per_epoch
 
     def warmup(step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -59,19 +59,23 @@ def require_single_precision(schedule: LearningRateConfig, global_batch: int) ->
     """
     for name, value, largest in _largest_rates(schedule, global_batch):
         if not largest <= _LARGEST:
-            accepted = f"learning rates must stay below {_LARGEST:.2g}, the largest of float32"
+            accepted = (
+                "learning rates, and what makes them, must stay below "
+                f"{_LARGEST:.2g}, the largest of float32"
+            )
             raise ConfigError(refusal(f"schedule.{name}", value, accepted))
 
 
 def _largest_rates(
     schedule: LearningRateConfig, global_batch: int
 ) -> Iterator[tuple[str, object, float]]:
-    """Fields that make a rate, their values, and the largest rate that they make."""
+    """Fields that make a rate, their values, and the largest number that is made of them."""
     match schedule:
         case ScheduleConfig():
             peak, _ = scaled_schedule(schedule, global_batch)
             yield "base_learning_rate", schedule.base_learning_rate, peak
             yield "end_learning_rate", schedule.end_learning_rate, schedule.end_learning_rate
+            yield "decay_power", schedule.decay_power, schedule.decay_power
             if schedule.decay_factor > 1 and schedule.decay_epochs:
                 doublings = math.log2(peak) + len(schedule.decay_epochs) * math.log2(
                     schedule.decay_factor

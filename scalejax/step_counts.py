@@ -55,7 +55,7 @@ def _require_within(
     if epochs * steps_per_epoch > most:
         accepted = (
             f"at most {most:,} steps are {what}, which are {most // steps_per_epoch:,} epochs "
-            f"of {steps_per_epoch:,}"
+            f"of {steps_per_epoch:,} steps, as data and batch make them"
         )
         raise ConfigError(refusal(field, value, accepted))
 

@@ -134,18 +134,22 @@ def config_case(number: int, folder: Path, seed: int) -> Case:
     command = draw.choice(_COMMANDS)
     if command == "search" and base["model"]["name"] not in ("gpt", "llama"):
         command = "config show"  # the others it refuses as they are
-    if command == "explain" and base["batch"].get("ramp_epochs"):
-        command = "predict"
+    if command in ("explain", "plan") and base["batch"].get("ramp_epochs"):
+        command = "predict"  # the others know one batch
     rest = _flags_of(command, draw)
     if command in ("launch", "train"):  # what makes processes: refused before it does
         exact |= {rest[0], rest[0].strip("-").replace("-", "_")}
     if draw.random() < 0.05 and kind > 15:
         odd = draw.choice(["--devices", "--top", "--np", "--deadline", "--price", "--clusters"])
         flags += [odd, draw.choice([*_DEVICES, *mutations.TEXTS])]
-        exact |= {odd.strip("-"), odd}
+        exact |= {odd.strip("-"), odd.strip("-").removesuffix("s"), odd}
     (folder / "run.toml").write_bytes(text)
     exact_changed, loose = _names(base, text)
     loose |= {part for name in exact for part in name.split(".")}
+    if "layout" in loose:  # whose axes are named as factors of what a batch must divide into
+        loose |= {"data*fsdp"}
+    if command == "search":
+        loose |= {"no strategy fits"}  # an answer, with the size that comes nearest
     words = [*command.split(), "run.toml", *rest, *flags]
     return Case(words, tuple(sorted(exact | exact_changed)), tuple(sorted(loose)))
 

@@ -23,6 +23,7 @@ from orbax.checkpoint import v1 as orbax
 from scalejax.checksums import checksums
 from scalejax.documents import JsonValue
 from scalejax.errors import CheckpointMismatch, ConfigError
+from scalejax.rendezvous import is_lost_contact
 from scalejax.step_counts import MOST_STEPS
 from scalejax.units import format_bytes
 
@@ -197,7 +198,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if (failure := _failure(error)).is_damage:
+            if is_lost_contact(error) or (failure := _failure(error)).is_damage:
                 raise
             raise _unwritable(self.folder, failure) from error
 
@@ -257,7 +258,7 @@ def save_weights(path: Path, weights: object) -> None:
     try:
         orbax.save(str(path.absolute()), weights, overwrite=True, custom_metadata=written)
     except Exception as error:
-        if (failure := _failure(error)).is_damage:
+        if is_lost_contact(error) or (failure := _failure(error)).is_damage:
             raise
         raise _unwritable(path, failure) from error
 
@@ -345,7 +346,10 @@ def _load(load: Callable[[], Tree]) -> Tree | _Failure:
         warnings.simplefilter("ignore")
         try:
             tree = load()
-        except Exception as error:  # noqa: BLE001  see above
+        except Exception as error:
+            if is_lost_contact(error):
+                logger.disabled = was_disabled
+                raise
             tree = _failure(error)
         if isinstance(tree, _Failure):
             logging.getLogger("asyncio").addFilter(_is_no_abandoned_task)

@@ -6,6 +6,7 @@ Read from the environment, where `scalejax launch`, SLURM, Open MPI or a Kuberne
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -40,6 +41,12 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _SECONDS_TO_LEAVE = 5.0
 """For a process that has failed to end in good order, which is to wait for the others."""
 _FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems hand out last
+_LOST_CONTACT = re.compile(
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|(?i:gloo [\w -]+ failed|connection (closed|reset|refused)|"
+    r"broken pipe|NCCL operation .* failed: (unhandled system error|remote process)|heartbeat|"
+    r"coordination[ _]?service|barrier (timed out|failed|has failed))"
+)
+"""In what XLA says of exchanges that another process has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +75,9 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
     Raises:
         ConfigError: if a variable of ours is missing beside another, or holds no such number.
     """
-    place = _of_ours(environment) or _of_slurm(environment) or _of_open_mpi(environment)
+    # `mpirun` starts its daemons by `srun`, of which the processes inherit the variables: one task
+    # for each node.
+    place = _of_ours(environment) or _of_open_mpi(environment) or _of_slurm(environment)
     return place if place is not None and place.processes > 1 else None
 
 
@@ -152,8 +161,7 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
     except BaseException as error:
         if place is None:
             raise
-        # XLA's errors alone are of type JaxRuntimeError; asked by name, to import no JAX here.
-        if type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError"):
+        if not is_lost_contact(error):
             if isinstance(error, SystemExit):
                 code = error.code if isinstance(error.code, int) else 1
             else:
@@ -170,6 +178,15 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
             flush=True,
         )
         os._exit(MISSED_ANOTHER)
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether what was raised, or a cause of it, is that another process could not be reached."""
+    # XLA's errors alone are of type JaxRuntimeError; asked by name, to import no JAX here.
+    is_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+    if is_xla and _LOST_CONTACT.search(str(error)):
+        return True
+    return error.__cause__ is not None and is_lost_contact(error.__cause__)
 
 
 def die_with_launcher() -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalejax.checkpoint import Checkpoints, load_weights, save_weights
 from scalejax.checksums import checksums
-from scalejax.errors import CheckpointMismatch
+from scalejax.errors import CheckpointMismatch, ConfigError
 from scalejax.train_state import TrainState
 
 
@@ -285,3 +286,23 @@ def test_numbers_of_64_bits_have_a_checksum_too():
     words = np.array([1.5, -2.0]).view(np.uint32).tolist()
     odd = [(2 * position + 1) * 0x9E3779B1 for position in range(4)]
     assert found == sum((each + 1) * by for each, by in zip(words, odd, strict=True)) % 2**32
+
+
+def test_another_process_that_is_gone_is_no_disk_that_cannot_be_written(tmp_path, monkeypatch):
+    """What a barrier of Orbax raises is left as it is, for the launcher to start again; the same
+    words of a store are of the disk."""
+    said = "DEADLINE_EXCEEDED: Barrier timed out. Id: save"
+    state = {"x": jnp.zeros(2)}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+
+        def fail(kind, *ignored, **also_ignored):
+            raise kind(said)
+
+        for kind, expected in ((jax.errors.JaxRuntimeError, None), (ValueError, ConfigError)):
+            monkeypatch.setattr(checkpoints._checkpointer, "save_async", partial(fail, kind))
+            with pytest.raises(expected or kind, match="Barrier timed out"):
+                checkpoints.save(1, state)
+            monkeypatch.setattr(checkpoints._checkpointer, "load", partial(fail, kind))
+            monkeypatch.setattr(checkpoints._checkpointer, "metadata", partial(fail, kind))
+            with pytest.raises(kind if expected is None else CheckpointMismatch, match="Barrier"):
+                checkpoints.restore(1, state)

@@ -1,5 +1,8 @@
 """Processes are told who they are by launchers and schedulers, each in its own words."""
 
+import subprocess
+import sys
+
 import pytest
 
 from scalejax.errors import ConfigError
@@ -67,6 +70,15 @@ def test_on_several_machines_the_scheduler_is_asked(environment):
     assert place_in(environment).coordinator is None
 
 
+def test_mpirun_within_an_allocation_of_slurm_says_more_than_the_daemon_that_it_started_by_srun():
+    """Its processes inherit the variables of that, which is one task for each node."""
+    daemon = SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+
+    place = place_in(daemon | OPEN_MPI)
+
+    assert (place.process, place.processes, place.told_by) == (2, 4, "Open MPI")
+
+
 def test_jobs_on_one_machine_meet_at_ports_of_their_own():
     """Two steps of a job, too."""
     places = [place_in(SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(8)]
@@ -101,3 +113,58 @@ def test_a_place_that_cannot_be_is_refused(change, told):
     """Naming the variable."""
     with pytest.raises(ConfigError, match=told):
         place_here(OURS | change)
+
+
+FAILS = """
+import atexit, sys, time
+from scalejax import rendezvous
+
+class JaxRuntimeError(RuntimeError):
+    pass
+
+rendezvous._SECONDS_TO_LEAVE = 0.3
+atexit.register(time.sleep, 60)  # as JAX waits for the others
+with rendezvous.leaving_at_once(
+    rendezvous.Place(process=1, processes=2, coordinator=None, told_by="a test")
+):
+    try:
+        raise JaxRuntimeError(sys.argv[1])
+    except JaxRuntimeError as error:
+        if len(sys.argv) > 2:
+            raise RuntimeError("while saving") from error
+        raise
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "is_lost"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 96636764160 bytes.", False),
+        ("INTERNAL: Failed to compile %opt-barrier.3", False),
+        ("INVALID_ARGUMENT: Executable expected parameter 0 of size 4", False),
+        ("FAILED_PRECONDITION: Gloo all-reduce failed: [a/b.cc:1] Timed out waiting 9ms", True),
+        ("INTERNAL: [external/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]:7", True),
+        ("INTERNAL: NCCL operation ncclGroupEnd() failed: unhandled system error", True),
+        ("UNAVAILABLE: failed to connect to all addresses", True),
+        ("DEADLINE_EXCEEDED: Barrier timed out. Id: save::3", True),
+    ],
+)
+def test_only_what_is_said_of_exchanges_is_lost_contact(said, is_lost):
+    """All else ends with its own words, and code 1, by which the process is told from those that
+    miss it; neither waits for the others."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS, said], capture_output=True, text=True, timeout=30
+    )
+
+    assert ended.returncode == (76 if is_lost else 1)
+    assert ("Traceback" in ended.stderr) != is_lost
+    assert said in ended.stderr
+
+
+def test_lost_contact_is_also_told_from_what_was_being_done():
+    """By the cause of what is raised."""
+    said = "UNAVAILABLE: Barrier failed because: a task is gone"
+
+    ended = subprocess.run([sys.executable, "-c", FAILS, said, "saving"], timeout=30)
+
+    assert ended.returncode == 76

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from scalejax.doctor.devices import (
     Devices,
     Exchange,
     Rates,
+    _rate_type,
     chip_when_busy,
     detected_chip,
     device_findings,
@@ -398,6 +400,17 @@ def test_findings_of_processes_are_told_apart():
     assert troubled(said)["open files"].processes == (1, 2)
     assert troubled(said)["jax"].value == "0.10.2, 0.9.0"
     assert troubled(together([poor, poor]))["open files"].processes == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("7.5", "f16"), ("8.0", "bf16"), ("10.3", "bf16"), ("gfx90a", "bf16"), (None, "bf16")],
+)
+def test_devices_are_measured_in_the_type_that_they_train_in(said, expected):
+    """GPUs before Ampere have no bf16; AMD's say a name for it."""
+    device = SimpleNamespace(platform="gpu", compute_capability=said)
+
+    assert _rate_type(device) == expected
 
 
 def start(folder, *flags, **variables):

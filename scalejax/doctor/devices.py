@@ -1,6 +1,7 @@
 """The devices that JAX sees, and their rates, against those of a cluster of the catalogue."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from scalejax.cost.compute import operation_time
 from scalejax.doctor.finding import Finding, OnStage, found
 from scalejax.errors import ScalejaxError
 from scalejax.hardware import Chip, Cluster, RateType, chip_names, load_chip
+from scalejax.jax_platform import nvidia_gpus
 from scalejax.program import Collective, DeviceGroup, Operation
 from scalejax.units import TFLOP, counted, format_bytes, format_bytes_per_second
 
@@ -86,8 +88,7 @@ class Rates:
 
 def driver_gpus() -> int:
     """NVIDIA GPUs that the driver offers here; in a container, those that were given to it."""
-    offered = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()]
-    return len(offered) or int(Path("/dev/dxg").exists())  # WSL does not say how many
+    return nvidia_gpus() or int(Path("/dev/dxg").exists())  # WSL does not say how many
 
 
 def read_devices() -> Devices:
@@ -305,7 +306,9 @@ def _rate_type(device: Any) -> RateType:
     """What training computes in there: GPUs before Ampere have no bf16."""
     if device.platform == "cpu":
         return "f32"
-    return "f16" if float(getattr(device, "compute_capability", 8.0)) < 8.0 else "bf16"
+    # AMD's have a name there, such as gfx90a, and JAX runs on none without bf16.
+    generation = re.match(r"\d+", str(getattr(device, "compute_capability", "")))
+    return "f16" if generation and int(generation[0]) < 8 else "bf16"
 
 
 def _flop(rate: float) -> str:

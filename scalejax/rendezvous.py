@@ -12,9 +12,10 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from scalejax.errors import ConfigError, ScalejaxError, refusal
 
@@ -28,6 +29,8 @@ GO_ON = "SCALEJAX_GO_ON"
 """Variable: the command that goes on with the run, where another than this process knows it."""
 LAUNCHER = "SCALEJAX_LAUNCHER"
 """Variable: the process on this machine that started this one, with which it is to end."""
+REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
+"""Variable: the file that a process leaves whose input is refused after it has met the others."""
 
 REFUSED = 2
 """Exit code of a process whose input was refused."""
@@ -166,6 +169,8 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
                 code = error.code if isinstance(error.code, int) else 1
             else:
                 code = REFUSED if isinstance(error, ScalejaxError) else 1
+            if isinstance(error, ScalejaxError):
+                _leave_marker()
             timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (code,))
             timer.daemon = True
             timer.start()
@@ -178,6 +183,12 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
             flush=True,
         )
         os._exit(MISSED_ANOTHER)
+
+
+def _leave_marker() -> None:
+    with suppress(OSError):  # the refusal itself is told anyway
+        if marker := os.environ.get(REFUSAL_MARKER):
+            Path(marker).touch()
 
 
 def is_lost_contact(error: BaseException) -> bool:

@@ -1,5 +1,6 @@
 """Processes are told who they are by launchers and schedulers, each in its own words."""
 
+import os
 import subprocess
 import sys
 
@@ -168,3 +169,18 @@ def test_lost_contact_is_also_told_from_what_was_being_done():
     ended = subprocess.run([sys.executable, "-c", FAILS, said, "saving"], timeout=30)
 
     assert ended.returncode == 76
+
+
+@pytest.mark.parametrize(("kind", "is_left"), [("ConfigError", True), ("ValueError", False)])
+def test_a_process_that_is_refused_leaves_the_marker_it_was_told(tmp_path, kind, is_left):
+    """By which the script of SLURM knows."""
+    marker = tmp_path / "refused-7"
+    script = FAILS.replace(
+        "raise JaxRuntimeError(", f"from scalejax.errors import ConfigError; raise {kind}("
+    )
+    environment = os.environ | {"SCALEJAX_REFUSAL_MARKER": str(marker)}
+
+    ended = subprocess.run([sys.executable, "-c", script, "no"], env=environment, timeout=30)
+
+    assert ended.returncode == (2 if is_left else 1)
+    assert marker.exists() == is_left

@@ -79,6 +79,34 @@ def test_the_script_asks_for_what_the_flags_say(tmp_path):
     assert "--wait=120 --cpus-per-task=6 python train 'a file.toml' $resume" in text
 
 
+def test_a_job_that_begins_elsewhere_finds_its_files(tmp_path, monkeypatch, capsys):
+    """The run, and the folder whose record says that it can go on, by whole paths."""
+    pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text(RUN)
+
+    main(["launch", "a.toml", "--np", "4", "--folder", "out", "--dry-run"])
+
+    said = capsys.readouterr().out
+    assert f"train {tmp_path}/a.toml --folder {tmp_path}/out $resume" in said
+    assert f"-e {tmp_path}/out/" in said
+
+
+def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
+    """Though srun says the code of another, which the kill of the step has ended."""
+    pytest.importorskip("submitit")
+    for name, does in (("srun", 'touch "$SCALEJAX_REFUSAL_MARKER"; exit 137'), ("scontrol", "")):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\n{does}\n")
+        command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+
+    done = subprocess.run(["bash", "-c", script(run(tmp_path))], env=environment)
+
+    assert done.returncode == 2
+    assert (tmp_path / "calls").read_text().split() == ["srun"]
+
+
 @pytest.mark.parametrize(
     ("code", "restarts", "is_requeued"),
     [(0, 0, False), (2, 0, False), (130, 0, False), (76, 0, True), (143, 1, True), (137, 2, False)],

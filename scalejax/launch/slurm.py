@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.launch.local import LOST, is_noise
 from scalejax.launch.watch import REFUSED, STOPPED
+from scalejax.rendezvous import REFUSAL_MARKER
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -220,10 +221,16 @@ def _command(run: SlurmRun) -> str:
 
 def _before(run: SlurmRun) -> list[str]:
     """A job that is started again, by itself or by SLURM after a preemption, goes on."""
+    refusal_marker = f"{shlex.quote(str(run.folder.absolute()))}/refused-$SLURM_JOB_ID"
+    lines = [
+        f"export {REFUSAL_MARKER}={refusal_marker}",
+        f'rm -f "${REFUSAL_MARKER}"',
+    ]
     if run.run_marker is None:
-        return []
+        return lines
     marker = shlex.quote(str(run.run_marker))
     return [
+        *lines,
         "resume=",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e ' + marker + " ]; then",
         "  resume=--resume",
@@ -233,7 +240,8 @@ def _before(run: SlurmRun) -> list[str]:
 
 def _after(run: SlurmRun) -> list[str]:
     """Back into the queue, but for what would end in the same way again."""
-    lines = ["code=$?"]
+    # srun says the highest code, and those that miss a process that was refused end with higher.
+    lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={REFUSED}; fi']
     if run.most_restarts:
         ends = "|".join(str(code) for code in (0, REFUSED, STOPPED[0]))
         lines += [

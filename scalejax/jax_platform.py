@@ -34,6 +34,12 @@ def compiler_settings() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
+def nvidia_gpus() -> int:
+    """NVIDIA GPUs that the driver offers here; in a container, those that were given to it. None
+    are seen where Windows has the driver, which does not say how many."""
+    return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
+
+
 def has_accelerator() -> bool:
     """Whether JAX is to look for an accelerator here, as far as can be told without it."""
     wanted = os.environ.get("JAX_PLATFORMS")

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 
 from scalejax import documents
 from scalejax.bench.folder import BenchFolder
-from scalejax.bench.plan import Benchmark, BenchPlan, Job
+from scalejax.bench.plan import Benchmark, BenchPlan, Job, Settings
 from scalejax.bench.results import BenchResult, read_result
 from scalejax.errors import ConfigError
 from scalejax.jax_platform import has_accelerator
 from scalejax.launch import Launch, launch
+from scalejax.launch.gpus import VISIBLE, visible_gpus
 
 OnBenchmark = Callable[[str], None]
 """Called with the words for each benchmark as it begins."""
@@ -146,7 +147,7 @@ def _time(
             ),
             processes=settings.processes,
             folder=folder.logs(name),
-            environment=_environment(settings.devices // settings.processes),
+            environment=_environment(settings),
         ),
         said,
     )
@@ -159,12 +160,14 @@ def _time(
     return f"ended with exit code {code}: {reason} (logs: {folder.logs(name)})"
 
 
-def _environment(devices: int) -> dict[str, str]:
-    """Of each process, which has so many of the devices."""
-    path = os.pathsep.join(each or os.getcwd() for each in sys.path)
-    if has_accelerator():
-        return {"PYTHONPATH": path}
-    return {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+def _environment(settings: Settings) -> dict[str, str]:
+    """Of the processes, which share the devices evenly."""
+    found = {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+    if not has_accelerator():
+        devices = settings.devices // settings.processes
+        return found | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    gpus = visible_gpus(os.environ)[: settings.devices]
+    return found | ({VISIBLE: ",".join(gpus)} if gpus else {})
 
 
 class _Interrupts:

@@ -17,10 +17,8 @@ from scalejax.bench.folder import BenchFolder
 from scalejax.bench.plan import Job
 from scalejax.errors import ScalejaxError
 from scalejax.heartbeat import Heartbeat
-from scalejax.jax_platform import choose_platform, has_accelerator
+from scalejax.jax_platform import choose_platform
 from scalejax.launch.watch import REFUSED
-
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) -> int:
@@ -30,8 +28,6 @@ def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) ->
     rendezvous.die_with_launcher()
     place = rendezvous.place_here()
     job = documents.load(Job, folder.job(name))
-    if place is not None and has_accelerator():
-        _take_share(place, job.settings.devices // job.settings.processes)
     choose_platform()
     rendezvous.join(place)
     from scalejax.bench.timed_steps import measure
@@ -55,16 +51,6 @@ def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) ->
 
 def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
-
-
-def _take_share(place: rendezvous.Place, count: int) -> None:
-    """Let this process see so many of the GPUs that it would, and its peers others."""
-    seen = os.environ.get(_VISIBLE)
-    first = place.process * count
-    numbers = [str(number) for number in range(first, first + count)]
-    if seen:
-        numbers = seen.split(",")[first : first + count]
-    os.environ[_VISIBLE] = ",".join(numbers)
 
 
 if __name__ == "__main__":

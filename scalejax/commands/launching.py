@@ -130,8 +130,11 @@ class LaunchRun(RunFileCommand):
                 raise ConfigError(refusal(field.name, value, accepted))
 
     def _command(self, changed: list[str]) -> tuple[str, ...]:
-        command = [sys.executable, "-m", "scalejax", "train", str(self.run_file)]
-        command += ["--folder", str(self._run_folder), *changed]
+        run_file, folder = self.run_file, self._run_folder
+        if self.np > 0:  # a job may begin elsewhere
+            run_file, folder = run_file.absolute(), folder.absolute()
+        command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
+        command += ["--folder", str(folder), *changed]
         return (*command, "--resume") if self.resume else tuple(command)
 
     def _start(self, command: tuple[str, ...]) -> None:
@@ -149,7 +152,8 @@ class LaunchRun(RunFileCommand):
             processes=-self.np,
             least_processes=self.min_np,
             folder=folder / "processes",
-            environment={GO_ON: shlex.join(["scalejax", *typed])},
+            environment={GO_ON: shlex.join(["scalejax", *typed])}
+            | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
             most_restarts=self.max_restarts,
             stuck_seconds=self.stuck_seconds,
             shows_all=self.all_logs,
@@ -158,7 +162,7 @@ class LaunchRun(RunFileCommand):
 
     def _submit(self, command: tuple[str, ...]) -> None:
         """A job of SLURM, waited for unless told otherwise."""
-        folder = self._run_folder.absolute()  # the job may begin elsewhere
+        folder = self._run_folder.absolute()
         run = SlurmRun(
             command=command,
             run_marker=None if self.resume else RunFolder(path=folder).config,

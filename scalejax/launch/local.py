@@ -21,6 +21,7 @@ from typing import BinaryIO, TextIO
 from scalejax import heartbeat, rendezvous
 from scalejax.errors import ConfigError, require_at_least
 from scalejax.heartbeat import Beat, read_beat
+from scalejax.launch.gpus import share
 from scalejax.launch.watch import STOPPED, Loss, Watch
 from scalejax.rendezvous import REFUSED
 
@@ -85,7 +86,7 @@ def launch(job: Launch, out: TextIO = sys.stderr) -> int:
         out: where to pass on what they say, and to say which was lost.
 
     Raises:
-        ConfigError: if the folder cannot be written.
+        ConfigError: if the folder cannot be written, or they cannot share the GPUs.
     """
     processes, restarts = job.processes, 0
     with _Signals() as signals:
@@ -174,6 +175,8 @@ class _Attempt:
         coordinator = f"{rendezvous.LOOPBACK}:{_free_port()}"
         for number in range(self._count):
             environment = os.environ | self._job.environment
+            # Where fewer go on, each has as many as before: what they share may not divide.
+            environment |= share(number, self._job.processes, environment)
             environment |= {
                 rendezvous.LAUNCHER: str(os.getpid()),
                 rendezvous.COORDINATOR: coordinator,

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from scalejax.doctor import Finding, is_any_bad
+from scalejax.doctor import Examination, Finding, devices, examination, examine, is_any_bad
 from scalejax.doctor.devices import (
     Devices,
     Exchange,
@@ -38,6 +39,7 @@ from scalejax.doctor.versions import Versions, version_findings
 from scalejax.errors import ConfigError
 from scalejax.hardware import Chip, load_cluster
 from scalejax.program import DeviceGroup
+from scalejax.rendezvous import Place
 from scalejax.units import GIB, MIB
 
 ROOT = Path(__file__).parents[1]
@@ -411,6 +413,52 @@ def test_devices_are_measured_in_the_type_that_they_train_in(said, expected):
     device = SimpleNamespace(platform="gpu", compute_capability=said)
 
     assert _rate_type(device) == expected
+
+
+def test_a_process_without_devices_says_so_itself_and_waits_for_none(tmp_path, monkeypatch):
+    """It can tell the others nothing, without devices; one that only misses it has no such
+    finding."""
+
+    def fail(error):
+        raise error
+
+    place = Place(process=1, processes=2, coordinator=None, told_by="a test")
+    asked = Examination(run_folder=tmp_path, cache_folder=tmp_path, environment={}, place=place)
+    monkeypatch.setattr(devices, "read_devices", lambda: fail(RuntimeError("no CUDA driver")))
+
+    said = examine(asked)
+
+    assert "no CUDA driver" in fix_of(troubled(said)["devices"])
+    assert {each.processes for each in said} == {(1,)}
+    lost = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+    monkeypatch.setattr(devices, "read_devices", lambda: fail(lost))
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        examine(asked)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_devices_that_fail_at_work_are_a_finding_and_nobody_waits_for_them(monkeypatch, is_here):
+    """All say how it went before they exchange anything."""
+    told = []
+
+    def measure(on_stage):
+        if is_here:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return replace(rates(1.0), exchanges=())
+
+    def say(text, processes):
+        told.append(text)
+        return (text, "measured" if is_here else "failed")
+
+    monkeypatch.setattr(devices, "measure", measure)
+    monkeypatch.setattr(devices, "measure_exchange", lambda rates: pytest.fail("others wait"))
+    monkeypatch.setattr(examination, "_said_by_all", say)
+
+    seen = replace(EIGHT, processes=2)
+    said = list(examination._of_devices(None, seen, 1, lambda name: None))
+
+    assert told == ["failed" if is_here else "measured"]
+    assert ("devices at work" in troubled(said)) == is_here
 
 
 def start(folder, *flags, **variables):

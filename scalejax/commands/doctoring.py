@@ -4,6 +4,7 @@ Starts without JAX, and imports it when it runs.
 """
 
 import os
+import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,10 @@ class Doctor:
             cluster = cluster or _calibrated(user_folder(), place is not None)
         rendezvous.join(place)
         is_first = place is None or place.process == 0
-        with waiting.measuring(stage_count()) if is_first else nullcontext() as on_stage:
+        with (
+            rendezvous.leaving_at_once(place),
+            waiting.measuring(stage_count()) if is_first else nullcontext() as on_stage,
+        ):
             found = examine(
                 Examination(
                     run_folder=self.folder,
@@ -61,12 +65,15 @@ class Doctor:
                 ),
                 on_stage or (lambda name: None),
             )
-        if is_first:
-            tables.show(doctor_tables.findings(found))
-            if self.json is not None:
+        with rendezvous.leaving_at_once(place):
+            # Findings that are all of one process are of one that could not tell the others.
+            if is_first or all(each.processes for each in found):
+                tables.show(doctor_tables.findings(found))
+            if is_first and self.json is not None:
                 documents.save({"findings": found}, self.json)
                 print(f"wrote {self.json}")
-        raise SystemExit(1 if is_any_bad(found) else 0)
+            sys.stdout.flush()  # before JAX waits for the others, which may take too long
+            raise SystemExit(1 if is_any_bad(found) else 0)
 
 
 def _calibrated(folder: Path, between_processes: bool) -> Cluster | None:

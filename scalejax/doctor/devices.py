@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def read_devices() -> Devices:
 
 
 def measure(on_stage: OnStage) -> Rates:
-    """The rates of the devices that are here; every process must ask."""
+    """The rates of the devices of this process, and between them."""
     import jax
     import jax.numpy as jnp
 
@@ -130,17 +130,11 @@ def measure(on_stage: OnStage) -> Rates:
     memory = probes.stream_rate(mesh, stream, empty, _CALLS)
     on_stage("all-reduces")
     exchanges = []
-    local, processes = jax.local_device_count(), jax.process_count()
+    local = jax.local_device_count()
     if local > 1:
         group = DeviceGroup(extents=((local, 1),), axes=())
         seconds = probes.all_reduce_seconds(mesh, reduced, _CALLS)
         exchanges.append(Exchange(axis="devices of a process", group=group, seconds=seconds))
-    if processes > 1:
-        by_process = {device.process_index: device for device in reversed(jax.devices())}
-        firsts = machine.mesh_of([by_process[index] for index in range(processes)])
-        group = DeviceGroup(extents=((processes, local),), axes=())
-        seconds = probes.all_reduce_seconds(firsts, reduced, _CALLS)
-        exchanges.append(Exchange(axis="processes", group=group, seconds=seconds))
     return Rates(
         rate_type=rate_type,
         width=width,
@@ -150,6 +144,27 @@ def measure(on_stage: OnStage) -> Rates:
         reduced_bytes=reduced,
         exchanges=tuple(exchanges),
     )
+
+
+def measure_exchange(rates: Rates) -> Rates:
+    """`rates`, and that of the exchange between processes; every process must ask."""
+    import jax
+
+    from scalejax.calibrate import machine, probes
+
+    local, processes = jax.local_device_count(), jax.process_count()
+    by_process = {device.process_index: device for device in reversed(jax.devices())}
+    firsts = machine.mesh_of([by_process[index] for index in range(processes)])
+    group = DeviceGroup(extents=((processes, local),), axes=())
+    seconds = probes.all_reduce_seconds(firsts, rates.reduced_bytes, _CALLS)
+    between = Exchange(axis="processes", group=group, seconds=seconds)
+    return replace(rates, exchanges=(*rates.exchanges, between))
+
+
+def no_rates(reason: str) -> Finding:
+    """The devices did not do what was to be timed, for a reason that JAX gave."""
+    said = (reason.strip().splitlines() or ["JAX does not say why."])[0]
+    return found("rates", "devices at work", "failed", "a rate", bad=True, fix=said)
 
 
 def no_devices(reason: str) -> Finding:

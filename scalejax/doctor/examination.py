@@ -20,7 +20,7 @@ from scalejax.doctor.variables import Surroundings, variable_findings
 from scalejax.doctor.versions import read_versions, version_findings
 from scalejax.documents import build, plain
 from scalejax.hardware import Cluster
-from scalejax.rendezvous import Place
+from scalejax.rendezvous import Place, is_lost_contact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,9 @@ def stage_count() -> int:
 def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[Finding, ...]:
     """Every finding, those of all processes together; every process must ask.
 
+    One whose JAX has no devices can tell the others nothing: it gives its own findings, with its
+    number, and the others wait for it until it leaves.
+
     Args:
         asked: what to look at.
         on_stage: called as each piece of work begins.
@@ -58,6 +61,8 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
     try:
         seen = device_checks.read_devices()
     except (RuntimeError, AssertionError) as error:
+        if is_lost_contact(error):  # with one that has no devices: that one says why
+            raise
         # JAX could not start (it asserts so for some plug-ins); what can be seen without may say
         # why.
         hosts, processes = 1, 1
@@ -80,7 +85,8 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
     )
     variables = variable_findings(asked.environment, around)
     if processes == 1:
-        return (*mine, *variables)
+        alone = () if asked.place is None else (asked.place.process,)
+        return tuple(replace(each, processes=alone) for each in (*mine, *variables))
     clocks = clock_finding(measure_clock_offsets())
     if asked.place is not None and asked.place.process == 0:  # by whose clock all are judged
         mine.append(clocks)
@@ -91,7 +97,19 @@ def _of_devices(
     cluster: Cluster | None, seen: device_checks.Devices, hosts: int, on_stage: OnStage
 ) -> Iterator[Finding]:
     yield from device_checks.device_findings(seen, cluster)
-    rates = device_checks.measure(on_stage)
+    rates = None
+    try:
+        rates = device_checks.measure(on_stage)
+    except RuntimeError as error:
+        if is_lost_contact(error):
+            raise
+        yield device_checks.no_rates(str(error))
+    # One that failed may not get through an exchange, for which the others would wait.
+    said = _said_by_all("failed" if rates is None else "measured", seen.processes)
+    if rates is None:
+        return
+    if seen.processes > 1 and "failed" not in said:
+        rates = device_checks.measure_exchange(rates)
     if cluster is None:
         chip = device_checks.detected_chip(seen)
     else:

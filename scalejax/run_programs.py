@@ -16,7 +16,7 @@ from scalejax.hardware import Cluster, HostInput, load_cluster
 from scalejax.input_work import host_input
 from scalejax.local_cluster import local_cluster
 from scalejax.predict import Prediction, predict
-from scalejax.processes import first_says, is_first
+from scalejax.processes import all_say, first_says, is_first
 from scalejax.profile import read_step
 from scalejax.profile.cache import user_folder
 from scalejax.progress import Reporter
@@ -72,8 +72,10 @@ def predict_run(
         reporter.say("no prediction: it would be of one batch, and that of this run grows")
         return
     calibrated = calibrated_cluster(mesh)
-    # Measured by every process if by one, since it is of all devices at once.
-    if first_says(calibrated is not None) and calibrated is not None:
+    # Measured by every process if by one, since it is of all devices at once: each may look into a
+    # cache of its own.
+    is_known = "no" not in all_say("no" if calibrated is None else "yes")
+    if is_known and calibrated is not None:
         cluster, how = calibrated, "as scalejax calibrate measured these devices"
     else:
         cluster = local_cluster(mesh)

@@ -1,9 +1,12 @@
 """This machine as a cluster: measured, and good to predict with."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from scalejax import run_programs
 from scalejax.layout import Layout
 from scalejax.local_cluster import local_cluster
 from scalejax.mesh import build_mesh
@@ -44,3 +47,24 @@ def test_virtual_devices_share_the_memory_of_the_machine(mesh):
 def test_a_process_measures_its_devices_once(mesh):
     """The runs of one process are costed by the same figures."""
     assert local_cluster(mesh) is local_cluster(build_mesh(Layout(fsdp=2)))
+
+
+@pytest.mark.parametrize("calibrated", [None, "a cluster"])
+def test_all_measure_if_one_has_no_calibration(monkeypatch, tmp_path, calibrated):
+    """Each looks into a cache of its own: one that measured by itself would wait for the others."""
+
+    class MeasuredError(Exception):
+        pass
+
+    def measure(mesh):
+        raise MeasuredError
+
+    others = ("yes", "no")
+    monkeypatch.setattr(run_programs, "calibrated_cluster", lambda mesh: calibrated)
+    monkeypatch.setattr(run_programs, "all_say", lambda said: (*others, said))
+    monkeypatch.setattr(run_programs, "local_cluster", measure)
+    predict_run: Any = run_programs.predict_run  # what it is not asked for is not given
+    files = SimpleNamespace(prediction=tmp_path / "prediction.json")
+
+    with pytest.raises(MeasuredError):
+        predict_run(files, None, None, SimpleNamespace(later=()), None)

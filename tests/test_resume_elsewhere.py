@@ -43,7 +43,7 @@ checkpoint_every_steps = 5
 """
 INTERRUPTED = 128 + 15
 
-pytestmark = pytest.mark.slow  # eleven processes that each import JAX
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # eleven processes that each import JAX
 
 
 @pytest.fixture(scope="module")

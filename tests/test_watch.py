@@ -1,11 +1,17 @@
 """Which process was lost is told by exit codes, heartbeats and what the system says."""
 
+import io
+import os
 import re
+import signal
+import sys
+import threading
 import time
 
 import pytest
 
 from scalejax.heartbeat import Beat, Heartbeat, read_beat
+from scalejax.launch.local import LOST, Launch, launch
 from scalejax.launch.watch import Watch
 from scalejax.rendezvous import MISSED_ANOTHER
 
@@ -94,9 +100,10 @@ def test_of_stuck_processes_the_one_is_named_that_the_others_wait_for(watch, clo
     assert watch.hanging(RUNNING, beats, LIVES).process == culprit
 
 
-def test_compiling_may_take_six_times_as_long(watch, clock):
+@pytest.mark.parametrize("phase", ["compiling", "saving"])
+def test_some_things_may_take_six_times_as_long(watch, clock, phase):
     """And a process that has not said anything yet is the one that is missed."""
-    beats = (None, beat(step=0, phase="compiling"))
+    beats = (None, beat(step=0, phase=phase))
 
     for clock[0] in (0.0, 599.0):
         assert watch.hanging(RUNNING, beats, LIVES) is None
@@ -120,6 +127,47 @@ def test_as_long_as_one_moves_on_none_hangs(watch, clock):
     for clock[0] in range(0, 1000, 50):
         beats = (beat(moves=int(clock[0])), beat())
         assert watch.hanging(RUNNING, beats, LIVES) is None
+
+
+STOPS_ITSELF = """
+import os, signal, time
+def obey(number, frame):
+    if os.environ["SCALEJAX_PROCESS"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+signal.signal(signal.SIGTERM, obey)
+print("ready")
+while True:
+    time.sleep(60)
+"""
+
+
+def test_processes_are_watched_also_after_a_signal(tmp_path):
+    """One of two that were asked to stop is stopped instead, and the other waits for it."""
+
+    class Ears(io.StringIO):
+        def write(self, text):
+            count = super().write(text)
+            if "ready" in text and self.getvalue().count("ready") == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return count
+
+    said = Ears()
+    job = Launch(
+        command=(sys.executable, "-c", STOPS_ITSELF),
+        processes=2,
+        shows_all=True,
+        folder=tmp_path,
+        stopped_seconds=0.5,
+    )
+    impatient = threading.Timer(20, os.kill, (os.getpid(), signal.SIGTERM))
+    impatient.start()
+    try:
+        code = launch(job, said)
+    finally:
+        impatient.cancel()
+
+    assert code == LOST
+    assert "process 1 has been stopped" in said.getvalue()
 
 
 def test_a_heartbeat_is_read_as_it_was_written(tmp_path):

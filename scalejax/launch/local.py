@@ -6,6 +6,7 @@ is wanted. Knows nothing of training but how to ask for what was saved.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 10.0
 """For processes that were asked to end, before they are killed."""
 _SECONDS_TO_SAVE = 600.0
-"""For processes that save a checkpoint first."""
+"""For processes that save a checkpoint first, as long as they move on."""
 _SECONDS_TO_FOLLOW = 5.0
 """For the others to say what they know when one has ended badly."""
 _LINES_AT_END = 8
@@ -201,7 +202,7 @@ class _Attempt:
 
     def _watched(self) -> int | Loss:
         """Look after them until all have ended, or one is lost."""
-        passed_on = 0
+        passed_on, deadline = 0, math.inf
         while True:
             codes, beats = self._codes(), self._beats()
             if all(code is not None for code in codes):
@@ -211,20 +212,23 @@ class _Attempt:
                 if passed_on > 1:
                     return 128 + self._signals.received[-1]  # and they are killed
                 self._signal(self._signals.received[-1])
-                self._wait(_SECONDS_TO_SAVE)
-                continue
+                deadline = time.monotonic() + _SECONDS_TO_SAVE
             if self._watch.lost_by_code(codes, beats) is not None:
                 self._wait(_SECONDS_TO_FOLLOW)
                 codes = self._codes()
                 return self._watch.lost_by_code(codes, self._beats()) or self._verdict(codes, beats)
             if any(code is not None for code in codes):
                 # One is done, or was refused: the others will be, or will wait for it in vain.
-                if not self._wait(_SECONDS_TO_FOLLOW + _SECONDS_TO_END):
+                in_time = self._wait(_SECONDS_TO_FOLLOW + _SECONDS_TO_END)
+                if not in_time and len(self._signals.received) == passed_on:
                     return self._left_behind()
                 continue
             is_stopped = [_is_stopped(worker.pid) for worker in self._workers]
             if (loss := self._watch.hanging(codes, beats, is_stopped)) is not None:
                 return loss
+            if time.monotonic() > deadline:
+                reason = f"did not end within {_SECONDS_TO_SAVE:.0f} s of a signal"
+                return _loss(codes.index(None), reason, beats)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:

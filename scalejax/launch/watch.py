@@ -16,7 +16,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 _FOLLOWING = (MISSED_ANOTHER, -signal.SIGABRT)
 """Exit codes of processes that missed another: told by an error, or ended by JAX itself."""
 
-_LONG_PHASES, _LONGER = ("starting", "compiling", "evaluating, saving"), 6
+_LONG_PHASES, _LONGER = ("starting", "compiling", "saving"), 6
 """At what a process may be for so many times as long without moving on."""
 _UNBORN = Beat(breaths=0, moves=0, step=0, phase="starting")
 """Of a process that has not come so far as to say anything."""

@@ -87,6 +87,7 @@ class TrainingLoop:
             self._pause(state)  # a signal fell into its evaluation
         state = self._run_steps(state)
         self._journal.clock.enter("checkpoint")  # until the last of them is whole
+        self._journal.heartbeat.at("saving", self._step)
         save_weights(self._journal.files.weights, self._final_weights(state))
         self._change_status(*self._ending())
 
@@ -210,10 +211,11 @@ class TrainingLoop:
         """
         accuracy, clock = None, self._journal.clock
         self._skipped.tell("train", self._journal, step=self._step)
-        self._journal.heartbeat.at("evaluating, saving", self._step)
         if self._run.is_evaluated(self._step) and not signal_number:
+            self._journal.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
                 accuracy, signal_number = self._evaluate(state)
+        self._journal.heartbeat.at("saving", self._step)
         if not self._course.has_diverged:  # a checkpoint of it would push out a better one
             with clock.within("checkpoint"):
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)

@@ -10,7 +10,8 @@ import pytest
 from record_cases import figures
 from test_train import run
 
-from scalejax import stop_signals
+from scalejax import stop_signals, training_loop
+from scalejax.checkpoint import Checkpoints
 from scalejax.commands.launching import LaunchRun
 from scalejax.commands.runs import Train
 from scalejax.heartbeat import Heartbeat
@@ -124,3 +125,30 @@ def test_an_evaluation_that_a_signal_fell_into_is_made_again(tmp_path, monkeypat
     assert (tmp_path / "cut" / "checkpoints" / str(step)).exists() == (
         tmp_path / "whole" / "checkpoints" / str(step)
     ).exists()
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_whoever_watches_is_told_of_every_save(tmp_path, monkeypatch, is_interrupted):
+    """Also behind an evaluation and at the end: it may take its time."""
+    heartbeat, phases = Heartbeat(None), []
+
+    def noted(function):
+        def call(*arguments, **named):
+            phases.append(heartbeat.phase)
+            return function(*arguments, **named)
+
+        return call
+
+    monkeypatch.setattr(Heartbeat, "from_environment", lambda: heartbeat)
+    for name in ("save", "wait", "close"):
+        monkeypatch.setattr(Checkpoints, name, noted(getattr(Checkpoints, name)))
+    monkeypatch.setattr(training_loop, "save_weights", noted(training_loop.save_weights))
+    if is_interrupted:
+        monkeypatch.setattr(
+            StopSignals, "agreed", lambda *unused: signal.SIGTERM * (heartbeat.phase == "evaluating")
+        )
+    with pytest.raises(Interrupted) if is_interrupted else contextlib.nullcontext():
+        run(tmp_path / "run")
+
+    assert len(phases) == (3 if is_interrupted else 5)
+    assert set(phases) == {"saving"}

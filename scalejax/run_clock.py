@@ -31,14 +31,20 @@ class RunClock:
         Args:
             began_seconds_ago: how long its start-up has taken already.
         """
-        began = time.time() - began_seconds_ago
-        self._blank = Stretch(session=0, began_unix_seconds=began)
+        boot_id, boot_seconds = _boot()
+        self._blank = Stretch(
+            session=0,
+            began_unix_seconds=time.time() - began_seconds_ago,
+            boot_id=boot_id,
+            began_boot_seconds=boot_seconds and max(0.0, boot_seconds - began_seconds_ago),
+        )
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._seconds["startup"] = began_seconds_ago
         self._part: Part = "startup"
         self._since = time.perf_counter()
         self._first_step: int | None = None
         self._step = 0
+        self._path: Path | None = None
         self._file: int | None = None
         self._line = 0
         self._lock = threading.Lock()
@@ -54,7 +60,7 @@ class RunClock:
         earlier = load_stretches(path)
         if earlier:
             self._blank = replace(self._blank, session=earlier[-1].session + 1)
-        self._line = len(earlier)
+        self._line, self._path = len(earlier), path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._file, self._line * LINE_BYTES)  # of a line that was cut off
@@ -95,12 +101,20 @@ class RunClock:
             self._seconds["input_wait"] += seconds
 
     def finish_stretch(self) -> None:
-        """End a stretch, in a pause; the next one begins."""
+        """End a stretch, in a pause; the next one begins.
+
+        Raises:
+            ConfigError: if it cannot be written.
+        """
         with self._lock:
             self._close_stretch()
 
     def close(self) -> None:
-        """End the session."""
+        """End the session.
+
+        Raises:
+            ConfigError: if its last stretch cannot be written.
+        """
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -122,11 +136,18 @@ class RunClock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ConfigError:
+            if error is None:  # else that is told, which is often the same
+                raise
 
     def _close_stretch(self) -> None:
         now = time.perf_counter()
-        self._write(now, is_finished=True)
+        try:
+            self._write(now, is_finished=True)
+        except OSError as error:
+            raise ConfigError(f"{str(self._path)!r} cannot be written: {error}.") from error
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._since = now
         self._line += 1
@@ -150,6 +171,15 @@ class RunClock:
             **{f"{part}_seconds": value for part, value in seconds.items()},
         )
         os.pwrite(self._file, line_of(stretch), self._line * LINE_BYTES)
+
+
+def _boot() -> tuple[str | None, float | None]:
+    """Which start of which machine this is, and the seconds since; unknown but on Linux."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):
+        return None, None
 
 
 def process_seconds() -> float:

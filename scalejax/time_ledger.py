@@ -35,6 +35,10 @@ class Stretch:
     """Sessions of the run before this one."""
     began_unix_seconds: float
     """When the session began, by the clock of the system."""
+    boot_id: str | None = None
+    """Which start of which machine the session ran in, by Linux; None if it is not known."""
+    began_boot_seconds: float | None = None
+    """When the session began, since then: by a clock that nobody sets."""
     first_step: int | None = None
     """Updates of the run that the session began with; None until it knows."""
     step: int = 0
@@ -56,7 +60,7 @@ class Stretch:
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
-            if value is not None:
+            if value is not None and name != "boot_id":
                 require_at_least(name, value, 0)
 
     @property
@@ -126,8 +130,9 @@ class TimeLedger:
 def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
     """The sums of the stretches of a run, in their order; there must be one at least.
 
-    Where a session began before the end of an earlier one by the clock of the system, which
-    someone has set back then, no time has passed between the two.
+    The time between two sessions is by a clock that nobody sets, where the machine was not started
+    anew between them; else by the clock of the system. Where a session began before the end of an
+    earlier one by that, which someone has set back then, no time has passed between the two.
     """
     kept = dict.fromkeys(PARTS, 0.0)
     wasted_seconds, repeated_steps = 0.0, 0
@@ -177,13 +182,24 @@ def steps_made(stretches: Sequence[Stretch]) -> list[int]:
 
 def _down_times(stretches: Sequence[Stretch]) -> list[float]:
     """Seconds between each session and the next."""
-    ended: dict[int, float] = {}
-    began: dict[int, float] = {}
+    first: dict[int, Stretch] = {}
+    spent: dict[int, float] = {}
     for each in stretches:
-        began[each.session] = each.began_unix_seconds
-        ended[each.session] = ended.get(each.session, each.began_unix_seconds) + each.seconds
-    sessions = sorted(began)
-    return [max(0.0, began[later] - ended[earlier]) for earlier, later in pairwise(sessions)]
+        first.setdefault(each.session, each)
+        spent[each.session] = spent.get(each.session, 0.0) + each.seconds
+    return [
+        max(0.0, _between(first[earlier], first[later]) - spent[earlier])
+        for earlier, later in pairwise(sorted(first))
+    ]
+
+
+def _between(earlier: Stretch, later: Stretch) -> float:
+    """Seconds from the begin of one session to that of another."""
+    begins = earlier.began_boot_seconds, later.began_boot_seconds
+    is_same_boot = earlier.boot_id is not None and earlier.boot_id == later.boot_id
+    if is_same_boot and begins[0] is not None and begins[1] is not None:
+        return begins[1] - begins[0]
+    return later.began_unix_seconds - earlier.began_unix_seconds
 
 
 def ledger_in_words(ledger: TimeLedger) -> str:

@@ -1,11 +1,14 @@
 """The wall time of a run is divided with nothing left over, whatever ends its sessions."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -129,6 +132,58 @@ def test_a_clock_set_back_between_sessions_takes_no_time_away():
     later = stretch(1, 200, began=400.0, first=100, step=5.0)
 
     assert time_ledger((earlier, later)).seconds == 10
+
+
+@pytest.mark.parametrize(("boot_id", "down"), [("a", 3), ("b", 3600), (None, 3600)])
+def test_a_clock_set_forward_between_sessions_adds_no_time(boot_id, down):
+    """By an hour; known only where the machine was not started anew between them."""
+    earlier = stretch(0, 100, began=1000.0, step=5.0)
+    later = stretch(1, 200, began=1005.0 + 3600, first=100, step=5.0)
+
+    ledger = time_ledger(
+        (
+            replace(earlier, boot_id="a", began_boot_seconds=200.0),
+            replace(later, boot_id=boot_id, began_boot_seconds=208.0),
+        )
+    )
+
+    assert ledger.down_seconds == down
+
+
+def test_a_session_knows_when_it_began_by_a_clock_that_nobody_sets(tmp_path, monkeypatch):
+    """Two sessions, and the clock of the system set forward by an hour between them."""
+    path, begin, now = tmp_path / "time.jsonl", time.perf_counter(), time.time()
+    for ahead in (0, 3600):
+        monkeypatch.setattr(time, "time", lambda ahead=ahead: now + ahead)
+        with RunClock() as clock:
+            clock.open(path)
+
+    ledger = load_ledger(path)
+
+    assert ledger is not None
+    assert ledger.seconds <= time.perf_counter() - begin + 0.1
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_times_that_cannot_be_written_are_refused_by_name(tmp_path, monkeypatch, is_failing):
+    """And keep no other refusal from being told."""
+    path = tmp_path / "time.jsonl"
+
+    def full(*unused):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def session():
+        with RunClock() as clock:
+            clock.open(path)
+            monkeypatch.setattr(os, "pwrite", full)
+            with pytest.raises(ConfigError, match=r"time.jsonl' cannot be written"):
+                clock.finish_stretch()
+            if is_failing:
+                raise ConfigError("the real one")
+
+    told = "the real one" if is_failing else r"time.jsonl' cannot be written: .*No space left"
+    with pytest.raises(ConfigError, match=told):
+        session()
 
 
 seconds = st.floats(min_value=0, max_value=1e4)
@@ -298,8 +353,10 @@ def test_no_time_has_no_goodput():
 
 def test_a_line_is_never_longer_than_its_place():
     """Ten years of everything, a thousand sessions and a quadrillion steps."""
-    longest = stretch(
-        1000, 10**15, began=4e9 + 1 / 3, first=10**15, **dict.fromkeys(PARTS, 3e8 + 1 / 3)
+    longest = replace(
+        stretch(1000, 10**15, began=4e9 + 1 / 3, first=10**15, **dict.fromkeys(PARTS, 3e8 + 1 / 3)),
+        boot_id=str(uuid.uuid4()),
+        began_boot_seconds=3e8 + 1 / 3,
     )
 
     assert len(line_of(longest)) == LINE_BYTES

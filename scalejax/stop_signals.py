@@ -2,7 +2,7 @@
 
 While a run is set up, a signal ends it at once: there is nothing to save. While it trains or
 evaluates, the loop asks here after every update and every batch of an evaluation; one that has
-hung is ended without its consent.
+hung is ended without its consent, if the process is there for it alone.
 """
 
 import os
@@ -28,7 +28,9 @@ SETUP_SECONDS = 5.0
 """Within so many seconds of a signal a run ends that has not begun to train."""
 _EXCHANGE_SECONDS = 1.0
 """How often processes tell each other: each time they wait for all that is queued."""
-_MOST_CALLS = 1000
+_MOST_CALLS = 50
+"""Between two exchanges, however fast they are: updates that slow down to 0.4 s are still asked
+within `HONOUR_SECONDS`. Of updates of 1 ms it makes an exchange every 50 ms."""
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,9 +42,12 @@ class Interrupted(SystemExit):
 class _Pace:
     """When processes compare notes in one kind of work."""
 
-    begin: float
+    kind: str
+    last_call: float
     calls: int = 0
     every: int = 1
+    slowest_seconds: float = 0.0
+    """Of the calls since the last exchange."""
 
 
 class StopSignals:
@@ -53,23 +58,24 @@ class StopSignals:
         heartbeat: Heartbeat | None = None,
         *,
         honour_seconds: float = HONOUR_SECONDS,
-        leave: Callable[[int], None] = os._exit,
+        leave: Callable[[int], None] | None = None,
     ) -> None:
         """Listen to none yet.
 
         Args:
             heartbeat: says what the run is at, for the message.
             honour_seconds: as `HONOUR_SECONDS`.
-            leave: ends the process with a code, whatever it is doing.
+            leave: ends the process with a code, whatever it is doing; if None, nothing does, as
+                the process is someone else's, or `os._exit` where a launcher has started it.
         """
         self._heartbeat = heartbeat or Heartbeat(None)
         self._honour_seconds = honour_seconds
-        self._leave = leave
+        self._leave = leave or (os._exit if LAUNCHER in os.environ else None)
         self._is_training = False
         self._received = 0
         self._is_honoured = threading.Event()
         self._previous: dict[int, object] = {}
-        self._paces: dict[str, _Pace] = {}
+        self._pace: _Pace | None = None
         self._pipe: tuple[int, int] | None = None
         self._previous_fd = -1
 
@@ -83,12 +89,16 @@ class StopSignals:
             raise Interrupted(128 + self._received)
         self._is_training = True
 
+    def restart_pace(self) -> None:
+        """The work that follows may be slower than what was; all processes must call it."""
+        self._pace = None
+
     def agreed(self, kind: str) -> int:
         """The signal that some process received, the same answer in all; 0 if none.
 
-        All processes must call it equally often for each `kind` of work. Several compare notes
-        about once a second only, after as many calls as the slowest has made in that time: it
-        takes an exchange.
+        All processes must call it equally often for each `kind` of work, in the same order. Several
+        compare notes about once a second only, or every 50 calls: it takes an exchange. What the
+        slowest call of all took decides after how many; a new kind of work begins with one.
         """
         found = self._received if jax.process_count() == 1 else self._exchanged(kind)
         if found:
@@ -96,16 +106,21 @@ class StopSignals:
         return found
 
     def _exchanged(self, kind: str) -> int:
-        pace = self._paces.setdefault(kind, _Pace(time.monotonic()))
+        now = time.monotonic()
+        if self._pace is None or self._pace.kind != kind:
+            self._pace = _Pace(kind, now)
+        pace = self._pace
         pace.calls += 1
+        pace.slowest_seconds = max(pace.slowest_seconds, now - pace.last_call)
+        pace.last_call = now
         if pace.calls < pace.every:
             return 0
-        seconds = (time.monotonic() - pace.begin) / pace.calls
-        notes = np.array([self._received, seconds], np.float32)
+        notes = np.array([self._received, pace.slowest_seconds], np.float32)
         signals, slowest = multihost_utils.process_allgather(notes).max(axis=0)
         # Not at once to the full: what comes first may be faster than what follows.
         calls = min(2 * pace.every, int(_EXCHANGE_SECONDS / max(float(slowest), 1e-9)))
-        self._paces[kind] = _Pace(time.monotonic(), every=max(1, min(calls, _MOST_CALLS)))
+        every = max(1, min(calls, _MOST_CALLS))
+        self._pace = _Pace(kind, time.monotonic(), every=every)
         return int(signals)
 
     def __enter__(self) -> "StopSignals":
@@ -114,12 +129,15 @@ class StopSignals:
             return self
         for number in _NUMBERS:
             self._previous[number] = signal.signal(number, self._receive)
+        if self._leave is None:
+            return self
         # Python's handlers wait for the main thread, which may be in XLA; this does not.
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, end == self._pipe[0])
         self._previous_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=self._listen, args=(self._pipe[0],), daemon=True).start()
+        listening = (self._pipe[0], self._leave)
+        threading.Thread(target=self._listen, args=listening, daemon=True).start()
         return self
 
     def __exit__(
@@ -141,7 +159,9 @@ class StopSignals:
         if not self._is_training:
             words = f"interrupted while {self._phase}: the run stands where it was"
             print(words, file=sys.stderr, flush=True)
-            if LAUNCHER in os.environ:  # no one else's process; what is raised JAX may catch
+            if (
+                self._leave and LAUNCHER in os.environ
+            ):  # no one else's process; what is raised JAX may catch
                 self._leave(128 + number)
             raise Interrupted(128 + number)
 
@@ -154,7 +174,7 @@ class StopSignals:
     def _phase(self) -> str:
         return self._heartbeat.phase
 
-    def _listen(self, pipe: int) -> None:
+    def _listen(self, pipe: int, leave: Callable[[int], None]) -> None:
         """Keep the deadline of the first signal."""
         number = 0
         while number not in _NUMBERS:
@@ -166,13 +186,12 @@ class StopSignals:
         is_training = self._is_training
         seconds = self._honour_seconds if is_training else SETUP_SECONDS
         if not self._is_honoured.wait(seconds):
-            self._end(number, seconds, is_training)
-
-    def _end(self, number: int, seconds: float, is_training: bool) -> None:
-        outcome = "the run stands at its latest checkpoint" if is_training else "nothing was saved"
-        print(
-            f"interrupted, and {self._phase} did not end within {seconds:.0f} s: {outcome}",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._leave(128 + number)
+            outcome = (
+                "the run stands at its latest checkpoint" if is_training else "nothing was saved"
+            )
+            print(
+                f"interrupted, and {self._phase} did not end within {seconds:.0f} s: {outcome}",
+                file=sys.stderr,
+                flush=True,
+            )
+            leave(128 + number)

@@ -5,7 +5,7 @@ program that is then run.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -53,6 +53,7 @@ def train(
     traces: TraceSchedule | None = None,
     predicts: bool = True,
     startup_seconds: float = 0.0,
+    leave: Callable[[int], None] | None = None,
 ) -> RunRecord:
     """The record of the run that `config` describes, made here and now.
 
@@ -67,6 +68,8 @@ def train(
         traces: which steps to record with the profiler; None for none.
         predicts: write a prediction first, for which these devices are measured for a second.
         startup_seconds: that the start of this session has taken before, for its time ledger.
+        leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
+            before training; if None, the process goes on, as it is there for other things too.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
@@ -76,7 +79,7 @@ def train(
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     clock, heartbeat = RunClock(startup_seconds), Heartbeat.from_environment()
-    with StopSignals(heartbeat) as signals, clock:
+    with StopSignals(heartbeat, leave=leave) as signals, clock:
         heartbeat.at("compiling", 0)
         reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
         documents.require_writable_folder("folder", folder)

@@ -125,6 +125,7 @@ class TrainingLoop:
             skipped=self._skipped.of["train"],
         )
         self._clock.restart(self._step)
+        self._signals.restart_pace()
         self._journal.clock.enter("step")
         with closing(batches):
             state = self._run_batches(state, batches, update, end)

@@ -5,7 +5,9 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from record_cases import figures
 from test_train import run
@@ -79,6 +81,72 @@ def test_what_hangs_is_ended_within_the_stated_time(monkeypatch, capsys, is_trai
     assert "waiting for input did not end within 0 s" in said
 
 
+def test_a_process_that_is_there_for_other_things_is_not_ended(monkeypatch):
+    """As a notebook is: whoever calls `train` in it decides what becomes of it."""
+    codes = []
+    monkeypatch.setattr(stop_signals, "SETUP_SECONDS", 0.1)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.delenv("SCALEJAX_LAUNCHER", raising=False)
+
+    with StopSignals(honour_seconds=0.1) as signals:
+        assert signal.set_wakeup_fd(-1) == -1, "its own would be taken from the host's loop"
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGTERM)
+        with contextlib.suppress(Interrupted):
+            signals.begin()
+        time.sleep(0.5)
+
+    assert codes == []
+
+
+@pytest.mark.parametrize("slow_seconds", [0.2, 0.4])
+@pytest.mark.parametrize("calls_before", [1500, 2027])
+def test_processes_agree_in_time_also_where_updates_slow_down(
+    monkeypatch, slow_seconds, calls_before
+):
+    """From 1 ms to so long, where a signal comes; two clocks differ, and both exchange at the same
+    calls, or neither would come back from it."""
+    clocks, meeting, notes = threading.local(), threading.Barrier(2, timeout=10), {}
+    exchanges, answered = [], []
+
+    def gathered(note):
+        notes[clocks.number] = note
+        meeting.wait()
+        exchanges.append(clocks.now)
+        found = np.stack([notes[0], notes[1]])
+        meeting.wait()
+        return found
+
+    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(monotonic=lambda: clocks.now))
+    monkeypatch.setattr(stop_signals.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(stop_signals.multihost_utils, "process_allgather", gathered)
+
+    def process(number):
+        clocks.number, clocks.now, factor = number, 100.0 * number, 1 + 0.3 * number
+        signals = StopSignals()
+        signals.begin()
+        for _ in range(calls_before):
+            clocks.now += 0.001 * factor
+            assert signals.agreed("training") == 0
+        if number:
+            signals._received = signal.SIGTERM
+        begin = clocks.now
+        while not signals.agreed("training"):
+            clocks.now += slow_seconds
+        answered.append(clocks.now - begin)
+
+    threads = [threading.Thread(target=process, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(answered) == 2
+    assert answered[0] == pytest.approx(answered[1])
+    assert answered[0] <= HONOUR_SECONDS
+    assert len(exchanges) / 2 < calls_before / 20
+
+
 def test_one_that_is_honoured_in_time_is_not_ended():
     """What comes after, a checkpoint, may take its time."""
     codes = []
@@ -145,7 +213,9 @@ def test_whoever_watches_is_told_of_every_save(tmp_path, monkeypatch, is_interru
     monkeypatch.setattr(training_loop, "save_weights", noted(training_loop.save_weights))
     if is_interrupted:
         monkeypatch.setattr(
-            StopSignals, "agreed", lambda *unused: signal.SIGTERM * (heartbeat.phase == "evaluating")
+            StopSignals,
+            "agreed",
+            lambda *unused: signal.SIGTERM * (heartbeat.phase == "evaluating"),
         )
     with pytest.raises(Interrupted) if is_interrupted else contextlib.nullcontext():
         run(tmp_path / "run")

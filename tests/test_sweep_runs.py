@@ -16,6 +16,7 @@ from scalejax.config import load_config, resolve
 from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
 from scalejax.record import RunFolder, RunRecord
+from scalejax.stop_signals import Interrupted, StopSignals
 from scalejax.sweep import together
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.together import train_together
@@ -180,6 +181,39 @@ def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
     for folder in folders:
         last = RunRecord.load(folder.path).statuses[-1]
         assert (last.status, "with 0 others" in last.message) == ("completed", True)
+
+
+@pytest.mark.parametrize("of_evaluations", [1, 3])
+def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
+    run_file, tmp_path, monkeypatch, of_evaluations
+):
+    """Also the last one, at the end; the records are then as if nothing had happened."""
+    runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
+    cut, whole = (
+        [RunFolder(path=tmp_path / f"{name}{seed}") for seed in (0, 1)] for name in ("cut", "whole")
+    )
+    train_together(runs, whole, tmp_path / "whole", Silent())
+    batches = []
+
+    def agreed(signals, kind):
+        if kind != "evaluating":
+            return 0
+        batches.append(kind)  # 20 examples, 8 at a time: the second of three
+        return signal.SIGTERM if len(batches) == 3 * of_evaluations - 1 else 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StopSignals, "agreed", agreed)
+        with pytest.raises(Interrupted):
+            train_together(runs, cut, tmp_path / "states", Silent())
+    before = RunRecord.load(cut[0].path)
+    assert len(before.evaluations) == of_evaluations - 1
+    assert (before.status, before.statuses[-1].step) == ("interrupted", 12 * of_evaluations)
+
+    train_together(runs, cut, tmp_path / "states", Silent())
+
+    for ours, theirs in zip(cut, whole, strict=True):
+        assert RunRecord.load(ours.path).status == "completed"
+        assert figures(ours.path) == figures(theirs.path)
 
 
 SWEEP = (

@@ -3,6 +3,7 @@
 They start without JAX, and import it when they run.
 """
 
+import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -60,6 +61,7 @@ class Train(RunFileCommand):
                 resume=self.resume,
                 traces=traces,
                 startup_seconds=process_seconds(),
+                leave=os._exit,
             )
         if place is not None and place.process:
             return

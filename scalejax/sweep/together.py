@@ -9,7 +9,7 @@ all is checkpointed as one.
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from scalejax.data import Skipped, Split, evaluation_batches_of_seeds, training_
 from scalejax.data_files import refuse_other_files
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.features import open_examples
+from scalejax.heartbeat import Heartbeat
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.progress import Reporter
 from scalejax.record import (
@@ -54,6 +55,7 @@ def train_together(
     reporter: Reporter,
     *,
     memory_bytes: int | None = None,
+    leave: Callable[[int], None] | None = None,
 ) -> None:
     """Train `runs`, all to their end, and leave the record of each in its folder.
 
@@ -66,6 +68,7 @@ def train_together(
         reporter: told of the first of them.
         memory_bytes: what the program of all may take; where it takes more, halves of the runs
             train one after the other. If None, as much as it takes.
+        leave: as that of `train`.
 
     Raises:
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
@@ -79,10 +82,16 @@ def train_together(
         middle = (len(runs) + 1) // 2
         for number, part in enumerate((slice(None, middle), slice(middle, None))):
             if not all(_is_finished(folder) for folder in folders[part]):
-                path = halves / str(number)
-                train_together(runs[part], folders[part], path, reporter, memory_bytes=memory_bytes)
+                train_together(
+                    runs[part],
+                    folders[part],
+                    halves / str(number),
+                    reporter,
+                    memory_bytes=memory_bytes,
+                    leave=leave,
+                )
     else:
-        _train_at_once(runs, folders, checkpoints, reporter, programs)
+        _train_at_once(runs, folders, checkpoints, reporter, programs, leave)
     shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
 
 
@@ -104,14 +113,16 @@ def _train_at_once(
     checkpoints: Path,
     reporter: Reporter,
     programs: MappedPrograms,
+    leave: Callable[[int], None] | None,
 ) -> None:
+    heartbeat = Heartbeat.from_environment()
     for run, folder in zip(runs, folders, strict=True):
         refuse_other_files(folder, run.config.data)
         describe_run(folder, run)
-    with Checkpoints(checkpoints, keep=1) as saved, StopSignals() as signals:
-        signals.begin()
+    signals = StopSignals(heartbeat, leave=leave)
+    with Checkpoints(checkpoints, keep=1) as saved, signals:
         begin = saved.latest_step or 0
-        loop = _Loop(runs, folders, saved, signals, reporter, begin, programs)
+        loop = _Loop(runs, folders, saved, signals, heartbeat, reporter, begin, programs)
         try:
             loop.train()
         finally:
@@ -131,12 +142,14 @@ class _Loop:
         folders: Sequence[RunFolder],
         saved: Checkpoints,
         signals: StopSignals,
+        heartbeat: Heartbeat,
         reporter: Reporter,
         begin: int,
         programs: MappedPrograms,
     ) -> None:
         self._runs, self._run, self._folders = runs, runs[0], folders
         self._saved, self._signals, self._reporter = saved, signals, reporter
+        self._heartbeat = heartbeat
         self._step = begin
         self._programs = programs
         self._tests = [
@@ -151,6 +164,7 @@ class _Loop:
         seeds = self._programs.seeds
         self._skipped = {part: [Skipped() for _ in seeds] for part in ("train", "test")}
         self._divergences = [Divergence(run.config.train.divergence) for run in runs]
+        self._evaluated_step: int | None = None
         self._last_checkpoint = time.perf_counter()
 
     def close(self) -> None:
@@ -171,12 +185,18 @@ class _Loop:
         if begin:
             state = self._saved.restore(begin, state)
             self._recall()
+        self._signals.begin()
         self._reporter.begin(begin, total_steps)
         words = f"with {len(self._runs) - 1} others in one program; {versions()}"
         self._change_status("resumed" if begin else "started", words)
         config, queued = run.config.train, None
         self._restart_clock()
+        if begin and self._open and run.is_evaluated(begin) and self._evaluated_step != begin:
+            if signal_number := self._evaluate(state):  # another fell into it before
+                self._pause(state, signal_number)
+            self._close_diverged(state, self._open)
         for batches in self._batches(begin):
+            self._heartbeat.at("training", self._step)
             state, metrics = self._programs.update(self._programs.rates, state, batches)
             if queued is not None:
                 jax.block_until_ready(queued["loss"])  # as `train` does, for its reasons
@@ -195,12 +215,13 @@ class _Loop:
             self._close_diverged(state, ending)
             if is_pause or is_evaluated:
                 self._close_diverged(state, self._open)
+            signal_number = 0
             if is_evaluated and self._open:
-                self._evaluate(state)
+                signal_number = self._evaluate(state)
                 self._close_diverged(state, self._open)
             if not self._open:
                 break
-            self._pause(state)
+            self._pause(state, signal_number)
         self._finish(state)
 
     def _batches(self, begin: int) -> Iterator[PyTree]:
@@ -260,21 +281,26 @@ class _Loop:
             self._keep_loss(index, line.loss, line.loss_scale)
         elif isinstance(line, EvaluationMeasurement):
             self._last[index]["evaluation"] = line.test_loss
+            self._evaluated_step = line.step
 
     def _keep_loss(self, index: int, loss: float | None, loss_scale: float | None) -> None:
         if not is_skipped(loss, loss_scale):
             self._last[index]["train"] = loss
 
-    def _evaluate(self, state: PyTree) -> None:
-        """Evaluate all runs, and put it down for those that go on."""
+    def _evaluate(self, state: PyTree) -> int:
+        """Evaluate all runs, and put it down for those that go on; gives back the signal that
+        came before it was whole, and is put down nowhere then."""
         begin, sums = time.perf_counter(), []
         weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
         how = self._run.config.input
         for batches in evaluation_batches_of_seeds(self._tests, shapes, how, self._skipped["test"]):
+            self._heartbeat.at("evaluating", self._step)
             if len(sums) > 1:
                 jax.block_until_ready(sums[-2])
             sums.append(self._programs.evaluate(weights, batches))
+            if signal_number := self._signals.agreed("evaluating"):
+                return signal_number
         self._tell_unreadable("test")
         parts = jax.device_get(sums)
         took = (time.perf_counter() - begin) / len(self._runs)
@@ -288,6 +314,7 @@ class _Loop:
             )
             self._write(index, line)
         self._restart_clock()
+        return 0
 
     def _tell_unreadable(self, part: Split) -> None:
         """Put down what of `part` could not be read since it was last asked."""
@@ -314,14 +341,15 @@ class _Loop:
     def _is_last(self) -> bool:
         return self._step == self._run.total_steps
 
-    def _pause(self, state: PyTree) -> None:
+    def _pause(self, state: PyTree, signal_number: int) -> None:
         """Save a checkpoint if it is time to; stop if a signal asks to."""
         run = self._run
         every = run.config.train.checkpoint_every_steps or run.steps_per_epoch
-        signal_number = self._signals.agreed("training")
+        signal_number = signal_number or self._signals.agreed("training")
         is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
         if signal_number or (is_due and self._step % every == 0 and not self._is_last):
             self._tell_unreadable("train")
+            self._heartbeat.at("saving", self._step)
             self._saved.save(self._step, state)
             self._restart_clock()
             self._last_checkpoint = time.perf_counter()
@@ -332,6 +360,7 @@ class _Loop:
 
     def _finish(self, state: TrainState) -> None:
         """Save what each run ended with, and close its record."""
+        self._heartbeat.at("saving", self._step)
         self._saved.save(self._step, state)  # a kill between two ends must repeat neither
         self._saved.wait()
         for index in self._open:

@@ -103,6 +103,7 @@ def _train(
             resume=folder.holds_run,
             reporter=reporter,
             predicts=False,
+            leave=os._exit,
         )
         return
     from scalejax.sweep.together import train_together
@@ -113,6 +114,7 @@ def _train(
         files.shared_checkpoints(indices[0]),
         reporter,
         memory_bytes=_of_device(memory_bytes),
+        leave=os._exit,
     )
 
 

@@ -42,8 +42,9 @@ def load_toml(path: Path) -> dict[str, JsonValue]:
     Raises:
         ConfigError: if there is no such file, or it is not TOML (with line and column).
     """
+    text = _read(path)
     try:
-        return parse_toml(_read(path))
+        return parse_toml(text)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 

@@ -30,10 +30,10 @@ time.jsonl           where the wall time of its sessions went, a line for each s
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
 weights/             parameters the run ended with
 traces/              what the profiler recorded, if it was asked to (--profile)
+processes/, slurm/   what each process said, if `scalejax launch` started them
 
 Read it all as one page:  scalejax report {path}
-Go on where it stopped:   scalejax train {path}/run.toml --folder {path} --resume
-                          (and --cpu-devices, if it began with virtual devices)
+Go on where it stopped:   {command}
 
 A run that a sweep trained in one program with others has neither program.json, prediction.json,
 time.jsonl, checkpoints/ nor traces/: it goes on by the --resume of its sweep.
@@ -108,6 +108,15 @@ def refuse_second_run(folder: RunFolder) -> NoReturn:
     )
 
 
+def refuse_no_run(folder: RunFolder) -> NoReturn:
+    """Refuse to go on where nothing has begun.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
+
+
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """Refuse to go on with a run whose config or data give other figures than `run` would.
 
@@ -119,7 +128,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         ConfigError: if `folder` holds no run, or naming the fields, or the first file, that differ.
     """
     if not folder.config.exists():
-        raise ConfigError(f"{str(folder.path)!r} holds no run to resume: it has no run.toml.")
+        refuse_no_run(folder)
     before = _flat(plain(load_kept_config(folder.config)))
     after = _flat(plain(resolved_config(run)))
     free = set(_FREE)
@@ -139,6 +148,13 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         )
     _refuse_other_evaluations(before["train.epochs"], run)
     refuse_other_files(folder, run.config.data)
+
+
+def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
+    """What a run that goes on was told otherwise before, of what changes where it ends."""
+    before = load_kept_config(folder.config).train.epochs
+    now = run.config.train.epochs
+    return [] if now == before else [f"train.epochs is {now}, and was {before}"]
 
 
 def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> None:
@@ -172,8 +188,8 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
         )
 
 
-def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
-    """Write the files that say what the run is.
+def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None) -> None:
+    """Write the files that say what the run is, and by which command it goes on.
 
     A prediction that is there for another layout or model is removed first, so that one that
     is left is always of the config beside it, wherever a kill falls.
@@ -183,7 +199,8 @@ def describe_run(folder: RunFolder, run: ResolvedRun) -> None:
         folder.program.unlink(missing_ok=True)
     save_used_files(folder, run.config.data)
     save_toml(resolved_config(run), folder.config)
-    save_text(_README.format(path=folder.path), folder.readme)
+    command = command or f"scalejax train {folder.config} --folder {folder.path} --resume"
+    save_text(_README.format(path=folder.path, command=command), folder.readme)
 
 
 def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:

@@ -1,5 +1,6 @@
 """The programs of a run, compiled here, and what they will take here before they have run."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -21,6 +22,7 @@ from scalejax.profile import read_step
 from scalejax.profile.cache import user_folder
 from scalejax.progress import Reporter
 from scalejax.record import RunFolder
+from scalejax.rendezvous import GO_ON
 from scalejax.run_notes import slow_note
 from scalejax.step import Step, build_step
 from scalejax.units import UNKNOWN, format_seconds
@@ -115,6 +117,14 @@ def beside_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
     note = slow_note(prediction, step_seconds)
     behind = f" ({note})" if note else ""
     return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
+
+
+def resume_command(files: RunFolder, run: ResolvedRun) -> str:
+    """What to type for a run to go on, as it was started: by `scalejax launch`, or alone."""
+    path, count = files.path, run.layout.device_count
+    virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
+    alone = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"
+    return os.environ.get(GO_ON, alone)
 
 
 def measured_input(config: RunConfig) -> HostInput | None:

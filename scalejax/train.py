@@ -28,13 +28,15 @@ from scalejax.progress import Reporter, Silent, reporter_for
 from scalejax.record import RunFolder, RunRecord
 from scalejax.run_clock import RunClock
 from scalejax.run_folder import (
+    changed_notes,
     describe_run,
     refuse_fewer_epochs,
     refuse_other_run,
     refuse_second_run,
 )
+from scalejax.run_lock import RunLock
 from scalejax.run_notes import notes_of
-from scalejax.run_programs import RunPrograms, compile_run, predict_run
+from scalejax.run_programs import RunPrograms, compile_run, predict_run, resume_command
 from scalejax.step import init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
 from scalejax.stop_signals import StopSignals
@@ -79,7 +81,7 @@ def train(
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     clock, heartbeat = RunClock(startup_seconds), Heartbeat.from_environment()
-    with StopSignals(heartbeat, leave=leave) as signals, clock:
+    with StopSignals(heartbeat, leave=leave) as signals, clock, RunLock() as lock:
         heartbeat.at("compiling", 0)
         reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
         documents.require_writable_folder("folder", folder)
@@ -89,15 +91,18 @@ def train(
         require_same_run(run, resume=resume)
         mesh = build_mesh(run.layout)
         files = _admitted(folder, run, resume=resume)
-        for note in notes_of(run):
+        for note in (*notes_of(run), *(changed_notes(files, run) if resume else ())):
             reporter.say(f"Note: {note}.")
+        if resume:  # before checkpoints are opened, which tidies up
+            lock.take(folder)
         with reporter.compiling(), clock.within("compile"):
             programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
         with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
             state, begin = _beginning(run, mesh, programs, checkpoints, traces)
             if is_first():  # after the last that may be refused
-                describe_run(files, run)
+                describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
+            lock.take(folder)
             if predicts:
                 predict_run(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)

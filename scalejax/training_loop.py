@@ -6,7 +6,6 @@ fetched only for the lines of the record, once they are there.
 Every process runs this loop over its own devices; the first alone writes and talks.
 """
 
-import os
 from contextlib import closing
 from typing import Any
 
@@ -27,10 +26,9 @@ from scalejax.record import (
     Status,
     StatusChange,
 )
-from scalejax.rendezvous import GO_ON
 from scalejax.run_evaluation import RunEvaluation
 from scalejax.run_folder import versions
-from scalejax.run_programs import RunPrograms, beside_predicted
+from scalejax.run_programs import RunPrograms, beside_predicted, resume_command
 from scalejax.skipped_examples import SkippedExamples
 from scalejax.step import Step
 from scalejax.step_traces import StepTraces
@@ -263,10 +261,7 @@ class TrainingLoop:
     def _interrupt(self, signal_number: int) -> None:
         with self._journal.clock.within("checkpoint"):
             self._checkpoints.wait()
-        path, count = self._journal.files.path, self._run.layout.device_count
-        virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
-        command = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"
-        command = os.environ.get(GO_ON, command)
+        command = resume_command(self._journal.files, self._run)
         self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
         raise Interrupted(128 + signal_number)
 

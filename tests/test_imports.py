@@ -160,6 +160,7 @@ PROGRAMS = {
     "run_programs": 11,
     "course": 12,
     "training_loop": 13,
+    "run_lock": 9,
     "train": 14,
 }
 """Row of each module that does."""

@@ -20,9 +20,11 @@ from scalejax.documents import JsonValue
 from scalejax.errors import ConfigError, refusal
 from scalejax.launch import Launch, launch
 from scalejax.launch.jobset import JobSetRun, manifest
+from scalejax.launch.local import LOST
 from scalejax.launch.slurm import SlurmRun, follow, script, submit
 from scalejax.record import RunFolder
 from scalejax.rendezvous import GO_ON
+from scalejax.run_folder import refuse_no_run, refuse_second_run
 
 _ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts")
 _FLAGS_OF = {
@@ -140,6 +142,10 @@ class LaunchRun(RunFileCommand):
     def _start(self, command: tuple[str, ...]) -> None:
         """Processes on this machine."""
         folder = self._run_folder
+        if self.min_np is not None and self.min_np > -self.np:
+            accepted = f"it must be at most {-self.np}, with which the run begins"
+            raise ConfigError(refusal("min_np", self.min_np, accepted))
+        self._require_own_folder()
         typed = [*sys.argv[1:], *(() if self.resume else ("--resume",))]
         run = RunFolder(path=folder)
 
@@ -158,11 +164,24 @@ class LaunchRun(RunFileCommand):
             stuck_seconds=self.stuck_seconds,
             shows_all=self.all_logs,
         )
-        raise SystemExit(launch(job))
+        print(f"starting {-self.np} process{'es' if self.np < -1 else ''} ...", file=sys.stderr)
+        code = launch(job)
+        if code == LOST and run.holds_run:
+            print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
+        raise SystemExit(code)
+
+    def _require_own_folder(self) -> None:
+        """Refuse what the processes would, before any of them has started."""
+        run = RunFolder(path=self._run_folder)
+        if run.holds_run and not self.resume:
+            refuse_second_run(run)
+        if self.resume and not run.config.exists():
+            refuse_no_run(run)
 
     def _submit(self, command: tuple[str, ...]) -> None:
         """A job of SLURM, waited for unless told otherwise."""
         folder = self._run_folder.absolute()
+        self._require_own_folder()
         run = SlurmRun(
             command=command,
             run_marker=None if self.resume else RunFolder(path=folder).config,

@@ -21,6 +21,7 @@ from PIL import Image
 from scalejax.conversion.rows import CHUNK_BYTES, IMAGE, fingerprint, hugging_face
 from scalejax.errors import ConfigError, refusal, unknown_name
 from scalejax.formats.numpy_arrays import PAIRS
+from scalejax.formats.numpy_files import read_header
 
 _IDX_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 """NumPy's names of the types of IDX (yann.lecun.com/exdb/mnist, "the IDX file format")."""
@@ -222,14 +223,7 @@ def _opened(path: Path, member: str | None) -> Iterator[IO[bytes]]:
 def _header(file: IO[bytes], path: Path) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and type of an array, whose rows begin where this leaves the file."""
     if path.suffix in (".npz", ".npy"):
-        version = np.lib.format.read_magic(file)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read is None:
-            raise ValueError(f"version {version} of NumPy's format")
-        shape, is_fortran, dtype = read(file)
+        shape, is_fortran, dtype = read_header(file)
         if is_fortran and len(shape) > 1:
             raise ValueError("its rows do not lie one after the other (Fortran order)")
         return shape, dtype

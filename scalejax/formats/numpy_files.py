@@ -4,6 +4,7 @@ Knows types, shapes and places; nothing of what the arrays mean.
 """
 
 import math
+import tokenize
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -163,14 +164,26 @@ def _require_room(field: str, header: ArrayHeader, said: zipfile.ZipInfo, begin:
 def _header(field: str, where: str, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Shape, whether columns come first, and type; leaves the stream at the first element."""
     try:
-        version = np.lib.format.read_magic(stream)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
-        if version not in read:
-            raise ValueError(f"version {version} of the format")
-        shape, is_fortran, dtype = read[version](stream)
+        return read_header(stream)
     except ValueError as error:
         raise ConfigError(f"{field}: {where} cannot be read as .npy ({error}).") from error
-    return shape, is_fortran, dtype
+
+
+def read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Shape, whether columns come first, and type of an .npy; leaves the stream at the first
+    element.
+
+    Raises:
+        ValueError: if it is none, or damaged.
+    """
+    version = np.lib.format.read_magic(stream)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read:
+        raise ValueError(f"version {version} of the format")
+    try:
+        return read[version](stream)
+    except (tokenize.TokenError, SyntaxError) as error:  # by which NumPy reads old headers
+        raise ValueError(f"its header is damaged: {error}") from error

@@ -363,6 +363,7 @@ def test_times_of_other_devices_are_no_baseline(tmp_path, monkeypatch):
     folder = finished(plan, tmp_path / "bench", {1: [0.1], 2: [0.05]})
     first = plan.benchmarks[0]
     measured = read_result(first, folder, 0)
+    assert measured is not None
     of_gpu = replace(measured, platform="gpu", device_kind="NVIDIA H100")
 
     documents.save(of_gpu, folder.result(first.name, 0))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import hypothesis
 import jax
 import pytest
+
+# A shell has what it runs in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast an example runs says how busy the machine is, not whether the property holds.
 hypothesis.settings.register_profile("scalejax", deadline=None)

@@ -2,9 +2,11 @@
 
 import json
 import math
+import mmap
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -513,13 +515,15 @@ def test_monitor_sees_what_this_process_takes():
     held = []
 
     def burn() -> None:
-        for _ in range(20):
-            sum(range(200_000))
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            sum(range(20_000))
 
     monitor = Monitor(0.02, device_bytes=lambda: 7)
     with monitor.sampling():
         burn()
-        held.append(np.ones(2**24, np.uint8))
+        held.append(mmap.mmap(-1, 2**24))  # of the system: what was freed before may be there yet
+        held[0].write(bytes(2**24))
         burn()
 
     samples = monitor.samples(0.0)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
@@ -16,7 +16,7 @@ from scalejax.errors import ConfigError, nearest_name, refusal, shortened, unkno
 from scalejax.record import RunFolder
 from scalejax.reference import run_reference
 from scalejax.sweep.folder import SweepFolder
-from scalejax.sweep.grammar import Fields, Grammar
+from scalejax.sweep.grammar import Fields, Grammar, flat_fields
 
 MOST_TOGETHER = 12
 """Runs in one program: each more takes memory, and gains little (`experiments/warmup_by_batch`)."""
@@ -148,7 +148,7 @@ def plan_sweep(
             differ in nothing that is named.
     """
     require_known_conditions(grammar)
-    file = _flat(load_toml(run_file))
+    file = flat_fields(load_toml(run_file))
     expanded = grammar.expanded(file)
     resolved = [
         _resolved(run_file, fields, cpu_devices, f"run {number} of {len(expanded)}")
@@ -195,7 +195,7 @@ def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
     Raises:
         ConfigError: naming the condition.
     """
-    grammar.require_met_conditions(_flat(load_toml(run_file)))
+    grammar.require_met_conditions(flat_fields(load_toml(run_file)))
 
 
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
@@ -333,7 +333,8 @@ def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
     Of a table that is named as a whole, those of its fields that tell runs apart: first of all
     which kind it is, and not what goes with the kind.
     """
-    tables = [_flat(plain(config)) for config in configs]
+    # A dataclass is a table.
+    tables = [flat_fields(cast(Fields, plain(config))) for config in configs]
     differing: list[str] = []
     for name in names:
         inner = (leaf for table in tables for leaf in table if leaf.startswith(f"{name}."))
@@ -391,13 +392,3 @@ def _program_of(run: ResolvedRun) -> str:
 
 def _known_fields() -> list[str]:
     return list(dict.fromkeys(each.name for table in run_reference() for each in table.fields))
-
-
-def _flat(value: JsonValue, prefix: str = "") -> Fields:
-    """The scalars and lists of nested tables by dotted name."""
-    if isinstance(value, dict):
-        flat: Fields = {}
-        for name, inner in value.items():
-            flat |= _flat(inner, f"{prefix}.{name}" if prefix else name)
-        return flat
-    return {prefix: value}

@@ -152,14 +152,18 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(
 
     assert code == 0, said
     files = RunFolder(path=folder)
-    ledger, last_line = load_ledger(files.time), load_stretches(files.time)[-1]
+    stretches = load_stretches(files.time)
+    ledger, last_line = load_ledger(files.time), stretches[-1]
     assert ledger is not None
     assert last_line.first_step is not None
     assert ledger.goodput is not None
     assert (ledger.sessions, last_line.session) == (2, 1)
     assert last_line.first_step >= max(whole, default=0)
-    assert 0 < ledger.repeated_steps < STEPS
-    assert min(ledger.wasted_seconds, ledger.startup_seconds, ledger.compile_seconds) > 0
+    # The ledger is up to half a second behind a kill: it may not have seen the steps made anew.
+    seen = max(stretch.step for stretch in stretches if stretch.session == 0)
+    assert ledger.repeated_steps == max(0, seen - last_line.first_step) < STEPS
+    assert (ledger.wasted_seconds > 0) >= (ledger.repeated_steps > 0)
+    assert min(ledger.startup_seconds, ledger.compile_seconds) > 0
     ended_at = files.time.stat().st_mtime
     assert ended_at - begin - 2 < ledger.seconds < ended_at - begin + 0.1
     assert f"goodput {ledger.goodput:.1%}".replace("%", " %") in said

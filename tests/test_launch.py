@@ -173,6 +173,21 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(
     assert_alike(folder, alone)
 
 
+@pytest.mark.parametrize("delay_seconds", [0.0, 0.05, 0.1, 0.2, 0.5])
+def test_an_interrupt_while_processes_start_is_one(run_file, tmp_path, delay_seconds):
+    """Also before Python has come so far as to handle it."""
+    launcher = start(run_file, tmp_path / "run")
+    while len(workers := workers_of(launcher)) < 2:
+        time.sleep(0.005)
+    time.sleep(delay_seconds)
+
+    launcher.send_signal(signal.SIGINT)
+    code, said = ended(launcher, workers)
+
+    assert code == 128 + signal.SIGINT, said
+    assert "Traceback" not in said
+
+
 def test_without_restarts_a_loss_ends_the_run_within_seconds(run_file, tmp_path):
     """With an exit code of its own, and nothing left behind."""
     folder = tmp_path / "run"

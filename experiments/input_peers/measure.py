@@ -51,8 +51,11 @@ CASES = {
     "small": ("small", "resized"),
     "augmented": ("small", "augmented"),
     "large": ("large", "resized"),
+    "epochs": ("small", "resized"),
 }
 """Images and transform."""
+EPOCHS = {"epochs": 4}
+"""Of a case; of others one."""
 Measured = dict[str, float]
 
 
@@ -128,7 +131,8 @@ def checked(folder: Path, case: str, loader: str, workers: int) -> dict:
 
 def timed(folder: Path, case: str, loader: str, workers: int) -> Measured:
     """How fast its batches come."""
-    with running(folder, case, loader, workers, "--epochs", "1") as process:
+    epochs = str(EPOCHS.get(case, 1))
+    with running(folder, case, loader, workers, "--epochs", epochs) as process:
         found = answer(process)
     names = ("samples_per_second", "processor_seconds_per_sample", "first_batch_seconds")
     return {name: float(f"{found[name]:.4g}") for name in names}

@@ -211,7 +211,7 @@ class _Attempt:
                 passed_on = len(self._signals.received)
                 if passed_on > 1:
                     return 128 + self._signals.received[-1]  # and they are killed
-                self._signal(self._signals.received[-1])
+                self._ask_to_stop(self._signals.received[-1], beats)
                 deadline = time.monotonic() + _SECONDS_TO_SAVE
             if self._watch.lost_by_code(codes, beats) is not None:
                 self._wait(_SECONDS_TO_FOLLOW)
@@ -254,7 +254,10 @@ class _Attempt:
 
     def _codes(self) -> list[int | None]:
         """How each ended; one that a signal passed on from here killed, as one that obeyed it."""
-        passed_on = {-number: 128 + number for number in self._signals.received}
+        received = self._signals.received
+        passed_on = {-number: 128 + number for number in received}
+        if received:  # to those that had not begun
+            passed_on.setdefault(-signal.SIGTERM, 128 + received[0])
         codes = (worker.poll() for worker in self._workers)
         return [code if code is None else passed_on.get(code, code) for code in codes]
 
@@ -276,14 +279,16 @@ class _Attempt:
             time.sleep(_SECONDS_BETWEEN_LOOKS / 4)
         return False
 
-    def _signal(self, number: int) -> None:
-        for worker in self._workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(worker.pid, number)
+    def _ask_to_stop(self, number: int, beats: Sequence[Beat | None]) -> None:
+        """Pass on a signal. Python itself may still be starting where there is no sign of life: of
+        SIGINT it would make a traceback and an error, and of SIGTERM nothing."""
+        for worker, beat in zip(self._workers, beats, strict=True):
+            _signal(worker, signal.SIGTERM if beat is None else number)
 
     def _kill(self) -> None:
         """Leave none: a process, what it has started, or a port."""
-        self._signal(signal.SIGKILL)
+        for worker in self._workers:
+            _signal(worker, signal.SIGKILL)
         for worker in self._workers:
             worker.wait()
 
@@ -317,6 +322,12 @@ class _Attempt:
             ]
             for line in heard[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
+
+
+def _signal(worker: "subprocess.Popen[bytes]", number: int) -> None:
+    """Send it to a process and those that it has started, if there are any left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker.pid, number)
 
 
 def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:

@@ -91,7 +91,10 @@ def shares(count: int) -> list[tuple[str, int]]:
     if not count:
         return []
     whole = sum(SHARES.values())
-    return [(kind, max(1, round(count * share / whole))) for kind, share in SHARES.items()]
+    parts = {kind: max(1, count * share // whole) for kind, share in SHARES.items()}
+    largest = max(parts, key=parts.__getitem__)
+    parts[largest] = max(1, parts[largest] + count - sum(parts.values()))  # what rounding left
+    return list(parts.items())
 
 
 def prepare(folder: Path) -> None:

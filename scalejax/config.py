@@ -13,6 +13,7 @@ from scalejax import metrics
 from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, parse_toml, plain
+from scalejax.emulation_config import EmulationConfig
 from scalejax.errors import ConfigError, refusal
 from scalejax.input_config import InputConfig
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
@@ -57,7 +58,7 @@ _BATCHES = ("batch.global_batch", "batch.per_device_batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a `run.toml` says."""
+    """Everything that a `run.toml` says: a field for each of its tables."""
 
     model: ModelConfig
     """The network."""
@@ -81,6 +82,8 @@ class RunConfig:
     """The way from the data set to them."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """The loop."""
+    emulation: EmulationConfig | None = None
+    """How `scalejax emulate` has many workers train it, in virtual time; `train` does not."""
     seed: int = 0
     """Decides initial parameters and the order of the data."""
 

@@ -1,0 +1,93 @@
+"""How far an emulated run is: gradients that have gone into its parameters, and its evaluations.
+
+Knows counts and virtual times; nothing of how gradients come about.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from scalejax.emulate.tape import Shards, Tape, Value
+from scalejax.emulate.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """The run after some gradients."""
+
+    at_seconds: float
+    """Virtual time."""
+    step: int
+    """Gradients that went into the parameters."""
+    metrics: tuple[Value, ...]
+    """Of an evaluation, those of the test data; else of the minibatches since the moment before,
+    [loss, accuracy] each."""
+
+
+class Listener(Protocol):
+    """Is told how a run goes."""
+
+    def trained(self, moment: Moment) -> None:
+        """It is time for a line on the training loss."""
+        ...
+
+    def evaluated(self, moment: Moment) -> None:
+        """The parameters were evaluated."""
+        ...
+
+
+class Progress:
+    """Counts gradients, each of `batch.global_batch` samples; has parameters evaluated when it is
+    time, and ends the run."""
+
+    def __init__(
+        self,
+        world: World,
+        tape: Tape,
+        listener: Listener,
+        *,
+        total_steps: int,
+        log_every_steps: int,
+        is_evaluated: Callable[[int], bool],
+    ) -> None:
+        """At step 0.
+
+        Args:
+            world: has the clock, and is done when the run is.
+            tape: evaluates.
+            listener: is told.
+            total_steps: gradients of the run.
+            log_every_steps: from one line on the training loss to the next.
+            is_evaluated: whether the parameters are evaluated after so many.
+        """
+        self.step = 0
+        """Gradients that went into the parameters so far."""
+        self._world, self._tape, self._listener = world, tape, listener
+        self._total_steps, self._log_every = total_steps, log_every_steps
+        self._is_evaluated = is_evaluated
+        self._since: list[Value] = []
+
+    def made(self, gradients: int, metrics: Sequence[Value], params: Callable[[], Shards]) -> None:
+        """So many more gradients have gone into the parameters.
+
+        Args:
+            gradients: how many, each of `batch.global_batch` samples.
+            metrics: [loss, accuracy] of each of their minibatches.
+            params: the parameters as they are now.
+        """
+        if self._world.done.triggered:
+            return
+        steps = range(self.step + 1, min(self.step + gradients, self._total_steps) + 1)
+        self.step = steps[-1]
+        self._since += metrics
+        is_last = self.step == self._total_steps
+        if is_last or any(step % self._log_every == 0 for step in steps):
+            self._listener.trained(self._moment(tuple(self._since)))
+            self._since = []
+        if any(map(self._is_evaluated, steps)):
+            self._listener.evaluated(self._moment((self._tape.evaluate(params()),)))
+        if is_last:
+            self._world.done.succeed()
+
+    def _moment(self, metrics: tuple[Value, ...]) -> Moment:
+        return Moment(at_seconds=self._world.now, step=self.step, metrics=metrics)

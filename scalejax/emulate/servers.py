@@ -1,0 +1,160 @@
+"""Parameter servers: each holds a part of every parameter, and takes what comes as it comes.
+
+No order holds between servers, so that a worker may get parts of different ages (Dean et al.
+2012, section 4.1). Knows messages and versions; the arithmetic is the tape's.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scalejax.emulate.tape import Shards, Tape, Value
+from scalejax.emulate.world import Line, World, after
+from scalejax.emulation_config import FailuresConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """All parameters, as a worker got them."""
+
+    params: Shards
+    """A part from every server."""
+    versions: tuple[int, ...]
+    """Updates that each server had made by then."""
+
+
+class Servers:
+    """The servers of a run, and what joins them to the workers."""
+
+    def __init__(
+        self, world: World, tape: Tape, shard_bytes: Sequence[int], failures: FailuresConfig
+    ) -> None:
+        """With the parameters before the first update.
+
+        Args:
+            world: where they are.
+            tape: does the arithmetic.
+            shard_bytes: size of the part that each holds.
+            failures: how they break.
+        """
+        self.params = list(tape.initial())
+        """The part that each server holds."""
+        self.states = [tape.optimizer(params) for params in self.params]
+        """Of its optimizer."""
+        self.versions = [0] * len(self.params)
+        """Updates that it has made."""
+        self.staleness: Counter[int] = Counter()
+        """How many gradients met a server that had made so many updates since their worker read
+        its parameters."""
+        self.sent_bytes = 0
+        """That workers and servers have sent each other."""
+        self.failures = 0
+        """Times that a server failed."""
+        self._world, self._tape, self._bytes = world, tape, shard_bytes
+        self._in, self._out, self._at_work = (
+            [Line(world.env) for _ in self.params] for _ in range(3)
+        )
+        if failures.server_mtbf_seconds is not None:
+            for server in range(len(self.params)):
+                world.env.process(self._fail(server, failures))
+
+    def whole(self) -> Shards:
+        """All parameters as they are now."""
+        return tuple(self.params)
+
+    def fetch(self, worker: int, then: Callable[[Copy], object]) -> None:
+        """Ask every server for its part; `then` gets them when all have come."""
+        parts: dict[int, tuple[Value, int]] = {}
+
+        def arrived(server: int, part: Value, version: int) -> None:
+            parts[server] = part, version
+            if len(parts) == len(self.params):
+                whole = [parts[server] for server in range(len(self.params))]
+                then(
+                    Copy(
+                        params=tuple(part for part, _ in whole), versions=tuple(v for _, v in whole)
+                    )
+                )
+
+        for server in range(len(self.params)):
+            self._asked(worker, server, arrived)
+
+    def push(
+        self,
+        worker: int,
+        gradient: Shards,
+        apply: Callable[[int, Value], None],
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send every server its part of `gradient`; each calls `apply` with its number and the
+        part when it is its turn; `then` is called when all have."""
+        left = len(gradient)
+
+        def applied(server: int, part: Value) -> None:
+            nonlocal left
+            apply(server, part)
+            left -= 1
+            if not left:
+                then()
+
+        for server, part in enumerate(gradient):
+            self._pushed(worker, server, part, applied)
+
+    def update(self, server: int, gradient: Value) -> None:
+        """Apply a gradient to the part of one server."""
+        self.params[server], self.states[server] = self._tape.update(
+            self.params[server], self.states[server], gradient
+        )
+        self.versions[server] += 1
+
+    def _asked(self, worker: int, server: int, arrived: Callable[[int, Value, int], None]) -> None:
+        world, size = self._world, self._bytes[server]
+        self.sent_bytes += size
+
+        def asked() -> None:
+            # Read when the server begins to send, and sent as it is then.
+            part, version = self.params[server], self.versions[server]
+
+            def sent() -> None:
+                after(world.env, world.durations.latency_seconds, on_host)
+
+            def on_host() -> None:
+                world.receive(worker, size, lambda: arrived(server, part, version))
+
+            self._out[server].serve(self._wire_seconds(size), sent)
+
+        def at_work() -> None:
+            self._at_work[server].serve(0.0, asked)
+
+        after(world.env, world.durations.latency_seconds, at_work)
+
+    def _pushed(
+        self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
+    ) -> None:
+        world, size = self._world, self._bytes[server]
+        self.sent_bytes += size
+        seconds = world.durations.update_seconds / len(self.params)
+
+        def on_wire() -> None:
+            after(world.env, world.durations.latency_seconds, at_server)
+
+        def at_server() -> None:
+            self._in[server].serve(self._wire_seconds(size), at_work)
+
+        def at_work() -> None:
+            self._at_work[server].serve(seconds, lambda: applied(server, part))
+
+        world.send(worker, size, on_wire)
+
+    def _wire_seconds(self, size: int) -> float:
+        rate = self._world.durations.server_bytes_per_second
+        return size / rate if rate else 0.0
+
+    def _fail(self, server: int, failures: FailuresConfig):
+        generator = self._world.random("server failures", server)
+        mtbf = failures.server_mtbf_seconds
+        while mtbf:
+            yield self._world.env.timeout(generator.exponential(mtbf))
+            self.failures += 1
+            self._at_work[server].close(failures.server_restart_seconds)
+            yield self._world.env.timeout(failures.server_restart_seconds)

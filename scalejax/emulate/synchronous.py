@@ -1,0 +1,129 @@
+"""Synchronous SGD: every update is of the gradients of all workers, or of the first to be done.
+
+Source: Goyal et al. 2017, arXiv 1706.02677, section 3; with backup workers, Chen et al. 2016,
+"Revisiting distributed synchronous SGD", arXiv 1604.00981, section 3.
+"""
+
+from scalejax.emulate.progress import Progress
+from scalejax.emulate.servers import Copy, Servers
+from scalejax.emulate.tape import Rows, Shards, Tape, Value
+from scalejax.emulate.world import Body, World
+from scalejax.emulation_config import SynchronousConfig
+
+
+class AllReduced:
+    """Workers that each hold all parameters, and add up their gradients by a collective."""
+
+    def __init__(self, world: World, tape: Tape, servers: Servers, progress: Progress) -> None:
+        self.dropped_gradients = 0
+        """None: all are waited for."""
+        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._next = world.env.event()
+        self._arrived: dict[int, tuple[Shards, Value]] = {}
+        self._step = 0
+
+    def start(self) -> None:
+        """Begin."""
+        for worker in range(self._world.workers):
+            self._world.start(worker, lambda worker=worker: self._worker(worker))
+
+    def _worker(self, worker: int) -> Body:
+        while True:
+            if worker not in self._arrived:
+                made = self._tape.gradient(tuple(self._servers.params), self._rows(worker))
+                yield self._world.computing(worker)
+                self._arrived[worker] = made
+                if len(self._arrived) == self._world.workers:
+                    self._world.env.process(self._exchange())
+            yield self._next
+
+    def _rows(self, worker: int) -> Rows:
+        return Rows(worker=worker, index=self._step, workers=self._world.workers, way="part")
+
+    def _exchange(self) -> Body:
+        seconds = self._world.durations.exchange_seconds
+        yield self._world.env.timeout(seconds)
+        arrived = [self._arrived[worker] for worker in sorted(self._arrived)]
+        share = [1 / len(arrived)] * len(arrived)
+        mean = self._tape.combine_shards(share, [gradient for gradient, _ in arrived])
+        for server, part in enumerate(mean):
+            self._servers.update(server, part)
+        metrics = [each for _, each in arrived]
+        self._arrived, self._step = {}, self._step + 1
+        self._progress.made(1, metrics, self._servers.whole)
+        self._next, following = self._world.env.event(), self._next
+        following.succeed()
+
+
+class Served:
+    """Workers that push to servers, which wait for all of them, or for the first so many."""
+
+    def __init__(
+        self,
+        config: SynchronousConfig,
+        world: World,
+        tape: Tape,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
+        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._wanted = world.workers - config.backup_workers
+        self._next = world.env.event()
+        self._parts: list[dict[int, Value]] = [{} for _ in servers.params]
+        self._metrics: dict[int, Value] = {}
+        self._step = 0
+        self._minibatches = [0] * world.workers
+        self.dropped_gradients = 0
+        """Gradients that came too late to count."""
+
+    def start(self) -> None:
+        """Begin."""
+        for worker in range(self._world.workers):
+            self._world.start(worker, lambda worker=worker: self._worker(worker))
+
+    def _worker(self, worker: int) -> Body:
+        while True:
+            step = self._step
+            arrived = self._world.env.event()
+            self._servers.fetch(worker, arrived.succeed)
+            copy: Copy = yield arrived
+            gradient, metrics = self._tape.gradient(copy.params, self._rows(worker, step))
+            yield self._world.computing(worker)
+            self._push(worker, step, gradient, metrics)
+            while self._step == step:
+                yield self._next
+
+    def _rows(self, worker: int, step: int) -> Rows:
+        """All workers counting, an update is of the samples of a global batch; else who counts
+        is not known before, and each worker has samples of its own."""
+        workers = self._world.workers
+        if self._wanted == workers:
+            return Rows(worker=worker, index=step, workers=workers, way="part")
+        index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
+        return Rows(worker=worker, index=index, workers=workers, way="own")
+
+    def _push(self, worker: int, step: int, gradient: Shards, metrics: Value) -> None:
+        def apply(server: int, part: Value) -> None:
+            parts = self._parts[server]
+            if step != self._step or len(parts) == self._wanted or worker in parts:
+                self.dropped_gradients += server == 0
+                return
+            parts[worker] = part
+            self._metrics[worker] = metrics
+            if all(len(parts) == self._wanted for parts in self._parts):
+                self._update()
+
+        self._servers.push(worker, gradient, apply)
+
+    def _update(self) -> None:
+        """Apply the means of what has come; each server sums in the order of the workers."""
+        for server, parts in enumerate(self._parts):
+            ordered = [parts[worker] for worker in sorted(parts)]
+            mean = self._tape.combine([1 / len(ordered)] * len(ordered), ordered)
+            self._servers.update(server, mean)
+        metrics = [self._metrics[worker] for worker in sorted(self._metrics)]
+        self._parts, self._metrics = [{} for _ in self._parts], {}
+        self._step += 1
+        self._progress.made(1, metrics, self._servers.whole)
+        self._next, following = self._world.env.event(), self._next
+        following.succeed()

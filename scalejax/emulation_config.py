@@ -1,0 +1,173 @@
+"""Training that is emulated: which algorithm, by how many workers, in what weather.
+
+Descriptions only; each class checks its own fields when built.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+
+Distribution = Literal["normal", "lognormal", "exponential"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownpourConfig:
+    """Downpour SGD: replicas that fetch and push by themselves (Dean et al. 2012, section 4.1).
+
+    An update is made of one push, so that `batch.global_batch` is the minibatch of a replica.
+    """
+
+    name: Literal["downpour"] = "downpour"
+    """Selects this algorithm."""
+    n_fetch: int = 1
+    """Minibatches from one fetch of the parameters to the next."""
+    n_push: int = 1
+    """Minibatches whose gradients are added up for one push."""
+    waits_for_fetch: bool = True
+    """Whether a replica waits for the parameters that it has asked for; else it goes on with
+    those that it has, as algorithm 7.1 of the paper's appendix reads."""
+    local_learning_rate: float = 0.0
+    """Of the plain SGD that a replica applies to its own copy between fetches."""
+    warmstart_updates: int = 0
+    """Updates that one replica makes before the others begin."""
+
+    def __post_init__(self) -> None:
+        for name in ("n_fetch", "n_push"):
+            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 1)
+        for name in ("warmstart_updates", "local_learning_rate"):
+            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SynchronousConfig:
+    """Synchronous SGD: every update is of the gradients of all workers, or of the first of them.
+
+    An update is of `batch.global_batch` samples, of which each worker that counts has its part.
+    """
+
+    name: Literal["synchronous"] = "synchronous"
+    """Selects this algorithm."""
+    exchange: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    """How gradients meet: a collective, costed as the compiled step has it, or servers."""
+    backup_workers: int = 0
+    """Of the workers, those whose gradients are not waited for (Chen et al. 2016, arXiv
+    1604.00981, section 3): an update is of the first that arrive."""
+
+    def __post_init__(self) -> None:
+        require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
+        if self.backup_workers and self.exchange == "all_reduce":
+            accepted = 'a collective waits for all; it needs exchange = "parameter_server"'
+            raise ConfigError(
+                refusal("emulation.algorithm.backup_workers", self.backup_workers, accepted)
+            )
+
+
+AlgorithmConfig = Annotated[DownpourConfig | SynchronousConfig, Field(discriminator="name")]
+"""Any of the algorithms, told apart by `name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingConfig:
+    """What the clock of the emulation goes by; what is None follows from the cluster."""
+
+    gradient_seconds: float | None = None
+    """Mean time of one worker's gradient."""
+    exchange_seconds: float | None = None
+    """Time of an all-reduce that no worker's arithmetic hides."""
+    update_seconds: float = 0.0
+    """Time in which one server applies a gradient of all parameters, or of its part of them that
+    share of it."""
+    latency_seconds: float | None = None
+    """Time of a message between a worker and a server, however small."""
+    worker_bytes_per_second: float | None = None
+    """Rate of what joins one host of workers to the servers, each way."""
+    server_bytes_per_second: float | None = None
+    """Rate of what joins one server to the workers, each way."""
+    workers_per_host: int | None = None
+    """Workers that share it."""
+
+    def __post_init__(self) -> None:
+        for name in ("gradient_seconds", "exchange_seconds", "update_seconds", "latency_seconds"):
+            value = getattr(self, name)
+            if value is not None:
+                require_at_least(f"emulation.timing.{name}", value, 0)
+        for name in ("worker_bytes_per_second", "server_bytes_per_second"):
+            value = getattr(self, name)
+            if value is not None:
+                require_above(f"emulation.timing.{name}", value, 0)
+        if self.workers_per_host is not None:
+            require_at_least("emulation.timing.workers_per_host", self.workers_per_host, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StragglersConfig:
+    """How the time of a gradient varies."""
+
+    distribution: Distribution = "normal"
+    """Of the time of one gradient, each by itself: about its mean; exponential is of cv 1."""
+    cv: float | None = None
+    """Standard deviation over mean; None: that of the cluster's conditions, or 0."""
+    slow_share: float = 0.0
+    """Part of the workers that is slow all the time, 0..1."""
+    slow_factor: float = 1.0
+    """By which their mean is longer."""
+
+    def __post_init__(self) -> None:
+        if self.cv is not None:
+            require_at_least("emulation.stragglers.cv", self.cv, 0)
+            if self.distribution == "exponential" and self.cv != 1:
+                accepted = "an exponential distribution has 1; leave it out"
+                raise ConfigError(refusal("emulation.stragglers.cv", self.cv, accepted))
+        if not 0 <= self.slow_share <= 1:
+            accepted = "it must be from 0 to 1"
+            raise ConfigError(refusal("emulation.stragglers.slow_share", self.slow_share, accepted))
+        require_above("emulation.stragglers.slow_factor", self.slow_factor, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailuresConfig:
+    """How workers and servers fail; the times between failures are exponential."""
+
+    worker_mtbf_seconds: float | None = None
+    """Mean time between failures of one worker; None: it has none."""
+    worker_restart_seconds: float | None = None
+    """Time until it is back; None: it never is."""
+    server_mtbf_seconds: float | None = None
+    """Mean time between failures of one server; None: it has none."""
+    server_restart_seconds: float = 0.0
+    """Time for which what is sent to it waits; its state is kept by replicas of it."""
+
+    def __post_init__(self) -> None:
+        for name in ("worker_mtbf_seconds", "server_mtbf_seconds"):
+            value = getattr(self, name)
+            if value is not None:
+                require_above(f"emulation.failures.{name}", value, 0)
+        for name in ("worker_restart_seconds", "server_restart_seconds"):
+            value = getattr(self, name)
+            if value is not None:
+                require_at_least(f"emulation.failures.{name}", value, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulationConfig:
+    """A run that is emulated in virtual time."""
+
+    algorithm: AlgorithmConfig
+    """How workers train together."""
+    workers: int = 1
+    """Replicas of the model, each on a device of its own."""
+    server_shards: int = 1
+    """Parameter servers, each of which holds a part of every parameter."""
+    timing: TimingConfig = field(default_factory=TimingConfig)
+    """How long things take."""
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)
+    """How much that varies."""
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
+    """What breaks."""
+
+    def __post_init__(self) -> None:
+        require_at_least("emulation.workers", self.workers, 1)
+        require_at_least("emulation.server_shards", self.server_shards, 1)

@@ -1,0 +1,52 @@
+"""What came of an emulated run beside its record: staleness, traffic, failures, times.
+
+Plain data; knows neither files nor how a run is emulated.
+"""
+
+from dataclasses import dataclass
+
+from scalejax.emulation_config import EmulationConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """One emulated run, as far as its record of losses does not say it."""
+
+    config: EmulationConfig
+    """What was emulated."""
+    cluster: str | None
+    """Whose times it goes by; None if all were given."""
+    gradient_seconds: float
+    """Mean time of one worker's gradient."""
+    exchange_seconds: float
+    """What an all-reduce adds to it."""
+    virtual_seconds: float
+    """Time that the run takes."""
+    gradients: int
+    """That went into the parameters, each of `batch.global_batch` samples."""
+    updates: int
+    """Of all parameters."""
+    staleness: tuple[tuple[int, int], ...]
+    """(updates between the reading of the parameters and that of their gradient, how many
+    gradients), each server by itself; empty where every update waits for all."""
+    sent_bytes: int
+    """Between workers and servers."""
+    dropped_gradients: int
+    """That came too late to count."""
+    worker_failures: int
+    """Times that a worker failed."""
+    server_failures: int
+    """Times that a server did."""
+    wall_seconds: float
+    """Time that the emulation took here."""
+
+    @property
+    def device_seconds(self) -> float:
+        """Time for which workers are held, all together; servers are no devices."""
+        return self.virtual_seconds * self.config.workers
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """Of all gradients; None if there is none."""
+        total = sum(count for _, count in self.staleness)
+        return sum(age * count for age, count in self.staleness) / total if total else None

@@ -90,7 +90,9 @@ class TimingConfig:
     """Workers that share it."""
 
     def __post_init__(self) -> None:
-        for name in ("gradient_seconds", "exchange_seconds", "update_seconds", "latency_seconds"):
+        if self.gradient_seconds is not None:
+            require_above("emulation.timing.gradient_seconds", self.gradient_seconds, 0)
+        for name in ("exchange_seconds", "update_seconds", "latency_seconds"):
             value = getattr(self, name)
             if value is not None:
                 require_at_least(f"emulation.timing.{name}", value, 0)
@@ -157,6 +159,9 @@ class EmulationConfig:
 
     algorithm: AlgorithmConfig
     """How workers train together."""
+    cluster: str | None = None
+    """Whose times it goes by: a name in the catalogue, or a TOML file; if absent, `timing` alone
+    says them."""
     workers: int = 1
     """Replicas of the model, each on a device of its own."""
     server_shards: int = 1

@@ -6,6 +6,10 @@ Plain data; knows neither files nor how a run is emulated.
 from dataclasses import dataclass
 
 from scalejax.emulation_config import EmulationConfig
+from scalejax.units import counted, format_bytes, format_seconds
+
+EMULATION = "emulation.json"
+"""The file of it in the folder of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,3 +54,23 @@ class Emulation:
         """Of all gradients; None if there is none."""
         total = sum(count for _, count in self.staleness)
         return sum(age * count for age, count in self.staleness) / total if total else None
+
+
+def in_words(config: EmulationConfig) -> str:
+    """What is emulated: "downpour by 200 workers and 10 servers"."""
+    servers = config.server_shards
+    beside = f" and {counted(servers, 'server')}" if servers > 1 else ""
+    return f"{config.algorithm.name} by {counted(config.workers, 'worker')}{beside}"
+
+
+def outcome(found: Emulation) -> str:
+    """What came of it, in a line."""
+    words = f"{counted(found.updates, 'update')} in {format_seconds(found.virtual_seconds)} virtual"
+    if found.mean_staleness is not None:
+        words += f", mean staleness {found.mean_staleness:.3g}"
+    if found.sent_bytes:
+        words += f", {format_bytes(found.sent_bytes)} sent"
+    failures = found.worker_failures + found.server_failures
+    if failures:
+        words += f", {counted(failures, 'failure')}"
+    return f"{words}; emulated in {format_seconds(found.wall_seconds)}"

@@ -103,8 +103,8 @@ class PlainLines:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._total_steps = 0
-        self._last_line = 0.0
+        self._total_steps = self._begin_step = 0
+        self._last_line = self._begin = 0.0
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -115,7 +115,8 @@ class PlainLines:
     def begin(self, step: int, total_steps: int) -> None:
         """Remember how far it is."""
         self._total_steps = total_steps
-        self._last_line = time.monotonic()
+        self._last_line = self._begin = time.monotonic()
+        self._begin_step = step
 
     def say(self, text: str) -> None:
         """Write a line."""
@@ -127,7 +128,8 @@ class PlainLines:
         if isinstance(measurement, TrainMeasurement):
             if now < self._last_line + _SECONDS_BETWEEN_LINES:
                 return
-            left = (self._total_steps - measurement.step) * measurement.step_seconds
+            made = measurement.step - self._begin_step
+            left = (self._total_steps - measurement.step) * (now - self._begin) / max(1, made)
             self.say(f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left")
         else:
             self.say(_sentence(measurement, self._total_steps))

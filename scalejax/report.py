@@ -12,6 +12,7 @@ from scalejax.documents import save_text
 from scalejax.input_wait import WORTH_SAYING
 from scalejax.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.report_bench import add_benches
+from scalejax.report_emulation import add_emulations
 from scalejax.report_page import Page
 from scalejax.report_plan import add_plans
 from scalejax.report_sources import RunSource, Sources, gap_between, read_sources
@@ -63,6 +64,8 @@ def render(sources: Sources, title: str) -> str:
         _add_runs(page, sources.runs)
     if sources.curves:
         _add_curves(page, sources.curves)
+    if emulated := [run for run in sources.curves if run.emulation is not None]:
+        add_emulations(page, emulated)
     if sources.runs:
         _add_comparisons(page, sources.runs)
     if sources.benches:
@@ -121,6 +124,9 @@ def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
 def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     if len(runs) > 1:
         _add_gaps(page, runs)
+    runs = [run for run in runs if run.emulation is None]  # whose times are no measurements
+    if not runs:
+        return
     page.add("<h3>Time of a step: predicted and measured</h3>")
     page.add(
         "<p>The prediction was written before training began, from the compiled program and a "

@@ -10,12 +10,11 @@ from scalejax import bench_tables
 from scalejax.bench.results import Summary, groups, kept_share, scaling_table
 from scalejax.bench.statistics import moving_average
 from scalejax.bench_plots import AVERAGED
-from scalejax.report_charts import PALETTE, Row, Spec
+from scalejax.report_charts import Row, Spec, lines
 from scalejax.report_page import Page
 from scalejax.report_sources import BenchSource
 from scalejax.units import MIB, format_count, format_fraction, format_seconds
 
-_HEIGHT = 260
 _MOST_STEPS = 2000
 """Points of one chart of step times, beyond which some are left out."""
 
@@ -113,7 +112,7 @@ def throughput(summaries: Sequence[Summary]) -> Spec:
     ]
     scale = alt.Scale(type="log", base=2, nice=False)
     x = alt.X("x:Q", title="devices", scale=scale)
-    return _lines(rows, x, "samples per second", has_points=True)
+    return lines(rows, x, "samples per second", has_points=True)
 
 
 def step_times(summaries: Sequence[Summary]) -> Spec:
@@ -125,7 +124,7 @@ def step_times(summaries: Sequence[Summary]) -> Spec:
         stride = max(1, len(average) * len(summaries) // _MOST_STEPS)
         points = list(zip(ends, average, strict=True))[::stride]
         rows += [{"label": each.benchmark.label, "x": end, "y": mean} for end, mean in points]
-    return _lines(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
+    return lines(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
 
 
 def usage(summaries: Sequence[Summary], what: str, unit: str) -> Spec:
@@ -138,25 +137,4 @@ def usage(summaries: Sequence[Summary], what: str, unit: str) -> Spec:
             if value is not None:
                 rows.append({"label": each.benchmark.label, "x": sample.seconds, "y": value})
     x = alt.X("x:Q", title="seconds since the first timed step")
-    return _lines(rows, x, unit, has_points=True)
-
-
-def _lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
-    names = list(dict.fromkeys(str(row["label"]) for row in rows))
-    legend = alt.Legend(orient="top", labelLimit=0, columns=2, symbolOpacity=1)
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(point=has_points, strokeWidth=1.8)
-        .encode(
-            x=x,
-            y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
-            color=alt.Color(
-                "label:N",
-                title=None,
-                scale=alt.Scale(domain=names, range=PALETTE),
-                legend=legend,
-            ),
-            tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
-        )
-    )
-    return chart.properties(width="container", height=_HEIGHT).interactive().to_dict()
+    return lines(rows, x, unit, has_points=True)

@@ -396,3 +396,25 @@ def _bar_height(study: ScalingPrediction) -> int:
 
 def _spec(chart: Any, height: int = _HEIGHT) -> Spec:
     return chart.properties(width="container", height=height).to_dict()
+
+
+def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
+    """A line for each "label" among `rows` of x and y, y being `title`."""
+    names = list(dict.fromkeys(str(row["label"]) for row in rows))
+    legend = alt.Legend(orient="top", labelLimit=0, columns=2, symbolOpacity=1)
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=has_points, strokeWidth=1.8)
+        .encode(
+            x=x,
+            y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
+            color=alt.Color(
+                "label:N",
+                title=None,
+                scale=alt.Scale(domain=names, range=PALETTE),
+                legend=legend,
+            ),
+            tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
+        )
+    )
+    return chart.properties(width="container", height=_HEIGHT).interactive().to_dict()

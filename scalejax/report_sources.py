@@ -15,6 +15,7 @@ from scalejax.bench.folder import BenchFolder
 from scalejax.bench.results import Summary, read_plan, read_summaries
 from scalejax.config import RunConfig, load_kept_config
 from scalejax.cost.failures_met import FailuresMet, failures_met
+from scalejax.emulation_record import EMULATION, Emulation
 from scalejax.errors import ConfigError
 from scalejax.input_wait import wait_share
 from scalejax.loss_gap import LossGap, loss_gap
@@ -50,6 +51,8 @@ class RunSource:
     """What had been predicted; None if that is not there."""
     time: TimeLedger | None = None
     """Where its wall time went; None if nobody wrote it down."""
+    emulation: Emulation | None = None
+    """What else came of it, if it was emulated: its seconds are virtual then."""
     failures: FailuresMet | None = None
     """What the failure model takes, as the run has met it; None if it has not come so far."""
 
@@ -220,7 +223,7 @@ def _read_run(path: Path) -> RunSource:
     record = RunRecord.load(path)
     folder = record.folder
     prediction, stretches = folder.prediction, load_stretches(folder.time)
-    name = path.resolve().name
+    name, emulated = path.resolve().name, path / EMULATION
     family = path.resolve().parent.name if re.fullmatch(r"seed-\d+", name) else name
     return RunSource(
         label=name if family == name else f"{family}, {name}",
@@ -230,6 +233,7 @@ def _read_run(path: Path) -> RunSource:
         prediction=documents.load(Prediction, prediction) if prediction.is_file() else None,
         time=time_ledger(stretches) if stretches else None,
         failures=failures_met(stretches),
+        emulation=documents.load(Emulation, emulated) if emulated.is_file() else None,
     )
 
 

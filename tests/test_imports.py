@@ -112,6 +112,7 @@ ARITHMETIC = {
     "plan_tables": 14,
     "launch": 2,
     "sweep": 15,
+    "emulation_tables": 14,
     "sweep_plots": 16,
     "sweep_tables": 16,
     "bench": 16,

@@ -9,6 +9,7 @@ from scalejax.commands.command import Overrides, RunFileCommand
 from scalejax.commands.costs import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.commands.data import DataConvert, DataInspect
 from scalejax.commands.doctoring import Doctor
+from scalejax.commands.emulating import Emulate
 from scalejax.commands.launching import LaunchRun
 from scalejax.commands.planning import PlanRun
 from scalejax.commands.runs import (
@@ -28,6 +29,7 @@ Command = (
     Train
     | LaunchRun
     | Sweep
+    | Emulate
     | Bench
     | Predict
     | Explain
@@ -52,6 +54,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "launch": LaunchRun,
     "sweep": Sweep,
+    "emulate": Emulate,
     "bench": Bench,
     "predict": Predict,
     "explain": Explain,

@@ -25,6 +25,7 @@ from scalejax.data import evaluation_batches
 from scalejax.data.source import Source
 from scalejax.emulate.samples import Samples
 from scalejax.emulate.tape import Operation, Rows
+from scalejax.errors import ConfigError, refusal
 from scalejax.evaluation import build_evaluation
 from scalejax.mesh_gradients import mean_gradients
 from scalejax.recipe import recipe_of, schedule_of
@@ -67,7 +68,11 @@ class JaxArithmetic:
             recipe = recipe_of(run, mesh, lambda step: by_minibatch(step * gradients_per_update))
         self._run, self._mesh, self._shards = run, mesh, shards
         self._optimizer = recipe.optimizer
-        self._like = abstract_state(recipe).params
+        state = abstract_state(recipe)
+        if jax.tree.leaves(state.model_state):  # a user's own network may have BatchNorm too
+            accepted = "its BatchNorm has running statistics that no server holds"
+            raise ConfigError(refusal("model.name", run.config.model.name, accepted))
+        self._like = state.params
         self._samples, self._test = Samples(run, sources[0]), sources[1]
         self._model_gradients = mean_gradients(recipe, mesh)
         self._gradients = jax.jit(lambda several: [self._gradient(*each) for each in several])

@@ -110,6 +110,8 @@ class _Lines:
         values = [self._arithmetic.value(each.content) for each in moment.metrics]
         loss, accuracy = np.mean(values, axis=0)
         updates, seconds = moment.step - self._step, moment.at_seconds - self._seconds
+        if seconds <= 0:  # several were made at once
+            updates, seconds = moment.step, moment.at_seconds
         self._step, self._seconds = moment.step, moment.at_seconds
         rate = self._schedule(moment.step - 1)
         self._write(
@@ -117,7 +119,7 @@ class _Lines:
                 self._run,
                 {"loss": loss, "accuracy": accuracy, "learning_rate": rate},
                 step=moment.step,
-                step_seconds=max(seconds / updates, 1e-12),
+                step_seconds=seconds / updates,
                 elapsed_seconds=moment.at_seconds,
             )
         )

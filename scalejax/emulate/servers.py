@@ -92,6 +92,8 @@ class Servers:
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
+            if self._world.done.triggered:  # at the same moment, and too late
+                return
             apply(server, part)
             left -= 1
             if not left:

@@ -215,6 +215,6 @@ def gradient_times(
         yield max(0.0, float(generator.normal(mean_seconds, deviation_seconds)))
 
 
-def require_returning(failures: FailuresConfig) -> bool:
+def are_returning(failures: FailuresConfig) -> bool:
     """Whether every worker comes back, however often it fails."""
     return failures.worker_mtbf_seconds is None or failures.worker_restart_seconds is not None

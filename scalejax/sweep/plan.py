@@ -301,6 +301,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and len(run.phases) == 1
         and config.layout.mode == "jit"
         and config.train.early_stopping is None
+        and config.emulation is None
         and not config.model.name.startswith(_CONVOLUTIONAL)
     )
 

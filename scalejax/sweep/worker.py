@@ -96,6 +96,11 @@ def _train(
 
         (index,) = indices
         run, folder = runs[index], files.run(index)
+        if run.config.emulation is not None:
+            from scalejax.emulate.folder import emulate
+
+            emulate(run.config, folder.path, reporter=reporter, begins_anew=True)
+            return
         train(
             run.config,
             folder.path,

@@ -1,0 +1,133 @@
+"""How long the parts of an emulated step take, from the compiled step on the cluster.
+
+What trains here is what is costed: a worker's gradient takes what `predict` says of the step that
+is compiled for its chip. Knows programs and clusters; nothing of events.
+"""
+
+from dataclasses import replace
+
+from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
+from scalejax.config import ResolvedRun, resolve, with_fields
+from scalejax.cost import as_used, step_terms, what_if
+from scalejax.emulate.world import Durations
+from scalejax.emulation_config import EmulationConfig, SynchronousConfig, TimingConfig
+from scalejax.errors import ConfigError, DoesNotFit, refusal
+from scalejax.hardware import Cluster, load_library
+from scalejax.profile import ProfileJob
+
+
+def durations_of(
+    run: ResolvedRun,
+    emulation: EmulationConfig,
+    cluster: Cluster | None,
+    *,
+    on_case: OnCase = nothing_said,
+) -> Durations:
+    """How long everything takes that the workers of `emulation` do.
+
+    Workers that keep step by an all-reduce go by the step that is compiled for all of them: its
+    exchange is what the collectives take that no arithmetic hides, the gradient is the rest. Else
+    a worker goes by the step that is compiled for one device, and its minibatch; its update is
+    part of that (ignores that servers make it: < 5 % of a step). A message between a worker and a
+    server passes the wires of the worker's node, the latency of a remote call, and the wires of
+    the server's host, one after the other, as a server begins with what has wholly come.
+
+    Args:
+        run: what trains, on one device.
+        emulation: by which workers.
+        cluster: where; if None, `emulation.timing` says everything.
+        on_case: told when the step is compiled.
+
+    Raises:
+        ConfigError: if neither says how long a gradient takes.
+        DoesNotFit: if the cluster has fewer devices than workers.
+        ProfileError: if the compiler refuses the step.
+    """
+    given = emulation.timing
+    if cluster is None:
+        if given.gradient_seconds is None:
+            raise ConfigError(
+                "emulation.cluster is missing: give --cluster NAME (see scalejax hardware), or say "
+                "how long a gradient takes by --emulation.timing.gradient_seconds SECONDS."
+            )
+        return _given(given, emulation, gradient=given.gradient_seconds)
+    _require_room(emulation, cluster)
+    gradient, exchange, deviation = _compiled(run, emulation, cluster, on_case)
+    method = load_library("parameter-server").methods[0]
+    network, link = cluster.network, cluster.link
+    if network is None:
+        rate = link.host_bytes_per_second or link.bytes_per_second * link.attainable_fraction
+        latency = method.link_hop_seconds
+    else:
+        rate = network.bytes_per_second * network.attainable_fraction
+        latency = method.network_hop_seconds + network.message_seconds
+    found = TimingConfig(
+        gradient_seconds=gradient,
+        exchange_seconds=exchange,
+        latency_seconds=latency,
+        worker_bytes_per_second=rate,
+        server_bytes_per_second=rate,
+        workers_per_host=cluster.devices_per_node,
+        update_seconds=given.update_seconds,
+    )
+    names = TimingConfig.__dataclass_fields__
+    stated = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    both = replace(found, **stated)
+    scale = 1.0 if given.gradient_seconds is None else given.gradient_seconds / gradient
+    return _given(both, emulation, gradient=gradient * scale, deviation=deviation * scale)
+
+
+def _given(
+    timing: TimingConfig, emulation: EmulationConfig, *, gradient: float, deviation: float = 0.0
+) -> Durations:
+    """What `timing` says, and nothing for what it does not say."""
+    if emulation.stragglers.cv is not None:
+        deviation = gradient * emulation.stragglers.cv
+    return Durations(
+        gradient_seconds=gradient,
+        gradient_deviation_seconds=deviation,
+        exchange_seconds=timing.exchange_seconds or 0.0,
+        update_seconds=timing.update_seconds,
+        latency_seconds=timing.latency_seconds or 0.0,
+        worker_bytes_per_second=timing.worker_bytes_per_second,
+        server_bytes_per_second=timing.server_bytes_per_second,
+        workers_per_host=timing.workers_per_host or 1,
+    )
+
+
+def _compiled(
+    run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
+) -> tuple[float, float, float]:
+    """Seconds of a gradient, of the exchange that it does not hide, and the deviation of a step."""
+    algorithm, global_batch = emulation.algorithm, run.split.global_batch
+    devices, samples = 1, global_batch
+    if isinstance(algorithm, SynchronousConfig):
+        if algorithm.exchange == "all_reduce":
+            devices = emulation.workers
+        else:
+            samples //= emulation.workers - algorithm.backup_workers
+    fields = {"layout.data": devices, "batch.global_batch": samples, "emulation": None}
+    job = ProfileJob(run=resolve(with_fields(run.config, fields), devices), cluster=cluster)
+    (program,) = compile_cases([job], [in_words(devices)], on_case)
+    cluster = as_used(cluster, program)
+    times = what_if(program).timeline(cluster)
+    terms = step_terms(program, cluster, times.step_seconds)
+    exchange = times.exposed_seconds + times.contention_seconds
+    gradient = times.step_seconds - exchange + (terms.input_seconds or 0.0)
+    return gradient, exchange, times.step_seconds * _step_cv(cluster)
+
+
+def _step_cv(cluster: Cluster) -> float:
+    """How much a step varies on one device, as far as it is known."""
+    if cluster.conditions.step_cv is not None:
+        return cluster.conditions.step_cv
+    return cluster.chip.attainable.step_cv or 0.0
+
+
+def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and emulation.workers > most:
+        accepted = f"{cluster.name} has at most {most} devices, one for each"
+        raise DoesNotFit(refusal("emulation.workers", emulation.workers, accepted))

@@ -1,0 +1,132 @@
+"""An emulated run in a folder: refused, timed, emulated, its record written while it is made.
+
+The folder is that of a run, whose seconds are virtual, so that reports and sweeps read it as they
+read any; `emulation.json` says the rest.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
+
+from scalejax import documents
+from scalejax.compilation import OnCase, nothing_said
+from scalejax.config import RunConfig
+from scalejax.emulate.durations import durations_of
+from scalejax.emulate.requirements import emulated_run
+from scalejax.emulate.run import emulate_run
+from scalejax.emulation_record import EMULATION, Emulation, in_words, outcome
+from scalejax.hardware import Cluster, load_cluster
+from scalejax.progress import Reporter
+from scalejax.record import (
+    DivergenceCause,
+    EvaluationMeasurement,
+    Measurement,
+    MeasurementLog,
+    RunFolder,
+    Status,
+    StatusChange,
+    TrainMeasurement,
+)
+from scalejax.run_folder import refuse_second_run, resolved_config, versions
+
+_README = """\
+A run that scalejax emulated: real gradients, virtual time.
+
+run.toml             what was asked for, [emulation] included
+measurements.jsonl   losses and accuracies, a line each; all seconds in it are virtual
+emulation.json       virtual time, staleness, traffic, failures
+
+Read it as one page:  scalejax report {path}
+"""
+
+
+def emulate(
+    config: RunConfig,
+    folder: Path,
+    *,
+    cluster: Cluster | None = None,
+    reporter: Reporter,
+    begins_anew: bool = False,
+    compiling: Callable[[], AbstractContextManager[OnCase]] = lambda: nullcontext(nothing_said),
+) -> Emulation:
+    """The emulation of the run that `config` describes, recorded in `folder`.
+
+    Args:
+        config: the run, with an [emulation].
+        folder: where its files go; it may hold no run.
+        cluster: whose times it goes by; if None, the one that `emulation` names, if any.
+        reporter: whom to tell how it goes.
+        begins_anew: whether a run that was cut off in `folder` is written over.
+        compiling: shows that the step is compiled, as long as it takes.
+
+    Raises:
+        ConfigError: if it cannot be emulated, or the folder holds a run or cannot be written.
+        DoesNotFit: if the cluster has fewer devices than workers.
+    """
+    files = RunFolder(path=folder)
+    run, emulation = emulated_run(config)
+    documents.require_writable_folder("folder", folder)
+    if files.holds_run and not begins_anew:
+        refuse_second_run(files)
+    if cluster is None and emulation.cluster is not None:
+        cluster = load_cluster(emulation.cluster)
+    with compiling() as on_case:
+        durations = durations_of(run, emulation, cluster, on_case=on_case)
+    name = cluster and cluster.name
+    folder.mkdir(parents=True, exist_ok=True)
+    files.measurements.unlink(missing_ok=True)
+    documents.save_toml(resolved_config(run), files.config)
+    documents.save_text(_README.format(path=folder), files.readme)
+    with closing(MeasurementLog(files.measurements)) as log:
+        record = _Record(log, reporter)
+        record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
+        reporter.begin(0, run.total_steps)
+        try:
+            found = emulate_run(run, emulation, durations, cluster=name, write=record.write)
+        except KeyboardInterrupt:
+            record.turn("interrupted", "an emulation does not go on: begin it again")
+            raise
+        finally:
+            reporter.end()
+        documents.save(found, folder / EMULATION)
+        if record.is_finite:
+            record.turn("completed", outcome(found))
+        else:
+            record.turn("diverged", f"{outcome(found)}; the loss is not finite", "not_finite")
+    return found
+
+
+class _Record:
+    """The record of the run while it is made."""
+
+    def __init__(self, log: MeasurementLog, reporter: Reporter) -> None:
+        self._log, self._reporter = log, reporter
+        self._step, self._seconds = 0, 0.0
+        self._losses: dict[str, float | None] = {}
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the last losses are numbers."""
+        return None not in self._losses.values()
+
+    def write(self, measurement: Measurement) -> None:
+        """Put down one line, and say it."""
+        self._step, self._seconds = measurement.step, measurement.elapsed_seconds
+        if isinstance(measurement, TrainMeasurement):
+            self._losses["train"] = measurement.loss
+        if isinstance(measurement, EvaluationMeasurement):
+            self._losses["test"] = measurement.test_loss
+        self._log.append(measurement)
+        self._reporter.measured(measurement)
+
+    def turn(self, status: Status, message: str, cause: DivergenceCause | None = None) -> None:
+        """Put down where the run stands from here on."""
+        self.write(
+            StatusChange(
+                step=self._step,
+                status=status,
+                message=message,
+                elapsed_seconds=self._seconds,
+                cause=cause,
+            )
+        )

@@ -1,0 +1,102 @@
+"""What a run must be for its training to be emulated: every refusal, before anything is computed.
+
+Knows configs; nothing of how a run is emulated.
+"""
+
+from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.emulate.world import are_returning
+from scalejax.emulation_config import EmulationConfig, SynchronousConfig
+from scalejax.errors import ConfigError, refusal
+from scalejax.optimizer_config import LambConfig, LarsConfig, ScheduleFreeConfig
+from scalejax.run_checks import has_batch_norm
+
+
+def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
+    """What each worker trains, on a device of its own, and how they do it together.
+
+    A `batch.per_device_batch` is that of a worker: the global batch of synchronous workers has as
+    many for each of them that counts.
+
+    Raises:
+        ConfigError: if the run cannot be emulated, naming the field.
+    """
+    emulation = config.emulation
+    if emulation is None:
+        raise ConfigError(
+            "emulation.algorithm is missing: give --algorithm NAME (downpour, synchronous, ...), "
+            "or an [emulation] table."
+        )
+    _require_plain(config)
+    counted = 1
+    if isinstance(emulation.algorithm, SynchronousConfig):
+        counted = emulation.workers - emulation.algorithm.backup_workers
+        if counted < 1:
+            accepted = f"it must leave one of emulation.workers={emulation.workers}"
+            backup = emulation.algorithm.backup_workers
+            raise ConfigError(refusal("emulation.algorithm.backup_workers", backup, accepted))
+    if config.batch.per_device_batch is not None:
+        samples = config.batch.per_device_batch * counted
+        config = with_fields(
+            config, {"batch.per_device_batch": None, "batch.global_batch": samples}
+        )
+    run = resolve(config, 1)
+    if run.split.global_batch % counted:
+        accepted = (
+            f"it must be a multiple of {counted}, the workers whose gradients an update is of"
+        )
+        raise ConfigError(refusal("batch.global_batch", run.split.global_batch, accepted))
+    _require_parts(config, emulation)
+    _require_returning(emulation)
+    return run, emulation
+
+
+def _require_plain(config: RunConfig) -> None:
+    """Refuse what a single device trains, and workers with servers between them do not."""
+    layout, model = config.layout, config.model
+    for axis in ("data", "fsdp", "tensor", "context", "pipeline"):
+        if getattr(layout, axis) not in (None, 1):
+            accepted = "each worker of an emulation has one device; say how many by --workers"
+            raise ConfigError(refusal(f"layout.{axis}", getattr(layout, axis), accepted))
+    if has_batch_norm(model):
+        accepted = (
+            "its BatchNorm has running statistics that no server holds; networks without are "
+            "mlp, alexnet, vgg, gpt, llama, bert, vit"
+        )
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    if model.compute_dtype == "float16":
+        accepted = 'its loss scale is of one optimizer; take "bfloat16" or "float32"'
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    for name in ("averaging", "fine_tuning"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"[{name}] is refused: emulate trains all parameters, and keeps none."
+            )
+    if config.batch.microbatches != 1 or config.batch.ramp_epochs:
+        field = "microbatches" if config.batch.microbatches != 1 else "ramp_epochs"
+        accepted = "a worker of an emulation takes its minibatch at once, and always as large"
+        raise ConfigError(refusal(f"batch.{field}", getattr(config.batch, field), accepted))
+    if config.input.remainder == "pad" or config.input.unreadable == "skip":
+        field = "remainder" if config.input.remainder == "pad" else "unreadable"
+        accepted = "all samples of a minibatch count in an emulation; leave it out"
+        raise ConfigError(refusal(f"input.{field}", getattr(config.input, field), accepted))
+    if config.train.noise_scale is not None:
+        raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
+    if isinstance(config.optimizer, ScheduleFreeConfig):
+        accepted = "servers hold no average; take sgd, adagrad or adamw"
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
+
+
+def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
+    """Refuse an optimizer that looks at whole layers, where servers hold parts of them."""
+    if emulation.server_shards > 1 and isinstance(config.optimizer, LarsConfig | LambConfig):
+        accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
+        raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
+
+
+def _require_returning(emulation: EmulationConfig) -> None:
+    """Refuse workers that never come back where others wait for them."""
+    if isinstance(emulation.algorithm, SynchronousConfig) and not are_returning(emulation.failures):
+        raise ConfigError(
+            "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
+            "fails, and it must come back."
+        )

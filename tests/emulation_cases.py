@@ -1,0 +1,160 @@
+"""Emulations of a problem small enough to be done by hand: least squares in NumPy, no JAX.
+
+The algorithms are those of scalejax; the arithmetic that they hand to the tape is done here, so
+that a test can hold what comes of it against a plain loop.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scalejax.emulate.algorithms import algorithm_of
+from scalejax.emulate.progress import Moment, Progress
+from scalejax.emulate.servers import Servers
+from scalejax.emulate.tape import Rows, Shards, Tape
+from scalejax.emulate.world import Durations, World
+from scalejax.emulation_config import EmulationConfig
+
+FEATURES, BATCH = 12, 6
+
+
+def durations(**given: Any) -> Durations:
+    """A gradient a second, and nothing else takes time, but for what is given."""
+    return Durations(
+        **{
+            "gradient_seconds": 1.0,
+            "gradient_deviation_seconds": 0.0,
+            "exchange_seconds": 0.0,
+            "update_seconds": 0.0,
+            "latency_seconds": 0.0,
+            "worker_bytes_per_second": None,
+            "server_bytes_per_second": None,
+            "workers_per_host": 1,
+            **given,
+        }
+    )
+
+
+@dataclass(kw_only=True)
+class LeastSquares:
+    """Rows of random numbers, whose targets are a sum of them and noise; SGD."""
+
+    shards: int = 1
+    """Parts of the parameters."""
+    learning_rate: float = 0.05
+    """Of every update."""
+    momentum: float = 0.0
+    """Part of the buffer that is kept."""
+
+    @property
+    def initial(self) -> np.ndarray:
+        """The parameters before the first update."""
+        return np.linspace(-1, 1, FEATURES)
+
+    def samples(self, seed: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets that depend on `seed` alone."""
+        generator = np.random.default_rng(seed)
+        inputs = generator.normal(size=(BATCH, FEATURES))
+        return inputs, inputs @ np.arange(FEATURES) + generator.normal(size=BATCH)
+
+    def gradient(self, params: np.ndarray, worker: int, index: int, part: slice | None = None):
+        """The mean gradient of a minibatch of `worker`, or of a `part` of a global batch."""
+        inputs, targets = self.samples([worker, index] if part is None else [index])
+        if part is not None:
+            inputs, targets = inputs[part], targets[part]
+        return inputs.T @ (inputs @ params - targets) / len(targets)
+
+    def cut(self, whole: np.ndarray) -> list[np.ndarray]:
+        """The parts of all parameters."""
+        return np.array_split(whole, self.shards)
+
+    def execute(
+        self, operation: str, inputs: Sequence[Any], factors: Sequence[float], rows: Rows | None
+    ) -> Sequence[Any]:
+        """What a tape asks for."""
+        match operation:
+            case "initial":
+                return self.cut(self.initial)
+            case "optimizer":
+                return [np.zeros_like(inputs[0])]
+            case "gradient":
+                assert rows is not None
+                size = BATCH // rows.workers
+                part = slice(rows.worker * size, (rows.worker + 1) * size)
+                params = np.concatenate(inputs)
+                own = rows.way == "own"
+                whole = self.gradient(params, rows.worker, rows.index, None if own else part)
+                return [*self.cut(whole), 0.0]
+            case "update":
+                params, buffer, gradient = inputs
+                buffer = self.momentum * buffer + gradient
+                return [params - self.learning_rate * buffer, buffer]
+            case "combine":
+                return [sum(f * value for f, value in zip(factors, inputs, strict=True))]
+            case "evaluate":
+                return [np.concatenate(inputs)]
+        raise AssertionError(operation)
+
+
+@dataclass(kw_only=True)
+class Emulated:
+    """What came of an emulation."""
+
+    world: World
+    """Its clock, and its workers."""
+    servers: Servers
+    """What they hold at the end."""
+    training: Any
+    """The algorithm."""
+    moments: list[Moment] = field(default_factory=list)
+    """The evaluations."""
+
+    @property
+    def params(self) -> np.ndarray:
+        """All parameters at the end."""
+        return np.concatenate([part.content for part in self.servers.whole()])
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of all gradients."""
+        ages = self.servers.staleness
+        return sum(age * count for age, count in ages.items()) / sum(ages.values())
+
+    def trained(self, moment: Moment) -> None:
+        """Nobody asks for training losses."""
+
+    def evaluated(self, moment: Moment) -> None:
+        """Keep what was evaluated."""
+        self.moments.append(moment)
+
+
+def emulated(
+    config: EmulationConfig,
+    steps: int,
+    problem: LeastSquares | None = None,
+    *,
+    takes: Durations | None = None,
+    is_evaluated: Callable[[int], bool] = lambda step: False,
+    seed: int = 0,
+) -> Emulated:
+    """`steps` gradients of `problem`, as `config` says."""
+    problem = problem or LeastSquares(shards=config.server_shards)
+    world = World(config, takes or durations(), seed=seed)
+    tape = Tape(problem, lambda: world.now, config.server_shards)
+    sizes = [part.nbytes for part in problem.cut(problem.initial)]
+    servers = Servers(world, tape, sizes, config.failures)
+    result = Emulated(world=world, servers=servers, training=None)
+    progress = Progress(
+        world, tape, result, total_steps=steps, log_every_steps=steps, is_evaluated=is_evaluated
+    )
+    result.training = algorithm_of(config.algorithm, world, tape, servers, progress)
+    result.training.start()
+    world.run()
+    return result
+
+
+def contents(shards: Shards) -> np.ndarray:
+    """All of `shards` in one."""
+    return np.concatenate([part.content for part in shards])

@@ -8,6 +8,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from scalejax.emulation_algorithms import (
+    EasgdConfig,
+    HogwildConfig,
+    LocalSgdConfig,
+    StaleSynchronousConfig,
+)
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
 
 Distribution = Literal["normal", "lognormal", "exponential"]
@@ -65,7 +71,15 @@ class SynchronousConfig:
             )
 
 
-AlgorithmConfig = Annotated[DownpourConfig | SynchronousConfig, Field(discriminator="name")]
+AlgorithmConfig = Annotated[
+    DownpourConfig
+    | SynchronousConfig
+    | StaleSynchronousConfig
+    | EasgdConfig
+    | HogwildConfig
+    | LocalSgdConfig,
+    Field(discriminator="name"),
+]
 """Any of the algorithms, told apart by `name`."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from scalejax.emulate.algorithms import algorithm_of
 from scalejax.emulate.progress import Moment, Progress
 from scalejax.emulate.servers import Servers
-from scalejax.emulate.tape import Rows, Shards, Tape
+from scalejax.emulate.tape import Rows, Tape
 from scalejax.emulate.world import Durations, World
 from scalejax.emulation_config import EmulationConfig
 
@@ -113,8 +113,9 @@ class Emulated:
 
     @property
     def params(self) -> np.ndarray:
-        """All parameters at the end."""
-        return np.concatenate([part.content for part in self.servers.whole()])
+        """All parameters after the last step of the run."""
+        (params,) = self.moments[-1].metrics
+        return params.content
 
     @property
     def mean_staleness(self) -> float:
@@ -136,10 +137,10 @@ def emulated(
     problem: LeastSquares | None = None,
     *,
     takes: Durations | None = None,
-    is_evaluated: Callable[[int], bool] = lambda step: False,
+    is_evaluated: Callable[[int], bool] | None = None,
     seed: int = 0,
 ) -> Emulated:
-    """`steps` gradients of `problem`, as `config` says."""
+    """`steps` gradients of `problem`, as `config` says; evaluated are at least the last."""
     problem = problem or LeastSquares(shards=config.server_shards)
     world = World(config, takes or durations(), seed=seed)
     tape = Tape(problem, lambda: world.now, config.server_shards)
@@ -147,14 +148,14 @@ def emulated(
     servers = Servers(world, tape, sizes, config.failures)
     result = Emulated(world=world, servers=servers, training=None)
     progress = Progress(
-        world, tape, result, total_steps=steps, log_every_steps=steps, is_evaluated=is_evaluated
+        world,
+        tape,
+        result,
+        total_steps=steps,
+        log_every_steps=steps,
+        is_evaluated=is_evaluated or (lambda step: step == steps),
     )
     result.training = algorithm_of(config.algorithm, world, tape, servers, progress)
     result.training.start()
     world.run()
     return result
-
-
-def contents(shards: Shards) -> np.ndarray:
-    """All of `shards` in one."""
-    return np.concatenate([part.content for part in shards])

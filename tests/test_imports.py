@@ -45,6 +45,7 @@ ARITHMETIC = {
     "parquet_columns": 1,
     "data_config": 2,
     "training_config": 2,
+    "emulation_algorithms": 1,
     "emulation_config": 2,
     "emulation_record": 3,
     "optimizer_config": 2,

@@ -6,12 +6,27 @@ Each is a small file with its source; they share the world, the tape and the ser
 from typing import Protocol
 
 from scalejax.emulate.downpour import Downpour
+from scalejax.emulate.easgd import Easgd
+from scalejax.emulate.hogwild import Hogwild
+from scalejax.emulate.local_sgd import LocalSgd
 from scalejax.emulate.progress import Progress
 from scalejax.emulate.servers import Servers
+from scalejax.emulate.stale_synchronous import StaleSynchronous
 from scalejax.emulate.synchronous import AllReduced, Served
 from scalejax.emulate.tape import Tape
 from scalejax.emulate.world import World
-from scalejax.emulation_config import AlgorithmConfig, DownpourConfig, SynchronousConfig
+from scalejax.emulation_algorithms import (
+    EasgdConfig,
+    HogwildConfig,
+    LocalSgdConfig,
+    StaleSynchronousConfig,
+)
+from scalejax.emulation_config import (
+    AlgorithmConfig,
+    DownpourConfig,
+    EmulationConfig,
+    SynchronousConfig,
+)
 
 
 class Algorithm(Protocol):
@@ -36,3 +51,22 @@ def algorithm_of(
             return Served(config, world, tape, servers, progress)
         case SynchronousConfig():
             return AllReduced(world, tape, servers, progress)
+        case StaleSynchronousConfig():
+            return StaleSynchronous(config, world, tape, servers, progress)
+        case EasgdConfig():
+            return Easgd(config, world, tape, servers, progress)
+        case HogwildConfig():
+            return Hogwild(world, tape, servers, progress)
+        case LocalSgdConfig():
+            return LocalSgd(config, world, tape, servers, progress)
+
+
+def minibatches_per_update(emulation: EmulationConfig) -> int:
+    """Steps of the run for each update of one optimizer, by which the learning rate goes."""
+    match emulation.algorithm:
+        case DownpourConfig(n_push=n_push):
+            return n_push
+        case EasgdConfig():  # every worker has an optimizer, for its part of all steps
+            return emulation.workers
+        case _:
+            return 1

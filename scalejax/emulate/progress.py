@@ -63,7 +63,9 @@ class Progress:
         self.step = 0
         """Gradients that went into the parameters so far."""
         self._world, self._tape, self._listener = world, tape, listener
-        self._total_steps, self._log_every = total_steps, log_every_steps
+        self.total_steps = total_steps
+        """Of the run."""
+        self._log_every = log_every_steps
         self._is_evaluated = is_evaluated
         self._since: list[Value] = []
 
@@ -77,10 +79,10 @@ class Progress:
         """
         if self._world.done.triggered:
             return
-        steps = range(self.step + 1, min(self.step + gradients, self._total_steps) + 1)
+        steps = range(self.step + 1, min(self.step + gradients, self.total_steps) + 1)
         self.step = steps[-1]
         self._since += metrics
-        is_last = self.step == self._total_steps
+        is_last = self.step == self.total_steps
         if is_last or any(step % self._log_every == 0 for step in steps):
             self._listener.trained(self._moment(tuple(self._since)))
             self._since = []

@@ -10,13 +10,13 @@ import numpy as np
 
 from scalejax.config import ResolvedRun
 from scalejax.data import open_source
-from scalejax.emulate.algorithms import algorithm_of
+from scalejax.emulate.algorithms import algorithm_of, minibatches_per_update
 from scalejax.emulate.arithmetic import JaxArithmetic
 from scalejax.emulate.progress import Moment, Progress
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Instruction, Tape
 from scalejax.emulate.world import Durations, World
-from scalejax.emulation_config import DownpourConfig, EmulationConfig
+from scalejax.emulation_config import EmulationConfig
 from scalejax.emulation_record import Emulation
 from scalejax.measuring import evaluation_measurement, train_measurement
 from scalejax.mesh import build_mesh
@@ -86,14 +86,14 @@ def emulate_run(
 
 def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic:
     """What computes the gradients and updates of an emulated run."""
-    config, algorithm = run.config, emulation.algorithm
+    config = run.config
     train, test = (open_source(config.data, split, seed=config.seed) for split in ("train", "test"))
     return JaxArithmetic(
         run,
         build_mesh(run.layout),
         (train, test),
         shards=emulation.server_shards,
-        gradients_per_update=algorithm.n_push if isinstance(algorithm, DownpourConfig) else 1,
+        gradients_per_update=minibatches_per_update(emulation),
     )
 
 

@@ -50,7 +50,9 @@ class Servers:
         """That workers and servers have sent each other."""
         self.failures = 0
         """Times that a server failed."""
-        self._world, self._tape, self._bytes = world, tape, shard_bytes
+        self.shard_bytes = tuple(shard_bytes)
+        """Size of the part that each holds."""
+        self._world, self._tape = world, tape
         self._in, self._out, self._at_work = (
             [Line(world.env) for _ in self.params] for _ in range(3)
         )
@@ -109,8 +111,13 @@ class Servers:
         )
         self.versions[server] += 1
 
+    def put(self, server: int, params: Value) -> None:
+        """Replace the part of one server by what an update made elsewhere has come to."""
+        self.params[server] = params
+        self.versions[server] += 1
+
     def _asked(self, worker: int, server: int, arrived: Callable[[int, Value, int], None]) -> None:
-        world, size = self._world, self._bytes[server]
+        world, size = self._world, self.shard_bytes[server]
         self.sent_bytes += size
 
         def asked() -> None:
@@ -133,7 +140,7 @@ class Servers:
     def _pushed(
         self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
     ) -> None:
-        world, size = self._world, self._bytes[server]
+        world, size = self._world, self.shard_bytes[server]
         self.sent_bytes += size
         seconds = world.durations.update_seconds / len(self.params)
 

@@ -190,3 +190,29 @@ class EmulationConfig:
     def __post_init__(self) -> None:
         require_at_least("emulation.workers", self.workers, 1)
         require_at_least("emulation.server_shards", self.server_shards, 1)
+
+    @property
+    def sharing_workers(self) -> int:
+        """Workers among whom the samples of a step are divided; 1 where each has as many."""
+        match self.algorithm:
+            case SynchronousConfig(backup_workers=backup_workers):
+                return self.workers - backup_workers
+            case LocalSgdConfig():
+                return self.workers
+            case _:
+                return 1
+
+    @property
+    def is_all_reduced(self) -> bool:
+        """Whether workers exchange by a collective, which no server takes part in."""
+        match self.algorithm:
+            case SynchronousConfig(exchange=exchange):
+                return exchange == "all_reduce"
+            case _:
+                return isinstance(self.algorithm, LocalSgdConfig)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether the run cannot go on for long without one of its workers."""
+        waiting = SynchronousConfig | LocalSgdConfig | StaleSynchronousConfig
+        return isinstance(self.algorithm, waiting)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulation_cases import LeastSquares, durations, emulated
+from emulate_cases import durations
+from least_squares_cases import LeastSquares, emulated
 
 from scalejax.emulate.world import Streams, slowness
 from scalejax.emulation_algorithms import EasgdConfig

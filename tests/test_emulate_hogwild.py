@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from emulation_cases import FEATURES, LeastSquares, durations, emulated
+from emulate_cases import durations
+from least_squares_cases import FEATURES, LeastSquares, emulated
 
 from scalejax.emulate.world import Streams
 from scalejax.emulation_algorithms import HogwildConfig

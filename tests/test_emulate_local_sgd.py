@@ -2,7 +2,8 @@
 
 import numpy as np
 import pytest
-from emulation_cases import BATCH, LeastSquares, durations, emulated
+from emulate_cases import durations
+from least_squares_cases import BATCH, LeastSquares, emulated
 
 from scalejax.emulation_algorithms import LocalSgdConfig
 from scalejax.emulation_config import (

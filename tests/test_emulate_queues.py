@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import simpy
-from emulation_cases import durations, emulated
+from emulate_cases import durations
+from least_squares_cases import emulated
 
 from scalejax.emulate.world import Line
 from scalejax.emulation_config import DownpourConfig, EmulationConfig, StragglersConfig

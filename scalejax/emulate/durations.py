@@ -10,7 +10,7 @@ from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
 from scalejax.config import ResolvedRun, resolve, with_fields
 from scalejax.cost import as_used, step_terms, what_if
 from scalejax.emulate.world import Durations
-from scalejax.emulation_config import EmulationConfig, SynchronousConfig, TimingConfig
+from scalejax.emulation_config import EmulationConfig, TimingConfig
 from scalejax.errors import ConfigError, DoesNotFit, refusal
 from scalejax.hardware import Cluster, load_library
 from scalejax.profile import ProfileJob
@@ -99,13 +99,11 @@ def _compiled(
     run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
 ) -> tuple[float, float, float]:
     """Seconds of a gradient, of the exchange that it does not hide, and the deviation of a step."""
-    algorithm, global_batch = emulation.algorithm, run.split.global_batch
-    devices, samples = 1, global_batch
-    if isinstance(algorithm, SynchronousConfig):
-        if algorithm.exchange == "all_reduce":
-            devices = emulation.workers
-        else:
-            samples //= emulation.workers - algorithm.backup_workers
+    devices, samples = 1, run.split.global_batch
+    if emulation.is_all_reduced:
+        devices = emulation.workers
+    else:
+        samples //= emulation.sharing_workers
     fields = {"layout.data": devices, "batch.global_batch": samples, "emulation": None}
     job = ProfileJob(run=resolve(with_fields(run.config, fields), devices), cluster=cluster)
     (program,) = compile_cases([job], [in_words(devices)], on_case)

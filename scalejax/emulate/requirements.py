@@ -27,13 +27,11 @@ def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
             "or an [emulation] table."
         )
     _require_plain(config)
-    counted = 1
-    if isinstance(emulation.algorithm, SynchronousConfig):
-        counted = emulation.workers - emulation.algorithm.backup_workers
-        if counted < 1:
-            accepted = f"it must leave one of emulation.workers={emulation.workers}"
-            backup = emulation.algorithm.backup_workers
-            raise ConfigError(refusal("emulation.algorithm.backup_workers", backup, accepted))
+    counted = emulation.sharing_workers
+    if isinstance(emulation.algorithm, SynchronousConfig) and counted < 1:
+        accepted = f"it must leave one of emulation.workers={emulation.workers}"
+        backup = emulation.algorithm.backup_workers
+        raise ConfigError(refusal("emulation.algorithm.backup_workers", backup, accepted))
     if config.batch.per_device_batch is not None:
         samples = config.batch.per_device_batch * counted
         config = with_fields(
@@ -95,7 +93,7 @@ def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
 
 def _require_returning(emulation: EmulationConfig) -> None:
     """Refuse workers that never come back where others wait for them."""
-    if isinstance(emulation.algorithm, SynchronousConfig) and not are_returning(emulation.failures):
+    if emulation.waits_for_all and not are_returning(emulation.failures):
         raise ConfigError(
             "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
             "fails, and it must come back."

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from emulate_cases import durations
 
 from scalejax.emulate.algorithms import algorithm_of
 from scalejax.emulate.progress import Moment, Progress
@@ -18,23 +19,6 @@ from scalejax.emulate.world import Durations, World
 from scalejax.emulation_config import EmulationConfig
 
 FEATURES, BATCH = 12, 6
-
-
-def durations(**given: Any) -> Durations:
-    """A gradient a second, and nothing else takes time, but for what is given."""
-    return Durations(
-        **{
-            "gradient_seconds": 1.0,
-            "gradient_deviation_seconds": 0.0,
-            "exchange_seconds": 0.0,
-            "update_seconds": 0.0,
-            "latency_seconds": 0.0,
-            "worker_bytes_per_second": None,
-            "server_bytes_per_second": None,
-            "workers_per_host": 1,
-            **given,
-        }
-    )
 
 
 @dataclass(kw_only=True)

@@ -74,8 +74,9 @@ class LocalSgdConfig:
 
     name: Literal["local_sgd"] = "local_sgd"
     """Selects this algorithm."""
-    every_steps: int | None = 1
-    """Steps from one average to the next (H); None: once, at the end (Zinkevich et al. 2010)."""
+    every_steps: int | None = None
+    """Steps from one average to the next (H); None: one average, at the end (Zinkevich et al.
+    2010)."""
     begin_step: int = 0
     """Steps before, which are synchronous SGD (post-local SGD, Lin et al. 2018)."""
     outer_learning_rate: float = 1.0
@@ -93,3 +94,22 @@ class LocalSgdConfig:
             raise ConfigError(
                 refusal("emulation.algorithm.outer_momentum", self.outer_momentum, accepted)
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayedConfig:
+    """Synchronous SGD that does not wait for its exchange: something is a step old."""
+
+    name: Literal["delayed"] = "delayed"
+    """Selects this algorithm."""
+    delayed: Literal["gradients", "reads"] = "gradients"
+    """What is: gradients, each applied an update later (tf_cnn_benchmarks' relaxed consistency; the
+    first update is of zeros); or the parameters that gradients are taken by (its staged_vars)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndependentConfig:
+    """Workers that exchange nothing: an upper bound of speed, whose result is the first's."""
+
+    name: Literal["independent"] = "independent"
+    """Selects this algorithm."""

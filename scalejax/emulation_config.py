@@ -9,11 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalejax.emulation_algorithms import (
+    DelayedConfig,
     EasgdConfig,
     HogwildConfig,
+    IndependentConfig,
     LocalSgdConfig,
     StaleSynchronousConfig,
 )
+from scalejax.emulation_modes import KvStoreConfig, VariableUpdateConfig
 from scalejax.errors import ConfigError, refusal, require_above, require_at_least
 
 Distribution = Literal["normal", "lognormal", "exponential"]
@@ -71,16 +74,44 @@ class SynchronousConfig:
             )
 
 
-AlgorithmConfig = Annotated[
+CoreConfig = (
     DownpourConfig
     | SynchronousConfig
     | StaleSynchronousConfig
     | EasgdConfig
     | HogwildConfig
-    | LocalSgdConfig,
-    Field(discriminator="name"),
+    | LocalSgdConfig
+    | DelayedConfig
+    | IndependentConfig
+)
+"""Any of the algorithms by the name of what it does."""
+AlgorithmConfig = Annotated[
+    CoreConfig | VariableUpdateConfig | KvStoreConfig, Field(discriminator="name")
 ]
-"""Any of the algorithms, told apart by `name`."""
+"""Any of the algorithms, told apart by `name`; some by what other programs call them."""
+
+
+def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
+    """What `algorithm` does, whatever another program calls it."""
+    match algorithm:
+        case KvStoreConfig(type="dist_async"):
+            return DownpourConfig()
+        case KvStoreConfig(type="dist_sync" | "dist_device_sync"):
+            return SynchronousConfig(exchange="parameter_server")
+        case VariableUpdateConfig(variable_update="independent"):
+            return IndependentConfig()
+        case VariableUpdateConfig(cross_replica_sync=False):
+            return DownpourConfig()
+        case VariableUpdateConfig(staged_vars=True):
+            return DelayedConfig(delayed="reads")
+        case VariableUpdateConfig(variable_consistency="relaxed"):
+            return DelayedConfig(delayed="gradients")
+        case VariableUpdateConfig(variable_update="parameter_server" | "distributed_replicated"):
+            return SynchronousConfig(exchange="parameter_server")
+        case VariableUpdateConfig() | KvStoreConfig():
+            return SynchronousConfig()
+        case _:
+            return algorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +223,17 @@ class EmulationConfig:
         require_at_least("emulation.server_shards", self.server_shards, 1)
 
     @property
+    def core(self) -> CoreConfig:
+        """What the algorithm does, whatever another program calls it."""
+        return core_of(self.algorithm)
+
+    @property
     def sharing_workers(self) -> int:
         """Workers among whom the samples of a step are divided; 1 where each has as many."""
-        match self.algorithm:
+        match self.core:
             case SynchronousConfig(backup_workers=backup_workers):
                 return self.workers - backup_workers
-            case LocalSgdConfig():
+            case LocalSgdConfig() | DelayedConfig() | IndependentConfig():
                 return self.workers
             case _:
                 return 1
@@ -205,14 +241,13 @@ class EmulationConfig:
     @property
     def is_all_reduced(self) -> bool:
         """Whether workers exchange by a collective, which no server takes part in."""
-        match self.algorithm:
-            case SynchronousConfig(exchange=exchange):
-                return exchange == "all_reduce"
-            case _:
-                return isinstance(self.algorithm, LocalSgdConfig)
+        core = self.core
+        if isinstance(core, SynchronousConfig):
+            return core.exchange == "all_reduce"
+        return isinstance(core, LocalSgdConfig | DelayedConfig)
 
     @property
     def waits_for_all(self) -> bool:
         """Whether the run cannot go on for long without one of its workers."""
-        waiting = SynchronousConfig | LocalSgdConfig | StaleSynchronousConfig
-        return isinstance(self.algorithm, waiting)
+        waiting = SynchronousConfig | LocalSgdConfig | StaleSynchronousConfig | DelayedConfig
+        return isinstance(self.core, waiting | IndependentConfig)

@@ -53,8 +53,8 @@ def alone() -> dict[str, list[float | None]]:
     [
         ({"name": "stale_synchronous", "staleness_bound": 3}, "adamw"),
         ({"name": "hogwild"}, "momentum"),
-        ({"name": "local_sgd"}, "adamw"),
-        ({"name": "local_sgd", "begin_step": 7}, "momentum"),
+        ({"name": "local_sgd", "every_steps": 1}, "adamw"),
+        ({"name": "local_sgd", "every_steps": 3, "begin_step": 7}, "momentum"),
     ],
     ids=["stale_synchronous", "hogwild", "local_sgd", "post_local_sgd"],
 )
@@ -69,7 +69,7 @@ def test_one_worker_is_one_device(algorithm: dict, optimizer: str, alone: dict):
 
 def test_average_of_every_step_trains_as_one_device(alone: dict):
     """Four workers with a quarter of every batch, and momentum of their own."""
-    made, lines = emulated({"name": "local_sgd"}, 4, MOMENTUM)
+    made, lines = emulated({"name": "local_sgd", "every_steps": 1}, 4, MOMENTUM)
 
     assert losses(lines) == pytest.approx(alone["momentum"], rel=1e-4)
     assert made.updates == 32

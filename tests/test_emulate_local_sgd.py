@@ -56,7 +56,7 @@ def test_average_of_every_step_is_synchronous_sgd(momentum: float):
     problem = LeastSquares(momentum=momentum, learning_rate=0.02)
     synchronous = EmulationConfig(algorithm=SynchronousConfig(), workers=WORKERS)
 
-    local = emulated(config(), 20, problem)
+    local = emulated(config(every_steps=1), 20, problem)
 
     expected = emulated(synchronous, 20, problem).params
     np.testing.assert_allclose(local.params, expected, rtol=1e-10)
@@ -133,7 +133,7 @@ def test_rounds_wait_less_for_stragglers():
 
     rounds = emulated(settings, 160, takes=takes).world.now
 
-    assert 160 < rounds < emulated(config(), 160, takes=takes).world.now
+    assert 160 < rounds < emulated(config(every_steps=1), 160, takes=takes).world.now
 
 
 def test_failures_change_the_time_and_not_the_result():

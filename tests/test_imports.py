@@ -45,6 +45,8 @@ ARITHMETIC = {
     "parquet_columns": 1,
     "data_config": 2,
     "training_config": 2,
+    "all_reduce_spec": 0,
+    "emulation_modes": 1,
     "emulation_algorithms": 1,
     "emulation_config": 2,
     "emulation_record": 3,

@@ -5,9 +5,11 @@ Each is a small file with its source; they share the world, the tape and the ser
 
 from typing import Protocol
 
+from scalejax.emulate.delayed import Delayed
 from scalejax.emulate.downpour import Downpour
 from scalejax.emulate.easgd import Easgd
 from scalejax.emulate.hogwild import Hogwild
+from scalejax.emulate.independent import Independent
 from scalejax.emulate.local_sgd import LocalSgd
 from scalejax.emulate.progress import Progress
 from scalejax.emulate.servers import Servers
@@ -16,8 +18,10 @@ from scalejax.emulate.synchronous import AllReduced, Served
 from scalejax.emulate.tape import Tape
 from scalejax.emulate.world import World
 from scalejax.emulation_algorithms import (
+    DelayedConfig,
     EasgdConfig,
     HogwildConfig,
+    IndependentConfig,
     LocalSgdConfig,
     StaleSynchronousConfig,
 )
@@ -26,6 +30,7 @@ from scalejax.emulation_config import (
     DownpourConfig,
     EmulationConfig,
     SynchronousConfig,
+    core_of,
 )
 
 
@@ -44,26 +49,30 @@ def algorithm_of(
     config: AlgorithmConfig, world: World, tape: Tape, servers: Servers, progress: Progress
 ) -> Algorithm:
     """The algorithm that `config` names, in `world`."""
-    match config:
-        case DownpourConfig():
-            return Downpour(config, world, tape, servers, progress)
-        case SynchronousConfig(exchange="parameter_server"):
-            return Served(config, world, tape, servers, progress)
+    match core_of(config):
+        case DownpourConfig() as core:
+            return Downpour(core, world, tape, servers, progress)
+        case SynchronousConfig(exchange="parameter_server") as core:
+            return Served(core, world, tape, servers, progress)
         case SynchronousConfig():
             return AllReduced(world, tape, servers, progress)
-        case StaleSynchronousConfig():
-            return StaleSynchronous(config, world, tape, servers, progress)
-        case EasgdConfig():
-            return Easgd(config, world, tape, servers, progress)
+        case StaleSynchronousConfig() as core:
+            return StaleSynchronous(core, world, tape, servers, progress)
+        case EasgdConfig() as core:
+            return Easgd(core, world, tape, servers, progress)
         case HogwildConfig():
             return Hogwild(world, tape, servers, progress)
-        case LocalSgdConfig():
-            return LocalSgd(config, world, tape, servers, progress)
+        case LocalSgdConfig() as core:
+            return LocalSgd(core, world, tape, servers, progress)
+        case DelayedConfig() as core:
+            return Delayed(core, world, tape, servers, progress)
+        case IndependentConfig():
+            return Independent(world, tape, servers, progress)
 
 
 def minibatches_per_update(emulation: EmulationConfig) -> int:
     """Steps of the run for each update of one optimizer, by which the learning rate goes."""
-    match emulation.algorithm:
+    match emulation.core:
         case DownpourConfig(n_push=n_push):
             return n_push
         case EasgdConfig():  # every worker has an optimizer, for its part of all steps

@@ -84,6 +84,11 @@ class JaxArithmetic:
         self._queued = 0
 
     @property
+    def tensor_elements(self) -> tuple[int, ...]:
+        """Numbers in each parameter."""
+        return tuple(leaf.size for leaf in jax.tree.leaves(self._like))
+
+    @property
     def shard_bytes(self) -> tuple[int, ...]:
         """Size of each part of the parameters."""
         parts = jax.eval_shape(self._cut, self._like)

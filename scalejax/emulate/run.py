@@ -13,6 +13,7 @@ from scalejax.data import open_source
 from scalejax.emulate.algorithms import algorithm_of, minibatches_per_update
 from scalejax.emulate.arithmetic import JaxArithmetic
 from scalejax.emulate.progress import Moment, Progress
+from scalejax.emulate.reduction_costs import with_reduction
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Instruction, Tape
 from scalejax.emulate.world import Durations, World
@@ -52,8 +53,9 @@ def emulate_run(
         ConfigError: if examples cannot be read, or are too few for so many workers.
     """
     began = time.perf_counter()
-    world = World(emulation, durations, seed=run.config.seed)
     arithmetic = arithmetic_of(run, emulation)
+    durations = with_reduction(durations, emulation, arithmetic.tensor_elements)
+    world = World(emulation, durations, seed=run.config.seed)
     tape = Tape(arithmetic, lambda: world.now, emulation.server_shards, log)
     servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
     progress = Progress(

@@ -41,7 +41,7 @@ def waits(load: float, service_seconds: np.ndarray, seed: int) -> tuple[float, f
         zip(np.cumsum(gaps).tolist(), service_seconds.tolist(), strict=True), start=1
     ):
         clock.now = at
-        line.serve(seconds, int)
+        line.serve(seconds, dict)
         if place % (len(service_seconds) // 100) == 0:
             marks.append(line.waited_seconds)
     means = np.diff([0.0, *marks]) / (len(service_seconds) // 100)

@@ -83,10 +83,9 @@ def test_bounded_run_is_that_of_a_plain_loop(bound: int):
 
 def test_pace_is_that_of_the_slowest_but_for_the_bound():
     """In the long run all wait for the slowest; without a bound they would not."""
-    slow = {"slow_share": 0.25, "slow_factor": 3.0}
 
-    bounded = emulated(config(2, 4, **slow), 400)
-    free = emulated(config(10**6, 4, **slow), 400)
+    bounded = emulated(config(2, 4, slow_share=0.25, slow_factor=3.0), 400)
+    free = emulated(config(10**6, 4, slow_share=0.25, slow_factor=3.0), 400)
 
     assert 400 / bounded.world.now == pytest.approx(4 / 3, rel=0.02)
     assert 400 / free.world.now == pytest.approx(3 + 1 / 3, rel=0.02)

@@ -12,7 +12,7 @@ import simpy
 
 from scalejax.emulation_config import EmulationConfig, FailuresConfig, StragglersConfig
 
-Then = Callable[[], None]
+Then = Callable[[], object]
 """What happens next; at once, if nothing delays it."""
 Body = Generator[simpy.Event, Any, None]
 """The life of a worker, which yields what it waits for."""
@@ -74,7 +74,11 @@ def after(env: simpy.Environment, seconds: float, then: Then) -> None:
         return
     timeout = env.timeout(seconds)
     assert timeout.callbacks is not None  # noqa: S101  a new event has them
-    timeout.callbacks.append(lambda _: then())
+
+    def happen(_: simpy.Event) -> None:
+        then()
+
+    timeout.callbacks.append(happen)
 
 
 class World:

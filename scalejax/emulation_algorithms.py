@@ -10,6 +10,27 @@ from scalejax.errors import ConfigError, refusal, require_above, require_at_leas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionConfig:
+    """What workers do to a gradient before they push it; what they leave out of it is added to
+    their next one, but for fp16."""
+
+    method: Literal["fp16", "two_bit", "top_k"]
+    """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
+    top_k: the largest entries of each parameter, with their places."""
+    threshold: float = 0.5
+    """Of two_bit: from which size on an entry is sent, and as what; of gradients summed over their
+    samples, as MXNet's are."""
+    fraction: float = 0.001
+    """Of top_k: part of the entries that is sent, of each parameter at least one."""
+
+    def __post_init__(self) -> None:
+        require_above("emulation.compression.threshold", self.threshold, 0)
+        if not 0 < self.fraction <= 1:
+            accepted = "it must be above 0, and at most 1"
+            raise ConfigError(refusal("emulation.compression.fraction", self.fraction, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaleSynchronousConfig:
     """Stale synchronous parallel: workers at their own pace, within a bound (Ho et al. 2013).
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalejax.emulation_algorithms import (
+    CompressionConfig,
     DelayedConfig,
     EasgdConfig,
     HogwildConfig,
@@ -64,6 +65,10 @@ class SynchronousConfig:
     backup_workers: int = 0
     """Of the workers, those whose gradients are not waited for (Chen et al. 2016, arXiv
     1604.00981, section 3): an update is of the first that arrive."""
+
+    reduction: Literal["mean", "adasum"] = "mean"
+    """What an update is of: the mean of gradients, or their Adasum, which adds orthogonal ones up
+    and averages parallel ones (Maleki et al. 2020, arXiv 2006.02924)."""
 
     def __post_init__(self) -> None:
         require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
@@ -211,6 +216,8 @@ class EmulationConfig:
     """Replicas of the model, each on a device of its own."""
     server_shards: int = 1
     """Parameter servers, each of which holds a part of every parameter."""
+    compression: CompressionConfig | None = None
+    """What workers do to the gradients that they push to servers."""
     timing: TimingConfig = field(default_factory=TimingConfig)
     """How long things take."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
@@ -221,6 +228,31 @@ class EmulationConfig:
     def __post_init__(self) -> None:
         require_at_least("emulation.workers", self.workers, 1)
         require_at_least("emulation.server_shards", self.server_shards, 1)
+        core = self.core
+        if isinstance(core, SynchronousConfig) and core.reduction == "adasum":
+            self._require_pairs()
+        pushing = isinstance(core, DownpourConfig | StaleSynchronousConfig | SynchronousConfig)
+        if self.compression is not None and (not pushing or self.is_all_reduced):
+            accepted = (
+                "it is of gradients that are pushed to servers: of downpour, stale_synchronous, "
+                'and synchronous with exchange = "parameter_server"'
+            )
+            field = "emulation.compression.method"
+            raise ConfigError(refusal(field, self.compression.method, accepted))
+
+    def _require_pairs(self) -> None:
+        """Refuse workers whose gradients cannot be taken in pairs, and pairs of pairs."""
+        counted = self.sharing_workers
+        if counted & (counted - 1):
+            below = 1 << (counted.bit_length() - 1)
+            accepted = (
+                'reduction = "adasum" takes gradients in pairs: those that count must be a power '
+                f"of two (nearest: {below} or {2 * below})"
+            )
+            raise ConfigError(refusal("emulation.workers", self.workers, accepted))
+        if self.server_shards > 1:
+            accepted = 'reduction = "adasum" looks at whole layers; it must be 1'
+            raise ConfigError(refusal("emulation.server_shards", self.server_shards, accepted))
 
     @property
     def core(self) -> CoreConfig:

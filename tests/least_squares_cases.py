@@ -12,6 +12,7 @@ import numpy as np
 from emulate_cases import durations
 
 from scalejax.emulate.algorithms import algorithm_of
+from scalejax.emulate.compression import Compression
 from scalejax.emulate.progress import Moment, Progress
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Rows, Tape
@@ -79,7 +80,23 @@ class LeastSquares:
                 return [sum(f * value for f, value in zip(factors, inputs, strict=True))]
             case "evaluate":
                 return [np.concatenate(inputs)]
+            case "two_bit":
+                whole = sum(inputs)
+                sent = np.trunc(np.clip(whole / factors[0], -1, 1)) * factors[0]
+                return [sent, whole - sent]
+            case "adasum":
+                return [adasum_by_hand(*inputs)]
         raise AssertionError(operation)
+
+
+def adasum_by_hand(*several: np.ndarray) -> np.ndarray:
+    """The formula of Maleki et al. 2020 on halves of `several`, each combined before."""
+    if len(several) == 1:
+        return several[0]
+    half = len(several) // 2
+    left, right = adasum_by_hand(*several[:half]), adasum_by_hand(*several[half:])
+    product = left @ right
+    return left * (1 - product / (2 * left @ left)) + right * (1 - product / (2 * right @ right))
 
 
 @dataclass(kw_only=True)
@@ -130,6 +147,9 @@ def emulated(
     tape = Tape(problem, lambda: world.now, config.server_shards)
     sizes = [part.nbytes for part in problem.cut(problem.initial)]
     servers = Servers(world, tape, sizes, config.failures)
+    if config.compression is not None:
+        samples = BATCH // config.sharing_workers
+        servers.compression = Compression(config.compression, tape, samples=samples)
     result = Emulated(world=world, servers=servers, training=None)
     progress = Progress(
         world,

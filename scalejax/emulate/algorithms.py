@@ -54,8 +54,8 @@ def algorithm_of(
             return Downpour(core, world, tape, servers, progress)
         case SynchronousConfig(exchange="parameter_server") as core:
             return Served(core, world, tape, servers, progress)
-        case SynchronousConfig():
-            return AllReduced(world, tape, servers, progress)
+        case SynchronousConfig() as core:
+            return AllReduced(core, world, tape, servers, progress)
         case StaleSynchronousConfig() as core:
             return StaleSynchronous(core, world, tape, servers, progress)
         case EasgdConfig() as core:

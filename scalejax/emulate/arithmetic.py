@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from scalejax.config import ResolvedRun
 from scalejax.data import evaluation_batches
 from scalejax.data.source import Source
+from scalejax.emulate.gradient_maps import adasum, compressed
 from scalejax.emulate.samples import Samples
 from scalejax.emulate.tape import Operation, Rows
 from scalejax.errors import ConfigError, refusal
@@ -79,6 +80,8 @@ class JaxArithmetic:
         self._updated = jax.jit(self._applied)
         self._combined = jax.jit(_combine)
         self._joined = jax.jit(self._join)
+        self._compressed = jax.jit(compressed, static_argnums=(0, 1))
+        self._adasum = jax.jit(adasum)
         self._evaluation = build_evaluation(run, mesh)
         self._waiting: deque[weakref.ref[Gradient]] = deque()
         self._queued = 0
@@ -121,6 +124,11 @@ class JaxArithmetic:
                 return self._updated(*known)
             case "combine":
                 return [self._combine_all(factors, known)]
+            case "fp16" | "two_bit" | "top_k":
+                kept = known[1] if len(known) > 1 else None
+                return self._compressed(operation, factors[0], known[0], kept)
+            case "adasum":
+                return [self._adasum(known)]
             case "evaluate":
                 return [self._evaluate(tuple(known))]
 

@@ -12,6 +12,7 @@ from scalejax.config import ResolvedRun
 from scalejax.data import open_source
 from scalejax.emulate.algorithms import algorithm_of, minibatches_per_update
 from scalejax.emulate.arithmetic import JaxArithmetic
+from scalejax.emulate.compression import Compression
 from scalejax.emulate.progress import Moment, Progress
 from scalejax.emulate.reduction_costs import with_reduction
 from scalejax.emulate.servers import Servers
@@ -58,6 +59,9 @@ def emulate_run(
     world = World(emulation, durations, seed=run.config.seed)
     tape = Tape(arithmetic, lambda: world.now, emulation.server_shards, log)
     servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
+    if emulation.compression is not None:
+        samples = run.split.global_batch // emulation.sharing_workers
+        servers.compression = Compression(emulation.compression, tape, samples=samples)
     progress = Progress(
         world,
         tape,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from scalejax.emulate.compression import Compression
 from scalejax.emulate.tape import Shards, Tape, Value
 from scalejax.emulate.world import Line, World, after
 from scalejax.emulation_config import FailuresConfig
@@ -52,6 +53,8 @@ class Servers:
         """Times that a server failed."""
         self.shard_bytes = tuple(shard_bytes)
         """Size of the part that each holds."""
+        self.compression: Compression | None = None
+        """What workers do to gradients before they push them."""
         self._world, self._tape = world, tape
         self._in, self._out, self._at_work = (
             [Line(world.env) for _ in self.params] for _ in range(3)
@@ -91,6 +94,8 @@ class Servers:
         """Send every server its part of `gradient`; each calls `apply` with its number and the
         part when it is its turn; `then` is called when all have."""
         left = len(gradient)
+        if self.compression is not None:
+            gradient = self.compression.sent(worker, gradient)
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
@@ -141,6 +146,8 @@ class Servers:
         self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
     ) -> None:
         world, size = self._world, self.shard_bytes[server]
+        if self.compression is not None:
+            size = self.compression.sent_bytes(size)
         self.sent_bytes += size
         seconds = world.durations.update_seconds / len(self.params)
 

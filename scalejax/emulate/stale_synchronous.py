@@ -63,8 +63,8 @@ class StaleSynchronous:
             self._push(update)
 
     def _push(self, update: "_Update") -> None:
-        def arrived(server: int, _: Value) -> None:
-            update.waiting.append(server)
+        def arrived(server: int, part: Value) -> None:
+            update.waiting.append((server, part))
             if update not in self._held:
                 self._held.append(update)
             self._apply(update)
@@ -84,9 +84,9 @@ class StaleSynchronous:
         if update.clock >= min(self._clocks) + self._bound:
             return
         servers = self._servers
-        for server in update.waiting:
+        for server, part in update.waiting:
             servers.staleness[servers.versions[server] - update.versions[server]] += 1
-            servers.update(server, update.gradient[server])
+            servers.update(server, part)
             update.applied += 1
         update.waiting.clear()
         if update.applied == len(update.gradient):
@@ -103,7 +103,7 @@ class _Update:
     gradient: Shards
     metrics: Value
     versions: tuple[int, ...]
-    waiting: list[int] = field(default_factory=list)
-    """Servers that have their part, and have not applied it."""
+    waiting: list[tuple[int, Value]] = field(default_factory=list)
+    """Servers that have their part and have not applied it, with that."""
     applied: int = 0
     """Servers that have."""

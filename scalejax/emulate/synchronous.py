@@ -14,10 +14,18 @@ from scalejax.emulation_config import SynchronousConfig
 class AllReduced:
     """Workers that each hold all parameters, and add up their gradients by a collective."""
 
-    def __init__(self, world: World, tape: Tape, servers: Servers, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: SynchronousConfig,
+        world: World,
+        tape: Tape,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
         self.dropped_gradients = 0
         """None: all are waited for."""
         self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._reduction = config.reduction
         self._next = world.env.event()
         self._arrived: dict[int, tuple[Shards, Value]] = {}
         self._step = 0
@@ -44,10 +52,9 @@ class AllReduced:
         seconds = self._world.durations.exchange_seconds
         yield self._world.env.timeout(seconds)
         arrived = [self._arrived[worker] for worker in sorted(self._arrived)]
-        share = [1 / len(arrived)] * len(arrived)
-        mean = self._tape.combine_shards(share, [gradient for gradient, _ in arrived])
-        for server, part in enumerate(mean):
-            self._servers.update(server, part)
+        for server in range(len(self._servers.params)):
+            parts = [gradient[server] for gradient, _ in arrived]
+            self._servers.update(server, reduced(self._tape, self._reduction, parts))
         metrics = [each for _, each in arrived]
         self._arrived, self._step = {}, self._step + 1
         self._progress.made(1, metrics, self._servers.whole)
@@ -67,6 +74,7 @@ class Served:
         progress: Progress,
     ) -> None:
         self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._reduction = config.reduction
         self._wanted = world.workers - config.backup_workers
         self._next = world.env.event()
         self._parts: list[dict[int, Value]] = [{} for _ in servers.params]
@@ -119,11 +127,17 @@ class Served:
         """Apply the means of what has come; each server sums in the order of the workers."""
         for server, parts in enumerate(self._parts):
             ordered = [parts[worker] for worker in sorted(parts)]
-            mean = self._tape.combine([1 / len(ordered)] * len(ordered), ordered)
-            self._servers.update(server, mean)
+            self._servers.update(server, reduced(self._tape, self._reduction, ordered))
         metrics = [self._metrics[worker] for worker in sorted(self._metrics)]
         self._parts, self._metrics = [{} for _ in self._parts], {}
         self._step += 1
         self._progress.made(1, metrics, self._servers.whole)
         self._next, following = self._world.env.event(), self._next
         following.succeed()
+
+
+def reduced(tape: Tape, reduction: str, parts: list[Value]) -> Value:
+    """What an update is of, of the gradients of all workers."""
+    if reduction == "adasum":
+        return tape.adasum(parts)
+    return tape.combine([1 / len(parts)] * len(parts), parts)

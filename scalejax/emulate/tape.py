@@ -9,10 +9,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Operation = Literal["initial", "optimizer", "gradient", "update", "combine", "evaluate"]
+Operation = Literal[
+    "initial",
+    "optimizer",
+    "gradient",
+    "update",
+    "combine",
+    "evaluate",
+    "fp16",
+    "two_bit",
+    "top_k",
+    "adasum",
+]
 """initial: -> shards of the parameters. optimizer: shard -> its state. gradient: shards -> shards,
 loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> the sum of them,
-each times its number. evaluate: shards -> metrics of the test data."""
+each times its number. evaluate: shards -> metrics of the test data. fp16, two_bit, top_k: a part
+of a gradient, and what was left of it before -> what is sent of both, and what is left. adasum:
+gradients -> one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +128,19 @@ class Tape:
     def combine_shards(self, factors: Sequence[float], several: Sequence[Shards]) -> Shards:
         """Likewise of all shards."""
         return tuple(self.combine(factors, values) for values in zip(*several, strict=True))
+
+    def compress(
+        self, method: Operation, number: float, gradient: Value, kept: Value | None
+    ) -> tuple[Value, Value]:
+        """What is sent of a part of a gradient and what was kept back of it, and what is left."""
+        inputs = (gradient,) if kept is None else (gradient, kept)
+        sent, left = self._do(method, inputs, 2, factors=(number,))
+        return sent, left
+
+    def adasum(self, gradients: Sequence[Value]) -> Value:
+        """One gradient of several, whose number is a power of two."""
+        (combined,) = self._do("adasum", tuple(gradients), 1)
+        return combined
 
     def evaluate(self, params: Shards) -> Value:
         """The metrics of the test data."""

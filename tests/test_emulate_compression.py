@@ -1,0 +1,181 @@
+"""Compressed gradients and Adasum, on their way between emulated workers and servers."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import least_squares_cases as least_squares
+import numpy as np
+import pytest
+from emulate_cases import config, durations
+from least_squares_cases import LeastSquares
+
+from scalejax.config import resolve
+from scalejax.documents import build
+from scalejax.emulate.gradient_maps import adasum, compressed
+from scalejax.emulate.run import emulate_run
+from scalejax.emulation_config import EmulationConfig
+from scalejax.errors import ConfigError
+
+
+def emulated(algorithm: dict[str, Any], workers: int, **emulation: Any):
+    """What came of a tiny run, and its last test loss."""
+    tables = {"algorithm": algorithm, "workers": workers, **emulation}
+    lines: list[Any] = []
+    settings = build(EmulationConfig, tables)
+    made = emulate_run(resolve(config(), 1), settings, durations(), write=lines.append)
+    return made, lines[-1].test_loss
+
+
+def test_two_bits_are_those_of_mxnet():
+    """Threshold, 0 or -threshold; what is left comes later: 0.3 twice makes one 0.5."""
+    gradient = np.array([0.3, 0.5, -0.7, 2.0, -0.1], np.float32)
+
+    sent, left = compressed("two_bit", 0.5, gradient, None)
+    again, rest = compressed("two_bit", 0.5, gradient, left)
+
+    np.testing.assert_allclose(sent, [0, 0.5, -0.5, 0.5, 0])
+    np.testing.assert_allclose(left, [0.3, 0, -0.2, 1.5, -0.1], atol=1e-7)
+    np.testing.assert_allclose(again, [0.5, 0.5, -0.5, 0.5, 0])
+    np.testing.assert_allclose(rest, [0.1, 0, -0.4, 3.0, -0.2], atol=1e-6)
+
+
+def test_largest_entries_are_sent_as_they_are():
+    """Two of five by size, of each array by itself; at least one."""
+    gradient = {"w": np.array([[1.0, -5.0], [0.5, 3.0]], np.float32), "b": np.ones(1, np.float32)}
+
+    sent, left = compressed("top_k", 0.5, gradient, None)
+
+    np.testing.assert_array_equal(sent["w"], [[0, -5], [0, 3]])
+    np.testing.assert_array_equal(left["w"], [[1, 0], [0.5, 0]])
+    np.testing.assert_array_equal(sent["b"], [1])
+
+
+def test_half_precision_rounds():
+    """To eleven bits; too large is infinite, as there."""
+    sent, _ = compressed("fp16", 0.0, jnp.array([1 + 2**-12, 0.1, 1e5]), None)
+
+    np.testing.assert_array_equal(sent, [1, np.float32(np.float16(0.1)), np.inf])
+
+
+@pytest.mark.parametrize(
+    ("several", "expected"),
+    [
+        ([[1, 0], [0, 2]], [1, 2]),  # orthogonal: added up
+        ([[3, 4], [3, 4]], [3, 4]),  # equal: averaged
+        ([[1, 0], [3, 0]], [2, 0]),  # parallel: (1 - 3/2) 1 + (1 - 1/6) 3
+        ([[0, 0], [1, 2]], [1, 2]),
+        ([[1, 1], [1, 1], [1, -1], [1, -1]], [2, 0]),  # pairs of equal ones, then orthogonal
+    ],
+)
+def test_adasum_adds_orthogonal_and_averages_parallel_gradients(several: list, expected: list):
+    """By the formula of its paper, in pairs."""
+    found = adasum([np.array(each, np.float32) for each in several])
+
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"name": "downpour"},
+        {"name": "synchronous", "exchange": "parameter_server"},
+        {"name": "stale_synchronous", "staleness_bound": 1},
+    ],
+    ids=lambda algorithm: algorithm["name"],
+)
+def test_sending_all_of_a_gradient_changes_nothing_but_the_bytes(algorithm: dict):
+    """Every entry and its place: twice the bytes up, and the same losses bit for bit."""
+    plain, loss = emulated(algorithm, 2, server_shards=2)
+    whole, same = emulated(
+        algorithm, 2, server_shards=2, compression={"method": "top_k", "fraction": 1.0}
+    )
+
+    assert same == loss
+    assert whole.staleness == plain.staleness
+    assert whole.sent_bytes == pytest.approx(1.5 * plain.sent_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("compression", "part"),
+    [({"method": "fp16"}, 1 / 2), ({"method": "two_bit", "threshold": 1.0}, 1 / 16)],
+    ids=["fp16", "two_bit"],
+)
+def test_compressed_gradients_train_with_fewer_bytes(compression: dict, part: float):
+    """Half, or a sixteenth, of what is pushed; what is fetched is whole."""
+    plain, loss = emulated({"name": "downpour"}, 2)
+    small, compressed_loss = emulated({"name": "downpour"}, 2, compression=compression)
+
+    assert compressed_loss < 3
+    assert compressed_loss != loss
+    assert small.sent_bytes == pytest.approx((1 + part) / 2 * plain.sent_bytes, rel=0.03)
+
+
+def test_adasum_of_one_worker_is_its_gradient():
+    """And that of several is the same by either exchange."""
+    exchanges = ("all_reduce", "parameter_server")
+    ways = [{"name": "synchronous", "exchange": each, "reduction": "adasum"} for each in exchanges]
+
+    assert emulated(ways[0], 1)[1] == emulated({"name": "synchronous"}, 1)[1]
+    assert emulated(ways[0], 4)[1] == emulated(ways[1], 4)[1]
+
+
+@pytest.mark.parametrize("exchange", ["all_reduce", "parameter_server"])
+def test_update_is_of_the_adasum_of_all_workers(exchange: str):
+    """Neighbours first, of the gradients of their parts of a global batch."""
+    algorithm = {"name": "synchronous", "exchange": exchange, "reduction": "adasum"}
+    tables: dict[str, Any] = {"algorithm": algorithm, "workers": 2}
+    problem = LeastSquares(learning_rate=0.01)
+
+    result = least_squares.emulated(build(EmulationConfig, tables), 10, problem)
+
+    params = problem.initial
+    for step in range(10):
+        parts = [slice(0, 3), slice(3, 6)]
+        left, right = (problem.gradient(params, 0, step, part) for part in parts)
+        params = params - 0.01 * least_squares.adasum_by_hand(left, right)
+    np.testing.assert_allclose(result.params, params, rtol=1e-10)
+
+
+def test_each_worker_keeps_back_what_it_has_not_sent():
+    """Two workers, two servers, updates in turn: the memory of each is its own."""
+    tables: dict[str, Any] = {
+        "algorithm": {"name": "downpour"},
+        "workers": 2,
+        "server_shards": 2,
+        "compression": {"method": "two_bit", "threshold": 18.0},
+    }
+    problem = LeastSquares(shards=2, learning_rate=0.02)
+
+    result = least_squares.emulated(build(EmulationConfig, tables), 30, problem)
+
+    params, read = problem.initial, [problem.initial] * 2
+    kept = [np.zeros_like(params)] * 2
+    for update in range(30):
+        index, worker = divmod(update, 2)
+        whole = problem.gradient(read[worker], worker, index) + kept[worker]
+        sent = 3.0 * (whole >= 3) - 3.0 * (whole <= -3)  # 18 over the six samples of a minibatch
+        kept[worker] = whole - sent
+        params = read[worker] = params - 0.02 * sent
+    np.testing.assert_allclose(result.params, params, rtol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"algorithm": {"name": "synchronous", "reduction": "adasum"}, "workers": 6}, "4 or 8"),
+        (
+            {"algorithm": {"name": "synchronous", "reduction": "adasum"}, "server_shards": 2},
+            "whole layers",
+        ),
+        ({"algorithm": {"name": "synchronous"}, "compression": {"method": "fp16"}}, "pushed"),
+        ({"algorithm": {"name": "easgd"}, "compression": {"method": "fp16"}}, "pushed"),
+        (
+            {"algorithm": {"name": "downpour"}, "compression": {"method": "top_k", "fraction": 0}},
+            "fraction=0",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(tables: dict, words: str):
+    """By field, at the door."""
+    with pytest.raises(ConfigError, match=words):
+        build(EmulationConfig, tables)

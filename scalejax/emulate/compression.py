@@ -3,7 +3,7 @@
 Knows workers and bytes; the arithmetic is the tape's.
 """
 
-from scalejax.emulate.tape import Shards, Tape, Value
+from scalejax.emulate.tape import Operation, Shards, Tape, Value
 from scalejax.emulation_algorithms import CompressionConfig
 
 
@@ -18,7 +18,8 @@ class Compression:
             tape: does the arithmetic.
             samples: of a gradient, which is their mean.
         """
-        self._method, self._keeps = config.method, config.method != "fp16"
+        self._method: Operation = config.method
+        self._keeps = config.method != "fp16"
         numbers = {"fp16": 0.0, "two_bit": config.threshold / samples, "top_k": config.fraction}
         self._number, self._tape = numbers[config.method], tape
         # Of 32 bits: half; two; or a value and its place for each that is sent.

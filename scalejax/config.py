@@ -15,6 +15,8 @@ from scalejax.data_config import DataConfig, DatasetFacts, facts
 from scalejax.documents import JsonValue, build, load_toml, parse_toml, plain
 from scalejax.emulation_config import EmulationConfig
 from scalejax.errors import ConfigError, refusal
+from scalejax.exchange_checks import require_exchangeable, require_paired_devices
+from scalejax.exchange_config import ExchangeConfig
 from scalejax.input_config import InputConfig
 from scalejax.layout import MODEL_AXES, BatchSplit, Layout, bn_group_count, fill_data_axis
 from scalejax.model_config import ImageNetworkConfig, ModelConfig
@@ -78,6 +80,9 @@ class RunConfig:
     """Which parameters learn, and how fast; if absent, all alike."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Over which devices, and how."""
+    exchange: ExchangeConfig | None = None
+    """How devices along data bring together what each has computed; if absent, by the mean of
+    their gradients."""
     input: InputConfig = field(default_factory=InputConfig)
     """The way from the data set to them."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -104,6 +109,15 @@ class RunConfig:
         require_begun_average(self.averaging, train)
         require_counted_parts(self.input, train)
         require_ending_epochs(self.input, self.data)
+        require_exchangeable(
+            self.exchange,
+            model,
+            self.batch,
+            optimizer=self.optimizer,
+            averaging=self.averaging,
+            layout=layout,
+            train=train,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +251,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     )
     if run.is_mixed:
         require_pairs(split)
+    require_paired_devices(config.exchange, layout.data)
     if config.train.metric_average == "devices":
         require_tested_devices(split, dataset.test_examples)
     require_counted_steps(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from scalejax.batch_shapes import batch_shapes
 from scalejax.config import ResolvedRun
+from scalejax.exchange_config import LocalSgdConfig
 from scalejax.fine_tuning import updated
 from scalejax.gradients import Batch, normalised, sample_metrics
 from scalejax.mesh import batch_sharding, replicated
@@ -30,7 +31,7 @@ from scalejax.train_state import (
     gathered_params,
     learning_params,
     shardings_of,
-    state_shapes,
+    whole_shapes,
 )
 
 
@@ -38,6 +39,8 @@ from scalejax.train_state import (
 class Evaluation:
     """The metrics of one evaluation batch over a mesh."""
 
+    weights_shapes: tuple[PyTree, PyTree]
+    """Shapes, types and shardings of the (params, model_state) that are evaluated."""
     weights: Any
     """From a state to the (params, model_state) that are evaluated: those of the average, if the
     run says so."""
@@ -52,7 +55,7 @@ class Evaluation:
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
     recipe = recipe_of(run, mesh)
-    state = state_shapes(recipe, mesh)
+    state = whole_shapes(recipe, mesh)
     of_training = ("weights", "mix")
     batch = {name: of for name, of in batch_shapes(run, mesh).items() if name not in of_training}
     shape = jax.ShapeDtypeStruct(
@@ -64,8 +67,13 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
-    weights = _evaluated_weights(recipe, shardings_of(state.params))
-    return Evaluation(weights=weights, function=function, batch=batch)
+    weights = _evaluated_weights(recipe, shardings_of((state.params, state.model_state)))
+    return Evaluation(
+        weights_shapes=(state.params, state.model_state),
+        weights=weights,
+        function=function,
+        batch=batch,
+    )
 
 
 def build_features(recipe: Recipe) -> Any:
@@ -82,10 +90,15 @@ def build_features(recipe: Recipe) -> Any:
 
 
 def _evaluated_weights(
-    recipe: Recipe, shardings: PyTree
+    recipe: Recipe, shardings: tuple[PyTree, PyTree]
 ) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-    """From a state to the parameters, lying as `shardings` say, and statistics to evaluate."""
+    """From a state to the parameters and statistics to evaluate, lying as `shardings` say."""
     averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
+    if isinstance(recipe.run.config.exchange, LocalSgdConfig):
+        mean = jax.jit(
+            partial(jax.tree.map, lambda copies: copies.mean(axis=0)), out_shardings=shardings
+        )
+        return lambda state: mean((state.params, state.model_state))
     if averaging is not None and averaging.is_evaluated:
         return lambda state: (state.average["params"], state.average["model_state"])
     if isinstance(optimizer, ScheduleFreeConfig):
@@ -94,7 +107,7 @@ def _evaluated_weights(
             learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
             return updated(params, learned)
 
-        jitted = jax.jit(meant, out_shardings=shardings)
+        jitted = jax.jit(meant, out_shardings=shardings[0])
         return lambda state: (jitted(state.opt_state, state.params), state.model_state)
     return lambda state: (state.params, state.model_state)
 

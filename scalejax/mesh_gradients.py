@@ -1,4 +1,4 @@
-"""The gradient of a global batch over a mesh, reduced as the layout's mode says.
+"""The gradient of a global batch over a mesh, brought together as the run says.
 
 Knows how devices share the work of one gradient; nothing of what is made of it.
 """
@@ -16,49 +16,78 @@ from scalejax.layout import DATA
 from scalejax.models import BatchNormScope
 from scalejax.models.placement import Arrangement, arranged
 from scalejax.recipe import Recipe
-from scalejax.train_state import PyTree, data_parts, learning_params
+from scalejax.train_state import (
+    PyTree,
+    as_part,
+    data_parts,
+    exchange_of,
+    learning_params,
+    own_part,
+)
 
 
-def mean_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
-    """`gradients` of the global batch, reduced over the mesh as the layout's mode says."""
+def combined_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
+    """`gradients` of the global batch, brought together as the run's exchange and the layout's mode
+    say: from (params, model_state, batch, scale, what each device has kept for it [devices, ...])
+    to (gradient, model_state, metrics, what each device keeps)."""
     run = recipe.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
         is_in_turn = run.config.layout.bn_running == "in_turn"
         bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        return partial(with_arrangement, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
+        reduced = partial(with_arrangement, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
+        return partial(_keeping, reduced)
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
         bn = BatchNormScope(axis_name=DATA)
+    exchange = exchange_of(recipe)
 
     def per_device(
-        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None
+        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None, kept: PyTree
     ) -> PyTree:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        return lax.pmean(gradients(recipe, bn, params, model_state, batch, scale), DATA)
+        gradient, *others = gradients(recipe, bn, params, model_state, batch, scale)
+        gradient, kept = exchange.combine(gradient, own_part(kept))
+        return gradient, *lax.pmean(others, DATA), as_part(kept)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     # With several processes `pmap` would take the rows of its own process alone; it is
     # `jit(shard_map)` underneath, so there its newer spelling does the same for all.
     if mode == "shard_map" or jax.process_count() > 1:
-        specs = (whole, whole, split, whole)
-        return jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=whole)
+        return jax.shard_map(
+            per_device,
+            mesh=mesh,
+            in_specs=(whole, whole, split, whole, split),
+            out_specs=(whole, whole, whole, split),
+            check_vma=run.config.exchange is None,  # of a gather, JAX does not see that it is whole
+        )
     mapped = jax.pmap(
-        per_device,
+        lambda params, model_state, batch, scale: per_device(
+            params, model_state, batch, scale, None
+        )[:3],
         axis_name=DATA,
         in_axes=(None, None, 0, None),
         out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
         devices=list(mesh.devices.flat),
     )
-    return lambda params, model_state, batch, scale: mapped(
-        params,
-        model_state,
-        jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
-        scale,
+    return partial(
+        _keeping,
+        lambda params, model_state, batch, scale: mapped(
+            params,
+            model_state,
+            jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
+            scale,
+        ),
     )
+
+
+def _keeping(reduced: Callable[..., Any], *arguments: PyTree) -> PyTree:
+    """What `reduced` makes of all arguments but the last, which is what devices keep, and that."""
+    *others, kept = arguments
+    return *reduced(*others), kept
 
 
 def _reduced_once(

@@ -60,6 +60,8 @@ class Collective:
     """Whether compute goes on until a `wait` for it."""
     buffer_count: int = 1
     """Buffers that make up the payload, combined into one exchange."""
+    share: float = 1.0
+    """In which part of the steps it takes place, 0..1: of an average every 8 steps, 1/8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Operation:
     """Groups into which a convolution divides its channels: all of them if depthwise."""
     collective: Collective | None = None
     """The exchange, for kind "collective"."""
+    share: float = 1.0
+    """In which part of the steps it runs, 0..1; its figures are of a step in which it does."""
     waits_for: str | None = None
     """Name of the asynchronous collective that a "wait" completes."""
     source: str | None = None
@@ -180,14 +184,16 @@ class Program:
     @property
     def flop(self) -> int:
         """FLOP of one device in one step, recompute included."""
-        return sum(operation.flop * times for operation, times in self.walk())
+        return round(sum(item.flop * item.share * times for item, times in self.walk()))
 
     def collective_bytes(self, name: CollectiveName) -> int:
-        """Payload bytes of all collectives of one kind in one step."""
-        return sum(
-            operation.collective.payload_bytes * times
-            for operation, times in self.walk()
-            if operation.collective is not None and operation.collective.name == name
+        """Payload bytes of all collectives of one kind in one step, in the mean of all steps."""
+        return round(
+            sum(
+                operation.collective.payload_bytes * operation.collective.share * times
+                for operation, times in self.walk()
+                if operation.collective is not None and operation.collective.name == name
+            )
         )
 
 
@@ -229,6 +235,16 @@ def repeated(item: Operation | Loop, suffix: str) -> Operation | Loop:
         return replace(item, name=name, body=tuple(repeated(each, suffix) for each in item.body))
     waits_for = item.waits_for and item.waits_for + suffix
     return replace(item, name=name, waits_for=waits_for)
+
+
+def shared(item: Operation | Loop, share: float) -> Operation | Loop:
+    """`item` as what runs in that part of the steps in which it would run."""
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(shared(each, share) for each in item.body))
+    collective = item.collective
+    if collective is not None:
+        collective = replace(collective, share=collective.share * share)
+    return replace(item, share=item.share * share, collective=collective)
 
 
 def _walk(operations: tuple[Operation | Loop, ...], times: int) -> Iterator[tuple[Operation, int]]:

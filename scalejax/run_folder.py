@@ -131,6 +131,7 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
         refuse_no_run(folder)
     before = _flat(plain(load_kept_config(folder.config)))
     after = _flat(plain(resolved_config(run)))
+    _refuse_other_devices(before["layout.data"], run)
     free = set(_FREE)
     if not run.config.schedule.depends_on_length:
         free.add("train.epochs")
@@ -155,6 +156,17 @@ def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
     before = load_kept_config(folder.config).train.epochs
     now = run.config.train.epochs
     return [] if now == before else [f"train.epochs is {now}, and was {before}"]
+
+
+def _refuse_other_devices(devices_before: JsonValue, run: ResolvedRun) -> None:
+    """Refuse another number of devices where it is a part of what is computed."""
+    exchange, devices = run.config.exchange, run.layout.data
+    if exchange is not None and devices != devices_before:
+        accepted = (
+            f"exchange.name={exchange.name!r} brings together what each of {devices_before} "
+            f"devices has; on another number it is another run. Resume on {devices_before}"
+        )
+        raise ConfigError(refusal("layout.data", devices, accepted))
 
 
 def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> None:

@@ -47,16 +47,13 @@ class RunPrograms:
 def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
     """The programs of `run`, compiled for the devices of `mesh`."""
     step, evaluation = build_step(run, mesh), build_evaluation(run, mesh)
-    state = step.state
     later = [build_step(run, mesh, phase=index) for index in range(1, len(run.phases))]
     return RunPrograms(
         step=step,
         update=_compiled(step),
         later=tuple((each, _compiled(each)) for each in later),
         evaluation=evaluation,
-        evaluate=evaluation.function.lower(
-            state.params, state.model_state, evaluation.batch
-        ).compile(),
+        evaluate=evaluation.function.lower(*evaluation.weights_shapes, evaluation.batch).compile(),
     )
 
 

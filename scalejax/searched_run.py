@@ -86,8 +86,8 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
     """The dimensions of the network of `config`, as it would run on `chip`.
 
     Raises:
-        ConfigError: if it is no transformer whose blocks are all alike, only parts of it learn, or
-            the chip lacks its type.
+        ConfigError: if it is no transformer whose blocks are all alike, only parts of it learn,
+            its gradients are not summed as they are, or the chip lacks its type.
     """
     model = config.model
     if not isinstance(model, CausalConfig):
@@ -96,6 +96,9 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
+    if config.exchange is not None:
+        accepted = "the closed form sums gradients as they are; use scalejax predict"
+        raise ConfigError(refusal("exchange.name", config.exchange.name, accepted))
     require_type(model, chip)
     dataset = facts(config.data)
     is_llama = isinstance(model, LlamaConfig)

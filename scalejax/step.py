@@ -17,11 +17,13 @@ from jax.sharding import Mesh
 from scalejax.averaging import averaged
 from scalejax.batch_shapes import batch_shapes, batch_shapes_on
 from scalejax.config import ResolvedRun, in_phase
+from scalejax.exchange_config import LocalSgdConfig
 from scalejax.fine_tuning import updated
 from scalejax.gradients import Batch, gradients, mean_loss
+from scalejax.local_sgd import local_update
 from scalejax.loss_scale import LossScaled
 from scalejax.mesh import replicated
-from scalejax.mesh_gradients import mean_gradients
+from scalejax.mesh_gradients import combined_gradients
 from scalejax.models import BatchNormScope
 from scalejax.noise_scale import NoiseAverages, estimates, require_parts
 from scalejax.pretrained import pretrained_weights
@@ -31,12 +33,15 @@ from scalejax.train_state import (
     PyTree,
     TrainState,
     abstract_state,
+    copies,
     gathered_params,
+    initial_exchange,
     initial_network,
     initial_noise,
     learning_params,
     shardings_of,
     state_shapes,
+    whole_shapes,
 )
 
 
@@ -55,7 +60,8 @@ class Step:
 def build_step(
     run: ResolvedRun, mesh: Mesh, *, phase: int = 0, schedule: Schedule | None = None
 ) -> Step:
-    """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied.
+    """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied;
+    or what the run's exchange makes of the gradients of its devices.
 
     The loss is the mean over all samples of all devices that count, however they are split over
     devices and microbatches, so that splits change nothing but rounding (Goyal et al. 2017,
@@ -97,7 +103,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
         ConfigError: if such weights are not there.
     """
     recipe = recipe_of(run, mesh)
-    shapes = state_shapes(recipe, mesh)
+    shapes = whole_shapes(recipe, mesh)
     shardings = shardings_of(shapes)
     params, model_state = initial_weights(recipe, (shapes.params, shapes.model_state))
     init = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)
@@ -107,6 +113,14 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     state = TrainState(
         step=step, params=params, model_state=model_state, opt_state=opt_state, noise=noise
     )
+    if run.config.exchange is not None:
+        kept = jax.jit(partial(initial_exchange, recipe), out_shardings=shardings.exchange)
+        state = replace(state, exchange=kept(params))
+    if isinstance(run.config.exchange, LocalSgdConfig):
+        spread = shardings_of(state_shapes(recipe, mesh))
+        own, lies = ((of.params, of.model_state, of.opt_state) for of in (state, spread))
+        params, model_state, opt_state = jax.jit(partial(copies, recipe), out_shardings=lies)(own)
+        state = replace(state, params=params, model_state=model_state, opt_state=opt_state)
     if run.config.averaging is not None:  # of its own: the update may write over either
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
         average = copied({"params": params, "model_state": model_state})
@@ -166,10 +180,14 @@ def _update(
     recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     batch = _evenly_weighted(batch)
+    exchange = recipe.run.config.exchange
+    if isinstance(exchange, LocalSgdConfig):
+        return local_update(recipe, exchange, mesh, state, batch)
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
-    gradient, model_state, metrics = mean_gradients(recipe, mesh)(
-        gathered_params(recipe, mesh, state.params), state.model_state, batch, scale
+    params = gathered_params(recipe, mesh, state.params)
+    gradient, model_state, metrics, kept = combined_gradients(recipe, mesh)(
+        params, state.model_state, batch, scale, state.exchange
     )
     noise, metrics = _measured(recipe, state, gradient, metrics, scale)
     learning = learning_params(recipe, state.params)
@@ -184,6 +202,7 @@ def _update(
         opt_state=opt_state,
         average=averaged(recipe.run, step, state.average, weights),
         noise=noise,
+        exchange=kept,
     )
     learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}

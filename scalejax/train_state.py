@@ -4,7 +4,7 @@ Knows where parameters and optimizer state lie; nothing of losses and gradients.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config import ResolvedRun
 from scalejax.errors import ConfigError, refusal
+from scalejax.exchange import GradientExchange, gradient_exchange
+from scalejax.exchange.outer import initial_outer
+from scalejax.exchange_config import LocalSgdConfig
 from scalejax.fine_tuning import require_known_parts, trainable
 from scalejax.layout import DATA
 from scalejax.mesh import replicated
@@ -37,7 +40,8 @@ class TrainState:
     step: PyTree
     """Updates made so far, int32."""
     params: PyTree
-    """Parameters, float32, by path."""
+    """Parameters, float32, by path; with local SGD, here and in the next two, those of each device
+    along data, [devices, ...]."""
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
@@ -46,6 +50,9 @@ class TrainState:
     """The average of params and model_state, by these names; None if none is kept."""
     noise: PyTree = None
     """The `NoiseAverages` of the gradients, float32; None if they are not measured."""
+    exchange: PyTree = None
+    """What each device along data keeps between exchanges, [devices, ...]; with local SGD, the
+    last average and what steps from it, whole; None if nothing."""
 
 
 def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
@@ -60,8 +67,9 @@ def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
-    """Bytes of the state of `run`, each parameter and moment once, however they are spread."""
-    leaves = jax.tree.leaves(abstract_state(recipe_of(run, mesh)))
+    """Bytes of the state of `run`, each parameter and moment once, however they are spread; those
+    of each device where each has its own."""
+    leaves = jax.tree.leaves(state_shapes(recipe_of(run, mesh), mesh))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -80,6 +88,7 @@ def abstract_state(recipe: Recipe) -> TrainState:
         opt_state=jax.eval_shape(recipe.optimizer.init, learning_params(recipe, params)),
         average=_kept_average(recipe, params, model_state),
         noise=jax.eval_shape(partial(initial_noise, recipe)),
+        exchange=jax.eval_shape(partial(initial_exchange, recipe), params),
     )
 
 
@@ -110,6 +119,40 @@ def initial_noise(recipe: Recipe) -> NoiseAverages | None:
     return NoiseAverages(*(jnp.zeros((), jnp.float32) for _ in NoiseAverages._fields))
 
 
+def exchange_of(recipe: Recipe) -> GradientExchange:
+    """How the devices of the run bring their gradients together."""
+    run = recipe.run
+    return gradient_exchange(
+        run.config.exchange,
+        stacked=network_class(run.config.model).stacked,
+        per_device_batch=run.split.per_device_batch,
+    )
+
+
+def initial_exchange(recipe: Recipe, params: PyTree) -> PyTree:
+    """What the devices keep for their exchange before the first update."""
+    config, learning = recipe.run.config.exchange, learning_params(recipe, params)
+    if isinstance(config, LocalSgdConfig):
+        return initial_outer(config, learning)
+    return copies(recipe, exchange_of(recipe).init(learning))
+
+
+def copies(recipe: Recipe, tree: PyTree) -> PyTree:
+    """`tree` once for each device along data, [devices, ...]."""
+    devices = recipe.run.layout.data
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (devices, *leaf.shape)), tree)
+
+
+def own_part(parts: PyTree) -> PyTree:
+    """What one device holds of a tree of [devices, ...], inside `shard_map`."""
+    return jax.tree.map(lambda leaf: leaf[0], parts)
+
+
+def as_part(own: PyTree) -> PyTree:
+    """The same as the device's part of [devices, ...]."""
+    return jax.tree.map(lambda leaf: leaf[None], own)
+
+
 def _kept_average(recipe: Recipe, params: PyTree, model_state: PyTree) -> PyTree:
     """The tree of an average of these, if the run keeps one."""
     if recipe.run.config.averaging is None:
@@ -118,7 +161,22 @@ def _kept_average(recipe: Recipe, params: PyTree, model_state: PyTree) -> PyTree
 
 
 def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
-    """Shapes of the state with their shardings: optimizer state lies where its parameters do.
+    """Shapes of the state with their shardings: those of `whole_shapes`, or, with local SGD, of
+    each device along data its own."""
+    shapes = whole_shapes(recipe, mesh)
+    if not isinstance(recipe.run.config.exchange, LocalSgdConfig):
+        return shapes
+    parts = NamedSharding(mesh, PartitionSpec(DATA))
+    own = (shapes.params, shapes.model_state, shapes.opt_state)
+    params, model_state, opt_state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parts),
+        jax.eval_shape(partial(copies, recipe), own),
+    )
+    return replace(shapes, params=params, model_state=model_state, opt_state=opt_state)
+
+
+def whole_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
+    """Shapes of a state that all devices share: optimizer state lies where its parameters do.
 
     With a ZeRO stage that is in parts over data, as Megatron-LM's distributed optimizer has it:
     what the network reads is gathered from them (`gathered_params`).
@@ -129,6 +187,8 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
     if recipe.run.config.layout.zero_stage:
         params = jax.tree.map(_over_data, shapes.params, params)
     model_state = jax.tree.map(lambda _: whole, shapes.model_state)
+    is_local = isinstance(recipe.run.config.exchange, LocalSgdConfig)
+    kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
     shardings = TrainState(
         step=whole,
         params=params,
@@ -142,6 +202,7 @@ def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
         ),
         average=_kept_average(recipe, params, model_state),
         noise=jax.tree.map(lambda _: whole, shapes.noise),
+        exchange=jax.tree.map(lambda _: kept, shapes.exchange),
     )
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -399,6 +399,16 @@ def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "in closed form" in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_exchange_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The closed form sends whole gradients."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN + '[exchange]\nname = "fp16"\n[layout]\nmode = "shard_map"\n')
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "exchange.name='fp16' is refused: the closed form sums gradients as they are" in said
+
+
 def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The closed form has gradients and moments of everything; rates of their own cost nothing."""
     run = tmp_path / "run.toml"

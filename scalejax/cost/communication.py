@@ -9,7 +9,8 @@ from scalejax.program import Collective
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Time of one exchange on an otherwise idle cluster, all groups like it busy at once.
+    """Time of one exchange on an otherwise idle cluster, all groups like it busy at once, in the
+    mean of all steps.
 
     Where the library runs its buffers one by one, each has the latency of one.
 
@@ -20,7 +21,7 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     seconds = _seconds(collective, collective.payload_bytes, cluster)
     if collective.buffer_count > 1 and cluster.library.runs_buffers_one_by_one:
         seconds += (collective.buffer_count - 1) * _seconds(collective, 0, cluster)
-    return seconds
+    return seconds * collective.share
 
 
 def wires(collective: Collective, cluster: Cluster) -> int:

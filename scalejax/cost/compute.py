@@ -39,7 +39,8 @@ class OperationTime:
 
 
 def operation_time(operation: Operation, chip: Chip) -> OperationTime:
-    """The time that `operation` takes on `chip`; not for collectives and waits.
+    """The time that `operation` takes on `chip` in the mean of all steps; not for collectives and
+    waits.
 
     seconds = launch + ramp + max(flop / attainable FLOP/s, bytes / attainable bandwidth),
     where ramp is the time to fill and drain the chip: with it rates saturate with size,
@@ -57,8 +58,8 @@ def operation_time(operation: Operation, chip: Chip) -> OperationTime:
         compute, memory, busy = time.compute_seconds, time.memory_seconds, time.busy_seconds
     return OperationTime(
         bound="compute" if compute > memory else "memory",
-        busy_seconds=busy,
-        launch_seconds=chip.attainable.launch_seconds,
+        busy_seconds=busy * operation.share,
+        launch_seconds=chip.attainable.launch_seconds * operation.share,
     )
 
 

@@ -4,6 +4,7 @@ Uses the objects that JAX has made and imports nothing of it, so that this costs
 import where there is none.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,6 +39,7 @@ def read_step(
     Raises:
         ProfileError: if the compiler's text cannot be read.
     """
+    from scalejax.local_sgd import shares
     from scalejax.train_state import state_bytes
 
     program = read_compiled(
@@ -47,6 +49,7 @@ def read_step(
         global_batch=run.split.global_batch,
         tokens_per_sample=run.dataset.tokens_per_sample,
         model_flop=_model_flop(run),
+        shares=shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     if (idle_ticks := run.layout.pipeline - 1) > 0:
@@ -97,6 +100,7 @@ def read_compiled(
     global_batch: int | None = None,
     tokens_per_sample: int | None = None,
     model_flop: int | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> Program:
     """The program of any compiled function.
 
@@ -107,6 +111,7 @@ def read_compiled(
         global_batch: samples per call over all devices, if it is a training step.
         tokens_per_sample: tokens in a sample, if it is text.
         model_flop: FLOP that the model itself needs per call over all devices.
+        shares: in which part of the calls the condition of a scope holds, by the scope's name.
 
     Raises:
         ProfileError: if the compiler's text cannot be read, or it keeps no account of memory.
@@ -114,7 +119,7 @@ def read_compiled(
     device = mesh.devices.flat[0]
     mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
     text = compiled.as_text() or ""
-    operations = read_program(text, mesh_axes)
+    operations = read_program(text, mesh_axes, shares)
     memory = _memory(compiled)
     if device.platform == "cpu" and " convolution(" in text:
         kernel_bytes = convolution_workspace_bytes(parse_module(text))

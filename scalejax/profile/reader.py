@@ -10,7 +10,7 @@ their use, since their bytes are counted where they are used.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from scalejax.errors import ProfileError
 from scalejax.profile.arithmetic import Arithmetic, arithmetic
@@ -25,7 +25,15 @@ from scalejax.profile.hlo import (
 )
 from scalejax.profile.loops import trip_count
 from scalejax.profile.traffic import traffic
-from scalejax.program import Collective, CollectiveName, DeviceGroup, Loop, Operation, OperationKind
+from scalejax.program import (
+    Collective,
+    CollectiveName,
+    DeviceGroup,
+    Loop,
+    Operation,
+    OperationKind,
+    shared,
+)
 
 _COLLECTIVES: dict[str, CollectiveName] = {
     "all-reduce": "all_reduce",
@@ -52,26 +60,31 @@ _COPIES = {
 }  # fmt: skip
 
 
-def read_program(text: str, mesh_axes: MeshAxes) -> tuple[Operation | Loop, ...]:
+def read_program(
+    text: str, mesh_axes: MeshAxes, shares: Mapping[str, float] | None = None
+) -> tuple[Operation | Loop, ...]:
     """The schedule in the text of a compiled program.
 
     Args:
         text: of `compiled.as_text()`.
         mesh_axes: (name, size) of each axis of the mesh it was compiled for.
+        shares: in which part of its runs the condition of a named scope holds, by the scope's name.
+            Of other conditions, the costliest branch is taken.
 
     Raises:
         ProfileError: if the text cannot be read, or holds a loop of unknown length.
     """
     module = parse_module(text)
-    return tuple(_Reader(module, mesh_axes).schedule(module.entry))
+    return tuple(_Reader(module, mesh_axes, shares or {}).schedule(module.entry))
 
 
 class _Reader:
     """Walks the computations of one module in order of execution."""
 
-    def __init__(self, module: Module, mesh_axes: MeshAxes) -> None:
+    def __init__(self, module: Module, mesh_axes: MeshAxes, shares: Mapping[str, float]) -> None:
         self._module = module
         self._mesh_axes = mesh_axes
+        self._shares = shares
         self._uses: Counter[str] = Counter()
 
     def schedule(self, name: str) -> Iterator[Operation | Loop]:
@@ -85,7 +98,7 @@ class _Reader:
             if opcode == "while":
                 yield self._loop(computation, instruction)
             elif opcode == "conditional":
-                yield from self._costliest_branch(instruction)
+                yield from self._branches(instruction)
             elif opcode == "call":
                 yield from self.schedule(instruction.called("to_apply")[0])
             elif opcode == "async-start":
@@ -114,13 +127,21 @@ class _Reader:
         body = tuple(self.schedule(instruction.called("body")[0]))
         return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
 
-    def _costliest_branch(self, instruction: Instruction) -> list[Operation | Loop]:
+    def _branches(self, instruction: Instruction) -> list[Operation | Loop]:
+        """Both branches, each in its part of the steps, where that is known; else the costliest."""
         names = (
             *instruction.called("branch_computations"),
-            *instruction.called("true_computation"),
             *instruction.called("false_computation"),
+            *instruction.called("true_computation"),
         )
-        return max((list(self.schedule(name)) for name in names), key=_weight)
+        branches = [list(self.schedule(name)) for name in names]
+        metadata = instruction.attributes.get("metadata", "")
+        share = next((share for scope, share in self._shares.items() if scope in metadata), None)
+        if share is None or len(branches) != 2:
+            return max(branches, key=_weight)
+        otherwise, holds = branches  # `lax.cond` numbers them by what the condition is
+        parts = ((otherwise, 1 - share), (holds, share))
+        return [shared(item, part) for branch, part in parts for item in branch if part]
 
     def _started(
         self, computation: Computation, instruction: Instruction, started: dict[str, str]

@@ -1,0 +1,31 @@
+"""A tree of gradients as its layers: what exchanges that work layer by layer see of it."""
+
+from typing import Any
+
+import jax
+from jax.tree_util import tree_flatten_with_path, tree_unflatten
+
+from scalejax.models import parameter_path
+
+PyTree = Any
+
+
+def layers_of(tree: PyTree, stacked: tuple[str, ...]) -> list[jax.Array]:
+    """Each leaf as [layers, entries]: one layer, but for those whose first dimension counts them.
+
+    Args:
+        tree: by the paths of parameters.
+        stacked: first parts of the paths of parameters whose first dimension counts layers.
+    """
+    leaves, _ = tree_flatten_with_path(tree)
+    return [
+        leaf.reshape(leaf.shape[0] if parameter_path(path).split("/")[0] in stacked else 1, -1)
+        for path, leaf in leaves
+    ]
+
+
+def from_layers(layers: list[jax.Array], like: PyTree) -> PyTree:
+    """The tree of the shapes of `like` that has these layers."""
+    leaves, structure = jax.tree.flatten(like)
+    shaped = [layer.reshape(leaf.shape) for layer, leaf in zip(layers, leaves, strict=True)]
+    return tree_unflatten(structure, shaped)

@@ -1,0 +1,702 @@
+"""Exchanges between devices: each trains what its definition says, worked out in NumPy from the
+gradients of the devices one by one; and sends as little as it promises.
+
+Tolerances as in `test_conformance`: both sides are float32 and differ in the order of sums.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from record_cases import figures
+from test_conformance import RTOL, batches_of, run_of
+
+from scalejax.checkpoint import load_weights
+from scalejax.config import ResolvedRun, load_config, resolve, with_fields
+from scalejax.cost.timeline import timeline
+from scalejax.errors import ConfigError
+from scalejax.evaluation import build_evaluation
+from scalejax.exchange import adasum
+from scalejax.gradients import gradients
+from scalejax.hardware import load_cluster
+from scalejax.layout import DATA
+from scalejax.mesh import build_mesh
+from scalejax.models import BatchNormScope, network_class, parameter_path
+from scalejax.profile.compiled import read_step
+from scalejax.program import Program
+from scalejax.progress import Silent
+from scalejax.recipe import recipe_of
+from scalejax.step import Step, build_step, init_state
+from scalejax.train import train
+from scalejax.train_state import TrainState
+
+Tree = dict[str, np.ndarray]
+"""Arrays by the paths of parameters."""
+
+
+def run_with(
+    exchange: dict[str, Any] | None,
+    devices: int,
+    *,
+    model: str = "mlp",
+    optimizer: str = "sgd",
+    microbatches: int = 1,
+    fields: dict[str, Any] | None = None,
+) -> ResolvedRun:
+    """A small run of five updates, whose devices exchange so."""
+    run = run_of(model, optimizer, {"data": devices, "mode": "shard_map"}, microbatches)
+    return resolve(with_fields(run.config, {"exchange": exchange, **(fields or {})}))
+
+
+def trained(run: ResolvedRun) -> tuple[list[float], TrainState]:
+    """Losses of the updates, and the state after them."""
+    mesh = build_mesh(run.layout)
+    step, state, losses = build_step(run, mesh), init_state(run, mesh), []
+    for batch in batches_of(run):
+        state, metrics = step.function(state, placed(step, batch))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+def placed(step: Step, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """A batch where the step takes it."""
+    return {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
+
+
+def flat(tree: Any) -> Tree:
+    """A tree of parameters by path, in NumPy."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {parameter_path(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def like(tree: Any, arrays: Tree) -> Any:
+    """The tree of the shape of `tree` with these arrays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(arrays[parameter_path(path)], jnp.float32), tree
+    )
+
+
+class Reference:
+    """A run one device at a time: what each computes from its rows, no mesh anywhere."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self.run = run
+        alone = {"layout.data": 1, "layout.mode": "jit", "exchange": None}
+        one = resolve(with_fields(run.config, alone))
+        self.recipe = recipe_of(one)
+        self.begin = init_state(one, build_mesh(one.layout, jax.local_devices()[:1]))
+        self.stacked = network_class(run.config.model).stacked
+        bn = BatchNormScope()
+        self._gradients = jax.jit(
+            lambda params, rows: gradients(self.recipe, bn, params, {}, rows, None)
+        )
+        self._update = jax.jit(self.recipe.optimizer.update)
+
+    def of_devices(self, params: Any, batch: dict[str, np.ndarray]) -> tuple[list[Any], float]:
+        """The gradient of each device's rows, and the mean loss; one set of parameters for all, or
+        a list of one for each."""
+        devices = self.run.layout.data
+        parts = [
+            {name: np.split(rows, devices)[i] for name, rows in batch.items()}
+            for i in range(devices)
+        ]
+        each = params if isinstance(params, list) else [params] * devices
+        found = [self._gradients(own, rows) for own, rows in zip(each, parts, strict=True)]
+        losses = [float(metrics["loss"]) for _, _, metrics in found]
+        return [gradient for gradient, _, _ in found], float(np.mean(losses))
+
+    def applied(self, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        """Parameters and optimizer state after an update."""
+        updates, opt_state = self._update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def trained(self, combine: Callable[[list[Tree]], Tree]) -> tuple[list[float], Any]:
+        """Losses and parameters, if `combine` makes one gradient of those of the devices."""
+        params, opt_state, losses = self.begin.params, self.begin.opt_state, []
+        for batch in batches_of(self.run):
+            found, loss = self.of_devices(params, batch)
+            gradient = like(params, combine([flat(each) for each in found]))
+            params, opt_state = self.applied(gradient, opt_state, params)
+            losses.append(loss)
+        return losses, params
+
+
+def mean(gradients: list[Tree]) -> Tree:
+    """Of each array."""
+    return {name: np.mean([each[name] for each in gradients], axis=0) for name in gradients[0]}
+
+
+def layers(stacked: tuple[str, ...], name: str, array: np.ndarray) -> list[np.ndarray]:
+    """Those of a parameter, flat."""
+    return [row.ravel() for row in (array if name.split("/")[0] in stacked else array[None])]
+
+
+class Adasum:
+    """As in equation 7 of the paper, by recursion."""
+
+    def __init__(self, stacked: tuple[str, ...]) -> None:
+        self.stacked = stacked
+
+    def pair(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Of two gradients of a layer, in double precision."""
+        a, b = a.astype(float), b.astype(float)
+        dot, aa, bb = a @ b, a @ a, b @ b
+        of_a = 1 - dot / (2 * aa) if aa else 1.0
+        of_b = 1 - dot / (2 * bb) if bb else 1.0
+        return of_a * a + of_b * b
+
+    def of(self, vectors: list[np.ndarray]) -> np.ndarray:
+        """Of the gradients of a layer: neighbours first."""
+        while len(vectors) > 1:
+            vectors = [self.pair(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+        return vectors[0]
+
+    def __call__(self, gradients: list[Tree]) -> Tree:
+        """Layer by layer."""
+        combined = {}
+        for name, first in gradients[0].items():
+            split = [layers(self.stacked, name, each[name]) for each in gradients]
+            rows = [self.of(list(of_layer)) for of_layer in zip(*split, strict=True)]
+            combined[name] = np.concatenate(rows).reshape(first.shape)
+        return combined
+
+
+class Compressed:
+    """The mean of what devices send, each with its memory, or without."""
+
+    def __init__(
+        self,
+        compress: Callable[[str, np.ndarray], np.ndarray],
+        *,
+        feedback: bool,
+        mean: Callable[[list[Tree]], Tree],
+    ) -> None:
+        self.compress, self.feedback, self.mean = compress, feedback, mean
+        self.memories: list[Tree] | None = None
+
+    def __call__(self, gradients: list[Tree]) -> Tree:
+        """The mean; memories are kept for the next call."""
+        if self.memories is None:
+            self.memories = [{name: 0 * g for name, g in each.items()} for each in gradients]
+        sent = []
+        for device, each in enumerate(gradients):
+            memory = self.memories[device]
+            whole = {n: g + memory[n] if self.feedback else g for n, g in each.items()}
+            sent.append({n: self.compress(n, g) for n, g in whole.items()})
+            self.memories[device] = {n: whole[n] - sent[-1][n] for n in whole}
+        return self.mean(sent)
+
+
+def two_bit(threshold: float, name: str, gradient: np.ndarray) -> np.ndarray:
+    """Three values."""
+    return threshold * ((gradient >= threshold) * 1.0 - (gradient <= -threshold) * 1.0)
+
+
+def largest(fraction: float, stacked: tuple[str, ...], name: str, gradient: np.ndarray) -> Any:
+    """The largest entries of each layer, and zeros."""
+    rows = []
+    for layer in layers(stacked, name, gradient):
+        count = max(1, int(np.ceil(fraction * layer.size)))
+        kept = np.argsort(-np.abs(layer), kind="stable")[:count]
+        rows.append(np.zeros_like(layer))
+        rows[-1][kept] = layer[kept]
+    return np.concatenate(rows).reshape(gradient.shape)
+
+
+def half(name: str, gradient: np.ndarray) -> np.ndarray:
+    """Rounded to float16."""
+    return gradient.astype(np.float16).astype(np.float32)
+
+
+def mean_of_halves(gradients: list[Tree]) -> Tree:
+    """Of each array, added up in float16."""
+    total = {name: array.astype(np.float16) for name, array in gradients[0].items()}
+    for each in gradients[1:]:
+        total = {name: array + each[name].astype(np.float16) for name, array in total.items()}
+    return {name: array.astype(np.float32) / len(gradients) for name, array in total.items()}
+
+
+THRESHOLD, FRACTION = 0.02, 0.05
+"""With which some entries of each gradient are sent and most are not."""
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "adasum": {"name": "adasum"},
+    "fp16": {"name": "fp16"},
+    "fp16 with feedback": {"name": "fp16", "error_feedback": True},
+    "two_bit": {"name": "two_bit"},
+    "two_bit without feedback": {"name": "two_bit", "error_feedback": False},
+    "top_k": {"name": "top_k", "fraction": FRACTION},
+    "top_k without feedback": {"name": "top_k", "fraction": FRACTION, "error_feedback": False},
+}
+QUICK = {
+    ("adasum", 4, "sgd", "gpt"),
+    ("adasum", 2, "adamw", "mlp"),
+    ("fp16", 4, "adamw", "mlp"),
+    ("fp16 with feedback", 2, "sgd", "mlp"),
+    ("two_bit", 4, "sgd", "mlp"),
+    ("two_bit", 2, "adamw", "mlp"),
+    ("top_k", 4, "adamw", "gpt"),
+    ("top_k", 2, "sgd", "mlp"),
+}
+
+
+def definition(name: str, reference: Reference) -> Callable[[list[Tree]], Tree]:
+    """What an exchange makes of gradients, in NumPy."""
+    exchange = EXCHANGES[name]
+    feedback = exchange.get("error_feedback", exchange["name"] != "fp16")
+    match exchange["name"]:
+        case "adasum":
+            return Adasum(reference.stacked)
+        case "fp16":
+            return Compressed(half, feedback=feedback, mean=mean_of_halves)
+        case "two_bit":
+            return Compressed(partial(two_bit, THRESHOLD), feedback=feedback, mean=mean)
+        case _:
+            kept = partial(largest, FRACTION, reference.stacked)
+            return Compressed(kept, feedback=feedback, mean=mean)
+
+
+def as_given(name: str, devices: int) -> dict[str, Any]:
+    """The table of an exchange: MXNet's threshold is of gradients summed over samples."""
+    exchange = EXCHANGES[name]
+    samples = {"threshold": THRESHOLD * 32 / devices} if exchange["name"] == "two_bit" else {}
+    return exchange | samples
+
+
+def assert_same(ours: Any, theirs: Any, *, atol: float = RTOL) -> None:
+    """Arrays agree, relative to the largest entry of each."""
+    for name, array in flat(theirs).items():
+        np.testing.assert_allclose(
+            flat(ours)[name],
+            array,
+            rtol=0,
+            atol=atol * max(np.abs(array).max(), 1e-2),
+            err_msg=name,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "optimizer", "model"),
+    [
+        pytest.param(*row, marks=[] if row in QUICK else [pytest.mark.slow])
+        for row in (
+            (name, devices, optimizer, model)
+            for name in EXCHANGES
+            for devices in (2, 4)
+            for optimizer in ("sgd", "adamw")
+            for model in ("mlp", "gpt")
+        )
+    ],
+)
+def test_an_exchange_trains_what_its_definition_says(name, devices, optimizer, model):
+    """Five updates of momentum or Adam on the gradients of devices brought together in NumPy.
+
+    A gradient that rounding puts on the other side of a half of float16's last bit is off by
+    2**-11 of itself, and so much of an update: a hundredth of the parameters.
+    """
+    run = run_with(as_given(name, devices), devices, model=model, optimizer=optimizer)
+    reference = Reference(run)
+    expected_losses, expected = reference.trained(definition(name, reference))
+
+    losses, state = trained(run)
+
+    is_half = name.startswith("fp16")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4 if is_half else RTOL)
+    assert_same(state.params, expected, atol=1e-4 if is_half else RTOL)
+
+
+@pytest.mark.parametrize("name", ["adasum", "two_bit", "top_k"])
+def test_an_exchange_is_not_the_mean(name):
+    """The test above would tell: without the exchange parameters are elsewhere."""
+    run = run_with(as_given(name, 4), 4)
+    reference = Reference(run)
+    _, expected = reference.trained(definition(name, reference))
+    _, state = trained(run_with(None, 4))
+
+    with pytest.raises(AssertionError):
+        assert_same(state.params, expected, atol=100 * RTOL)
+
+
+def adasum_of(vectors: list[np.ndarray]) -> np.ndarray:
+    """Adasum of one vector for each device, as each has it."""
+    mesh = jax.make_mesh((len(vectors),), (DATA,), axis_types=(AxisType.Auto,))
+    split = PartitionSpec(DATA)
+
+    def on_device(rows: jax.Array) -> jax.Array:
+        return adasum.combined({"layer": rows[0]}, ())["layer"][None]
+
+    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    return np.asarray(jax.jit(mapped)(np.stack(vectors).astype(np.float32)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_adasum_adds_orthogonal_gradients_and_averages_parallel_ones(devices):
+    """And leaves every device with the same bits; of 0 it is 0."""
+    length = 11  # which no number of devices divides
+    basis = np.eye(length)[:devices] * np.arange(1, devices + 1)[:, None]
+    orthogonal = adasum_of(list(basis))
+    parallel = adasum_of([np.arange(length)] * devices)
+    none = adasum_of([np.zeros(length)] * devices)
+
+    np.testing.assert_array_equal(orthogonal, [basis.sum(axis=0)] * devices)
+    np.testing.assert_allclose(parallel, [np.arange(length)] * devices, rtol=1e-6)
+    np.testing.assert_array_equal(none, np.zeros((devices, length)))
+
+
+def program_of(run: ResolvedRun) -> Program:
+    """What the compiler makes of the step."""
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+    return read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+
+
+def exchanged_bytes(run: ResolvedRun) -> dict[str, int]:
+    """Bytes of the collectives of a step by kind, without those of metrics."""
+    names = ("all_reduce", "all_gather", "collective_permute")
+    program = program_of(run)
+    found = {name: program.collective_bytes(name) for name in names}
+    return {name: size for name, size in found.items() if size}
+
+
+def test_what_travels_is_small():
+    """Of P parameters on n devices: 4 P bytes without an exchange, 2 P in float16, P / 4 from each
+    in two bits, 8 for each entry that is kept; Adasum sends about what an all-reduce does."""
+    devices = 4
+    state = build_step(run := run_with(None, devices), build_mesh(run.layout)).state
+    leaves = jax.tree.leaves(state.params)
+    size = sum(leaf.size for leaf in leaves)
+    metrics = 8
+    words = -(-size // 16)
+    kept = sum(max(1, int(np.ceil(FRACTION * leaf.size))) for leaf in leaves)
+    columns = sum(-(-leaf.size // devices) for leaf in leaves)
+    products = 3 * 4 * len(leaves) * 2
+
+    found = {
+        name: exchanged_bytes(run_with(EXCHANGES[name], devices))
+        for name in ("adasum", "fp16", "two_bit", "top_k")
+    }
+
+    assert exchanged_bytes(run) == {"all_reduce": 4 * size + metrics}
+    assert found["fp16"] == {"all_reduce": 2 * size + metrics}
+    assert found["two_bit"] == {"all_reduce": metrics, "all_gather": 4 * words * devices}
+    assert found["top_k"] == {"all_reduce": metrics, "all_gather": 8 * kept * devices}
+    assert found["adasum"] == {
+        "all_reduce": metrics + products,
+        "all_gather": 4 * columns * devices,
+        "collective_permute": 4 * columns * (2 + 1),
+    }
+
+
+def test_memories_lie_on_their_devices():
+    """One for each device, of its own; without feedback there is none."""
+    run = run_with(as_given("top_k", 4), 4)
+    _, state = trained(run)
+
+    for memory, leaf in zip(
+        jax.tree.leaves(state.exchange), jax.tree.leaves(state.params), strict=True
+    ):
+        assert memory.shape == (4, *leaf.shape)
+        assert memory.sharding.spec[0] == DATA
+        copies = np.asarray(memory)
+        assert np.abs(copies - copies[:1]).max() > 0
+    assert (
+        init_state(
+            run_with(EXCHANGES["two_bit without feedback"], 4), build_mesh(run.layout)
+        ).exchange
+        is None
+    )
+
+
+def test_an_overflow_of_float16_is_skipped_by_all():
+    """The loss scale sees what one device alone overflows, through Adasum and through float16."""
+    for name in ("adasum", "fp16"):
+        run = run_with(EXCHANGES[name], 4, fields={"model.compute_dtype": "float16"})
+        mesh = build_mesh(run.layout)
+        step, state = build_step(run, mesh), init_state(run, mesh)
+        scale = jax.device_put(np.float32(2.0**60), state.opt_state.scale.sharding)
+        state = replace(state, opt_state=state.opt_state._replace(scale=scale))
+        before = flat(state.params)
+        state, metrics = step.function(state, placed(step, batches_of(run)[0]))
+
+        assert int(metrics["skipped_updates"]) == 1
+        for path, array in flat(state.params).items():
+            np.testing.assert_array_equal(array, before[path])
+
+
+def test_microbatches_and_batch_norm_go_with_an_exchange():
+    """Statistics are of all devices, as without an exchange; float16 is off by its rounding."""
+    exchanged = trained(run_with(EXCHANGES["fp16"], 4, model="cnn", microbatches=2))
+    usual = trained(run_with(None, 4, model="cnn", microbatches=2))
+
+    np.testing.assert_allclose(exchanged[0], usual[0], rtol=1e-3)
+    for ours, theirs in zip(
+        jax.tree.leaves(exchanged[1].model_state),
+        jax.tree.leaves(usual[1].model_state),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-2 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"layout.data": 6}, r"layout\.data=6 is refused: .* power of two \(nearest: 4 or 8\)"),
+        ({"layout.mode": "jit"}, r'layout\.mode=.jit. is refused: .* use "shard_map"'),
+        ({"train.noise_scale": {}}, r"exchange\.name='adasum' is refused: train\.noise_scale"),
+        (
+            {"exchange": {"name": "two_bit"}, "model.compute_dtype": "float16"},
+            r'model\.compute_dtype=.float16. is refused: .* use "bfloat16"',
+        ),
+        ({"exchange": {"name": "top_k", "fraction": 0}}, r"exchange\.fraction=0.* is refused"),
+        ({"exchange": {"name": "two_bit", "threshold": 0}}, r"exchange\.threshold=0.* is refused"),
+        ({"exchange": {"name": "fp8"}}, r"exchange"),
+        ({"layout.fsdp": 2}, r"layout\.fsdp=2 is refused"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields, refused):
+    """Before a device is touched, with what to do."""
+    config = run_with({"name": "adasum"}, 4).config
+    with pytest.raises(ConfigError, match=refused):
+        resolve(with_fields(config, {"batch.global_batch": 48, **fields}))
+
+
+# --- local SGD ---
+
+LOCAL: dict[str, dict[str, Any]] = {
+    "every 2": {"every_steps": 2},
+    "post-local": {"every_steps": 2, "begin_epoch": 0.2},
+    "DiLoCo": {"every_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
+    "DiLoCo, post-local": {
+        "every_steps": 2,
+        "begin_epoch": 0.2,
+        "outer_learning_rate": 0.7,
+        "outer_momentum": 0.9,
+    },
+}
+QUICK_LOCAL = {
+    ("every 2", 4, "adamw"),
+    ("post-local", 2, "sgd"),
+    ("DiLoCo", 2, "adamw"),
+    ("DiLoCo, post-local", 4, "sgd"),
+}
+
+
+class LocalReference:
+    """Local SGD one device at a time; the outer optimizer in NumPy."""
+
+    def __init__(self, reference: Reference, exchange: dict[str, Any]) -> None:
+        self.reference, self.exchange = reference, exchange
+        self.begin = round(exchange.get("begin_epoch", 0.0) * reference.run.steps_per_epoch)
+        self.last = flat(reference.begin.params)
+        self.momentum = {name: 0 * array for name, array in self.last.items()}
+
+    def averaged(self, params: list[Any]) -> Any:
+        """What all devices go on with after an average."""
+        new = mean([flat(each) for each in params])
+        rate = self.exchange.get("outer_learning_rate", 1.0)
+        kept = self.exchange.get("outer_momentum", 0.0)
+        for name, last in self.last.items():
+            way = last - new[name]
+            self.momentum[name] = kept * self.momentum[name] + way
+            self.last[name] = last - rate * (way + kept * self.momentum[name])
+        return like(params[0], self.last)
+
+    def trained(self) -> tuple[list[float], list[Any]]:
+        """Losses, and the parameters of each device."""
+        of, losses = self.reference, []
+        devices = of.run.layout.data
+        params, states = [of.begin.params] * devices, [of.begin.opt_state] * devices
+        for step, batch in enumerate(batches_of(of.run)):
+            found, loss = of.of_devices(params, batch)
+            losses.append(loss)
+            if step < self.begin:
+                found = [like(found[0], mean([flat(each) for each in found]))] * devices
+            moved = [of.applied(*each) for each in zip(found, states, params, strict=True)]
+            params, states = [each[0] for each in moved], [each[1] for each in moved]
+            if step < self.begin:
+                self.last = flat(params[0])
+            elif (step + 1 - self.begin) % self.exchange["every_steps"] == 0:
+                params = [self.averaged(params)] * devices
+        return losses, params
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "optimizer"),
+    [
+        pytest.param(*row, marks=[] if row in QUICK_LOCAL else [pytest.mark.slow])
+        for row in (
+            (name, devices, optimizer)
+            for name in LOCAL
+            for devices in (2, 4)
+            for optimizer in ("sgd", "adamw")
+        )
+    ],
+)
+def test_local_sgd_trains_what_its_definition_says(name, devices, optimizer):
+    """Parameters of every device after five updates; what is evaluated is their mean."""
+    run = run_with({"name": "local_sgd", **LOCAL[name]}, devices, optimizer=optimizer)
+    expected_losses, expected = LocalReference(Reference(run), LOCAL[name]).trained()
+
+    losses, state = trained(run)
+
+    np.testing.assert_allclose(losses, expected_losses, rtol=RTOL)
+    for device, params in enumerate(expected):
+        assert_same(jax.tree.map(partial(take, device), state.params), params)
+    evaluated, _ = build_evaluation(run, build_mesh(run.layout)).weights(state)
+    assert_same(evaluated, like(expected[0], mean([flat(each) for each in expected])))
+
+
+def take(device: int, leaf: jax.Array) -> jax.Array:
+    """The part of a device of [devices, ...]."""
+    return leaf[device]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_average_in_every_step_is_synchronous_sgd(momentum):
+    """To rounding: an update is linear in the gradient. So is momentum, if each device keeps its
+    own. Averages every 2 steps are something else."""
+    fields = {"optimizer.momentum": momentum}
+    _, usual = trained(run_with(None, 4, fields=fields))
+    every, seldom = (
+        trained(run_with({"name": "local_sgd", "every_steps": steps}, 4, fields=fields))[1]
+        for steps in (1, 2)
+    )
+
+    for device in range(4):
+        assert_same(jax.tree.map(partial(take, device), every.params), usual.params)
+    with pytest.raises(AssertionError):
+        assert_same(jax.tree.map(partial(take, 0), seldom.params), usual.params, atol=100 * RTOL)
+
+
+def test_local_sgd_sends_parameters_once_in_so_many_steps():
+    """4 P bytes an average, in one of `every_steps` steps; before it begins, the gradient in each.
+    What a step is predicted to take follows."""
+    devices = 4
+    state = build_step(run := run_with(None, devices), build_mesh(run.layout)).state
+    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    metrics = 8
+
+    def local(steps: int, **fields: Any) -> ResolvedRun:
+        return run_with({"name": "local_sgd", "every_steps": steps, **fields}, devices)
+
+    for steps in (1, 2, 8):
+        assert exchanged_bytes(local(steps)) == {"all_reduce": round(size / steps) + metrics}
+    late = exchanged_bytes(local(8, begin_epoch=0.4))["all_reduce"]
+    assert late == round(0.4 * size + 0.6 * size / 8) + metrics
+    cluster = load_cluster("dgx-h100")
+    seconds = {n: timeline(program_of(local(n)), cluster).communication_seconds for n in (1, 8)}
+    of_metrics = seconds[8] - (seconds[1] - seconds[8]) / 7
+    assert 0 < of_metrics < seconds[8] < seconds[1]
+
+
+def test_batch_norm_statistics_are_averaged_with_the_parameters():
+    """Each device has its own in between."""
+    fields = {"layout.bn_scope": "local"}
+    run = run_with({"name": "local_sgd", "every_steps": 5}, 4, model="cnn", fields=fields)
+    mesh = build_mesh(run.layout)
+    step, state, spreads = build_step(run, mesh), init_state(run, mesh), []
+    for batch in batches_of(run):
+        state, _ = step.function(state, placed(step, batch))
+        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.model_state))]
+        spreads.append(max(np.abs(array - array[:1]).max() for array in arrays))
+
+    assert min(spreads[:4]) > 0
+    assert spreads[4] == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"exchange.every_steps": 0}, r"exchange\.every_steps=0 is refused"),
+        ({"exchange.begin_epoch": 1}, r"exchange\.begin_epoch=1.* below train\.epochs=1"),
+        ({"exchange.outer_momentum": 1}, r"exchange\.outer_momentum=1.* is refused"),
+        ({"model.compute_dtype": "float16"}, r'compute_dtype=.float16. .* use "bfloat16"'),
+        ({"averaging": {"name": "ema"}}, r"averaging\.name='ema' is refused"),
+        (
+            {"optimizer": {"name": "schedule_free"}, "schedule.decay": "constant"},
+            r"optimizer\.name='schedule_free' is refused",
+        ),
+        ({"model": {"name": "cnn", "channels": [8]}}, r"bn_scope='global' is refused"),
+        (
+            {"exchange.begin_epoch": 1, "train.epochs": 4, "batch.ramp_epochs": [2]},
+            r"exchange\.begin_epoch=1.* leave batch\.ramp_epochs out",
+        ),
+    ],
+)
+def test_what_does_not_go_with_local_sgd_is_refused(fields, refused):
+    """Before a device is touched, with what to do."""
+    config = run_with({"name": "local_sgd", "every_steps": 2}, 4).config
+    with pytest.raises(ConfigError, match=refused):
+        resolve(with_fields(config, fields))
+
+
+# --- resuming ---
+
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [16]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 64
+test_examples = 32
+[batch]
+global_batch = 16
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.01
+[layout]
+data = {devices}
+mode = "shard_map"
+[train]
+epochs = {epochs}
+log_every_steps = 1
+checkpoint_every_steps = 3
+[exchange]
+"""
+RESUMED = {
+    "adasum": 'name = "adasum"',
+    "two_bit": 'name = "two_bit"\nthreshold = 0.1',
+    "top_k": 'name = "top_k"\nfraction = 0.05',
+    "local_sgd": 'name = "local_sgd"\nevery_steps = 5\nouter_momentum = 0.9\nbegin_epoch = 0.5',
+}
+
+
+def run_in(
+    folder: Path, exchange: str, *, epochs: int, devices: int = 4, resume: bool = False
+) -> Any:
+    """Figures of a run of so many epochs, and the bits of its weights."""
+    file = folder.with_suffix(".toml")
+    file.write_text(RUN.format(epochs=epochs, devices=devices) + exchange, encoding="utf-8")
+    config = load_config(file)
+    record = train(config, folder, resume=resume, reporter=Silent(), predicts=False)
+    run = resolve(config)
+    state = build_evaluation(run, build_mesh(run.layout)).weights_shapes
+    tree = load_weights(record.folder.weights, {"params": state[0], "model_state": state[1]})
+    return figures(folder), [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_as_if_nothing_had_happened(name, tmp_path):
+    """Bit for bit, what devices keep included; on another number of devices it would be another
+    run, and is refused."""
+    whole = run_in(tmp_path / "whole", RESUMED[name], epochs=3)
+    run_in(tmp_path / "parts", RESUMED[name], epochs=2)
+    with pytest.raises(ConfigError, match=r"layout\.data=2 is refused: .* Resume on 4"):
+        run_in(tmp_path / "parts", RESUMED[name], epochs=3, devices=2, resume=True)
+    resumed = run_in(tmp_path / "parts", RESUMED[name], epochs=3, resume=True)
+
+    assert resumed[1] == whole[1]
+    assert resumed[0] == whole[0]

@@ -1,7 +1,7 @@
 """Local SGD: the update in which each device goes on by itself, and now and then all average.
 
 One program holds both: a step without an average runs past it. What its conditions stand for in the
-mean of a run, the scopes `AVERAGE` and `SYNCHRONOUS` and `shares` tell whoever costs it.
+mean of a run, `exchange_shares` tells whoever costs it, by their scopes.
 
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
 arXiv 2311.08105.
@@ -16,28 +16,16 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from scalejax.config import ResolvedRun
 from scalejax.exchange.outer import after_average
 from scalejax.exchange_checks import require_own_batch_norm
 from scalejax.exchange_config import LocalSgdConfig
+from scalejax.exchange_shares import AVERAGE, SYNCHRONOUS, begin_step
 from scalejax.fine_tuning import updated
 from scalejax.gradients import Batch, gradients
 from scalejax.layout import DATA
 from scalejax.models import BatchNormScope
 from scalejax.recipe import Recipe
 from scalejax.train_state import PyTree, TrainState, as_part, learning_params, own_part
-
-AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
-"""Scopes of what runs in some of the steps: of local SGD, and of the steps before it begins."""
-
-
-def shares(run: ResolvedRun) -> dict[str, float]:
-    """In which part of the steps of `run` each scope runs, 0..1; none if it is not local SGD."""
-    config = run.config.exchange
-    if not isinstance(config, LocalSgdConfig):
-        return {}
-    before = _begin_step(run, config) / run.total_steps
-    return {SYNCHRONOUS: before, AVERAGE: (1 - before) / config.every_steps}
 
 
 def local_update(
@@ -73,10 +61,6 @@ def local_update(
     return new_state, {**metrics, "learning_rate": learning_rate}
 
 
-def _begin_step(run: ResolvedRun, config: LocalSgdConfig) -> int:
-    return round(config.begin_epoch * run.steps_per_epoch)
-
-
 def _on_device(
     recipe: Recipe,
     config: LocalSgdConfig,
@@ -86,7 +70,7 @@ def _on_device(
     batch: Batch,
 ) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, dict[str, jax.Array]]:
     """An update of one device, from and to its part of [devices, ...]."""
-    run, begin = recipe.run, _begin_step(recipe.run, config)
+    run, begin = recipe.run, begin_step(recipe.run, config)
     params, model_state, opt_state = own_part(copies)
     if jax.tree.leaves(model_state):  # of a user's own network, nobody else knows
         require_own_batch_norm(run.config.layout)

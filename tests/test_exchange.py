@@ -30,7 +30,10 @@ from scalejax.hardware import load_cluster
 from scalejax.layout import DATA
 from scalejax.mesh import build_mesh
 from scalejax.models import BatchNormScope, network_class, parameter_path
+from scalejax.profile.cache import _path, case_key
 from scalejax.profile.compiled import read_step
+from scalejax.profile.job import RunJob
+from scalejax.profile.target import target_for
 from scalejax.program import Program
 from scalejax.progress import Silent
 from scalejax.recipe import recipe_of
@@ -635,6 +638,19 @@ def test_what_does_not_go_with_local_sgd_is_refused(fields, refused):
     config = run_with({"name": "local_sgd", "every_steps": 2}, 4).config
     with pytest.raises(ConfigError, match=refused):
         resolve(with_fields(config, fields))
+
+
+def test_a_program_is_remembered_with_its_exchange():
+    """A prediction of one does not take the program of another, nor of other shares of steps."""
+    target = target_for(load_cluster("dgx-h100"), 4, "cpu")
+    post_local = {"name": "local_sgd", **LOCAL["post-local"]}
+    runs = [run_with(exchange, 4) for exchange in (None, *EXCHANGES.values(), post_local)]
+    runs.append(run_with(post_local, 4, fields={"train.epochs": 2}))
+
+    jobs = [RunJob(target=target, run=run) for run in runs]
+
+    assert len({_path(Path(), job) for job in jobs}) == len(runs)
+    assert len({case_key(job) for job in jobs}) == len(runs)
 
 
 # --- resuming ---

@@ -59,6 +59,7 @@ ARITHMETIC = {
     "run_checks": 3,
     "exchange_config": 2,
     "exchange_checks": 4,
+    "exchange_shares": 6,
     "run_notes": 6,
     "convergence": 3,
     "cost": 3,

@@ -100,15 +100,18 @@ class Schedule:
         self.collective_runs = np.array(
             [reader.collective_runs[index] for index in range(len(self.collectives))], float
         )
-        self.dispatches = self.operation_runs.sum() + self.collective_runs.sum()
-        """Operations that the host sets off in a step."""
+        self.dispatches = _in_the_mean(self.operations, self.operation_runs)
+        self.dispatches += _in_the_mean(self.collectives, self.collective_runs)
+        """Operations that the host sets off in a step, in the mean of all steps."""
         self.flop_by_dtype = Counter[str]()
         """FLOP of one device in one step by the type of their operands."""
         self.custom_calls = 0
         """Operations run in one step that could not be looked into."""
         for operation, runs in zip(self.operations, self.operation_runs.tolist(), strict=True):
             if operation.flop:
-                self.flop_by_dtype[operation.dtype] += operation.flop * int(runs)
+                self.flop_by_dtype[operation.dtype] += round(
+                    operation.flop * runs * operation.share
+                )
             if operation.kind == "custom":
                 self.custom_calls += int(runs)
         columns = np.array(reader.entries, float).reshape(-1, 3)
@@ -185,6 +188,13 @@ class _Reader:
             self.members.append([])
         self.members[-1].append(item)
         self.entries.append((len(self.members) - 1, index, times))
+
+
+def _in_the_mean(
+    kinds: tuple[Operation, ...] | tuple[Collective, ...], runs: NDArray[np.float64]
+) -> float:
+    """Runs of all of them in a step, those that some steps leave out in their part of the steps."""
+    return float(np.array([kind.share for kind in kinds], float) @ runs)
 
 
 def _is_compute_alone(loop: Loop) -> bool:

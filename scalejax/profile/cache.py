@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import scalejax
 from scalejax.documents import JsonValue, plain
+from scalejax.exchange_shares import exchange_shares
 from scalejax.jax_platform import compiler_settings
 from scalejax.model_config import CustomConfig
 from scalejax.profile.job import Compiled, RunJob
@@ -90,12 +91,14 @@ def case_key(job: RunJob) -> str:
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
-    for name in ("loss", "averaging", "fine_tuning"):
+    for name in ("loss", "averaging", "fine_tuning", "exchange"):
         if (part := getattr(config, name)) not in (None, LossConfig()):
             material[name] = _named(part)
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
         if is_beside:
             material[name] = True
+    if shares := exchange_shares(job.run):
+        material["shares"] = shares
     if any(measured := _measured(job)):
         material["measured"] = measured
     text = json.dumps(material, sort_keys=True)
@@ -151,6 +154,8 @@ def _shaping(job: RunJob) -> JsonValue:
         "mix": job.run.is_mixed,
         "weights": job.run.is_weighted,
         "fine_tuning": config["fine_tuning"],
+        "exchange": config["exchange"],
+        "shares": dict(exchange_shares(job.run)),
         "layout": config["layout"],
         "measured": _measured(job),
         "split": run["split"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config import ResolvedRun, with_fields
 from scalejax.errors import ProfileError
+from scalejax.exchange_shares import exchange_shares
 from scalejax.profile.hlo import parse_module
 from scalejax.profile.reader import read_program
 from scalejax.profile.workspace import convolution_workspace_bytes
@@ -39,7 +40,6 @@ def read_step(
     Raises:
         ProfileError: if the compiler's text cannot be read.
     """
-    from scalejax.local_sgd import shares
     from scalejax.train_state import state_bytes
 
     program = read_compiled(
@@ -49,7 +49,7 @@ def read_step(
         global_batch=run.split.global_batch,
         tokens_per_sample=run.dataset.tokens_per_sample,
         model_flop=_model_flop(run),
-        shares=shares(run),
+        shares=exchange_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     if (idle_ticks := run.layout.pipeline - 1) > 0:

@@ -39,7 +39,7 @@ class Fp16Config:
 class TwoBitConfig:
     """Gradients of three values, threshold, 0 and -threshold, in two bits each (MXNet's "2bit").
 
-    Each device receives the bits of all others: from 16 devices on, as many as an all-reduce of
+    Each device receives the bits of all others: from 32 devices on, more than an all-reduce of
     float32 would send.
     """
 

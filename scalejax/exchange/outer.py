@@ -4,8 +4,7 @@
 
 for the last average w; rate 1 and momentum 0 make it the mean.
 
-Source: Douillard et al. 2023, algorithm 1 and section 3.1 (Nesterov, as in Sutskever et al. 2013),
-arXiv 2311.08105.
+Source: Douillard et al. 2023, algorithm 1, with Nesterov momentum, arXiv 2311.08105.
 """
 
 from typing import Any

@@ -110,13 +110,7 @@ class RunConfig:
         require_counted_parts(self.input, train)
         require_ending_epochs(self.input, self.data)
         require_exchangeable(
-            self.exchange,
-            model,
-            self.batch,
-            optimizer=self.optimizer,
-            averaging=self.averaging,
-            layout=layout,
-            train=train,
+            self.exchange, model, self.batch, self.optimizer, self.averaging, layout, train
         )
 
 

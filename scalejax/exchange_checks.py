@@ -23,7 +23,6 @@ def require_exchangeable(
     exchange: ExchangeConfig | None,
     model: ModelConfig,
     batch: BatchConfig,
-    *,
     optimizer: OptimizerConfig,
     averaging: AveragingConfig | None,
     layout: LayoutConfig,

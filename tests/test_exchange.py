@@ -11,130 +11,38 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from exchange_cases import (
+    LOCAL,
+    Reference,
+    Tree,
+    assert_same,
+    exchanged_bytes,
+    flat,
+    mean,
+    placed,
+    run_with,
+    trained,
+)
 from jax.sharding import AxisType, PartitionSpec
 from record_cases import figures
-from test_conformance import RTOL, batches_of, run_of
+from test_conformance import RTOL, batches_of
 
 from scalejax.checkpoint import load_weights
-from scalejax.config import ResolvedRun, load_config, resolve, with_fields
-from scalejax.cost.timeline import timeline
+from scalejax.config import load_config, resolve, with_fields
 from scalejax.errors import ConfigError
 from scalejax.evaluation import build_evaluation
 from scalejax.exchange import adasum
-from scalejax.gradients import gradients
 from scalejax.hardware import load_cluster
 from scalejax.layout import DATA
 from scalejax.mesh import build_mesh
-from scalejax.models import BatchNormScope, network_class, parameter_path
 from scalejax.profile.cache import _path, case_key
-from scalejax.profile.compiled import read_step
 from scalejax.profile.job import RunJob
 from scalejax.profile.target import target_for
-from scalejax.program import Program
 from scalejax.progress import Silent
-from scalejax.recipe import recipe_of
-from scalejax.step import Step, build_step, init_state
+from scalejax.step import build_step, init_state
 from scalejax.train import train
-from scalejax.train_state import TrainState
-
-Tree = dict[str, np.ndarray]
-"""Arrays by the paths of parameters."""
-
-
-def run_with(
-    exchange: dict[str, Any] | None,
-    devices: int,
-    *,
-    model: str = "mlp",
-    optimizer: str = "sgd",
-    microbatches: int = 1,
-    fields: dict[str, Any] | None = None,
-) -> ResolvedRun:
-    """A small run of five updates, whose devices exchange so."""
-    run = run_of(model, optimizer, {"data": devices, "mode": "shard_map"}, microbatches)
-    return resolve(with_fields(run.config, {"exchange": exchange, **(fields or {})}))
-
-
-def trained(run: ResolvedRun) -> tuple[list[float], TrainState]:
-    """Losses of the updates, and the state after them."""
-    mesh = build_mesh(run.layout)
-    step, state, losses = build_step(run, mesh), init_state(run, mesh), []
-    for batch in batches_of(run):
-        state, metrics = step.function(state, placed(step, batch))
-        losses.append(float(metrics["loss"]))
-    return losses, state
-
-
-def placed(step: Step, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch where the step takes it."""
-    return {name: jax.device_put(batch[name], step.batch[name].sharding) for name in batch}
-
-
-def flat(tree: Any) -> Tree:
-    """A tree of parameters by path, in NumPy."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {parameter_path(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def like(tree: Any, arrays: Tree) -> Any:
-    """The tree of the shape of `tree` with these arrays."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(arrays[parameter_path(path)], jnp.float32), tree
-    )
-
-
-class Reference:
-    """A run one device at a time: what each computes from its rows, no mesh anywhere."""
-
-    def __init__(self, run: ResolvedRun) -> None:
-        self.run = run
-        alone = {"layout.data": 1, "layout.mode": "jit", "exchange": None}
-        one = resolve(with_fields(run.config, alone))
-        self.recipe = recipe_of(one)
-        self.begin = init_state(one, build_mesh(one.layout, jax.local_devices()[:1]))
-        self.stacked = network_class(run.config.model).stacked
-        bn = BatchNormScope()
-        self._gradients = jax.jit(
-            lambda params, rows: gradients(self.recipe, bn, params, {}, rows, None)
-        )
-        self._update = jax.jit(self.recipe.optimizer.update)
-
-    def of_devices(self, params: Any, batch: dict[str, np.ndarray]) -> tuple[list[Any], float]:
-        """The gradient of each device's rows, and the mean loss; one set of parameters for all, or
-        a list of one for each."""
-        devices = self.run.layout.data
-        parts = [
-            {name: np.split(rows, devices)[i] for name, rows in batch.items()}
-            for i in range(devices)
-        ]
-        each = params if isinstance(params, list) else [params] * devices
-        found = [self._gradients(own, rows) for own, rows in zip(each, parts, strict=True)]
-        losses = [float(metrics["loss"]) for _, _, metrics in found]
-        return [gradient for gradient, _, _ in found], float(np.mean(losses))
-
-    def applied(self, gradient: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        """Parameters and optimizer state after an update."""
-        updates, opt_state = self._update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    def trained(self, combine: Callable[[list[Tree]], Tree]) -> tuple[list[float], Any]:
-        """Losses and parameters, if `combine` makes one gradient of those of the devices."""
-        params, opt_state, losses = self.begin.params, self.begin.opt_state, []
-        for batch in batches_of(self.run):
-            found, loss = self.of_devices(params, batch)
-            gradient = like(params, combine([flat(each) for each in found]))
-            params, opt_state = self.applied(gradient, opt_state, params)
-            losses.append(loss)
-        return losses, params
-
-
-def mean(gradients: list[Tree]) -> Tree:
-    """Of each array."""
-    return {name: np.mean([each[name] for each in gradients], axis=0) for name in gradients[0]}
 
 
 def layers(stacked: tuple[str, ...], name: str, array: np.ndarray) -> list[np.ndarray]:
@@ -273,18 +181,6 @@ def as_given(name: str, devices: int) -> dict[str, Any]:
     return exchange | samples
 
 
-def assert_same(ours: Any, theirs: Any, *, atol: float = RTOL) -> None:
-    """Arrays agree, relative to the largest entry of each."""
-    for name, array in flat(theirs).items():
-        np.testing.assert_allclose(
-            flat(ours)[name],
-            array,
-            rtol=0,
-            atol=atol * max(np.abs(array).max(), 1e-2),
-            err_msg=name,
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "devices", "optimizer", "model"),
     [
@@ -354,21 +250,6 @@ def test_adasum_adds_orthogonal_gradients_and_averages_parallel_ones(devices):
     np.testing.assert_array_equal(none, np.zeros((devices, length)))
 
 
-def program_of(run: ResolvedRun) -> Program:
-    """What the compiler makes of the step."""
-    mesh = build_mesh(run.layout)
-    step = build_step(run, mesh)
-    return read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
-
-
-def exchanged_bytes(run: ResolvedRun) -> dict[str, int]:
-    """Bytes of the collectives of a step by kind, without those of metrics."""
-    names = ("all_reduce", "all_gather", "collective_permute")
-    program = program_of(run)
-    found = {name: program.collective_bytes(name) for name in names}
-    return {name: size for name, size in found.items() if size}
-
-
 def test_what_travels_is_small():
     """Of P parameters on n devices: 4 P bytes without an exchange, 2 P in float16, P / 4 from each
     in two bits, 8 for each entry that is kept; Adasum sends about what an all-reduce does."""
@@ -410,12 +291,8 @@ def test_memories_lie_on_their_devices():
         assert memory.sharding.spec[0] == DATA
         copies = np.asarray(memory)
         assert np.abs(copies - copies[:1]).max() > 0
-    assert (
-        init_state(
-            run_with(EXCHANGES["two_bit without feedback"], 4), build_mesh(run.layout)
-        ).exchange
-        is None
-    )
+    forgetful = run_with(EXCHANGES["two_bit without feedback"], 4)
+    assert init_state(forgetful, build_mesh(run.layout)).exchange is None
 
 
 def test_an_overflow_of_float16_is_skipped_by_all():
@@ -471,176 +348,6 @@ def test_what_does_not_go_together_is_refused(fields, refused):
         resolve(with_fields(config, {"batch.global_batch": 48, **fields}))
 
 
-# --- local SGD ---
-
-LOCAL: dict[str, dict[str, Any]] = {
-    "every 2": {"every_steps": 2},
-    "post-local": {"every_steps": 2, "begin_epoch": 0.2},
-    "DiLoCo": {"every_steps": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9},
-    "DiLoCo, post-local": {
-        "every_steps": 2,
-        "begin_epoch": 0.2,
-        "outer_learning_rate": 0.7,
-        "outer_momentum": 0.9,
-    },
-}
-QUICK_LOCAL = {
-    ("every 2", 4, "adamw"),
-    ("post-local", 2, "sgd"),
-    ("DiLoCo", 2, "adamw"),
-    ("DiLoCo, post-local", 4, "sgd"),
-}
-
-
-class LocalReference:
-    """Local SGD one device at a time; the outer optimizer in NumPy."""
-
-    def __init__(self, reference: Reference, exchange: dict[str, Any]) -> None:
-        self.reference, self.exchange = reference, exchange
-        self.begin = round(exchange.get("begin_epoch", 0.0) * reference.run.steps_per_epoch)
-        self.last = flat(reference.begin.params)
-        self.momentum = {name: 0 * array for name, array in self.last.items()}
-
-    def averaged(self, params: list[Any]) -> Any:
-        """What all devices go on with after an average."""
-        new = mean([flat(each) for each in params])
-        rate = self.exchange.get("outer_learning_rate", 1.0)
-        kept = self.exchange.get("outer_momentum", 0.0)
-        for name, last in self.last.items():
-            way = last - new[name]
-            self.momentum[name] = kept * self.momentum[name] + way
-            self.last[name] = last - rate * (way + kept * self.momentum[name])
-        return like(params[0], self.last)
-
-    def trained(self) -> tuple[list[float], list[Any]]:
-        """Losses, and the parameters of each device."""
-        of, losses = self.reference, []
-        devices = of.run.layout.data
-        params, states = [of.begin.params] * devices, [of.begin.opt_state] * devices
-        for step, batch in enumerate(batches_of(of.run)):
-            found, loss = of.of_devices(params, batch)
-            losses.append(loss)
-            if step < self.begin:
-                found = [like(found[0], mean([flat(each) for each in found]))] * devices
-            moved = [of.applied(*each) for each in zip(found, states, params, strict=True)]
-            params, states = [each[0] for each in moved], [each[1] for each in moved]
-            if step < self.begin:
-                self.last = flat(params[0])
-            elif (step + 1 - self.begin) % self.exchange["every_steps"] == 0:
-                params = [self.averaged(params)] * devices
-        return losses, params
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "optimizer"),
-    [
-        pytest.param(*row, marks=[] if row in QUICK_LOCAL else [pytest.mark.slow])
-        for row in (
-            (name, devices, optimizer)
-            for name in LOCAL
-            for devices in (2, 4)
-            for optimizer in ("sgd", "adamw")
-        )
-    ],
-)
-def test_local_sgd_trains_what_its_definition_says(name, devices, optimizer):
-    """Parameters of every device after five updates; what is evaluated is their mean."""
-    run = run_with({"name": "local_sgd", **LOCAL[name]}, devices, optimizer=optimizer)
-    expected_losses, expected = LocalReference(Reference(run), LOCAL[name]).trained()
-
-    losses, state = trained(run)
-
-    np.testing.assert_allclose(losses, expected_losses, rtol=RTOL)
-    for device, params in enumerate(expected):
-        assert_same(jax.tree.map(partial(take, device), state.params), params)
-    evaluated, _ = build_evaluation(run, build_mesh(run.layout)).weights(state)
-    assert_same(evaluated, like(expected[0], mean([flat(each) for each in expected])))
-
-
-def take(device: int, leaf: jax.Array) -> jax.Array:
-    """The part of a device of [devices, ...]."""
-    return leaf[device]
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_an_average_in_every_step_is_synchronous_sgd(momentum):
-    """To rounding: an update is linear in the gradient. So is momentum, if each device keeps its
-    own. Averages every 2 steps are something else."""
-    fields = {"optimizer.momentum": momentum}
-    _, usual = trained(run_with(None, 4, fields=fields))
-    every, seldom = (
-        trained(run_with({"name": "local_sgd", "every_steps": steps}, 4, fields=fields))[1]
-        for steps in (1, 2)
-    )
-
-    for device in range(4):
-        assert_same(jax.tree.map(partial(take, device), every.params), usual.params)
-    with pytest.raises(AssertionError):
-        assert_same(jax.tree.map(partial(take, 0), seldom.params), usual.params, atol=100 * RTOL)
-
-
-def test_local_sgd_sends_parameters_once_in_so_many_steps():
-    """4 P bytes an average, in one of `every_steps` steps; before it begins, the gradient in each.
-    What a step is predicted to take follows."""
-    devices = 4
-    state = build_step(run := run_with(None, devices), build_mesh(run.layout)).state
-    size = 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    metrics = 8
-
-    def local(steps: int, **fields: Any) -> ResolvedRun:
-        return run_with({"name": "local_sgd", "every_steps": steps, **fields}, devices)
-
-    for steps in (1, 2, 8):
-        assert exchanged_bytes(local(steps)) == {"all_reduce": round(size / steps) + metrics}
-    late = exchanged_bytes(local(8, begin_epoch=0.4))["all_reduce"]
-    assert late == round(0.4 * size + 0.6 * size / 8) + metrics
-    cluster = load_cluster("dgx-h100")
-    seconds = {n: timeline(program_of(local(n)), cluster).communication_seconds for n in (1, 8)}
-    of_metrics = seconds[8] - (seconds[1] - seconds[8]) / 7
-    assert 0 < of_metrics < seconds[8] < seconds[1]
-
-
-def test_batch_norm_statistics_are_averaged_with_the_parameters():
-    """Each device has its own in between."""
-    fields = {"layout.bn_scope": "local"}
-    run = run_with({"name": "local_sgd", "every_steps": 5}, 4, model="cnn", fields=fields)
-    mesh = build_mesh(run.layout)
-    step, state, spreads = build_step(run, mesh), init_state(run, mesh), []
-    for batch in batches_of(run):
-        state, _ = step.function(state, placed(step, batch))
-        arrays = [np.asarray(leaf) for leaf in jax.tree.leaves((state.params, state.model_state))]
-        spreads.append(max(np.abs(array - array[:1]).max() for array in arrays))
-
-    assert min(spreads[:4]) > 0
-    assert spreads[4] == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "refused"),
-    [
-        ({"exchange.every_steps": 0}, r"exchange\.every_steps=0 is refused"),
-        ({"exchange.begin_epoch": 1}, r"exchange\.begin_epoch=1.* below train\.epochs=1"),
-        ({"exchange.outer_momentum": 1}, r"exchange\.outer_momentum=1.* is refused"),
-        ({"model.compute_dtype": "float16"}, r'compute_dtype=.float16. .* use "bfloat16"'),
-        ({"averaging": {"name": "ema"}}, r"averaging\.name='ema' is refused"),
-        (
-            {"optimizer": {"name": "schedule_free"}, "schedule.decay": "constant"},
-            r"optimizer\.name='schedule_free' is refused",
-        ),
-        ({"model": {"name": "cnn", "channels": [8]}}, r"bn_scope='global' is refused"),
-        (
-            {"exchange.begin_epoch": 1, "train.epochs": 4, "batch.ramp_epochs": [2]},
-            r"exchange\.begin_epoch=1.* leave batch\.ramp_epochs out",
-        ),
-    ],
-)
-def test_what_does_not_go_with_local_sgd_is_refused(fields, refused):
-    """Before a device is touched, with what to do."""
-    config = run_with({"name": "local_sgd", "every_steps": 2}, 4).config
-    with pytest.raises(ConfigError, match=refused):
-        resolve(with_fields(config, fields))
-
-
 @pytest.mark.parametrize("name", ["adasum", "top_k", "local_sgd"])
 def test_only_what_learns_is_exchanged(name):
     """Parameters that do not learn stay as they are, and have no memory."""
@@ -670,8 +377,6 @@ def test_a_program_is_remembered_with_its_exchange():
     assert len({_path(Path(), job) for job in jobs}) == len(runs)
     assert len({case_key(job) for job in jobs}) == len(runs)
 
-
-# --- resuming ---
 
 RUN = """
 seed = 3

@@ -35,8 +35,6 @@ from scalejax.step import build_step, init_state
 
 QUICK_LOCAL = {
     ("every 2", 4, "adamw"),
-    ("post-local", 2, "sgd"),
-    ("DiLoCo", 2, "adamw"),
     ("DiLoCo, post-local", 4, "sgd"),
 }
 
@@ -111,7 +109,7 @@ def take(device: int, leaf: jax.Array) -> jax.Array:
     return leaf[device]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_an_average_in_every_step_is_synchronous_sgd(momentum):
     """To rounding: an update is linear in the gradient. So is momentum, if each device keeps its
     own. Averages every 2 steps are something else."""

@@ -331,18 +331,21 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
     return hints
 
 
-def given_model_name(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> str | None:
+def given_name(
+    path: Path, overrides: Mapping[str, JsonValue] | None = None, *, table: str = "model"
+) -> str | None:
     """What `model.name` is in a `run.toml`, as it was given: that of a published size too.
 
     Args:
         path: the file.
         overrides: as of `load_config`.
+        table: another whose name is wanted.
 
     Raises:
         ConfigError: if there is no such file, or it is not TOML.
     """
-    model = _tables(path, overrides).get("model")
-    name = model.get("name") if isinstance(model, dict) else None
+    given = _tables(path, overrides).get(table)
+    name = given.get("name") if isinstance(given, dict) else None
     return name if isinstance(name, str) else None
 
 

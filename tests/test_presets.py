@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 
-from scalejax.config import given_model_name, load_config, with_fields
+from scalejax.config import given_name, load_config, with_fields
 from scalejax.data_config import (
     MaskedTokensConfig,
     SyntheticImagesConfig,
@@ -83,7 +83,7 @@ def test_what_is_costed_other_than_published_is_said(tmp_path):
     def note(**changed):
         overrides = {**published, **changed}
         config = load_config(path, overrides)
-        return costed_note(given_model_name(path, overrides), config.model, facts(config.data))
+        return costed_note(given_name(path, overrides), config.model, facts(config.data))
 
     assert note() is None
     assert note(**{"model.name": "gpt", "data.tokens": 8}) is None

@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 
 from scalejax import documents, ramp_tables, scaling_tables, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
-from scalejax.config import RunConfig, given_model_name, load_config
+from scalejax.config import RunConfig, given_name, load_config
 from scalejax.data_config import facts
 from scalejax.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ class Predict(RunFileCommand):
         config = load_config(self.run_file, overrides)
         cluster = with_input(cluster, self.input_rates, config)
         counts = parse_counts(self.devices)
-        name = given_model_name(self.run_file, overrides)
+        name = given_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))
         programs: list[Program] = []
         phases = 1 + len(config.batch.ramp_epochs)

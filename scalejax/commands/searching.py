@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
-from scalejax.config import given_model_name, load_config
+from scalejax.config import given_name, load_config
 from scalejax.data_config import facts
 from scalejax.errors import DoesNotFit, require_at_least
 from scalejax.layout import MODEL_AXES
@@ -82,8 +82,10 @@ class Search(RunFileCommand):
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
-        config = load_config(self.run_file, {**overrides, **_OPEN})
-        name = given_model_name(self.run_file, overrides)
+        # With an exchange, the layout is as it must be, and `shape_of` says what is wrong.
+        is_given = given_name(self.run_file, overrides, table="exchange") is not None
+        config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
+        name = given_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))
         with waiting.searching() as on_progress:
             found = search_run(

@@ -134,3 +134,27 @@ class IndependentConfig:
 
     name: Literal["independent"] = "independent"
     """Selects this algorithm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandblasterConfig:
+    """Sandblaster L-BFGS: one large batch in portions (Dean et al. 2012, section 4.2).
+
+    A portion is of `batch.global_batch` samples; the batch, the same every time, is all training
+    examples but those that fill no portion, and `train.epochs` counts how often its loss and
+    gradient are computed. No learning rate: a step is what the line search finds.
+    """
+
+    name: Literal["sandblaster"] = "sandblaster"
+    """Selects this algorithm."""
+    memory_size: int = 10
+    """Steps that the direction of the next is made of, and the changes of gradient along them."""
+    line_search_trials: int = 20
+    """Steps that are tried in one direction, each half of the one before."""
+    backup_copies: int = 1
+    """Further replicas that get a portion which is not done when all are handed out."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_size", "line_search_trials"):
+            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 1)
+        require_at_least("emulation.algorithm.backup_copies", self.backup_copies, 0)

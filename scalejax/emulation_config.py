@@ -15,6 +15,7 @@ from scalejax.emulation_algorithms import (
     HogwildConfig,
     IndependentConfig,
     LocalSgdConfig,
+    SandblasterConfig,
     StaleSynchronousConfig,
 )
 from scalejax.emulation_modes import KvStoreConfig, VariableUpdateConfig
@@ -88,6 +89,7 @@ CoreConfig = (
     | LocalSgdConfig
     | DelayedConfig
     | IndependentConfig
+    | SandblasterConfig
 )
 """Any of the algorithms by the name of what it does."""
 AlgorithmConfig = Annotated[

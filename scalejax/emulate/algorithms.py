@@ -12,6 +12,7 @@ from scalejax.emulate.hogwild import Hogwild
 from scalejax.emulate.independent import Independent
 from scalejax.emulate.local_sgd import LocalSgd
 from scalejax.emulate.progress import Progress
+from scalejax.emulate.sandblaster import Sandblaster
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.stale_synchronous import StaleSynchronous
 from scalejax.emulate.synchronous import AllReduced, Served
@@ -23,6 +24,7 @@ from scalejax.emulation_algorithms import (
     HogwildConfig,
     IndependentConfig,
     LocalSgdConfig,
+    SandblasterConfig,
     StaleSynchronousConfig,
 )
 from scalejax.emulation_config import (
@@ -68,6 +70,8 @@ def algorithm_of(
             return Delayed(core, world, tape, servers, progress)
         case IndependentConfig():
             return Independent(world, tape, servers, progress)
+        case SandblasterConfig() as core:
+            return Sandblaster(core, world, tape, servers, progress)
 
 
 def minibatches_per_update(emulation: EmulationConfig) -> int:

@@ -79,6 +79,7 @@ class JaxArithmetic:
         self._gradients = jax.jit(lambda several: [self._gradient(*each) for each in several])
         self._updated = jax.jit(self._applied)
         self._combined = jax.jit(_combine)
+        self._dot = jax.jit(optax.tree.vdot)
         self._joined = jax.jit(self._join)
         self._compressed = jax.jit(compressed, static_argnums=(0, 1))
         self._adasum = jax.jit(adasum)
@@ -129,8 +130,12 @@ class JaxArithmetic:
                 return self._compressed(operation, factors[0], known[0], kept)
             case "adasum":
                 return [self._adasum(known)]
+            case "dot":
+                return [self._dot(*known)]
             case "evaluate":
                 return [self._evaluate(tuple(known))]
+            case "trained" | "evaluated":
+                return []
 
     def value(self, content: Any) -> Any:
         """What there is of a value, as NumPy arrays."""

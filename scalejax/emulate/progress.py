@@ -47,6 +47,7 @@ class Progress:
         listener: Listener,
         *,
         total_steps: int,
+        steps_per_epoch: int,
         log_every_steps: int,
         is_evaluated: Callable[[int], bool],
     ) -> None:
@@ -57,11 +58,14 @@ class Progress:
             tape: evaluates.
             listener: is told.
             total_steps: gradients of the run.
+            steps_per_epoch: gradients of one pass over the examples.
             log_every_steps: from one line on the training loss to the next.
             is_evaluated: whether the parameters are evaluated after so many.
         """
         self.step = 0
         """Gradients that went into the parameters so far."""
+        self.steps_per_epoch = steps_per_epoch
+        """Gradients of one pass over the examples."""
         self._world, self._tape, self._listener = world, tape, listener
         self.total_steps = total_steps
         """Of the run."""
@@ -84,12 +88,31 @@ class Progress:
         self._since += metrics
         is_last = self.step == self.total_steps
         if is_last or any(step % self._log_every == 0 for step in steps):
-            self._listener.trained(self._moment(tuple(self._since)))
-            self._since = []
+            self._trained()
         if any(map(self._is_evaluated, steps)):
-            self._listener.evaluated(self._moment((self._tape.evaluate(params()),)))
+            self._evaluated(params())
         if is_last:
             self._world.done.succeed()
+
+    def end(self, params: Shards) -> None:
+        """The run has nothing left to gain: it ends with these parameters, evaluated."""
+        if self._world.done.triggered:
+            return
+        if self._since:
+            self._trained()
+        if not self._is_evaluated(self.step):
+            self._evaluated(params)
+        self._world.done.succeed()
+
+    def _trained(self) -> None:
+        self._tape.line("trained", self.step, self._since)
+        self._listener.trained(self._moment(tuple(self._since)))
+        self._since = []
+
+    def _evaluated(self, params: Shards) -> None:
+        metrics = self._tape.evaluate(params)
+        self._tape.line("evaluated", self.step, [metrics])
+        self._listener.evaluated(self._moment((metrics,)))
 
     def _moment(self, metrics: tuple[Value, ...]) -> Moment:
         return Moment(at_seconds=self._world.now, step=self.step, metrics=metrics)

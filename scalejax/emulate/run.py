@@ -65,8 +65,9 @@ def emulate_run(
     progress = Progress(
         world,
         tape,
-        _Lines(run, arithmetic, write),
+        Lines(run, arithmetic, write),
         total_steps=run.total_steps,
+        steps_per_epoch=run.steps_per_epoch,
         log_every_steps=run.config.train.log_every_steps,
         is_evaluated=run.is_evaluated,
     )
@@ -103,7 +104,7 @@ def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic
     )
 
 
-class _Lines:
+class Lines:
     """Makes lines of a record of what an emulated run comes to."""
 
     def __init__(self, run: ResolvedRun, arithmetic: JaxArithmetic, write: Write) -> None:

@@ -109,6 +109,24 @@ class Servers:
         for server, part in enumerate(gradient):
             self._pushed(worker, server, part, applied)
 
+    def operate(self, then: Callable[[], None] = lambda: None) -> None:
+        """Have every server do one small operation on its own part, at the word of a coordinator;
+        `then` is called when all have answered. What is sent is a few numbers."""
+        left, seconds = len(self.params), self._world.durations.update_seconds / len(self.params)
+        env, latency_seconds = self._world.env, self._world.durations.latency_seconds
+
+        def answered() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        def done() -> None:
+            after(env, latency_seconds, answered)
+
+        for line in self._at_work:
+            after(env, latency_seconds, lambda line=line: line.serve(seconds, done))
+
     def update(self, server: int, gradient: Value) -> None:
         """Apply a gradient to the part of one server."""
         self.params[server], self.states[server] = self._tape.update(
@@ -169,7 +187,7 @@ class Servers:
     def _fail(self, server: int, failures: FailuresConfig):
         generator = self._world.random("server failures", server)
         mtbf = failures.server_mtbf_seconds
-        while mtbf:
+        while mtbf and self._world.living:  # when nobody is left, nothing is to happen any more
             yield self._world.env.timeout(generator.exponential(mtbf))
             self.failures += 1
             self._at_work[server].close(failures.server_restart_seconds)

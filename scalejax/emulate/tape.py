@@ -15,7 +15,10 @@ Operation = Literal[
     "gradient",
     "update",
     "combine",
+    "dot",
     "evaluate",
+    "trained",
+    "evaluated",
     "fp16",
     "two_bit",
     "top_k",
@@ -23,9 +26,10 @@ Operation = Literal[
 ]
 """initial: -> shards of the parameters. optimizer: shard -> its state. gradient: shards -> shards,
 loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> the sum of them,
-each times its number. evaluate: shards -> metrics of the test data. fp16, two_bit, top_k: a part
-of a gradient, and what was left of it before -> what is sent of both, and what is left. adasum:
-gradients -> one."""
+each times its number. dot: two shards -> their inner product. evaluate: shards -> metrics of the
+test data. trained, evaluated: metrics, and as the factor a step -> nothing; a line of the record is
+of these. fp16, two_bit, top_k: a part of a gradient, and what was left of it before -> what is sent
+of both, and what is left. adasum: gradients -> one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +74,7 @@ class Instruction:
     outputs: tuple[int, ...]
     """Numbers of the values that come of it."""
     factors: tuple[float, ...] = ()
-    """Of a combination, one for each input."""
+    """Of a combination, one for each input; of a line, its step."""
     rows: Rows | None = None
     """Of a gradient."""
 
@@ -82,6 +86,10 @@ class Arithmetic(Protocol):
         self, operation: Operation, inputs: Sequence[Any], factors: Sequence[float], rows: Any
     ) -> Sequence[Any]:
         """The contents of the outputs, of those of the inputs."""
+        ...
+
+    def value(self, content: Any) -> Any:
+        """What there is of a value, as NumPy arrays."""
         ...
 
 
@@ -142,10 +150,26 @@ class Tape:
         (combined,) = self._do("adasum", tuple(gradients), 1)
         return combined
 
+    def dot(self, first: Shards, second: Shards) -> float:
+        """The inner product of two vectors in parts, which whoever asks may act upon: the sum of
+        what each server says of its own part."""
+        parts = [self._do("dot", pair, 1)[0] for pair in zip(first, second, strict=True)]
+        return sum(float(self.read(part)) for part in parts)
+
+    def read(self, value: Value) -> Any:
+        """The number or numbers that `value` is, as NumPy has them."""
+        return self.arithmetic.value(value.content)
+
     def evaluate(self, params: Shards) -> Value:
         """The metrics of the test data."""
         (metrics,) = self._do("evaluate", params, 1)
         return metrics
+
+    def line(
+        self, kind: Literal["trained", "evaluated"], step: int, metrics: Sequence[Value]
+    ) -> None:
+        """A line of the record is made of `metrics` after so many gradients."""
+        self._written(kind, tuple(metrics), (), (float(step),), None)
 
     def _do(
         self,
@@ -164,15 +188,26 @@ class Tape:
             Value(first + place, content)
             for place, content in zip(range(outputs), contents, strict=True)
         )
-        if self.write is not None:
-            self.write(
-                Instruction(
-                    at_seconds=self.now(),
-                    operation=operation,
-                    inputs=tuple(value.number for value in inputs),
-                    outputs=tuple(value.number for value in values),
-                    factors=factors,
-                    rows=rows,
-                )
-            )
+        self._written(operation, inputs, values, factors, rows)
         return values
+
+    def _written(
+        self,
+        operation: Operation,
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+        factors: tuple[float, ...],
+        rows: Rows | None,
+    ) -> None:
+        if self.write is None:
+            return
+        self.write(
+            Instruction(
+                at_seconds=self.now(),
+                operation=operation,
+                inputs=tuple(value.number for value in inputs),
+                outputs=tuple(value.number for value in outputs),
+                factors=factors,
+                rows=rows,
+            )
+        )

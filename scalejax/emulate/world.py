@@ -11,6 +11,7 @@ import numpy as np
 import simpy
 
 from scalejax.emulation_config import EmulationConfig, FailuresConfig, StragglersConfig
+from scalejax.errors import ConfigError
 
 Then = Callable[[], object]
 """What happens next; at once, if nothing delays it."""
@@ -97,8 +98,8 @@ class World:
         self.workers = config.workers
         self.done = self.env.event()
         """The run has ended."""
-        self.lost_gradients = 0
-        """Gradients that were begun and never finished, their worker having failed."""
+        self.living = config.workers
+        """Workers that have not failed for good."""
         self.worker_failures = 0
         """Times that a worker failed."""
         self._failures = config.failures
@@ -139,8 +140,20 @@ class World:
         self._pass(self._receiving[worker // self.durations.workers_per_host], payload_bytes, then)
 
     def run(self) -> None:
-        """Let time pass until the run is done, or nothing is left that could happen."""
-        self.env.run(until=self.done)
+        """Let time pass until the run is done.
+
+        Raises:
+            ConfigError: if it never will be, as too many workers have failed for good.
+        """
+        try:
+            while not self.done.processed:
+                self.env.step()
+        except simpy.core.EmptySchedule as error:
+            raise ConfigError(
+                f"the run does not end: {self.workers - self.living} of {self.workers} workers "
+                f"have failed for good by virtual second {self.env.now:.6g}, and nothing goes on. "
+                "With emulation.failures.worker_restart_seconds they come back."
+            ) from error
 
     def random(self, *name: str | int) -> np.random.Generator:
         """A stream of random numbers of its own."""
@@ -163,6 +176,7 @@ class World:
             process.interrupt()
             self.worker_failures += 1
             if failures.worker_restart_seconds is None:
+                self.living -= 1
                 return
             yield self.env.timeout(failures.worker_restart_seconds)
 

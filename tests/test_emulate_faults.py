@@ -1,0 +1,93 @@
+"""Failures change when things happen; what comes of a run only where its definition says so."""
+
+import pytest
+from emulation_cases import VARIED, emulated, same_bits
+
+from scalejax.emulate.world import World
+from scalejax.emulation_config import (
+    DownpourConfig,
+    EmulationConfig,
+    FailuresConfig,
+    StragglersConfig,
+    SynchronousConfig,
+)
+from scalejax.errors import ConfigError
+
+STRAGGLERS = StragglersConfig(slow_share=0.3, slow_factor=4)
+SYNCHRONOUS = {
+    "all_reduce": SynchronousConfig(),
+    "parameter_server": SynchronousConfig(exchange="parameter_server"),
+}
+SEEDS = range(3)
+
+
+def failing(algorithm, failures: FailuresConfig, *, workers: int = 4):
+    """The small run by workers of different pace, and two servers, that fail."""
+    emulation = EmulationConfig(
+        algorithm=algorithm,
+        workers=workers,
+        server_shards=2,
+        stragglers=STRAGGLERS,
+        failures=failures,
+    )
+    return emulated(emulation, VARIED, {"optimizer": {"name": "adagrad"}})
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_killing_workers_leaves_synchronous_sgd_as_it_is(name: str, monkeypatch):
+    """The very losses and parameters of the run without failures; only later."""
+    whole = failing(SYNCHRONOUS[name], FailuresConfig())
+
+    failures = FailuresConfig(
+        worker_mtbf_seconds=6,
+        worker_restart_seconds=1,
+        server_mtbf_seconds=9,
+        server_restart_seconds=1,
+    )
+    random = World.random
+    for seed in SEEDS:  # other failures, all else as before
+        monkeypatch.setattr(World, "random", lambda world, *name: random(world, *name, seed))  # noqa: B023
+        broken = failing(SYNCHRONOUS[name], failures)
+
+        assert broken.emulation.worker_failures > 10
+        assert broken.figures == whole.figures
+        assert same_bits(broken.params, whole.params)
+        assert broken.emulation.virtual_seconds > whole.emulation.virtual_seconds
+
+
+def test_servers_that_fail_lose_nothing_of_downpour():
+    """Their state is kept: what was sent to them waits, and is applied once (see the log)."""
+    broken = failing(
+        DownpourConfig(), FailuresConfig(server_mtbf_seconds=1, server_restart_seconds=0.5)
+    )
+
+    assert broken.emulation.server_failures > 2
+    updates = [each for each in broken.log if each.operation == "update"]
+    gradients = [each.inputs[2] for each in updates]
+    assert len(set(gradients)) == len(gradients) >= 2 * broken.emulation.gradients
+
+
+def test_downpour_goes_on_while_a_replica_lives():
+    """Others continue, as in the paper; the run is as long as ever, by those that are left."""
+    broken = failing(DownpourConfig(), FailuresConfig(worker_mtbf_seconds=10), workers=5)
+
+    assert 0 < broken.emulation.worker_failures < 5
+    assert broken.emulation.gradients == 24
+
+
+@pytest.mark.parametrize("servers", [None, 5.0])
+def test_workers_that_are_all_dead_end_the_run_with_an_error(servers: float | None):
+    """And not with silence, nor with servers that fail on and on."""
+    failures = FailuresConfig(worker_mtbf_seconds=1, server_mtbf_seconds=servers)
+
+    with pytest.raises(ConfigError, match="does not end: 4 of 4 workers have failed for good"):
+        failing(DownpourConfig(), failures)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_waiting_for_the_dead_is_an_error(name: str):
+    """Where one is enough for all to wait."""
+    failures = FailuresConfig(worker_mtbf_seconds=9)
+
+    with pytest.raises(ConfigError, match="worker_restart_seconds"):
+        failing(SYNCHRONOUS[name], failures)

@@ -1,8 +1,11 @@
 """Failures change when things happen; what comes of a run only where its definition says so."""
 
-import pytest
-from emulation_cases import VARIED, emulated, same_bits
+from dataclasses import replace
 
+import pytest
+from emulated_outcomes import CONFIG, VARIED, emulated, same_bits
+
+from scalejax.emulate.requirements import emulated_run
 from scalejax.emulate.world import World
 from scalejax.emulation_config import (
     DownpourConfig,
@@ -85,9 +88,12 @@ def test_workers_that_are_all_dead_end_the_run_with_an_error(servers: float | No
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_waiting_for_the_dead_is_an_error(name: str):
-    """Where one is enough for all to wait."""
+def test_waiting_for_the_dead_is_refused(name: str):
+    """At the door, where one dead worker is enough for all to wait; and if it gets past it."""
     failures = FailuresConfig(worker_mtbf_seconds=9)
+    emulation = EmulationConfig(algorithm=SYNCHRONOUS[name], workers=4, failures=failures)
 
-    with pytest.raises(ConfigError, match="worker_restart_seconds"):
+    with pytest.raises(ConfigError, match="worker_restart_seconds is missing: others wait"):
+        emulated_run(replace(CONFIG, emulation=emulation))
+    with pytest.raises(ConfigError, match="the run does not end"):
         failing(SYNCHRONOUS[name], failures)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from emulation_cases import CONFIG, emulated, run_of, same_bits
+from emulated_outcomes import CONFIG, emulated, run_of, same_bits
 from record_cases import figures
 
 from scalejax.checkpoint import Checkpoints
@@ -88,7 +88,7 @@ def by_the_book(fields: dict[str, Any], *, n: int, rate: float) -> tuple[list[fl
         accrued = jax.tree.map(np.add, accrued, gradient)
         local = jax.tree.map(lambda p, g: p - rate * g, local, gradient)
         if step % n == 0:
-            now = float(schedule(schedule_step * n))
+            now = np.asarray(schedule(schedule_step * n))
             server = jax.tree.map(lambda p, g: p - now * g, server, accrued)  # noqa: B023
             accrued, schedule_step = jax.tree.map(np.zeros_like, server), schedule_step + 1
     return losses, server

@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from emulation_cases import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
+from emulated_outcomes import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
 
 from scalejax.emulate import arithmetic
 from scalejax.emulate.events import read_events, write_events
@@ -96,7 +96,7 @@ def test_what_is_pushed_is_applied_once_on_every_server():
         if each.operation == "combine":
             assert each.factors == (1.0, 1.0)
             return sum((minibatches(one, place) for one in each.inputs), Counter())
-        assert each.operation == "gradient"
+        assert each.operation == "gradient" and each.rows is not None
         assert each.outputs.index(number) == place
         return Counter([(each.rows.worker, each.rows.index)])
 
@@ -114,7 +114,7 @@ def test_what_is_pushed_is_applied_once_on_every_server():
     assert all(set(each.values()) == {1} for each in applied)
     everywhere = applied[0] & applied[1] & applied[2]
     assert everywhere.total() >= ran.emulation.gradients  # what ends the run has been everywhere
-    begun = {(e.rows.worker, e.rows.index) for e in ran.log if e.operation == "gradient"}
+    begun = {(each.rows.worker, each.rows.index) for each in ran.log if each.rows is not None}
     assert set(applied[0]) < begun  # those of the dead were begun, and never sent
 
 

@@ -1,16 +1,20 @@
 """Sandblaster is L-BFGS of the whole batch, whoever computes its portions."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from emulation_cases import AT_ONCE, VARIED, Outcome, emulated, run_of, same_bits
+from emulated_outcomes import AT_ONCE, CONFIG, VARIED, Outcome, emulated, run_of, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalejax.config import with_fields
 from scalejax.data import open_source
 from scalejax.emulate.portions import Portions
+from scalejax.emulate.requirements import emulated_run
 from scalejax.emulation_algorithms import SandblasterConfig
 from scalejax.emulation_config import (
     EmulationConfig,
@@ -111,9 +115,15 @@ def test_result_depends_on_no_replica():
         "more than portions": sandblaster(25, VARIED),
         "without copies": sandblaster(6, VARIED, stragglers=stragglers, backup_copies=0),
         "many copies": sandblaster(6, VARIED, stragglers=stragglers, backup_copies=5),
-        "failing": sandblaster(5, VARIED, worker_mtbf_seconds=4, worker_restart_seconds=3),
+        "failing": sandblaster(
+            5,
+            VARIED,
+            worker_mtbf_seconds=4,
+            worker_restart_seconds=3,
+            server_mtbf_seconds=3,
+            server_restart_seconds=2,
+        ),
         "dying": sandblaster(30, VARIED, worker_mtbf_seconds=40, backup_copies=0),
-        "servers": sandblaster(5, VARIED, server_mtbf_seconds=3, server_restart_seconds=2),
     }
 
     for name, other in others.items():
@@ -123,7 +133,7 @@ def test_result_depends_on_no_replica():
     assert others["without copies"].emulation.dropped_gradients == 0
     assert others["failing"].emulation.worker_failures > 5
     assert others["dying"].emulation.worker_failures > 5
-    assert others["servers"].emulation.server_failures > 5
+    assert others["failing"].emulation.server_failures > 5
 
 
 def test_copies_of_the_last_portions_save_the_wait_for_the_slowest():
@@ -159,11 +169,20 @@ def test_it_ends_where_no_step_is_lower():
     assert found.figures[-1][:2] != found.figures[-2][:2]
 
 
+def test_weight_decay_is_refused():
+    """No optimizer would apply it; AdamW has some unless told otherwise."""
+    emulation = EmulationConfig(algorithm=SandblasterConfig())
+    config = with_fields(CONFIG, {"optimizer": {"name": "adamw"}})
+
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay=0.01 is refused: sandblaster"):
+        emulated_run(replace(config, emulation=emulation))
+
+
 def test_all_replicas_dead_is_an_error():
     """And no silence, with or without servers that fail on and on."""
-    for more in ({}, {"server_mtbf_seconds": 5}):
+    for servers in (None, 5.0):
         with pytest.raises(ConfigError, match="the run does not end: 3 of 3 workers have failed"):
-            sandblaster(3, worker_mtbf_seconds=2, **more)
+            sandblaster(3, worker_mtbf_seconds=2, server_mtbf_seconds=servers)
 
 
 @given(data=st.data(), portions=st.integers(1, 12), replicas=st.integers(1, 5))

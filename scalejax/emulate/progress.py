@@ -47,9 +47,9 @@ class Progress:
         listener: Listener,
         *,
         total_steps: int,
-        steps_per_epoch: int,
         log_every_steps: int,
         is_evaluated: Callable[[int], bool],
+        steps_per_epoch: int = 1,
     ) -> None:
         """At step 0.
 
@@ -58,9 +58,9 @@ class Progress:
             tape: evaluates.
             listener: is told.
             total_steps: gradients of the run.
-            steps_per_epoch: gradients of one pass over the examples.
             log_every_steps: from one line on the training loss to the next.
             is_evaluated: whether the parameters are evaluated after so many.
+            steps_per_epoch: gradients of one pass over the examples, for who goes by passes.
         """
         self.step = 0
         """Gradients that went into the parameters so far."""

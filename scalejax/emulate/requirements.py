@@ -5,7 +5,7 @@ Knows configs; nothing of how a run is emulated.
 
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.emulate.world import are_returning
-from scalejax.emulation_config import EmulationConfig, SynchronousConfig
+from scalejax.emulation_config import EmulationConfig, SandblasterConfig, SynchronousConfig
 from scalejax.errors import ConfigError, refusal
 from scalejax.optimizer_config import LambConfig, LarsConfig, ScheduleFreeConfig
 from scalejax.run_checks import has_batch_norm
@@ -44,6 +44,7 @@ def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
         )
         raise ConfigError(refusal("batch.global_batch", run.split.global_batch, accepted))
     _require_parts(config, emulation)
+    _require_loss_alone(config, emulation)
     _require_returning(emulation)
     return run, emulation
 
@@ -89,6 +90,14 @@ def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
     if emulation.server_shards > 1 and isinstance(config.optimizer, LarsConfig | LambConfig):
         accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
         raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
+
+
+def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
+    """Refuse weight decay where it would be left out: L-BFGS has no optimizer."""
+    decay = getattr(config.optimizer, "weight_decay", 0.0)
+    if isinstance(emulation.algorithm, SandblasterConfig) and decay:
+        accepted = "sandblaster steps by the gradient of the loss, and has no optimizer; leave it 0"
+        raise ConfigError(refusal("optimizer.weight_decay", decay, accepted))
 
 
 def _require_returning(emulation: EmulationConfig) -> None:

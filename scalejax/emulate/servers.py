@@ -109,7 +109,7 @@ class Servers:
         for server, part in enumerate(gradient):
             self._pushed(worker, server, part, applied)
 
-    def operate(self, then: Callable[[], None] = lambda: None) -> None:
+    def operate(self, then: Callable[[], object] = lambda: None) -> None:
         """Have every server do one small operation on its own part, at the word of a coordinator;
         `then` is called when all have answered. What is sent is a few numbers."""
         left, seconds = len(self.params), self._world.durations.update_seconds / len(self.params)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import simpy
+from simpy.core import EmptySchedule
 
 from scalejax.emulation_config import EmulationConfig, FailuresConfig, StragglersConfig
 from scalejax.errors import ConfigError
@@ -148,7 +149,7 @@ class World:
         try:
             while not self.done.processed:
                 self.env.step()
-        except simpy.core.EmptySchedule as error:
+        except EmptySchedule as error:
             raise ConfigError(
                 f"the run does not end: {self.workers - self.living} of {self.workers} workers "
                 f"have failed for good by virtual second {self.env.now:.6g}, and nothing goes on. "

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from emulate_cases import durations
 
 from scalejax import documents
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
@@ -38,20 +39,10 @@ CONFIG = documents.build(
 )
 """24 steps, 12 an epoch."""
 
-AT_ONCE = Durations(
-    gradient_seconds=1.0,
-    gradient_deviation_seconds=0.0,
-    exchange_seconds=0.0,
-    update_seconds=0.0,
-    latency_seconds=0.0,
-    worker_bytes_per_second=None,
-    server_bytes_per_second=None,
-    workers_per_host=1,
-)
+AT_ONCE = durations()
 """A gradient takes a second, all else nothing."""
 
-VARIED = Durations(
-    gradient_seconds=1.0,
+VARIED = durations(
     gradient_deviation_seconds=0.5,
     exchange_seconds=0.1,
     update_seconds=0.02,
@@ -86,14 +77,14 @@ def run_of(fields: Mapping[str, Any] | None = None) -> ResolvedRun:
 
 def emulated(
     emulation: EmulationConfig,
-    durations: Durations = AT_ONCE,
+    times: Durations = AT_ONCE,
     fields: Mapping[str, Any] | None = None,
 ) -> Outcome:
     """What comes of the small run, with `fields` replaced, when it is emulated."""
     lines, log = [], []
     run = run_of(fields)
     with LastEvaluated() as last:
-        found = emulate_run(run, emulation, durations, write=lines.append, log=log.append)
+        found = emulate_run(run, emulation, times, write=lines.append, log=log.append)
     return Outcome(
         emulation=found,
         figures=figures_of(lines),

@@ -96,7 +96,8 @@ def test_what_is_pushed_is_applied_once_on_every_server():
         if each.operation == "combine":
             assert each.factors == (1.0, 1.0)
             return sum((minibatches(one, place) for one in each.inputs), Counter())
-        assert each.operation == "gradient" and each.rows is not None
+        assert each.operation == "gradient"
+        assert each.rows is not None
         assert each.outputs.index(number) == place
         return Counter([(each.rows.worker, each.rows.index)])
 

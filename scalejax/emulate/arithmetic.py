@@ -145,13 +145,13 @@ class JaxArithmetic:
         params = tuple(self._known(part) for part in params)
         gradient = Gradient(params, partial(self._samples.take, rows))
         self._waiting.append(weakref.ref(gradient))
-        return [*(Part(gradient, place) for place in range(self._shards)), Part(gradient, None)]
+        return [gradient.part(place) for place in (*range(self._shards), None)]
 
     def _known(self, content: Any) -> Any:
         """`content` as arrays; if it is of a gradient that waits, that is computed."""
         if not isinstance(content, Part):
             return content
-        while content.gradient.parts is None:
+        while content.gradient is not None:
             self._compute_waiting()
         return content.array
 
@@ -163,13 +163,15 @@ class JaxArithmetic:
             if gradient is not None:
                 several.append(gradient)
         groups = [several] if len(several) == TOGETHER else [[each] for each in several]
+        found: Any = None
         for group in groups:  # of these two sizes: each is a program of its own
             arguments = [(each.params, each.batch()) for each in group]
-            for each, (parts, metrics) in zip(group, self._gradients(arguments), strict=True):
+            found = self._gradients(arguments)
+            for each, (parts, metrics) in zip(group, found, strict=True):
                 each.set(parts, metrics)
         self._queued += len(several)
         if self._queued >= _AHEAD:
-            jax.block_until_ready(several[-1].metrics)
+            jax.block_until_ready(found)
             self._queued = 0
 
     def _gradient(self, parts: Sequence[PyTree], batch: PyTree) -> tuple[Any, Any]:
@@ -225,29 +227,31 @@ class Gradient:
         """What it is by."""
         self.batch = batch
         """Of what samples."""
-        self.parts: tuple[PyTree, ...] | None = None
-        """It, once it is known."""
-        self.metrics: jax.Array | None = None
-        """[loss, accuracy] of the samples, likewise."""
+        self._parts: list[weakref.ref[Part]] = []
+
+    def part(self, place: int | None) -> "Part":
+        """That of the server `place`, or, if None, [loss, accuracy] of the samples."""
+        part = Part(self, place)
+        self._parts.append(weakref.ref(part))
+        return part
 
     def set(self, parts: tuple[PyTree, ...], metrics: jax.Array) -> None:
-        """It is known; what it was computed of is let go."""
-        self.parts, self.metrics = parts, metrics
-        self.params = ()
+        """It is known: who still has a part of it gets that part, and no more."""
+        for part in filter(None, (reference() for reference in self._parts)):
+            part.array = metrics if part.place is None else parts[part.place]
+            part.gradient = None
 
 
 class Part:
     """The part of a gradient that is for one server; or its metrics."""
 
     def __init__(self, gradient: Gradient, place: int | None) -> None:
-        self.gradient, self.place = gradient, place
-
-    @property
-    def array(self) -> Any:
-        """It, of a gradient that is known."""
-        gradient = self.gradient
-        assert gradient.parts is not None  # noqa: S101  whoever asks has had it computed
-        return gradient.metrics if self.place is None else gradient.parts[self.place]
+        self.gradient: Gradient | None = gradient
+        """What it is a part of, until that is known."""
+        self.place = place
+        """Which part."""
+        self.array: Any = None
+        """It, once it is known: a loss that is kept for a line does not keep its gradient."""
 
 
 def _combine(factors: jax.Array, values: Sequence[PyTree]) -> PyTree:

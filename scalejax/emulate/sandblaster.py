@@ -147,15 +147,15 @@ class Sandblaster:
                     of, copy = batch, whole.params
                 if batch is not self._batch:  # what came may be of both
                     continue
-                rows = Rows(worker=0, index=portion, workers=1, way="part")
-                gradient, metrics = self._tape.gradient(copy, rows)
+                made = batch.gradient(self._tape, portion, copy)
                 yield self._world.computing(worker)
             except simpy.Interrupt:
                 if batch.portions.give_back(portion, worker) and batch is self._batch:
                     self._call()
                 raise
             batch.portions.finish(portion)
-            self._send(worker, batch, portion, gradient, metrics)
+            self._send(worker, batch, portion, *made)
+            del made  # a replica keeps none, and there may be thousands
 
     def _send(
         self, worker: int, batch: "_Batch", portion: int, gradient: Shards, metrics: Value
@@ -186,12 +186,22 @@ class _Batch:
         """[loss, accuracy] of each portion that has come."""
         self.total: Shards = ()
         """The mean gradient, once it is done."""
+        self._begun: dict[int, tuple[Shards, Value]] = {}
         self._gradients: dict[int, Shards] = {}
         self._added = 0
+
+    def gradient(self, tape: Tape, portion: int, params: Shards) -> tuple[Shards, Value]:
+        """What comes of a portion; who has a copy of it gets the same, so that nothing is computed
+        twice here."""
+        if portion not in self._begun:
+            rows = Rows(worker=0, index=portion, workers=1, way="part")
+            self._begun[portion] = tape.gradient(params, rows)
+        return self._begun[portion]
 
     def add(self, tape: Tape, portion: int, gradient: Shards, metrics: Value) -> None:
         """Take what came of a portion; what has come without a gap is added up, so many at once."""
         self._gradients[portion], self.metrics[portion] = gradient, metrics
+        del self._begun[portion]
         while self._added < self.count:
             several = range(self._added, min(self._added + _ADDED_AT_ONCE, self.count))
             if not all(each in self._gradients for each in several):

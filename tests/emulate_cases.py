@@ -66,6 +66,9 @@ class NoArithmetic:
         counts = {"initial": self._shards, "gradient": self._shards + 1, "update": 2}
         return [None] * counts.get(operation, 1)
 
+    def value(self, content: Any) -> Any:
+        """Nothing."""
+
 
 class _Nobody:
     def trained(self, moment: Moment) -> None:
@@ -93,6 +96,7 @@ def simulated(
         tape,
         _Nobody(),
         total_steps=steps,
+        steps_per_epoch=steps,
         log_every_steps=steps,
         is_evaluated=lambda step: False,
     )

@@ -28,7 +28,7 @@ from scalejax.emulate.samples import Samples
 from scalejax.emulate.tape import Operation, Rows
 from scalejax.errors import ConfigError, refusal
 from scalejax.evaluation import build_evaluation
-from scalejax.mesh_gradients import mean_gradients
+from scalejax.mesh_gradients import combined_gradients
 from scalejax.recipe import recipe_of, schedule_of
 from scalejax.step import init_state
 from scalejax.train_state import PyTree, abstract_state
@@ -75,7 +75,7 @@ class JaxArithmetic:
             raise ConfigError(refusal("model.name", run.config.model.name, accepted))
         self._like = state.params
         self._samples, self._test = Samples(run, sources[0]), sources[1]
-        self._model_gradients = mean_gradients(recipe, mesh)
+        self._model_gradients = combined_gradients(recipe, mesh)
         self._gradients = jax.jit(lambda several: [self._gradient(*each) for each in several])
         self._updated = jax.jit(self._applied)
         self._combined = jax.jit(_combine)
@@ -175,7 +175,7 @@ class JaxArithmetic:
             self._queued = 0
 
     def _gradient(self, parts: Sequence[PyTree], batch: PyTree) -> tuple[Any, Any]:
-        gradient, _, metrics = self._model_gradients(self._join(parts), {}, batch, None)
+        gradient, _, metrics, _ = self._model_gradients(self._join(parts), {}, batch, None, None)
         return self._cut(gradient), jnp.stack([metrics["loss"], metrics["accuracy"]])
 
     def _applied(self, params: PyTree, state: PyTree, gradient: PyTree) -> tuple[PyTree, PyTree]:

@@ -78,7 +78,6 @@ def test_adasum_adds_orthogonal_and_averages_parallel_gradients(several: list, e
     "algorithm",
     [
         {"name": "downpour"},
-        {"name": "synchronous", "exchange": "parameter_server"},
         {"name": "stale_synchronous", "staleness_bound": 1},
     ],
     ids=lambda algorithm: algorithm["name"],

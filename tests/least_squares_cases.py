@@ -55,6 +55,10 @@ class LeastSquares:
         """The parts of all parameters."""
         return np.array_split(whole, self.shards)
 
+    def value(self, content: Any) -> Any:
+        """What there is of a value."""
+        return content
+
     def execute(
         self, operation: str, inputs: Sequence[Any], factors: Sequence[float], rows: Rows | None
     ) -> Sequence[Any]:

@@ -111,7 +111,7 @@ def draw(name: str, results: Mapping[str, Any]) -> None:
 
 def main() -> int:
     """Search rates, or compare and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("question", choices=QUESTIONS)
     parser.add_argument("--rates", action="store_true")
     arguments = parser.parse_args()

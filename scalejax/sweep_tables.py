@@ -62,7 +62,8 @@ def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
         words += "evaluation, and are in no mean. "
     if sweep.target:
         words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
-    words += f"{format_seconds(seconds)} of training."
+    is_virtual = any(row.planned.run.config.emulation is not None for row in rows)
+    words += f"{format_seconds(seconds)} of training{', in virtual time' if is_virtual else ''}."
     if left:
         words += f" {counted(len(left), 'run')} {'is' if len(left) == 1 else 'are'} not finished."
     return words

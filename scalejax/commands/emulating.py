@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from scalejax import tables, waiting
+from tyro.conf import FlagCreatePairsOff
+
+from scalejax import documents, tables, waiting
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, take_conditions
-from scalejax.config import load_config
+from scalejax.config import RunConfig, load_config
+from scalejax.errors import ConfigError, refusal
+from scalejax.hardware import Cluster
 from scalejax.jax_platform import choose_platform
 
 
@@ -25,8 +29,9 @@ class Emulate(RunFileCommand):
     """
 
     algorithm: Annotated[str | None, flag("NAME")] = None
-    """How the workers train together: downpour, synchronous, ... By default that of the file's
-    [emulation]."""
+    """How the workers train together: downpour, sandblaster, synchronous, stale_synchronous,
+    local_sgd, easgd, hogwild, delayed, independent, or kvstore and variable_update by the names
+    of MXNet and tf_cnn_benchmarks. By default that of the file's [emulation]."""
     workers: Annotated[int | None, flag("N")] = None
     """How many there are. By default as the file says, or 1."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
@@ -34,31 +39,27 @@ class Emulate(RunFileCommand):
     By default that of the file's [emulation], or the times in its timing."""
     folder: Annotated[Path | None, flag("DIR")] = None
     """Where its record goes. By default runs/ and the names of the file and the algorithm."""
+    events: FlagCreatePairsOff[bool] = False
+    """Keep every instruction of the arithmetic with its virtual time, in events.parquet."""
+    replay: Annotated[Path | None, flag("DIR")] = None
+    """Emulate nothing: compute the run in this folder again from its events.parquet, and hold
+    that against its record."""
 
     def execute(self, overrides: Overrides) -> None:
         """Emulate, print what came of it, and say where the record is."""
-        given: Overrides = {}
-        if self.algorithm is not None:
-            given["emulation.algorithm"] = {"name": self.algorithm}
-        if self.workers is not None:
-            given["emulation.workers"] = self.workers
-        if self.cluster is not None:
-            given["emulation.cluster"] = self.cluster
-        conditions = {name for name in overrides if name.startswith("conditions.")}
-        fields = {name: value for name, value in overrides.items() if name not in conditions}
-        config = load_config(self.run_file, given | fields)
-        named = config.emulation and config.emulation.cluster
-        cluster = None
-        if named is not None:
-            cluster, _ = take_conditions(
-                find_cluster(named), {name: overrides[name] for name in conditions}
-            )
+        fields, conditions = self._fields(overrides)
+        config = load_config(self.run_file, fields)
+        cluster = _cluster(config, conditions)
         choose_platform(None)
         from scalejax import emulation_tables
-        from scalejax.emulate.folder import emulate
+        from scalejax.emulate.folder import emulate, replay_folder
         from scalejax.progress import reporter_for
         from scalejax.record import RunRecord
 
+        if self.replay is not None:
+            lines = replay_folder(config, self.replay)
+            print(f"{self.replay}: all {lines} lines of losses and accuracies are the same.")
+            return
         algorithm = config.emulation.algorithm.name if config.emulation else ""
         folder = self.folder or Path("runs") / f"{self.run_file.stem}-{algorithm}"
         found = emulate(
@@ -66,7 +67,45 @@ class Emulate(RunFileCommand):
             folder,
             cluster=cluster,
             reporter=reporter_for(sys.stderr),
+            keeps_events=self.events,
             compiling=lambda: waiting.compiling(1),
         )
         tables.show(emulation_tables.emulation(found, RunRecord.load(folder)))
         print(f"scalejax report {folder} draws its curves.")
+
+    def _fields(self, overrides: Overrides) -> tuple[Overrides, Overrides]:
+        """What replaces fields of the file, and the conditions of the cluster."""
+        fields: Overrides = {}
+        if self.algorithm not in (None, _algorithm_in(self.run_file)):
+            fields["emulation.algorithm"] = {"name": self.algorithm}  # none of another's fields
+        for name in ("workers", "cluster"):
+            if getattr(self, name) is not None:
+                fields[f"emulation.{name}"] = getattr(self, name)
+        conditions: Overrides = {}
+        for name, value in overrides.items():
+            (conditions if name.startswith("conditions.") else fields)[name] = value
+        return fields, conditions
+
+
+def _algorithm_in(path: Path) -> str | None:
+    """The name of the algorithm in a run.toml, if it has one."""
+    if not path.is_file():
+        return None
+    emulation = documents.load_toml(path).get("emulation")
+    algorithm = emulation.get("algorithm") if isinstance(emulation, dict) else None
+    name = algorithm.get("name") if isinstance(algorithm, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _cluster(config: RunConfig, conditions: Overrides) -> Cluster | None:
+    """The cluster that `config` names, under these conditions.
+
+    Raises:
+        ConfigError: if there are conditions and no cluster.
+    """
+    if config.emulation is not None and config.emulation.cluster is not None:
+        cluster, _ = take_conditions(find_cluster(config.emulation.cluster), conditions)
+        return cluster
+    for name, value in conditions.items():
+        raise ConfigError(refusal(name, value, "it is of a cluster: give --cluster NAME"))
+    return None

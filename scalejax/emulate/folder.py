@@ -6,15 +6,19 @@ read any; `emulation.json` says the rest.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import fields
 from pathlib import Path
 
 from scalejax import documents
 from scalejax.compilation import OnCase, nothing_said
 from scalejax.config import RunConfig
 from scalejax.emulate.durations import durations_of
+from scalejax.emulate.events import read_events, write_events
+from scalejax.emulate.replay import replay
 from scalejax.emulate.requirements import emulated_run
 from scalejax.emulate.run import emulate_run
 from scalejax.emulation_record import EMULATION, Emulation, in_words, outcome
+from scalejax.errors import ConfigError
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.progress import Reporter
 from scalejax.record import (
@@ -23,6 +27,7 @@ from scalejax.record import (
     Measurement,
     MeasurementLog,
     RunFolder,
+    RunRecord,
     Status,
     StatusChange,
     TrainMeasurement,
@@ -35,9 +40,12 @@ A run that scalejax emulated: real gradients, virtual time.
 run.toml             what was asked for, [emulation] included
 measurements.jsonl   losses and accuracies, a line each; all seconds in it are virtual
 emulation.json       virtual time, staleness, traffic, failures
+events.parquet       every instruction of the arithmetic with its virtual time, if asked for
 
 Read it as one page:  scalejax report {path}
+Compute it again:     scalejax emulate {path}/run.toml --replay {path}   (needs events.parquet)
 """
+_EVENTS = "events.parquet"
 
 
 def emulate(
@@ -47,6 +55,7 @@ def emulate(
     cluster: Cluster | None = None,
     reporter: Reporter,
     begins_anew: bool = False,
+    keeps_events: bool = False,
     compiling: Callable[[], AbstractContextManager[OnCase]] = lambda: nullcontext(nothing_said),
 ) -> Emulation:
     """The emulation of the run that `config` describes, recorded in `folder`.
@@ -57,6 +66,7 @@ def emulate(
         cluster: whose times it goes by; if None, the one that `emulation` names, if any.
         reporter: whom to tell how it goes.
         begins_anew: whether a run that was cut off in `folder` is written over.
+        keeps_events: whether to write down what is computed, for `replay_folder`.
         compiling: shows that the step is compiled, as long as it takes.
 
     Raises:
@@ -77,12 +87,20 @@ def emulate(
     files.measurements.unlink(missing_ok=True)
     documents.save_toml(resolved_config(run), files.config)
     documents.save_text(_README.format(path=folder), files.readme)
-    with closing(MeasurementLog(files.measurements)) as log:
+    events = write_events(folder / _EVENTS) if keeps_events else nullcontext()
+    with closing(MeasurementLog(files.measurements)) as log, events as kept:
         record = _Record(log, reporter)
         record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
         reporter.begin(0, run.total_steps)
         try:
-            found = emulate_run(run, emulation, durations, cluster=name, write=record.write)
+            found = emulate_run(
+                run,
+                emulation,
+                durations,
+                cluster=name,
+                write=record.write,
+                log=kept.write if kept else None,
+            )
         except KeyboardInterrupt:
             record.turn("interrupted", "an emulation does not go on: begin it again")
             raise
@@ -94,6 +112,40 @@ def emulate(
         else:
             record.turn("diverged", f"{outcome(found)}; the loss is not finite", "not_finite")
     return found
+
+
+def replay_folder(config: RunConfig, folder: Path) -> int:
+    """How many lines of the record in `folder` come out the same, bit for bit, when what its log
+    says is computed again, with neither workers nor time.
+
+    Args:
+        config: the run that is there.
+        folder: of a run that kept its events.
+
+    Raises:
+        ConfigError: if it is no such folder, or naming the first line that comes out another.
+    """
+    run, emulation = emulated_run(config)
+    record, events = RunRecord.load(folder), folder / _EVENTS
+    if not events.is_file():
+        raise ConfigError(f"{folder} has no {_EVENTS}: emulate the run with --events.")
+    wanted = [line for line in record.measurements if not isinstance(line, StatusChange)]
+    again: list[Measurement] = []
+    replay(run, emulation, read_events(events), again.append)
+    for before, now in zip(wanted, again, strict=False):
+        for name in (field.name for field in fields(before)):
+            was, found = getattr(before, name), getattr(now, name, None)
+            if was != found:
+                raise ConfigError(
+                    f"{record.folder.measurements} does not follow from {events}: at step "
+                    f"{before.step} {name} was {was}, and is {found} now."
+                )
+    if len(again) != len(wanted):
+        raise ConfigError(
+            f"{record.folder.measurements} has {len(wanted)} lines of losses and accuracies, and "
+            f"{events} gives {len(again)}."
+        )
+    return len(again)
 
 
 class _Record:

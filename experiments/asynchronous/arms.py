@@ -73,4 +73,25 @@ STRAGGLERS: dict[str, Fields] = {
 }
 """Synchronous with and without backup workers against asynchronous, a tenth being slow."""
 
-QUESTIONS = {"dean2012": DEAN2012, "stragglers": STRAGGLERS}
+
+def local(every_steps: int, **outer: float) -> Fields:
+    """Local SGD of 16 workers, whose average takes 0.5 s: a slow network."""
+    return {
+        "emulation.workers": 16,
+        "emulation.server_shards": 1,
+        "emulation.algorithm": {"name": "local_sgd", "every_steps": every_steps, **outer},
+        "emulation.timing.exchange_seconds": 0.5,
+        "batch.global_batch": 256,
+        "schedule.base_learning_rate": 0.3,
+        "train.epochs": 12,
+    }
+
+
+LOCAL_SGD: dict[str, Fields] = {
+    "synchronous (every 1)": local(1),
+    **{f"every {steps}": local(steps) for steps in (2, 4, 8, 16, 32, 64)},
+    "every 32, outer Nesterov": local(32, outer_learning_rate=0.7, outer_momentum=0.9),
+}
+"""How rarely workers can meet, and what that costs (Stich 2018; DiLoCo)."""
+
+QUESTIONS = {"dean2012": DEAN2012, "stragglers": STRAGGLERS, "local_sgd": LOCAL_SGD}

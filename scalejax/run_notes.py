@@ -15,7 +15,8 @@ a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
     """What a reader should know of `run` before it begins: sentences without full stops."""
-    return tuple(note for note in (_long_warmup(run), _whole_files(run)) if note is not None)
+    notes = (_long_warmup(run), _whole_files(run), _plain_training(run))
+    return tuple(note for note in notes if note is not None)
 
 
 def _long_warmup(run: ResolvedRun) -> str | None:
@@ -38,6 +39,12 @@ def _whole_files(run: ResolvedRun) -> str | None:
     return (
         'data.packing = "documents" without data.end_of_document takes each file for one document'
     )
+
+
+def _plain_training(run: ResolvedRun) -> str | None:
+    if run.config.emulation is None:
+        return None
+    return "[emulation] is for scalejax emulate and sweep alone, and is not looked at here"
 
 
 def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from scalejax import documents
 from scalejax.compilation import OnCase, nothing_said
-from scalejax.config import RunConfig
+from scalejax.config import RunConfig, load_kept_config
 from scalejax.emulate.durations import durations_of
 from scalejax.emulate.events import read_events, write_events
 from scalejax.emulate.replay import replay
 from scalejax.emulate.requirements import emulated_run
 from scalejax.emulate.run import emulate_run
 from scalejax.emulation_record import EMULATION, Emulation, in_words, outcome
-from scalejax.errors import ConfigError
+from scalejax.errors import ConfigError, ScalejaxError
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.progress import Reporter
 from scalejax.record import (
@@ -32,7 +32,8 @@ from scalejax.record import (
     StatusChange,
     TrainMeasurement,
 )
-from scalejax.run_folder import refuse_second_run, resolved_config, versions
+from scalejax.run_folder import resolved_config, versions
+from scalejax.run_lock import RunLock
 
 _README = """\
 A run that scalejax emulated: real gradients, virtual time.
@@ -62,7 +63,8 @@ def emulate(
 
     Args:
         config: the run, with an [emulation].
-        folder: where its files go; it may hold no run.
+        folder: where its files go; it may hold no run, but an emulation that was cut off, which
+            is begun anew.
         cluster: whose times it goes by; if None, the one that `emulation` names, if any.
         reporter: whom to tell how it goes.
         begins_anew: whether a run that was cut off in `folder` is written over.
@@ -76,42 +78,51 @@ def emulate(
     files = RunFolder(path=folder)
     run, emulation = emulated_run(config)
     documents.require_writable_folder("folder", folder)
-    if files.holds_run and not begins_anew:
-        refuse_second_run(files)
+    if files.holds_run and not (begins_anew or _was_cut_off(files)):
+        raise ConfigError(f"{str(folder)!r} holds a run already: give another --folder.")
     if cluster is None and emulation.cluster is not None:
         cluster = load_cluster(emulation.cluster)
     with compiling() as on_case:
         durations = durations_of(run, emulation, cluster, on_case=on_case)
-    name = cluster and cluster.name
     folder.mkdir(parents=True, exist_ok=True)
-    files.measurements.unlink(missing_ok=True)
-    documents.save_toml(resolved_config(run), files.config)
-    documents.save_text(_README.format(path=folder), files.readme)
-    events = write_events(folder / _EVENTS) if keeps_events else nullcontext()
-    with closing(MeasurementLog(files.measurements)) as log, events as kept:
-        record = _Record(log, reporter)
-        record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
-        reporter.begin(0, run.total_steps)
-        try:
-            found = emulate_run(
-                run,
-                emulation,
-                durations,
-                cluster=name,
-                write=record.write,
-                log=kept.write if kept else None,
-            )
-        except KeyboardInterrupt:
-            record.turn("interrupted", "an emulation does not go on: begin it again")
-            raise
-        finally:
-            reporter.end()
-        documents.save(found, folder / EMULATION)
-        if record.is_finite:
-            record.turn("completed", outcome(found))
-        else:
-            record.turn("diverged", f"{outcome(found)}; the loss is not finite", "not_finite")
+    with RunLock() as lock:
+        lock.take(folder)
+        files.measurements.unlink(missing_ok=True)
+        documents.save_toml(resolved_config(run), files.config)
+        documents.save_text(_README.format(path=folder), files.readme)
+        events = write_events(folder / _EVENTS) if keeps_events else nullcontext()
+        with closing(MeasurementLog(files.measurements)) as log, events as kept:
+            record = _Record(log, reporter)
+            record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
+            reporter.begin(0, run.total_steps)
+            try:
+                found = emulate_run(
+                    run,
+                    emulation,
+                    durations,
+                    cluster=cluster and cluster.name,
+                    write=record.write,
+                    log=kept.write if kept else None,
+                )
+            except (KeyboardInterrupt, ScalejaxError):
+                record.turn("interrupted", "an emulation does not go on: begin it again")
+                raise
+            finally:
+                reporter.end()
+            documents.save(found, folder / EMULATION)
+            record.end(outcome(found))
     return found
+
+
+def _was_cut_off(files: RunFolder) -> bool:
+    """Whether the folder holds an emulation that did not come to its end: it begins anew there."""
+    if not files.config.is_file() or load_kept_config(files.config).emulation is None:
+        return False
+    return not files.measurements.is_file() or RunRecord.load(files.path).status in (
+        None,
+        "started",
+        "interrupted",
+    )
 
 
 def replay_folder(config: RunConfig, folder: Path) -> int:
@@ -156,11 +167,6 @@ class _Record:
         self._step, self._seconds = 0, 0.0
         self._losses: dict[str, float | None] = {}
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether the last losses are numbers."""
-        return None not in self._losses.values()
-
     def write(self, measurement: Measurement) -> None:
         """Put down one line, and say it."""
         self._step, self._seconds = measurement.step, measurement.elapsed_seconds
@@ -170,6 +176,13 @@ class _Record:
             self._losses["test"] = measurement.test_loss
         self._log.append(measurement)
         self._reporter.measured(measurement)
+
+    def end(self, message: str) -> None:
+        """Put down how the run ended: it has diverged if its last losses are no numbers."""
+        if None in self._losses.values():
+            self.turn("diverged", f"{message}; the loss is not finite", "not_finite")
+        else:
+            self.turn("completed", message)
 
     def turn(self, status: Status, message: str, cause: DivergenceCause | None = None) -> None:
         """Put down where the run stands from here on."""

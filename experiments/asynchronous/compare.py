@@ -3,8 +3,8 @@
     python experiments/asynchronous/compare.py dean2012              # writes results and a plot
     python experiments/asynchronous/compare.py dean2012 --rates      # how each arm's rate was found
 
-Real gradients of a real network on real data, in virtual time. Nonzero exit if an arm that is
-named as stable is not.
+Real gradients of a real network on real data, in virtual time. Of each arm: its last accuracy,
+when it reached TARGET first, and what it took.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from scalejax.progress import Silent
 from scalejax.record import RunRecord
 
 HERE = Path(__file__).parent
+TARGET = 0.8
+"""Accuracy whose first evaluation is told."""
 SEARCHED = 100
 """The seed with which rates are found."""
 
@@ -75,10 +77,16 @@ def compare(name: str) -> dict[str, Any]:
 def line(arm: str, runs: Mapping[str, Any]) -> str:
     """Mean and deviation of the last accuracy of an arm, and what it took."""
     last = [run["curve"][-1][1] for run in runs.values()]
+    reached = [
+        next((seconds for seconds, accuracy in run["curve"] if accuracy >= TARGET), None)
+        for run in runs.values()
+    ]
+    soonest = "never" if None in reached else f"{fmean(filter(None, reached)):,.1f}"
     seconds = fmean(run["virtual_seconds"] for run in runs.values())
     devices = fmean(run["device_seconds"] for run in runs.values())
     return (
-        f"| {arm} | {fmean(last):.1%} ± {stdev(last):.1%} | {seconds:,.1f} | {devices:,.0f} | "
+        f"| {arm} | {fmean(last):.1%} ± {stdev(last):.1%} | {soonest} | {seconds:,.1f} | "
+        f"{devices:,.0f} | "
         f"{fmean(run['wall_seconds'] for run in runs.values()):.0f} |"
     )
 
@@ -118,7 +126,8 @@ def main() -> int:
     if arguments.rates:
         search(arguments.question)
         return 0
-    print("| arm | test accuracy | virtual s | device s | emulated in, s |\n|---|---|---|---|---|")
+    print(f"| arm | test accuracy | s to {TARGET:.0%} | virtual s | device s | emulated in, s |")
+    print("|---|---|---|---|---|---|")
     draw(arguments.question, compare(arguments.question))
     return 0
 

@@ -25,9 +25,10 @@ _SCHEMA = pa.schema(
         ("index", pa.int32()),
         ("workers", pa.int32()),
         ("way", pa.dictionary(pa.int8(), pa.string())),
+        ("sharing", pa.int32()),
     ]
 )
-_ROWS = ("worker", "index", "workers", "way")
+_ROWS = ("worker", "index", "workers", "way", "sharing")
 _AT_ONCE = 20_000
 """Instructions in a row group, about 0.2 MB."""
 

@@ -44,18 +44,12 @@ class Samples:
             size = self._global_batch // rows.workers
             part = slice(rows.worker * size, (rows.worker + 1) * size)
             return self._source.take(global_rows.indices[part], global_rows.epoch)
+        size = self._global_batch // rows.sharing
+        require_enough(rows.workers, size, len(self._source))
         own = len(range(rows.worker, len(self._source), rows.workers))
-        if own < self._global_batch:
-            most = max(1, len(self._source) // self._global_batch)
-            accepted = (
-                f"each has a part of the {len(self._source)} training examples, and takes "
-                f"batch.global_batch={self._global_batch} of it at a time (at most {most} workers)"
-            )
-            raise ConfigError(refusal("emulation.workers", rows.workers, accepted))
-        epoch, place = divmod(rows.index, own // self._global_batch)
+        epoch, place = divmod(rows.index, own // size)
         mine = self._dealt(epoch, rows.workers)[rows.worker]
-        begin = place * self._global_batch
-        return self._source.take(mine[begin : begin + self._global_batch], epoch)
+        return self._source.take(mine[place * size : (place + 1) * size], epoch)
 
     def _deal(self, epoch: int, workers: int) -> list[np.ndarray]:
         """The examples of each worker in the order of the epoch: those whose index leaves its
@@ -64,3 +58,18 @@ class Samples:
         owners = shuffled % workers
         ordered = shuffled[np.argsort(owners, kind="stable")]
         return np.split(ordered, np.cumsum(np.bincount(owners, minlength=workers))[:-1])
+
+
+def require_enough(workers: int, minibatch: int, examples: int) -> None:
+    """Refuse workers of which some have less than a minibatch of the examples for themselves.
+
+    Raises:
+        ConfigError: naming the most workers for whom there are enough.
+    """
+    if workers * minibatch > examples:
+        most = max(1, examples // minibatch)
+        accepted = (
+            f"each has a part of the {examples} training examples for itself, and takes "
+            f"{minibatch} of it at a time (nearest: {most})"
+        )
+        raise ConfigError(refusal("emulation.workers", workers, accepted))

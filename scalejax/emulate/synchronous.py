@@ -103,12 +103,12 @@ class Served:
 
     def _rows(self, worker: int, step: int) -> Rows:
         """All workers counting, an update is of the samples of a global batch; else who counts
-        is not known before, and each worker has samples of its own."""
+        is not known before, and each worker has samples of its own, as many to a gradient."""
         workers = self._world.workers
         if self._wanted == workers:
             return Rows(worker=worker, index=step, workers=workers, way="part")
         index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
-        return Rows(worker=worker, index=index, workers=workers, way="own")
+        return Rows(worker=worker, index=index, workers=workers, way="own", sharing=self._wanted)
 
     def _push(self, worker: int, step: int, gradient: Shards, metrics: Value) -> None:
         def apply(server: int, part: Value) -> None:

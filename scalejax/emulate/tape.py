@@ -57,8 +57,10 @@ class Rows:
     workers: int
     """Among how many the samples are divided."""
     way: Literal["own", "part"]
-    """own: the worker has a part of the examples, and takes it in minibatches of
-    `batch.global_batch`. part: its part of the `index`-th global batch."""
+    """own: the worker has a part of the examples, and takes it in minibatches of its own. part: its
+    part of the `index`-th global batch."""
+    sharing: int = 1
+    """Of its own: as many minibatches have `batch.global_batch` samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

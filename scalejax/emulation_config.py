@@ -273,6 +273,15 @@ class EmulationConfig:
                 return 1
 
     @property
+    def divides_examples(self) -> bool:
+        """Whether each worker has a part of the training examples for itself."""
+        core = self.core
+        if isinstance(core, SynchronousConfig):
+            return core.backup_workers > 0
+        own = DownpourConfig | StaleSynchronousConfig | EasgdConfig | HogwildConfig
+        return isinstance(core, own)
+
+    @property
     def is_all_reduced(self) -> bool:
         """Whether workers exchange by a collective, which no server takes part in."""
         core = self.core

@@ -85,6 +85,7 @@ class JaxArithmetic:
         self._adasum = jax.jit(adasum)
         self._evaluation = build_evaluation(run, mesh)
         self._waiting: deque[weakref.ref[Gradient]] = deque()
+        self._failure: BaseException | None = None
         self._queued = 0
 
     @property
@@ -156,12 +157,32 @@ class JaxArithmetic:
         return content.array
 
     def _compute_waiting(self) -> None:
-        """Compute the gradients that wait longest, of those that are still of use."""
+        """Compute the gradients that wait longest; what stops it stops whoever asks later, too.
+
+        Those that were to be computed with one that failed wait no longer, and would be asked for
+        in vain: virtual time goes on until the worker that has failed gets its turn.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._compute(self._taken())
+        except BaseException as error:  # Ctrl-C, too
+            self._failure = error
+            raise
+
+    def _taken(self) -> list["Gradient"]:
+        """The gradients that wait longest, of those that are still of use."""
         several: list[Gradient] = []
         while self._waiting and len(several) < TOGETHER:
             gradient = self._waiting.popleft()()
             if gradient is not None:
                 several.append(gradient)
+        if not several:
+            raise RuntimeError("a gradient is asked for that nobody began")
+        return several
+
+    def _compute(self, several: list["Gradient"]) -> None:
+        """Compute them, eight in one program, or each by itself."""
         groups = [several] if len(several) == TOGETHER else [[each] for each in several]
         found: Any = None
         for group in groups:  # of these two sizes: each is a program of its own

@@ -43,10 +43,29 @@ def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
             f"it must be a multiple of {counted}, the workers whose gradients an update is of"
         )
         raise ConfigError(refusal("batch.global_batch", run.split.global_batch, accepted))
+    if emulation.divides_examples:
+        require_enough(
+            emulation.workers, run.split.global_batch // counted, run.dataset.train_examples
+        )
     _require_parts(config, emulation)
     _require_loss_alone(config, emulation)
     _require_returning(emulation)
     return run, emulation
+
+
+def require_enough(workers: int, minibatch: int, examples: int) -> None:
+    """Refuse workers of which some have less than a minibatch of the examples for themselves.
+
+    Raises:
+        ConfigError: naming the most workers for whom there are enough.
+    """
+    if workers * minibatch > examples:
+        most = max(1, examples // minibatch)
+        accepted = (
+            f"each has a part of the {examples} training examples for itself, and takes "
+            f"{minibatch} of it at a time (nearest: {most})"
+        )
+        raise ConfigError(refusal("emulation.workers", workers, accepted))
 
 
 def _require_plain(config: RunConfig) -> None:

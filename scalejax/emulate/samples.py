@@ -12,8 +12,8 @@ import numpy as np
 from scalejax.config import ResolvedRun
 from scalejax.data.order import TrainingOrder
 from scalejax.data.source import Source
+from scalejax.emulate.requirements import require_enough
 from scalejax.emulate.tape import Rows
-from scalejax.errors import ConfigError, refusal
 
 
 class Samples:
@@ -58,18 +58,3 @@ class Samples:
         owners = shuffled % workers
         ordered = shuffled[np.argsort(owners, kind="stable")]
         return np.split(ordered, np.cumsum(np.bincount(owners, minlength=workers))[:-1])
-
-
-def require_enough(workers: int, minibatch: int, examples: int) -> None:
-    """Refuse workers of which some have less than a minibatch of the examples for themselves.
-
-    Raises:
-        ConfigError: naming the most workers for whom there are enough.
-    """
-    if workers * minibatch > examples:
-        most = max(1, examples // minibatch)
-        accepted = (
-            f"each has a part of the {examples} training examples for itself, and takes "
-            f"{minibatch} of it at a time (nearest: {most})"
-        )
-        raise ConfigError(refusal("emulation.workers", workers, accepted))

@@ -56,6 +56,17 @@ def test_one_replica_trains_as_train_does(tmp_path, name: str):
     assert found.figures == lines
 
 
+def test_one_replica_trains_on_the_images_that_train_does(tmp_path):
+    """Cropped and mirrored at random, each epoch otherwise; those of the test as they are."""
+    fields = {"input.augmentation": {"crop_area": [0.4, 1.0], "flip": True}}
+    lines, params = trained(tmp_path, fields)
+
+    found = emulated(EmulationConfig(algorithm=DownpourConfig()), fields=fields)
+
+    assert same_bits(found.params, params)
+    assert found.figures == lines
+
+
 @pytest.mark.parametrize("exchange", ["all_reduce", "parameter_server"])
 def test_one_synchronous_worker_trains_as_train_does(tmp_path, exchange: Any):
     """Likewise, on three servers."""

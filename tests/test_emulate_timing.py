@@ -115,6 +115,17 @@ def test_times_by_hand_come_before_those_of_the_cluster():
         (SYNCHRONOUS, {"batch.microbatches": 2}, r"batch.microbatches=2 is refused"),
         (SYNCHRONOUS, {"input.remainder": "pad"}, r"input.remainder='pad' is refused"),
         (
+            SYNCHRONOUS,
+            {"input.augmentation": {"mixup_alpha": 0.2}},
+            r"mixup_alpha=0.2 is refused: it mixes neighbours .* workers divide",
+        ),
+        (SYNCHRONOUS, {"train.early_stopping": {}}, r"\[train.early_stopping\] is refused"),
+        (
+            SYNCHRONOUS,
+            {"train.metric_average": "devices"},
+            r"train.metric_average='devices' is refused: .* one device",
+        ),
+        (
             EmulationConfig(algorithm=DownpourConfig(), workers=4, server_shards=2),
             {"optimizer": {"name": "lars"}},
             r"emulation.server_shards=2 is refused: lars takes norms of whole layers",

@@ -102,11 +102,30 @@ def _require_plain(config: RunConfig) -> None:
         field = "remainder" if config.input.remainder == "pad" else "unreadable"
         accepted = "all samples of a minibatch count in an emulation; leave it out"
         raise ConfigError(refusal(f"input.{field}", getattr(config.input, field), accepted))
-    if config.train.noise_scale is not None:
-        raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
+    _require_plain_training(config)
     if isinstance(config.optimizer, ScheduleFreeConfig):
         accepted = "servers hold no average; take sgd, adagrad or adamw"
         raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
+
+
+def _require_plain_training(config: RunConfig) -> None:
+    """Refuse what is told of minibatches, or of evaluations, only where one device has them all."""
+    augmentation, train = config.input.augmentation, config.train
+    if augmentation is not None and augmentation.mixup_alpha:
+        accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
+        raise ConfigError(
+            refusal("input.augmentation.mixup_alpha", augmentation.mixup_alpha, accepted)
+        )
+    if train.noise_scale is not None:
+        raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
+    if train.early_stopping is not None:
+        raise ConfigError(
+            "[train.early_stopping] is refused: an emulation makes all of train.epochs; leave it "
+            "out, and read the curve for where it would stop."
+        )
+    if train.metric_average == "devices":
+        accepted = 'an emulation evaluates on one device; take "examples"'
+        raise ConfigError(refusal("train.metric_average", "devices", accepted))
 
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:

@@ -94,7 +94,10 @@ def emulate_run(
 def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic:
     """What computes the gradients and updates of an emulated run."""
     config = run.config
-    train, test = (open_source(config.data, split, seed=config.seed) for split in ("train", "test"))
+    train, test = (
+        open_source(config.data, split, seed=config.seed, augmentation=config.input.augmentation)
+        for split in ("train", "test")  # which leaves those of the test as they are
+    )
     return JaxArithmetic(
         run,
         build_mesh(run.layout),

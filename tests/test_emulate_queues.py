@@ -94,6 +94,47 @@ def test_line_in_a_simulation_ends_each_service_when_lindley_says():
     assert all(before < after for before, after in pairwise(ended))
 
 
+def test_line_that_closes_puts_off_those_it_has_not_begun_with():
+    """Of five of 2 s each, who come at 0 s, one is done when it closes for 3 s at 3 s, one is being
+    served, and three wait until it opens; one that comes meanwhile is the last."""
+    env, ended = simpy.Environment(), []
+    line = Line(env)
+
+    def story():
+        for name in "abcde":
+            line.serve(2.0, lambda name=name: ended.append((name, env.now)))
+        yield env.timeout(3)
+        line.close(3.0)
+        yield env.timeout(1)
+        line.serve(2.0, lambda: ended.append(("f", env.now)))
+
+    env.process(story())
+    env.run()
+
+    assert ended == [("a", 2), ("b", 4), ("c", 8), ("d", 10), ("e", 12), ("f", 14)]
+    assert line.waited_seconds == 0 + 2 + 6 + 8 + 10 + (12 - 4)
+    assert line.busy_seconds == 12
+
+
+def test_line_that_closes_while_nobody_waits_opens_in_time():
+    """Nobody there, or one whose service outlasts the outage."""
+    env, ended = simpy.Environment(), []
+    line = Line(env)
+
+    def story():
+        line.close(3.0)
+        yield env.timeout(1)
+        line.serve(4.0, lambda: ended.append(env.now))  # 3 s to 7 s
+        yield env.timeout(3)
+        line.serve(1.0, lambda: ended.append(env.now))
+        line.close(1.0)
+
+    env.process(story())
+    env.run()
+
+    assert ended == [7, 8]
+
+
 @pytest.mark.parametrize("customers", [2, 5, 12])
 def test_closed_line_passes_as_mean_value_analysis_says(customers: int):
     """Customers who think 4 s and are served 1 s, both at random: throughput within 3 %.

@@ -3,8 +3,10 @@
 Knows delays and who waits for whom; nothing of what is computed or sent.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,7 @@ class Line:
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._free_at = 0.0
+        self._waiting: deque[_Service] = deque()
         self.busy_seconds = 0.0
         """For which it has served."""
         self.waited_seconds = 0.0
@@ -57,16 +60,48 @@ class Line:
 
     def serve(self, seconds: float, then: Then) -> None:
         """Call `then` when everyone before is served, and `seconds` have passed."""
-        begin = max(self._env.now, self._free_at)
+        now = self._env.now
+        begin = max(now, self._free_at)
         self._free_at = begin + seconds
         self.busy_seconds += seconds
-        self.waited_seconds += begin - self._env.now
+        self.waited_seconds += begin - now
         self.served += 1
-        after(self._env, self._free_at - self._env.now, then)
+        if begin > now:
+            while self._waiting and self._waiting[0].begin_at <= now:
+                self._waiting.popleft()
+            service = _Service(begin, seconds, then)
+            self._waiting.append(service)
+            then = partial(service.end, begin)
+        after(self._env, self._free_at - now, then)
 
     def close(self, seconds: float) -> None:
-        """Serve nobody for so long from now on, nor before those it has begun with are done."""
-        self._free_at = max(self._env.now, self._free_at) + seconds
+        """Begin with nobody for so long from now on; who is being served is served to the end, and
+        those who wait keep their order."""
+        now = self._env.now
+        waiting = [each for each in self._waiting if each.begin_at > now]
+        opens_at = now + seconds
+        if (waiting[0].begin_at if waiting else self._free_at) >= opens_at:
+            return
+        self._free_at = opens_at
+        for each in waiting:
+            self.waited_seconds += self._free_at - each.begin_at
+            each.begin_at = self._free_at
+            self._free_at += each.seconds
+            after(self._env, self._free_at - now, partial(each.end, each.begin_at))
+
+
+@dataclass(slots=True)
+class _Service:
+    """Of one who waits in a line."""
+
+    begin_at: float
+    seconds: float
+    then: Then
+
+    def end(self, began_at: float) -> None:
+        """It has ended, unless it was put off since that was foreseen."""
+        if began_at == self.begin_at:
+            self.then()
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:

@@ -65,9 +65,20 @@ def test_servers_that_fail_lose_nothing_of_downpour():
     )
 
     assert broken.emulation.server_failures > 2
-    updates = [each for each in broken.log if each.operation == "update"]
-    gradients = [each.inputs[2] for each in updates]
-    assert len(set(gradients)) == len(gradients) >= 2 * broken.emulation.gradients
+    (initial,) = (each.outputs for each in broken.log if each.operation == "initial")
+    server_of = {number: place for place, number in enumerate(initial)}
+    applied: list[list[int]] = [[], []]
+    for each in broken.log:
+        if each.operation == "update":
+            params, _, gradient = each.inputs
+            server_of[each.outputs[0]] = place = server_of.pop(params)
+            applied[place].append(gradient)
+    parts = [each.outputs[:2] for each in broken.log if each.operation == "gradient"]
+    for place, own in enumerate(zip(*parts, strict=True)):
+        assert len(set(applied[place])) == len(applied[place])
+        assert set(applied[place]) <= set(own)
+    everywhere = [each for each in parts if each[0] in applied[0] and each[1] in applied[1]]
+    assert len(everywhere) == broken.emulation.gradients  # the last to get there ends the run
 
 
 def test_downpour_goes_on_while_a_replica_lives():

@@ -5,6 +5,7 @@ the step before, at the first step zeros; `staged_vars` has each step read the p
 there one update ago.
 """
 
+from scalejax.emulate.meeting import Meeting
 from scalejax.emulate.progress import Progress
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Rows, Shards, Tape, Value
@@ -22,8 +23,7 @@ class Delayed:
         """None: all are waited for."""
         self._delays_gradients = config.delayed == "gradients"
         self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
-        self._next = world.env.event()
-        self._arrived: dict[int, tuple[Shards, Value]] = {}
+        self._meeting = Meeting[tuple[Shards, Value]](world, self._left_seconds, self._exchanged)
         self._step, self._began_seconds = 0, 0.0
         self._read = servers.whole()
         self._before: Shards = ()
@@ -36,22 +36,20 @@ class Delayed:
     def _worker(self, worker: int) -> Body:
         workers = self._world.workers
         while True:
-            if worker not in self._arrived:
-                rows = Rows(worker=worker, index=self._step, workers=workers, way="part")
-                made = self._tape.gradient(self._read, rows)
-                yield self._world.computing(worker)
-                self._arrived[worker] = made
-                if len(self._arrived) == workers:
-                    self._world.env.process(self._end_step())
-            yield self._next
+            rows = Rows(worker=worker, index=self._step, workers=workers, way="part")
+            made = self._tape.gradient(self._read, rows)
+            yield self._world.computing(worker)
+            yield from self._meeting.wait(worker, made)
 
-    def _end_step(self) -> Body:
-        """The exchange, or half of it, has begun with the step, and may take longer."""
+    def _left_seconds(self) -> float:
+        """Of the exchange, which, or half of which, has begun with the step, and may take longer
+        (ignores that a worker which failed meanwhile was missing there)."""
         exchange, passed = self._world.durations.exchange_seconds, self._world.now
         passed -= self._began_seconds
         hidden, paid = (exchange, 0.0) if self._delays_gradients else (exchange / 2, exchange / 2)
-        yield self._world.env.timeout(max(0.0, hidden - passed) + paid)
-        arrived = [self._arrived[worker] for worker in sorted(self._arrived)]
+        return max(0.0, hidden - passed) + paid
+
+    def _exchanged(self, arrived: list[tuple[Shards, Value]]) -> None:
         share = [1 / len(arrived)] * len(arrived)
         mean = self._tape.combine_shards(share, [gradient for gradient, _ in arrived])
         applied = mean
@@ -62,7 +60,5 @@ class Delayed:
         for server, part in enumerate(applied):
             self._servers.update(server, part)
         self._read = self._servers.whole() if self._delays_gradients else read
-        self._arrived, self._step, self._began_seconds = {}, self._step + 1, self._world.now
+        self._step, self._began_seconds = self._step + 1, self._world.now
         self._progress.made(1, [each for _, each in arrived], self._servers.whole)
-        self._next, following = self._world.env.event(), self._next
-        following.succeed()

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from scalejax.emulate.meeting import Meeting
 from scalejax.emulate.progress import Progress
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Rows, Shards, Tape, Value
@@ -28,9 +29,9 @@ class LocalSgd:
         self._servers, self._progress = servers, progress
         self._states = [tuple(servers.states)] * world.workers
         self._velocity: list[Value | None] = [None for _ in servers.params]
-        self._arrived: dict[int, _Local] = {}
+        seconds = world.durations.exchange_seconds
+        self._meeting = Meeting[_Local](world, lambda: seconds, self._exchanged)
         self._step = 0
-        self._next = world.env.event()
 
     def start(self) -> None:
         """Begin."""
@@ -50,11 +51,8 @@ class LocalSgd:
 
     def _worker(self, worker: int) -> Body:
         while True:
-            if worker not in self._arrived:
-                self._arrived[worker] = yield from self._round(worker)
-                if len(self._arrived) == self._world.workers:
-                    self._world.env.process(self._exchange())
-            yield self._next
+            local = yield from self._round(worker)
+            yield from self._meeting.wait(worker, local)
 
     def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
         """The steps of a round, from what all began with; one that failed makes them again."""
@@ -69,20 +67,15 @@ class LocalSgd:
                 local.update(tape, local.gradient)
         return local
 
-    def _exchange(self) -> Body:
-        yield self._world.env.timeout(self._world.durations.exchange_seconds)
-        locals_ = [self._arrived[worker] for worker in range(self._world.workers)]
+    def _exchanged(self, locals_: list["_Local"]) -> None:
         if self._is_local:
             self._meet(locals_)
         else:
             self._update_together(locals_)
         steps, self._step = self._round_steps, self._step + self._round_steps
         self._states = [local.states for local in locals_]
-        self._arrived = {}
         metrics = [each for local in locals_ for each in local.metrics]
         self._progress.made(steps, metrics, self._servers.whole)
-        self._next, following = self._world.env.event(), self._next
-        following.succeed()
 
     def _update_together(self, locals_: list["_Local"]) -> None:
         """A step of synchronous SGD, after which all have the same state too."""

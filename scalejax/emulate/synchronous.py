@@ -4,6 +4,7 @@ Source: Goyal et al. 2017, arXiv 1706.02677, section 3; with backup workers, Che
 "Revisiting distributed synchronous SGD", arXiv 1604.00981, section 3.
 """
 
+from scalejax.emulate.meeting import Meeting
 from scalejax.emulate.progress import Progress
 from scalejax.emulate.servers import Copy, Servers
 from scalejax.emulate.tape import Rows, Shards, Tape, Value
@@ -26,8 +27,8 @@ class AllReduced:
         """None: all are waited for."""
         self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
         self._reduction = config.reduction
-        self._next = world.env.event()
-        self._arrived: dict[int, tuple[Shards, Value]] = {}
+        seconds = world.durations.exchange_seconds
+        self._meeting = Meeting[tuple[Shards, Value]](world, lambda: seconds, self._exchanged)
         self._step = 0
 
     def start(self) -> None:
@@ -37,29 +38,19 @@ class AllReduced:
 
     def _worker(self, worker: int) -> Body:
         while True:
-            if worker not in self._arrived:
-                made = self._tape.gradient(tuple(self._servers.params), self._rows(worker))
-                yield self._world.computing(worker)
-                self._arrived[worker] = made
-                if len(self._arrived) == self._world.workers:
-                    self._world.env.process(self._exchange())
-            yield self._next
+            made = self._tape.gradient(tuple(self._servers.params), self._rows(worker))
+            yield self._world.computing(worker)
+            yield from self._meeting.wait(worker, made)
 
     def _rows(self, worker: int) -> Rows:
         return Rows(worker=worker, index=self._step, workers=self._world.workers, way="part")
 
-    def _exchange(self) -> Body:
-        seconds = self._world.durations.exchange_seconds
-        yield self._world.env.timeout(seconds)
-        arrived = [self._arrived[worker] for worker in sorted(self._arrived)]
+    def _exchanged(self, made: list[tuple[Shards, Value]]) -> None:
         for server in range(len(self._servers.params)):
-            parts = [gradient[server] for gradient, _ in arrived]
+            parts = [gradient[server] for gradient, _ in made]
             self._servers.update(server, reduced(self._tape, self._reduction, parts))
-        metrics = [each for _, each in arrived]
-        self._arrived, self._step = {}, self._step + 1
-        self._progress.made(1, metrics, self._servers.whole)
-        self._next, following = self._world.env.event(), self._next
-        following.succeed()
+        self._step += 1
+        self._progress.made(1, [metrics for _, metrics in made], self._servers.whole)
 
 
 class Served:

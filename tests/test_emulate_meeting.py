@@ -1,17 +1,21 @@
 """Who fails in a collective, or before it, keeps all others from its end."""
 
 import pytest
-from emulate_cases import durations
+from emulate_cases import config, durations
 from least_squares_cases import emulated
 
+from scalejax.emulate.requirements import emulated_run, require_progress
+from scalejax.emulate.run import emulate_run
 from scalejax.emulate.world import World
 from scalejax.emulation_algorithms import DelayedConfig, LocalSgdConfig
 from scalejax.emulation_config import (
+    DownpourConfig,
     EmulationConfig,
     FailuresConfig,
     StragglersConfig,
     SynchronousConfig,
 )
+from scalejax.errors import ConfigError
 
 ALGORITHMS = {
     "all_reduce": SynchronousConfig(),
@@ -44,14 +48,14 @@ class Given:
 )
 def test_exchange_is_of_all_who_live(fails_at: list[float], ends_at: float, monkeypatch):
     """Two workers, of 1 s and 4 s, and the faster fails at times that are given."""
-    config = EmulationConfig(
+    emulation = EmulationConfig(
         algorithm=SynchronousConfig(),
         workers=2,
         stragglers=StragglersConfig(slow_share=0.5, slow_factor=4.0),
         failures=FailuresConfig(worker_mtbf_seconds=1.0, worker_restart_seconds=0.5),
     )
     random, takes = World.random, durations(exchange_seconds=2.0)
-    fast = World(config, takes, seed=0)._slowness.index(1.0)
+    fast = World(emulation, takes, seed=0)._slowness.index(1.0)
 
     def given(world: World, *name):
         if name[0] != "failures":
@@ -60,7 +64,7 @@ def test_exchange_is_of_all_who_live(fails_at: list[float], ends_at: float, monk
 
     monkeypatch.setattr(World, "random", given)
 
-    assert emulated(config, 1, takes=takes).world.now == pytest.approx(ends_at)
+    assert emulated(emulation, 1, takes=takes).world.now == pytest.approx(ends_at)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -80,3 +84,29 @@ def test_failures_change_the_time_and_not_the_parameters(name: str):
     assert broken.world.worker_failures > 10
     assert (broken.params == expected.params).all()
     assert broken.world.now > expected.world.now
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "mtbf_seconds", "is_refused"),
+    [
+        (LocalSgdConfig(), 1, 3.4, True),  # 32 s at once: exp(32 / 3.4) = 12,000 tries
+        (LocalSgdConfig(every_steps=2), 1, 3.4, False),
+        (SynchronousConfig(), 16, 2.0, True),  # ((2 + 1 + 1) / 2)^16 = 65,536
+        (SynchronousConfig(), 8, 2.0, False),  # 256
+        (SynchronousConfig(exchange="parameter_server"), 16, 2.0, False),  # each by itself
+        (DownpourConfig(), 4, 0.1, True),  # exp(10)
+    ],
+)
+def test_rounds_that_nobody_lives_through_are_refused(
+    algorithm, workers: int, mtbf_seconds: float, is_refused: bool
+):
+    """Before anything is computed; a gradient takes 1 s, and a restart 1 s."""
+    failures = FailuresConfig(worker_mtbf_seconds=mtbf_seconds, worker_restart_seconds=1.0)
+    asked = EmulationConfig(algorithm=algorithm, workers=workers, failures=failures)
+    run, emulation = emulated_run(config(asked))
+
+    if is_refused:
+        with pytest.raises(ConfigError, match="tried more than 10000 times"):
+            emulate_run(run, emulation, durations())
+    else:
+        require_progress(run, emulation, durations())

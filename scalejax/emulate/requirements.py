@@ -3,12 +3,18 @@
 Knows configs; nothing of how a run is emulated.
 """
 
+import math
+
 from scalejax.config import ResolvedRun, RunConfig, resolve, with_fields
-from scalejax.emulate.world import are_returning
+from scalejax.emulate.world import Durations, are_returning
+from scalejax.emulation_algorithms import LocalSgdConfig
 from scalejax.emulation_config import EmulationConfig, SandblasterConfig, SynchronousConfig
 from scalejax.errors import ConfigError, refusal
 from scalejax.optimizer_config import LambConfig, LarsConfig, ScheduleFreeConfig
 from scalejax.run_checks import has_batch_norm
+
+_MOST_TRIES = 10_000
+"""Of a round, in the mean: each computes its gradients again."""
 
 
 def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
@@ -150,3 +156,36 @@ def _require_returning(emulation: EmulationConfig) -> None:
             "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
             "fails, and it must come back."
         )
+
+
+def require_progress(run: ResolvedRun, emulation: EmulationConfig, times: Durations) -> None:
+    """Refuse workers that fail so often that a round would hardly ever be whole.
+
+    One worker that fails every M seconds in the mean makes a round of L seconds again until it
+    lives through one, exp(L / M) times (times to failures are exponential). In a collective all N
+    are needed at once, each of which is there for M of M + R + L seconds, with R for its restart:
+    ((M + R + L) / M)^N tries.
+
+    Raises:
+        ConfigError: if that is more than 10,000, naming the shortest mean time between failures.
+    """
+    failures, core = emulation.failures, emulation.core
+    if failures.worker_mtbf_seconds is None:
+        return
+    steps = 1
+    if isinstance(core, LocalSgdConfig):
+        steps = min(core.every_steps or run.total_steps, run.total_steps)
+    stragglers = emulation.stragglers
+    slowest = max(1.0, stragglers.slow_factor) if stragglers.slow_share else 1.0
+    round_seconds = steps * times.gradient_seconds * slowest
+    least = round_seconds / math.log(_MOST_TRIES)
+    if emulation.is_all_reduced:
+        away = (failures.worker_restart_seconds or 0.0) + round_seconds
+        least = max(least, away / math.expm1(math.log(_MOST_TRIES) / emulation.workers))
+    if failures.worker_mtbf_seconds < least:
+        accepted = (
+            f"a round of {round_seconds:.4g} s would be tried more than {_MOST_TRIES} times before "
+            f"workers live through it (at least {least:.4g} s)"
+        )
+        field = "emulation.failures.worker_mtbf_seconds"
+        raise ConfigError(refusal(field, failures.worker_mtbf_seconds, accepted))

@@ -15,6 +15,7 @@ from scalejax.emulate.arithmetic import JaxArithmetic
 from scalejax.emulate.compression import Compression
 from scalejax.emulate.progress import Moment, Progress
 from scalejax.emulate.reduction_costs import with_reduction
+from scalejax.emulate.requirements import require_progress
 from scalejax.emulate.servers import Servers
 from scalejax.emulate.tape import Instruction, Tape
 from scalejax.emulate.world import Durations, World
@@ -51,8 +52,10 @@ def emulate_run(
         log: takes each instruction of the arithmetic.
 
     Raises:
-        ConfigError: if examples cannot be read, or are too few for so many workers.
+        ConfigError: if examples cannot be read, or are too few for so many workers; or if workers
+            fail too often to get anywhere.
     """
+    require_progress(run, emulation, durations)
     began = time.perf_counter()
     arithmetic = arithmetic_of(run, emulation)
     durations = with_reduction(durations, emulation, arithmetic.tensor_elements)

@@ -1,16 +1,18 @@
 """Parameter servers: each holds a part of every parameter, and takes what comes as it comes.
 
 No order holds between servers, so that a worker may get parts of different ages (Dean et al.
-2012, section 4.1). Knows messages and versions; the arithmetic is the tape's.
+2012, section 4.1). Between one worker and one server messages keep theirs, as on one connection:
+parameters are never older than what the worker pushed before it asked. Knows messages and versions;
+the arithmetic is the tape's.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scalejax.emulate.compression import Compression
 from scalejax.emulate.tape import Shards, Tape, Value
-from scalejax.emulate.world import Line, World, after
+from scalejax.emulate.world import Line, Then, World, after
 from scalejax.emulation_config import FailuresConfig
 
 
@@ -22,6 +24,16 @@ class Copy:
     """A part from every server."""
     versions: tuple[int, ...]
     """Updates that each server had made by then."""
+
+
+@dataclass(slots=True)
+class _Push:
+    """Part of a gradient, sent to a server."""
+
+    has_come: bool = False
+    """It is there, and waits for its turn or has had it."""
+    behind: list[Then] = field(default_factory=list)
+    """What comes after it on the same connection, until it has come."""
 
 
 class Servers:
@@ -56,6 +68,7 @@ class Servers:
         self.compression: Compression | None = None
         """What workers do to gradients before they push them."""
         self._world, self._tape = world, tape
+        self._pushes: dict[tuple[int, int], _Push] = {}  # the last of a worker to a server
         self._in, self._out, self._at_work = (
             [Line(world.env) for _ in self.params] for _ in range(3)
         )
@@ -141,6 +154,7 @@ class Servers:
 
     def _asked(self, worker: int, server: int, arrived: Callable[[int, Value, int], None]) -> None:
         world, size = self._world, self.shard_bytes[server]
+        before = self._pushes.get((worker, server))
         self.sent_bytes += size
 
         def asked() -> None:
@@ -158,7 +172,13 @@ class Servers:
         def at_work() -> None:
             self._at_work[server].serve(0.0, asked)
 
-        after(world.env, world.durations.latency_seconds, at_work)
+        def at_server() -> None:
+            if before is None or before.has_come:
+                at_work()
+            else:
+                before.behind.append(at_work)
+
+        after(world.env, world.durations.latency_seconds, at_server)
 
     def _pushed(
         self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
@@ -168,6 +188,7 @@ class Servers:
             size = self.compression.sent_bytes(size)
         self.sent_bytes += size
         seconds = world.durations.update_seconds / len(self.params)
+        push = self._pushes[worker, server] = _Push()
 
         def on_wire() -> None:
             after(world.env, world.durations.latency_seconds, at_server)
@@ -177,6 +198,10 @@ class Servers:
 
         def at_work() -> None:
             self._at_work[server].serve(seconds, lambda: applied(server, part))
+            push.has_come = True
+            for request in push.behind:
+                request()
+            push.behind.clear()  # which would keep the parameters that came of them
 
         world.send(worker, size, on_wire)
 

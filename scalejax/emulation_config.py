@@ -43,7 +43,8 @@ class DownpourConfig:
     local_learning_rate: float = 0.0
     """Of the plain SGD that a replica applies to its own copy between fetches."""
     warmstart_updates: int = 0
-    """Updates that one replica makes before the others begin."""
+    """Updates that are made by one replica at a time, the next going on when it fails, before the
+    others begin."""
 
     def __post_init__(self) -> None:
         for name in ("n_fetch", "n_push"):

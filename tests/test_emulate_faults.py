@@ -1,9 +1,12 @@
 """Failures change when things happen; what comes of a run only where its definition says so."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from emulated_outcomes import CONFIG, VARIED, emulated, same_bits
+from least_squares_cases import LeastSquares
+from least_squares_cases import emulated as least_squares
 
 from scalejax.emulate.requirements import emulated_run
 from scalejax.emulate.world import World
@@ -87,6 +90,38 @@ def test_downpour_goes_on_while_a_replica_lives():
 
     assert 0 < broken.emulation.worker_failures < 5
     assert broken.emulation.gradients == 24
+
+
+class Watched(LeastSquares):
+    """Remembers whose gradients were begun."""
+
+    def execute(self, operation, inputs, factors, rows):
+        """As ever."""
+        if operation == "gradient" and rows is not None:
+            self.begun = [*getattr(self, "begun", []), rows.worker]
+        return super().execute(operation, inputs, factors, rows)
+
+
+@pytest.mark.parametrize("restart_seconds", [None, 5.0])
+def test_another_replica_goes_on_with_the_warmstart_of_one_that_dies(restart_seconds: float | None):
+    """One at a time, until the parameters are warm; then all that live, and the run ends."""
+    failures = FailuresConfig(worker_mtbf_seconds=30, worker_restart_seconds=restart_seconds)
+    config = EmulationConfig(
+        algorithm=DownpourConfig(warmstart_updates=10), workers=8, failures=failures
+    )
+    took_over = 0
+    for seed in range(20):
+        problem = Watched()
+
+        result = least_squares(config, 60, problem, seed=seed)
+
+        assert result.servers.versions == [60]
+        warming = [worker for worker, _ in groupby(problem.begun[:10])]
+        assert warming[0] == 0
+        assert len(warming) == len(set(warming))
+        took_over += len(warming) > 1
+        assert len(set(problem.begun)) > 3
+    assert took_over > 2
 
 
 @pytest.mark.parametrize("servers", [None, 5.0])

@@ -27,6 +27,7 @@ class Downpour:
         self._servers, self._progress = servers, progress
         self._minibatches = [0] * world.workers
         self._warm = world.env.event()
+        self._warming = simpy.Resource(world.env)  # whose turn it is until then
 
     def start(self) -> None:
         """Begin; with one replica, if the others are to find warm parameters."""
@@ -35,9 +36,14 @@ class Downpour:
             self._world.start(worker, lambda worker=worker: self._replica(worker))
 
     def _replica(self, worker: int) -> Body:
+        """The life of a replica, which begins when the parameters are warm, or when it is its turn
+        to warm them up: that of the first, and when one dies that has it, of the next."""
+        with self._warming.request() as turn:
+            yield turn | self._warm
+            yield from self._trains(worker)
+
+    def _trains(self, worker: int) -> Body:
         config, tape, replica = self._config, self._tape, _Replica()
-        if worker:
-            yield self._warm
         for step in count():
             if step % config.n_fetch == 0:
                 arrived = self._fetch(worker, replica)

@@ -1,5 +1,6 @@
 """Elastic averaging is that of the paper's algorithm 1."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ from least_squares_cases import LeastSquares, emulated
 
 from scalejax.emulate.world import Streams, slowness
 from scalejax.emulation_algorithms import EasgdConfig
-from scalejax.emulation_config import EmulationConfig, StragglersConfig
+from scalejax.emulation_config import EmulationConfig, FailuresConfig, StragglersConfig
 from scalejax.errors import ConfigError
 
 
@@ -81,6 +82,35 @@ def test_worker_without_ties_is_its_own_optimizer(momentum: float):
         buffer = momentum * buffer + problem.gradient(params, 0, step)
         params = params - 0.02 * buffer
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
+
+
+class Decaying(LeastSquares):
+    """Its state is a count of steps, by which the rate decays."""
+
+    def execute(self, operation, inputs, factors, rows):
+        """As ever, but for updates; counts are kept."""
+        if operation == "optimizer":
+            return [0]
+        if operation == "update":
+            params, count, gradient = inputs
+            self.counts = [*getattr(self, "counts", []), count]
+            return [params - 0.05 / (1 + count) * gradient, count + 1]
+        return super().execute(operation, inputs, factors, rows)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_worker_that_comes_back_goes_on_with_its_schedule(workers: int):
+    """Each makes its step 0 once, its step 1 once, and so on, however often it fails."""
+    failures = FailuresConfig(worker_mtbf_seconds=8, worker_restart_seconds=2)
+    problem = Decaying()
+
+    result = emulated(replace(config(workers), failures=failures), 40 * workers, problem)
+
+    assert result.world.worker_failures > 3
+    made = Counter(problem.counts)
+    assert made[0] == workers
+    assert [made[step] for step in sorted(made)] == sorted(made.values(), reverse=True)
+    assert made.total() == 40 * workers
 
 
 def test_centre_moves_less_often_with_a_longer_period():

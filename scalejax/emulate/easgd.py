@@ -3,7 +3,9 @@
 Source: Zhang, Choromanska & LeCun 2015, "Deep learning with elastic averaging SGD", NIPS 28,
 algorithm 1 (asynchronous): a worker asks for the centre, moves towards it by a part of their
 difference, and sends that part, by which the centre moves. A local step is that of the run's
-optimizer, whose state the worker keeps (momentum and Nesterov: algorithm 2).
+optimizer, whose state the worker keeps (momentum and Nesterov: algorithm 2). A worker that comes
+back after a failure takes the centre for its parameters, and of its own has the state after its
+last step, which is taken to be saved at each: its learning rate goes on where it was.
 """
 
 import simpy
@@ -26,6 +28,7 @@ class Easgd:
         self._period, self._part = config.period_steps, config.moving_rate / world.workers
         self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
         self._minibatches = [0] * world.workers
+        self._states = [tuple(servers.states)] * world.workers
 
     def start(self) -> None:
         """Begin."""
@@ -36,7 +39,7 @@ class Easgd:
         """The life of a worker, which begins at the centre, with its next samples."""
         tape, world = self._tape, self._world
         first: Copy = yield self._fetched(worker)
-        params, states = first.params, tuple(self._servers.states)
+        params = first.params
         while True:
             index = self._minibatches[worker]
             before = params
@@ -48,8 +51,10 @@ class Easgd:
             rows = Rows(worker=worker, index=index, workers=world.workers, way="own")
             gradient, metrics = tape.gradient(before, rows)
             yield world.computing(worker)
-            updated = [tape.update(*parts) for parts in zip(params, states, gradient, strict=True)]
-            params, states = zip(*updated, strict=True)
+            each = zip(params, self._states[worker], gradient, strict=True)
+            params, self._states[worker] = zip(
+                *(tape.update(*parts) for parts in each), strict=True
+            )
             self._minibatches[worker] += 1
             self._progress.made(1, [metrics], self._servers.whole)
 

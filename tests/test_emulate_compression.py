@@ -96,17 +96,36 @@ def test_sending_all_of_a_gradient_changes_nothing_but_the_bytes(algorithm: dict
 
 @pytest.mark.parametrize(
     ("compression", "part"),
-    [({"method": "fp16"}, 1 / 2), ({"method": "two_bit", "threshold": 1.0}, 1 / 16)],
+    [({"method": "fp16"}, 1 / 2), ({"method": "two_bit", "threshold": 1.0}, 12 / 172)],
     ids=["fp16", "two_bit"],
 )
 def test_compressed_gradients_train_with_fewer_bytes(compression: dict, part: float):
-    """Half, or a sixteenth, of what is pushed; what is fetched is whole."""
+    """Half of what is pushed, or a word for 16 numbers of a parameter: 8 + 1 + 2 + 1 words for 172;
+    what is fetched is whole."""
     plain, loss = emulated({"name": "downpour"}, 2)
     small, compressed_loss = emulated({"name": "downpour"}, 2, compression=compression)
 
     assert compressed_loss < 3
     assert compressed_loss != loss
     assert small.sent_bytes == pytest.approx((1 + part) / 2 * plain.sent_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(("servers", "pushed_bytes"), [(1, 4 * 8), (5, 19 * 8)])
+def test_at_least_one_entry_of_each_piece_is_sent_and_paid_for(servers: int, pushed_bytes: int):
+    """Four bytes for it and four for its place. Of five servers, the first has nothing of the four
+    biases of the last layer: it has pieces of three parameters, and each other one of four."""
+    plain, _ = emulated({"name": "downpour"}, 1, server_shards=servers)
+    small, _ = emulated(
+        {"name": "downpour"},
+        1,
+        server_shards=servers,
+        compression={"method": "top_k", "fraction": 0.001},
+    )
+
+    payload = 4 * (16 * 8 + 8 + 8 * 4 + 4)
+    pushes, rest = divmod(plain.sent_bytes - small.sent_bytes, payload - pushed_bytes)
+    assert rest == 0
+    assert pushes in (plain.updates, plain.updates + 1)  # one may be under way at the end
 
 
 def test_adasum_of_one_worker_is_its_gradient():

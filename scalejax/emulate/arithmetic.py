@@ -94,6 +94,12 @@ class JaxArithmetic:
         return tuple(leaf.size for leaf in jax.tree.leaves(self._like))
 
     @property
+    def shard_elements(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers in each parameter's piece, of each part of the parameters."""
+        parts = jax.eval_shape(self._cut, self._like)
+        return tuple(tuple(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+
+    @property
     def shard_bytes(self) -> tuple[int, ...]:
         """Size of each part of the parameters."""
         parts = jax.eval_shape(self._cut, self._like)

@@ -3,6 +3,9 @@
 Knows workers and bytes; the arithmetic is the tape's.
 """
 
+from collections.abc import Sequence
+
+from scalejax.emulate.gradient_maps import kept_entries
 from scalejax.emulate.tape import Operation, Shards, Tape, Value
 from scalejax.emulation_algorithms import CompressionConfig
 
@@ -10,20 +13,29 @@ from scalejax.emulation_algorithms import CompressionConfig
 class Compression:
     """What each worker has kept back, for each server."""
 
-    def __init__(self, config: CompressionConfig, tape: Tape, *, samples: int) -> None:
+    def __init__(
+        self,
+        config: CompressionConfig,
+        tape: Tape,
+        shard_elements: Sequence[Sequence[int]],
+        *,
+        samples: int,
+    ) -> None:
         """Nothing is kept back yet.
 
         Args:
             config: the method.
             tape: does the arithmetic.
+            shard_elements: of each server, numbers in its piece of each parameter.
             samples: of a gradient, which is their mean.
         """
         self._method: Operation = config.method
         self._keeps = config.method != "fp16"
         numbers = {"fp16": 0.0, "two_bit": config.threshold / samples, "top_k": config.fraction}
         self._number, self._tape = numbers[config.method], tape
-        # Of 32 bits: half; two; or a value and its place for each that is sent.
-        self._part = {"fp16": 1 / 2, "two_bit": 1 / 16, "top_k": 2 * config.fraction}[config.method]
+        self._sent_bytes = [
+            sum(_sent_bytes(config, elements) for elements in pieces) for pieces in shard_elements
+        ]
         self._kept: dict[tuple[int, int], Value] = {}
 
     def sent(self, worker: int, gradient: Shards) -> Shards:
@@ -37,6 +49,17 @@ class Compression:
             arriving.append(sent)
         return tuple(arriving)
 
-    def sent_bytes(self, size: int) -> int:
-        """Of a gradient of so many."""
-        return round(size * self._part)
+    def sent_bytes(self, server: int) -> int:
+        """Of its part of a gradient."""
+        return self._sent_bytes[server]
+
+
+def _sent_bytes(config: CompressionConfig, elements: int) -> int:
+    """Of a piece of one parameter: what `config` makes of each number, in whole words."""
+    match config.method:
+        case "fp16":
+            return 2 * elements
+        case "two_bit":  # 16 in a word, as MXNet packs each key
+            return 4 * -(-elements // 16)
+        case "top_k":  # a value and its place
+            return 8 * kept_entries(elements, config.fraction)

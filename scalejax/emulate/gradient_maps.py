@@ -23,7 +23,7 @@ def compressed(
 
     Args:
         method: fp16; two_bit: `number`, 0 or -`number`; top_k: that part of a leaf's entries, those
-            of the largest size, at least one.
+            of the largest size, at least one if it has any.
         number: of the method; it is fixed, as a program depends on it.
         gradient: float32.
         residual: what was left; None for nothing.
@@ -37,6 +37,11 @@ def compressed(
     }
     sent = jax.tree.map(ways[method], gradient)
     return sent, jax.tree.map(jnp.subtract, gradient, sent)
+
+
+def kept_entries(entries: int, fraction: float) -> int:
+    """How many of them top_k sends."""
+    return min(entries, max(1, math.ceil(fraction * entries)))
 
 
 def adasum(several: Sequence[PyTree]) -> PyTree:
@@ -53,7 +58,7 @@ def _signed(leaf: jax.Array, threshold: float) -> jax.Array:
 
 def _largest(leaf: jax.Array, fraction: float) -> jax.Array:
     entries = leaf.reshape(-1)
-    _, places = jax.lax.top_k(jnp.abs(entries), max(1, math.ceil(fraction * entries.size)))
+    _, places = jax.lax.top_k(jnp.abs(entries), kept_entries(entries.size, fraction))
     return jnp.zeros_like(entries).at[places].set(entries[places]).reshape(leaf.shape)
 
 

@@ -64,7 +64,8 @@ def emulate_run(
     servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
     if emulation.compression is not None:
         samples = run.split.global_batch // emulation.sharing_workers
-        servers.compression = Compression(emulation.compression, tape, samples=samples)
+        pieces = arithmetic.shard_elements
+        servers.compression = Compression(emulation.compression, tape, pieces, samples=samples)
     progress = Progress(
         world,
         tape,

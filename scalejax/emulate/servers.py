@@ -185,7 +185,7 @@ class Servers:
     ) -> None:
         world, size = self._world, self.shard_bytes[server]
         if self.compression is not None:
-            size = self.compression.sent_bytes(size)
+            size = self.compression.sent_bytes(server)
         self.sent_bytes += size
         seconds = world.durations.update_seconds / len(self.params)
         push = self._pushes[worker, server] = _Push()

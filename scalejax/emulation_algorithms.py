@@ -16,13 +16,14 @@ class CompressionConfig:
 
     method: Literal["fp16", "two_bit", "top_k"]
     """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
-    top_k: the largest entries of what a server holds of each parameter, with their places."""
+    top_k: the largest entries of each layer, with their places; of several servers, the largest of
+    what each holds of a parameter, whose blocks' layers are one then."""
     threshold: float = 0.5
     """Of two_bit: from which size on an entry is sent, and as what; of gradients summed over their
     samples, as MXNet's are."""
     fraction: float = 0.001
-    """Of top_k: part of the entries that is sent; of each parameter at least one to each server
-    that holds some of it."""
+    """Of top_k: part of the entries that is sent; of each layer at least one, of several servers to
+    each that holds some of a parameter."""
 
     def __post_init__(self) -> None:
         require_above("emulation.compression.threshold", self.threshold, 0)

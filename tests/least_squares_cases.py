@@ -153,7 +153,7 @@ def emulated(
     servers = Servers(world, tape, sizes, config.failures)
     if config.compression is not None:
         samples = BATCH // config.sharing_workers
-        pieces = [[part.size] for part in problem.cut(problem.initial)]
+        pieces = [[(1, part.size)] for part in problem.cut(problem.initial)]
         servers.compression = Compression(config.compression, tape, pieces, samples=samples)
     result = Emulated(world=world, servers=servers, training=None)
     progress = Progress(

@@ -7,14 +7,21 @@ import least_squares_cases as least_squares
 import numpy as np
 import pytest
 from emulate_cases import config, durations
+from emulated_outcomes import LastEvaluated
+from exchange_cases import assert_same, placed
 from least_squares_cases import LeastSquares
 
 from scalejax.config import resolve
+from scalejax.data import open_source
 from scalejax.documents import build
 from scalejax.emulate.gradient_maps import adasum, compressed
 from scalejax.emulate.run import emulate_run
+from scalejax.emulate.samples import Samples
+from scalejax.emulate.tape import Rows
 from scalejax.emulation_config import EmulationConfig
 from scalejax.errors import ConfigError
+from scalejax.mesh import build_mesh
+from scalejax.step import build_step, init_state
 
 
 def emulated(algorithm: dict[str, Any], workers: int, **emulation: Any):
@@ -126,6 +133,40 @@ def test_at_least_one_entry_of_each_piece_is_sent_and_paid_for(servers: int, pus
     pushes, rest = divmod(plain.sent_bytes - small.sent_bytes, payload - pushed_bytes)
     assert rest == 0
     assert pushes in (plain.updates, plain.updates + 1)  # one may be under way at the end
+
+
+@pytest.mark.parametrize("exchange", ["adasum", "top_k"])
+def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
+    """Two updates of two devices, layer by layer of the stacked blocks, with what each keeps."""
+    fields: dict[str, Any] = {"seed": 0, "optimizer": {"name": "sgd", "momentum": 0.0}}
+    fields["schedule"] = {"base_learning_rate": 0.5, "warmup": "none"}
+    fields["data"] = {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16}
+    fields["data"] |= {"train_examples": 8, "test_examples": 4}
+    fields["model"] = {"name": "gpt", "layers": 3, "hidden": 8, "heads": 2}
+    fields |= {"batch": {"global_batch": 4}, "train": {"epochs": 1, "log_every_steps": 1}}
+    how = {"name": exchange} | ({"fraction": 0.1} if exchange == "top_k" else {})
+    layout = {"layout": {"data": 2, "mode": "shard_map"}, "exchange": how}
+    real = resolve(config(**fields, **layout))
+    step = build_step(real, mesh := build_mesh(real.layout))
+    state, samples = (
+        init_state(real, mesh),
+        Samples(real, open_source(real.config.data, "train", seed=0)),
+    )
+    for index in range(2):
+        rows = Rows(worker=0, index=index, workers=1, way="part")
+        state, _ = step.function(state, placed(step, samples.take(rows)))
+    tables: dict[str, Any] = {"algorithm": {"name": "synchronous", "exchange": "parameter_server"}}
+    if exchange == "adasum":
+        tables["algorithm"]["reduction"] = "adasum"
+    else:
+        tables["compression"] = {"method": "top_k", "fraction": 0.1}
+    settings = build(EmulationConfig, tables | {"workers": 2})
+
+    with LastEvaluated() as last:
+        emulate_run(resolve(config(**fields), 1), settings, durations())
+
+    (params,) = last.parts
+    assert_same(params, state.params)
 
 
 def test_adasum_of_one_worker_is_its_gradient():

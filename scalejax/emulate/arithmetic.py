@@ -28,7 +28,9 @@ from scalejax.emulate.samples import Samples
 from scalejax.emulate.tape import Operation, Rows
 from scalejax.errors import ConfigError, refusal
 from scalejax.evaluation import build_evaluation
+from scalejax.exchange.layers import layers_of
 from scalejax.mesh_gradients import combined_gradients
+from scalejax.models import network_class
 from scalejax.recipe import recipe_of, schedule_of
 from scalejax.step import init_state
 from scalejax.train_state import PyTree, abstract_state
@@ -81,8 +83,10 @@ class JaxArithmetic:
         self._combined = jax.jit(_combine)
         self._dot = jax.jit(optax.tree.vdot)
         self._joined = jax.jit(self._join)
-        self._compressed = jax.jit(compressed, static_argnums=(0, 1))
-        self._adasum = jax.jit(adasum)
+        # Pieces are cut across layers: of those a piece of a stacked parameter counts as one.
+        self._stacked = network_class(run.config.model).stacked if shards == 1 else ()
+        self._compressed = jax.jit(compressed, static_argnums=(0, 1, 4))
+        self._adasum = jax.jit(adasum, static_argnums=1)
         self._evaluation = build_evaluation(run, mesh)
         self._waiting: deque[weakref.ref[Gradient]] = deque()
         self._failure: BaseException | None = None
@@ -94,10 +98,12 @@ class JaxArithmetic:
         return tuple(leaf.size for leaf in jax.tree.leaves(self._like))
 
     @property
-    def shard_elements(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers in each parameter's piece, of each part of the parameters."""
-        parts = jax.eval_shape(self._cut, self._like)
-        return tuple(tuple(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+    def shard_layers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(layers, numbers in each) of each parameter's piece, of each part of the parameters."""
+        return tuple(
+            tuple(layer.shape for layer in jax.eval_shape(self._layers, part))
+            for part in jax.eval_shape(self._cut, self._like)
+        )
 
     @property
     def shard_bytes(self) -> tuple[int, ...]:
@@ -134,9 +140,9 @@ class JaxArithmetic:
                 return [self._combine_all(factors, known)]
             case "fp16" | "two_bit" | "top_k":
                 kept = known[1] if len(known) > 1 else None
-                return self._compressed(operation, factors[0], known[0], kept)
+                return self._compressed(operation, factors[0], known[0], kept, self._stacked)
             case "adasum":
-                return [self._adasum(known)]
+                return [self._adasum(known, self._stacked)]
             case "dot":
                 return [self._dot(*known)]
             case "evaluate":
@@ -223,6 +229,9 @@ class JaxArithmetic:
         batches = evaluation_batches(self._test, self._evaluation.batch, self._run.config.input)
         with closing(batches):
             return [self._evaluation.function(params, {}, batch) for batch in batches]
+
+    def _layers(self, part: PyTree) -> list[jax.Array]:
+        return layers_of(part, self._stacked)
 
     def _cut(self, tree: PyTree) -> tuple[PyTree, ...]:
         """The parts of `tree`, each leaf cut into pieces of nearly the same length."""

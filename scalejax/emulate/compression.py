@@ -17,7 +17,7 @@ class Compression:
         self,
         config: CompressionConfig,
         tape: Tape,
-        shard_elements: Sequence[Sequence[int]],
+        shard_layers: Sequence[Sequence[tuple[int, int]]],
         *,
         samples: int,
     ) -> None:
@@ -26,7 +26,7 @@ class Compression:
         Args:
             config: the method.
             tape: does the arithmetic.
-            shard_elements: of each server, numbers in its piece of each parameter.
+            shard_layers: of each server, (layers, numbers in each) of its piece of each parameter.
             samples: of a gradient, which is their mean.
         """
         self._method: Operation = config.method
@@ -34,7 +34,7 @@ class Compression:
         numbers = {"fp16": 0.0, "two_bit": config.threshold / samples, "top_k": config.fraction}
         self._number, self._tape = numbers[config.method], tape
         self._sent_bytes = [
-            sum(_sent_bytes(config, elements) for elements in pieces) for pieces in shard_elements
+            sum(_sent_bytes(config, *piece) for piece in pieces) for pieces in shard_layers
         ]
         self._kept: dict[tuple[int, int], Value] = {}
 
@@ -54,12 +54,12 @@ class Compression:
         return self._sent_bytes[server]
 
 
-def _sent_bytes(config: CompressionConfig, elements: int) -> int:
+def _sent_bytes(config: CompressionConfig, layers: int, elements: int) -> int:
     """Of a piece of one parameter: what `config` makes of each number, in whole words."""
     match config.method:
         case "fp16":
-            return 2 * elements
+            return 2 * layers * elements
         case "two_bit":  # 16 in a word, as MXNet packs each key
-            return 4 * -(-elements // 16)
+            return 4 * -(-layers * elements // 16)
         case "top_k":  # a value and its place
-            return 8 * kept_entries(elements, config.fraction)
+            return 8 * layers * kept_entries(elements, config.fraction)

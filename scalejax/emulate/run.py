@@ -64,7 +64,7 @@ def emulate_run(
     servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
     if emulation.compression is not None:
         samples = run.split.global_batch // emulation.sharing_workers
-        pieces = arithmetic.shard_elements
+        pieces = arithmetic.shard_layers
         servers.compression = Compression(emulation.compression, tape, pieces, samples=samples)
     progress = Progress(
         world,

@@ -39,7 +39,7 @@ class VariableUpdateConfig:
     """Whether workers wait for each other (parameter_server); else each updates by
     itself, with a minibatch of `batch.global_batch`."""
     host_bytes_per_second: float | None = None
-    """Rate between the workers of one host; None: nothing is ever slow there."""
+    """Rate between the workers of one host; None: that of the cluster."""
 
     def __post_init__(self) -> None:
         mode, at = self.variable_update, "emulation.algorithm"
@@ -99,7 +99,7 @@ class KvStoreConfig:
     dist_device_sync: by servers that wait for all; dist_async: by servers that update at each push
     of a minibatch of `batch.global_batch`."""
     host_bytes_per_second: float | None = None
-    """Rate between the workers of one host; None: nothing is ever slow there."""
+    """Rate between the workers of one host; None: that of the cluster."""
 
     def __post_init__(self) -> None:
         if self.host_bytes_per_second is not None:

@@ -1,6 +1,7 @@
 """The modes of tf_cnn_benchmarks and the types of MXNet's kvstore: which train as one device, what
 the others do, and what their exchange costs."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ from least_squares_cases import BATCH, LeastSquares, emulated
 
 from scalejax.all_reduce_spec import parse_all_reduce_spec
 from scalejax.config import resolve
-from scalejax.emulate.reduction_costs import ReduceWires, reduction_seconds
+from scalejax.emulate.durations import durations_of
+from scalejax.emulate.reduction_costs import ReduceWires, reduction_seconds, with_reduction
 from scalejax.emulate.run import emulate_run
-from scalejax.emulation_config import AlgorithmConfig, EmulationConfig
+from scalejax.emulation_algorithms import HogwildConfig
+from scalejax.emulation_config import AlgorithmConfig, EmulationConfig, TimingConfig
 from scalejax.emulation_modes import KvStoreConfig, VariableUpdateConfig
 from scalejax.errors import ConfigError
+from scalejax.hardware import load_cluster
 
 WORKERS, STEPS = 3, 12
 PROBLEM = LeastSquares(momentum=0.9, learning_rate=0.02)
@@ -128,12 +132,14 @@ def test_workers_that_do_not_wait_update_one_after_the_other(algorithm: Algorith
 
 
 def wires(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceWires:
-    """A million bytes a second between hosts, ten within them."""
+    """A million bytes a second between hosts, ten within them; so are messages."""
     return ReduceWires(
         workers=workers,
         workers_per_host=per_host,
         latency_seconds=latency,
+        hop_seconds=latency / 10,
         network_bytes_per_second=1e6,
+        link_bytes_per_second=1e7,
         host_bytes_per_second=1e7,
     )
 
@@ -143,14 +149,20 @@ def wires(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceWires:
     [
         ("xring", wires(8), 2 * 7 / 8 * 4),  # 2 P (N - 1) / N
         ("collective", wires(8, latency=0.1), 2 * 7 / 8 * 4 + 14 * 4 * 0.1),
-        ("pscpu#8", wires(8), 2 * 4 * 8 / 8),  # 2 P N / S
-        ("psgpu#2", wires(8), 2 * 4 * 8 / 8),  # 4 tensors to 4 pairs
-        ("pscpu", wires(8, latency=0.1), 2 * (0.1 + 8 * 1.0)),  # 4 tensors to 4 servers of 8
+        ("pscpu#8", wires(8), 2 * 4 * 7 / 8),  # 2 P (N - 1) / S: its own does not travel
+        ("psgpu#2", wires(8), 2 * 4 * 7 / 8),  # 4 tensors to 4 pairs
+        ("pscpu", wires(8, latency=0.1), 2 * (0.1 + 7 * 1.0)),  # 4 tensors to 4 servers of 8
+        ("pscpu#2", wires(16, per_host=8), 2 * 8 * 2),  # half of 4 MB from 8 workers elsewhere
+        ("psgpu#16", wires(16, per_host=8), 2 * 8 * 2),  # the same, by the same wires
+        ("psgpu", wires(16, per_host=8), 2 * 8 * 4),  # 4 tensors to 4 devices of the first host
+        ("pscpu#2", wires(12, per_host=8), 2 * 8 * 2),  # the last host has 4: 8 elsewhere
+        ("psgpu", wires(8, 8, 0.1), 2 * (0.01 + 7 * 0.1)),  # 4 tensors to 4 devices
+        ("pscpu", wires(8, 8, 0.1), 2 * (4 * 0.01 + 8 * 0.4)),  # all to one memory
         ("nccl", wires(8, per_host=8), 2 * 7 / 8 * 0.4),
         ("nccl/xring", wires(8, per_host=2), 2 / 2 * 0.4 + 2 * 3 / 4 * 4),
-        ("nccl/rechd", wires(8, 2, 0.1), 2 / 2 * 0.4 + 2 * 4 * 0.1 + 2 * (0.1 * 4 * 2 + 3 / 4 * 4)),
-        ("nccl/pscpu#4", wires(8, per_host=2), 2 / 2 * 0.4 + 2 * 4 * 4 / 4),
-        ("pscpu/pscpu#4", wires(8, per_host=2), 2 * 2 * 0.4 + 2 * 4 * 4 / 4),
+        ("nccl/rechd", wires(8, 2, 0.1), 2 / 2 * 0.4 + 2 * 0.01 + 2 * (0.1 * 4 * 2 + 3 / 4 * 4)),
+        ("nccl/pscpu#4", wires(8, per_host=2), 2 / 2 * 0.4 + 2 * 4 * 3 / 4),
+        ("pscpu/pscpu#4", wires(8, per_host=2), 2 * 2 * 0.4 + 2 * 4 * 3 / 4),
         ("xring", wires(1), 0.0),
     ],
 )
@@ -176,19 +188,83 @@ def test_modes_differ_in_time_alone():
     """Real gradients: the same losses line by line, at the price of each exchange."""
     run = resolve(config(train={"epochs": 1, "log_every_steps": 4}), 1)
     times = durations(worker_bytes_per_second=1e4, server_bytes_per_second=1e4)
-    ways = [variable_update("horovod"), kvstore("device"), kvstore("dist_sync")]
+    together = replace(times, workers_per_host=4, link_bytes_per_second=1e4)
+    ways = {variable_update("horovod"): times, kvstore("device"): together}
+    ways[kvstore("dist_sync")] = times
     results, losses = [], []
-    for way in ways:
+    for way, takes in ways.items():
         lines = []
         settings = EmulationConfig(algorithm=way, workers=4)
-        results.append(emulate_run(run, settings, times, write=lines.append))
+        results.append(emulate_run(run, settings, takes, write=lines.append))
         losses.append([line.loss if line.kind == "train" else line.test_loss for line in lines])
 
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
-    payload = 4 * (16 * 8 + 8 + 8 * 4 + 4)
-    assert results[0].exchange_seconds == pytest.approx(2 * 3 / 4 * payload / 1e4)
-    assert len({result.virtual_seconds for result in results}) == 3
+    payload, largest = 4 * (16 * 8 + 8 + 8 * 4 + 4), 4 * 16 * 8
+    ring = 2 * 3 / 4 * payload / 1e4
+    device = 2 * 3 * largest / 1e4  # four tensors on four devices
+    # All ask at once: the last copy is sent fourth, and comes in. The first to push, which had its
+    # copy two payloads after the start, is at the server after a third; the last by three more.
+    served = (4 + 1 + 1 + 1) * payload / 1e4
+    expected = [16 * (1 + each) for each in (ring, device, served)]
+    assert [result.virtual_seconds for result in results] == pytest.approx(expected)
+
+
+def test_exchanges_in_a_node_go_by_its_links():
+    """8 A100 and 160 tensors of 1 MB: NCCL in one group at the rate of the links, then devices
+    that each take 20 tensors one by one, then the memory of the host that takes all."""
+    cluster = load_cluster("dgx-a100")
+    run = resolve(config(), 1)
+    seconds = []
+    for kind in ("nccl", "device", "local"):
+        settings = EmulationConfig(algorithm=kvstore(kind), workers=8)
+        found = with_reduction(durations_of(run, settings, cluster), settings, [250_000] * 160)
+        seconds.append(found.exchange_seconds)
+
+    rate, hop = 0.85 * 300e9, 2.22e-6
+    assert seconds == pytest.approx(
+        [
+            14 * (hop + 160e6 / 8 / rate),
+            2 * (20 * hop + 7 * 20e6 / rate),
+            2 * (160 * hop + 8 * 160e6 / rate),
+        ]
+    )
+    assert seconds == sorted(seconds)
+
+
+def test_an_exchange_in_a_host_needs_its_rate():
+    """From somebody."""
+    run, timing = resolve(config(), 1), TimingConfig(gradient_seconds=1.0, workers_per_host=4)
+    settings = EmulationConfig(algorithm=variable_update("horovod"), workers=4, timing=timing)
+
+    with pytest.raises(ConfigError, match=r"host_bytes_per_second is missing: .* or --cluster"):
+        durations_of(run, settings, None)
+    given = replace(settings.algorithm, host_bytes_per_second=1e9)  # type: ignore[type-var]
+    found = durations_of(run, replace(settings, algorithm=given), None)
+    assert with_reduction(found, settings, [10]).gradient_seconds == 1.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (kvstore("local"), r"type='local' is refused: .* take \"dist_sync\", or at most 8 workers"),
+        (kvstore("device"), r"take \"dist_device_sync\""),
+        (kvstore("nccl"), r"take \"dist_device_sync\""),
+        (variable_update("replicated"), r"take \"distributed_all_reduce\" or \"horovod\""),
+        (HogwildConfig(), r"name='hogwild' is refused: .* take \"downpour\""),
+    ],
+)
+def test_algorithms_of_one_machine_are_refused_on_two(algorithm: AlgorithmConfig, words: str):
+    """Before anything is compiled; without a cluster all workers are on one."""
+    run = resolve(config(), 1)
+    timing = TimingConfig(gradient_seconds=1.0, exchange_seconds=0.5)
+    alone = EmulationConfig(algorithm=algorithm, workers=16, timing=timing)
+
+    with pytest.raises(ConfigError, match=words):
+        durations_of(run, replace(alone, timing=replace(timing, workers_per_host=8)), None)
+    with pytest.raises(ConfigError, match=words):
+        durations_of(run, alone, load_cluster("dgx-a100"))
+    assert durations_of(run, alone, None).workers_per_host == 16
 
 
 @pytest.mark.parametrize(

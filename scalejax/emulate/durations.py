@@ -9,6 +9,7 @@ from dataclasses import replace
 from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
 from scalejax.config import ResolvedRun, resolve, with_fields
 from scalejax.cost import as_used, step_terms, what_if
+from scalejax.emulate.placement import is_of_one_machine, require_one_machine, require_rates
 from scalejax.emulate.world import Durations
 from scalejax.emulation_config import EmulationConfig, TimingConfig
 from scalejax.errors import ConfigError, DoesNotFit, refusal
@@ -39,7 +40,8 @@ def durations_of(
         on_case: told when the step is compiled.
 
     Raises:
-        ConfigError: if neither says how long a gradient takes.
+        ConfigError: if neither says how long a gradient takes, or how fast workers of one host
+            exchange; or if the algorithm is of one machine, and the workers are on several.
         DoesNotFit: if the cluster has fewer devices than workers.
         ProfileError: if the compiler refuses the step.
     """
@@ -50,13 +52,21 @@ def durations_of(
                 "emulation.cluster is missing: give --cluster NAME (see scalejax hardware), or say "
                 "how long a gradient takes by --emulation.timing.gradient_seconds SECONDS."
             )
-        return _given(given, emulation, gradient=given.gradient_seconds)
+        alone = emulation.workers if is_of_one_machine(emulation.algorithm) else 1
+        per_host = given.workers_per_host or alone
+        require_one_machine(emulation, per_host)
+        require_rates(emulation, per_host)
+        placed = replace(given, workers_per_host=per_host)
+        return _given(placed, emulation, gradient=given.gradient_seconds)
     _require_room(emulation, cluster)
+    require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
     gradient, exchange, deviation = _compiled(run, emulation, cluster, on_case)
     method = load_library("parameter-server").methods[0]
     network, link = cluster.network, cluster.link
+    link_rate = link.bytes_per_second * link.attainable_fraction
+    host_rate = link.host_bytes_per_second or link_rate
     if network is None:
-        rate = link.host_bytes_per_second or link.bytes_per_second * link.attainable_fraction
+        rate = host_rate
         latency = method.link_hop_seconds
     else:
         rate = network.bytes_per_second * network.attainable_fraction
@@ -74,7 +84,21 @@ def durations_of(
     stated = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     both = replace(found, **stated)
     scale = 1.0 if given.gradient_seconds is None else given.gradient_seconds / gradient
-    return _given(both, emulation, gradient=gradient * scale, deviation=deviation * scale)
+    durations = _given(both, emulation, gradient=gradient * scale, deviation=deviation * scale)
+    return replace(
+        durations,
+        link_bytes_per_second=link_rate,
+        host_bytes_per_second=host_rate,
+        hop_seconds=_hop_seconds(cluster),
+    )
+
+
+def _hop_seconds(cluster: Cluster) -> float:
+    """Of a message within a node, by the method that is fastest for large ones."""
+    methods = [
+        each for each in cluster.library.methods if each.algorithm not in ("nvls", "pairwise")
+    ]
+    return max(methods, key=lambda method: method.bandwidth_fraction).link_hop_seconds
 
 
 def _given(

@@ -42,6 +42,12 @@ class Durations:
     """What joins a server to the workers, each way; None likewise."""
     workers_per_host: int
     """Workers that share it."""
+    link_bytes_per_second: float | None = None
+    """What joins a worker to the others of its host, each way; None likewise."""
+    host_bytes_per_second: float | None = None
+    """What joins all workers of a host to its memory, each way; None likewise."""
+    hop_seconds: float | None = None
+    """A message between workers of one host, however small; None: `latency_seconds`."""
 
 
 class Line:

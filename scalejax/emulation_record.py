@@ -27,7 +27,8 @@ class Emulation:
     virtual_seconds: float
     """Time that the run takes."""
     gradients: int
-    """That went into the parameters, each of `batch.global_batch` samples."""
+    """That were applied, each of `batch.global_batch` samples: to the parameters, or with easgd and
+    independent to a worker's own."""
     updates: int
     """Of all parameters."""
     staleness: tuple[tuple[int, int], ...]

@@ -108,7 +108,8 @@ class LastEvaluated:
     """Within it, what the last evaluation was of."""
 
     def __enter__(self) -> "LastEvaluated":
-        self.parts, self._patch = (), pytest.MonkeyPatch()
+        self.parts: Any = ()
+        self._patch = pytest.MonkeyPatch()
         evaluate = JaxArithmetic._evaluate
 
         def kept(arithmetic: JaxArithmetic, parts: Any) -> Any:

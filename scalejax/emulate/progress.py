@@ -18,7 +18,7 @@ class Moment:
     at_seconds: float
     """Virtual time."""
     step: int
-    """Gradients that went into the parameters."""
+    """Gradients that were applied, to the parameters or a worker's own."""
     metrics: tuple[Value, ...]
     """Of an evaluation, those of the test data; else of the minibatches since the moment before,
     [loss, accuracy] each."""
@@ -63,7 +63,7 @@ class Progress:
             steps_per_epoch: gradients of one pass over the examples, for who goes by passes.
         """
         self.step = 0
-        """Gradients that went into the parameters so far."""
+        """Gradients that were applied so far, to the parameters or a worker's own."""
         self.steps_per_epoch = steps_per_epoch
         """Gradients of one pass over the examples."""
         self._world, self._tape, self._listener = world, tape, listener
@@ -74,7 +74,7 @@ class Progress:
         self._since: list[Value] = []
 
     def made(self, gradients: int, metrics: Sequence[Value], params: Callable[[], Shards]) -> None:
-        """So many more gradients have gone into the parameters.
+        """So many more gradients were applied, to the parameters or a worker's own.
 
         Args:
             gradients: how many, each of `batch.global_batch` samples.

@@ -15,7 +15,7 @@ from scalejax.config import RunConfig, load_kept_config
 from scalejax.emulate.durations import durations_of
 from scalejax.emulate.events import read_events, write_events
 from scalejax.emulate.replay import replay
-from scalejax.emulate.requirements import emulated_run
+from scalejax.emulate.requirements import emulated_run, require_progress
 from scalejax.emulate.run import emulate_run
 from scalejax.emulation_record import EMULATION, Emulation, in_words, outcome
 from scalejax.errors import ConfigError, ScalejaxError
@@ -84,6 +84,7 @@ def emulate(
         cluster = load_cluster(emulation.cluster)
     with compiling() as on_case:
         durations = durations_of(run, emulation, cluster, on_case=on_case)
+    require_progress(run, emulation, durations)
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock() as lock:
         lock.take(folder)

@@ -1,6 +1,7 @@
 """The log of an emulated run says all that was computed, and nothing that was not."""
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from emulated_outcomes import VARIED, LastEvaluated, emulated, figures_of, run_of, same_bits, whole
@@ -58,11 +59,11 @@ def test_a_run_is_computed_again_from_its_file(tmp_path, name: str):
 
 @pytest.mark.parametrize("size", [9, 37])
 def test_gradients_are_the_same_in_every_company(size: int, monkeypatch):
-    """Alone, with seven others, or with others of them: the same bits."""
+    """Alone, with seven others, or with seven of whom three are others: the same bits."""
     fields = {"data.image_size": size, "model.hidden": [size, 16], "batch.global_batch": 4}
     emulation = EmulationConfig(algorithm=DownpourConfig(), server_shards=2)
 
-    def gradients(kept: range) -> dict:
+    def gradients(kept: Iterable[int]) -> dict:
         parts = arithmetic_of(run_of(fields), emulation)
         tape = Tape(parts, lambda: 0.0, 2)
         params = tape.initial()
@@ -76,7 +77,7 @@ def test_gradients_are_the_same_in_every_company(size: int, monkeypatch):
             for index, (gradient, metrics) in made.items()
         }
 
-    together, some = gradients(range(12)), gradients(range(1, 12, 1))
+    together, some = gradients(range(12)), gradients((1, 2, 4, 5, 7, 8, 9, 10, 11))
     monkeypatch.setattr(arithmetic, "TOGETHER", 1)
     alone = gradients(range(12))
 

@@ -2,7 +2,8 @@
 
 Each value is let go after the last instruction that reads it, so that no more is in memory than
 the run itself had. A gradient that nobody reads is never computed. Gradients are computed in the
-order of the log, several in one program; which of them are together changes no bit of them.
+order of the log, several in one program; which of them are together has changed no bit of them
+where it was tried, which is small fully connected networks on CPUs (jax 0.10.2).
 """
 
 from collections.abc import Callable, Sequence

@@ -35,7 +35,7 @@ DEAN2012: dict[str, Fields] = {
     "Sandblaster, 2000": {
         "emulation.workers": 2000,
         "emulation.algorithm": {"name": "sandblaster"},
-        "train.epochs": 60,
+        "train.epochs": 30,
     },
 }
 """Dean et al. 2012, figures 4 and 5, on this data."""

@@ -20,7 +20,7 @@ name = "mlp"
 [data]
 name = "fashion_mnist"
 [batch]
-global_batch = 32
+global_batch = 8
 [optimizer]
 name = "adagrad"
 [schedule]
@@ -59,7 +59,7 @@ def main() -> None:
             peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
             found = json.loads((folder / "emulation.json").read_text())
             print(
-                f"{workers} replicas: {found['gradients']:,} gradients of 32 images in "
+                f"{workers} replicas: {found['gradients']:,} gradients of 8 images in "
                 f"{seconds:.0f} s, at most {peak_bytes / 1e9:.2f} GB",
                 flush=True,
             )

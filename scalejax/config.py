@@ -82,7 +82,7 @@ class RunConfig:
     """Over which devices, and how."""
     exchange: ExchangeConfig | None = None
     """How devices along data bring together what each has computed; if absent, by the mean of
-    their gradients."""
+    their gradients. It needs `layout.mode = "shard_map"`."""
     input: InputConfig = field(default_factory=InputConfig)
     """The way from the data set to them."""
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -43,10 +43,11 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
         table.add_row("failures", str(found.worker_failures), words)
     if record.evaluations:
         best = max(record.evaluations, key=lambda each: each.test_accuracy)
+        after = f"the best {format_fraction(best.test_accuracy)}, after "
         table.add_row(
             "test accuracy",
-            format_fraction(best.test_accuracy),
-            f"the best, after {format_seconds(best.elapsed_seconds)} virtual",
+            format_fraction(record.evaluations[-1].test_accuracy),
+            f"at the end; {after}{format_seconds(best.elapsed_seconds)}",
         )
     yield f"[bold]{in_words(found.config)}[/]"
     yield table

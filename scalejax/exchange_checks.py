@@ -37,7 +37,10 @@ def require_exchangeable(
         return
     name = f"exchange.name={exchange.name!r}"
     if layout.mode != "shard_map":
-        accepted = f'with {name} the step itself places the collectives; use "shard_map"'
+        accepted = (
+            f'with {name} the step itself places the collectives; use "shard_map" '
+            "(--layout.mode shard_map)"
+        )
         raise ConfigError(refusal("layout.mode", layout.mode, accepted))
     if train.noise_scale is not None:
         accepted = (

@@ -1,6 +1,8 @@
 """`scalejax emulate` as it is typed: a folder, a table, a report, a sweep, a replay."""
 
+import contextlib
 import json
+import signal
 
 import pytest
 
@@ -122,6 +124,16 @@ def test_a_run_that_was_cut_off_is_begun_anew(run_file, tmp_path, monkeypatch):
         patched.setattr(run.Lines, "evaluated", interrupted)
         assert main(["emulate", "run.toml", "--folder", "a"]) == 130
     assert RunRecord.load(tmp_path / "a").status == "interrupted"
+
+    def swallowed(*arguments):  # as in a callback of a garbage collection
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run.Lines, "evaluated", swallowed)
+        assert main(["emulate", "run.toml", "--folder", "a"]) == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     assert main(["emulate", "run.toml", "--folder", "a"]) == 0
     record = RunRecord.load(tmp_path / "a")

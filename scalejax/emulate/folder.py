@@ -4,8 +4,10 @@ The folder is that of a run, whose seconds are virtual, so that reports and swee
 read any; `emulation.json` says the rest.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 
@@ -92,8 +94,12 @@ def emulate(
         documents.save_toml(resolved_config(run), files.config)
         documents.save_text(_README.format(path=folder), files.readme)
         events = write_events(folder / _EVENTS) if keeps_events else nullcontext()
-        with closing(MeasurementLog(files.measurements)) as log, events as kept:
-            record = _Record(log, reporter)
+        with (
+            closing(MeasurementLog(files.measurements)) as log,
+            events as kept,
+            _noting_interrupts() as interrupts,
+        ):
+            record = _Record(log, reporter, interrupts)
             record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
             reporter.begin(0, run.total_steps)
             try:
@@ -113,6 +119,27 @@ def emulate(
             documents.save(found, folder / EMULATION)
             record.end(outcome(found))
     return found
+
+
+@contextmanager
+def _noting_interrupts() -> Iterator[list[int]]:
+    """The SIGINTs that come within; each raises KeyboardInterrupt as ever, which is lost where it
+    meets a callback of XLA's garbage collection."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_usual or threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _was_cut_off(files: RunFolder) -> bool:
@@ -163,13 +190,21 @@ def replay_folder(config: RunConfig, folder: Path) -> int:
 class _Record:
     """The record of the run while it is made."""
 
-    def __init__(self, log: MeasurementLog, reporter: Reporter) -> None:
-        self._log, self._reporter = log, reporter
+    def __init__(
+        self, log: MeasurementLog, reporter: Reporter, interrupts: Sequence[int] = ()
+    ) -> None:
+        self._log, self._reporter, self._interrupts = log, reporter, interrupts
         self._step, self._seconds = 0, 0.0
         self._losses: dict[str, float | None] = {}
 
     def write(self, measurement: Measurement) -> None:
-        """Put down one line, and say it."""
+        """Put down one line, and say it.
+
+        Raises:
+            KeyboardInterrupt: if one was raised before where nobody could catch it.
+        """
+        if self._interrupts and not isinstance(measurement, StatusChange):
+            raise KeyboardInterrupt
         self._step, self._seconds = measurement.step, measurement.elapsed_seconds
         if isinstance(measurement, TrainMeasurement):
             self._losses["train"] = measurement.loss

@@ -4,12 +4,17 @@
 
 Reads `../shared/ledger/step_times.csv` beside this checkout for what was run. Programs come from
 the archive of `scalejax.validation`; nothing is compiled.
+
+What was published is what PyTorch's allocator had reserved, and so holds what lay free between
+its blocks, which no program tells. How much that is in proportion is taken from the runs of the
+other network, so that no row has a part in its own prediction.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from scalejax.units import GIB
 from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
@@ -31,7 +36,7 @@ PUBLISHED_GIB = {
     ("titan_llama8b_h200", 64): 46.97,
 }
 """Most memory of a device, by case of the ledger and devices: what PyTorch's allocator had
-reserved, without the driver's own."""
+reserved (max_reserved of torchtitan's metrics), without the driver's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +45,28 @@ class Row:
 
     run: LedgerRow
     """What was run."""
-    predicted_gib: float
+    in_use_gib: float
     """The peak of the compiled step and of what PyTorch holds beyond it, without what the chip's
     runtime takes."""
     published_gib: float
     """What was published."""
 
     @property
-    def error(self) -> float:
-        """(predicted - published) / published."""
-        return self.predicted_gib / self.published_gib - 1
+    def network(self) -> tuple[int | None, int | None]:
+        """Layers and width, which tell the networks apart."""
+        return self.run.model.layers, self.run.model.hidden
+
+    @property
+    def reserved_over_used(self) -> float:
+        """What was reserved, over what is predicted to be in use."""
+        return self.published_gib / self.in_use_gib
+
+
+def reserved_gib(row: Row, rows: Sequence[Row]) -> float:
+    """What the allocator is predicted to have reserved for `row`, as for the other networks."""
+    return row.in_use_gib * median(
+        other.reserved_over_used for other in rows if other.network != row.network
+    )
 
 
 def compared() -> Iterator[Row]:
@@ -59,7 +76,7 @@ def compared() -> Iterator[Row]:
         if not isinstance(case, Skipped):
             yield Row(
                 run=case.row,
-                predicted_gib=case.program.memory.peak_bytes / GIB,
+                in_use_gib=case.program.memory.peak_bytes / GIB,
                 published_gib=PUBLISHED_GIB[case.row.case_id, case.row.device_count],
             )
 
@@ -68,13 +85,20 @@ def main() -> None:
     """Print one Markdown row for each run."""
     if not LEDGER.exists():
         sys.exit(f"{LEDGER} is not there; it says what was run.")
-    print("| run | devices | recompute | predicted GiB | published GiB | error |")
-    print("|---|---|---|---|---|---|")
-    for row in compared():
+    rows = list(compared())
+    print("| run | devices | recompute | in use GiB | reserved GiB | published GiB | error |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        reserved = reserved_gib(row, rows)
         print(
             f"| {row.run.case_id} | {row.run.device_count} | {row.run.work.recompute} | "
-            f"{row.predicted_gib:.1f} | {row.published_gib:.1f} | {row.error:+.1%} |"
+            f"{row.in_use_gib:.1f} | {reserved:.1f} | {row.published_gib:.1f} | "
+            f"{reserved / row.published_gib - 1:+.1%} |"
         )
+    print("\nreserved over in use, in the median of a network's runs:")
+    for layers, hidden in sorted({row.network for row in rows}, key=str):
+        found = [row.reserved_over_used for row in rows if row.network == (layers, hidden)]
+        print(f"{layers} layers of {hidden}: {median(found):.3f} ({len(found)} runs)")
 
 
 if __name__ == "__main__":

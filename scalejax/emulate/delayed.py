@@ -30,8 +30,7 @@ class Delayed:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         workers = self._world.workers

@@ -32,8 +32,7 @@ class Downpour:
     def start(self) -> None:
         """Begin; with one replica, if the others are to find warm parameters."""
         self._warm_up()
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._replica(worker))
+        self._world.start(self._replica)
 
     def _replica(self, worker: int) -> Body:
         """The life of a replica, which begins when the parameters are warm, or when it is its turn

@@ -32,8 +32,7 @@ class Easgd:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         """The life of a worker, which begins at the centre, with its next samples."""

@@ -26,8 +26,7 @@ class Hogwild:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         memory, world = self._memory, self._world

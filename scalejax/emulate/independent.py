@@ -22,13 +22,13 @@ class Independent:
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(0, self._worker)
+        self._world.start(self._worker, count=1)
 
-    def _worker(self) -> Body:
+    def _worker(self, worker: int) -> Body:
         while True:
-            rows = Rows(worker=0, index=self._step, workers=self._world.workers, way="part")
+            rows = Rows(worker=worker, index=self._step, workers=self._world.workers, way="part")
             gradient, metrics = self._tape.gradient(self._servers.whole(), rows)
-            yield self._world.computing(0)
+            yield self._world.computing(worker)
             for server, part in enumerate(gradient):
                 self._servers.update(server, part)
             self._step += 1

@@ -35,8 +35,7 @@ class LocalSgd:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     @property
     def _is_local(self) -> bool:

@@ -56,8 +56,7 @@ class Sandblaster:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._replica(worker))
+        self._world.start(self._replica)
         self._world.env.process(self._coordinate())
 
     # --- the coordinator ---

@@ -33,8 +33,7 @@ class AllReduced:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         while True:
@@ -77,8 +76,7 @@ class Served:
 
     def start(self) -> None:
         """Begin."""
-        for worker in range(self._world.workers):
-            self._world.start(worker, lambda worker=worker: self._worker(worker))
+        self._world.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         while True:

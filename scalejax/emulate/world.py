@@ -169,9 +169,11 @@ class World:
         """Until the gradient is there that `worker` begins now."""
         return self.env.timeout(next(self._times[worker]))
 
-    def start(self, worker: int, life: Callable[[], Body]) -> None:
-        """Begin the life of `worker`; after a failure it begins anew, if it ever does."""
-        self.env.process(self._lives(worker, life))
+    def start(self, life: Callable[[int], Body], *, count: int | None = None) -> None:
+        """Begin the life of each worker, or of the first `count`; after a failure one begins
+        anew, if it ever does."""
+        for worker in range(self.workers if count is None else count):
+            self.env.process(self._lives(worker, life))
 
     def send(self, worker: int, payload_bytes: float, then: Then) -> None:
         """Call `then` when so much of `worker` is on its way past the wires of its host."""
@@ -205,13 +207,13 @@ class World:
         rate = self.durations.worker_bytes_per_second
         line.serve(payload_bytes / rate if rate else 0.0, then)
 
-    def _lives(self, worker: int, life: Callable[[], Body]) -> Body:
+    def _lives(self, worker: int, life: Callable[[int], Body]) -> Body:
         failures, generator = self._failures, self.random("failures", worker)
         if failures.worker_mtbf_seconds is None:
-            yield from life()
+            yield from life(worker)
             return
         while True:
-            process = self.env.process(_until_interrupted(life()))
+            process = self.env.process(_until_interrupted(life(worker)))
             yield process | self.env.timeout(generator.exponential(failures.worker_mtbf_seconds))
             if not process.is_alive:
                 return

@@ -10,7 +10,7 @@ from scalejax import bench_tables
 from scalejax.bench.results import Summary, groups, kept_share, scaling_table
 from scalejax.bench.statistics import moving_average
 from scalejax.bench_plots import AVERAGED
-from scalejax.report_charts import Row, Spec, lines
+from scalejax.report_drawing import Row, Spec, lines
 from scalejax.report_page import Page
 from scalejax.report_sources import BenchSource
 from scalejax.units import MIB, format_count, format_fraction, format_seconds

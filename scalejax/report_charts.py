@@ -1,25 +1,18 @@
 """The interactive charts of the report, as Vega-Lite specifications by altair.
 
 Knows runs and predictions, and how each chart shows them; nothing of the page around them.
-Colours of text and grid are left to the page, which knows whether it is light or dark.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import altair as alt
 
 from scalejax.predict import ScalingPrediction
+from scalejax.report_drawing import PALETTE, Row, Spec, colored, specified
 from scalejax.report_sources import RunSource
 
-Row = dict[str, str | float | None]
-"""One point of a chart."""
-Spec = dict[str, Any]
-"""A chart in Vega-Lite's JSON."""
-
-PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
-"""Told apart on white, on near-black, and by most colour-blind readers."""
 _PART_COLORS = {
     "compute": PALETTE[0],
     "memory": PALETTE[1],
@@ -43,7 +36,6 @@ _DASHES = [[1, 0], [7, 5], [2, 5]]
 """Patterns of curves that lie on each other: the first is whole, and shows between the others."""
 _SAME = 0.005
 """Share of a value below which a difference cannot be seen."""
-_HEIGHT = 280
 _LEGEND_WIDTH = 140
 """Letters in a line of a legend."""
 _MS = 1e3
@@ -130,7 +122,7 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
             x=alt.X(
                 "share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%")
             ),
-            color=_color("part", names),
+            color=colored("part", names),
             order="order:Q",
             tooltip=[
                 "run:N",
@@ -140,7 +132,7 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
             ],
         )
     )
-    return _spec(chart, height=40 + 34 * len(runs))
+    return specified(chart, height=40 + 34 * len(runs))
 
 
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
@@ -164,7 +156,7 @@ def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
                 scale=alt.Scale(type="log"),
                 axis=alt.Axis(format="~s"),
             ),
-            color=_color("prediction", [study.title for study in studies], columns=1),
+            color=colored("prediction", [study.title for study in studies], columns=1),
             strokeDash=alt.StrokeDash(
                 "kind:N",
                 legend=None,
@@ -178,7 +170,7 @@ def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
             ],
         )
     )
-    return _spec(chart)
+    return specified(chart)
 
 
 def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
@@ -199,11 +191,11 @@ def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
                 axis=alt.Axis(format=".0%"),
                 scale=alt.Scale(domainMin=0),
             ),
-            color=_color("prediction", [study.title for study in studies], columns=1),
+            color=colored("prediction", [study.title for study in studies], columns=1),
             tooltip=["prediction:N", "devices:Q", alt.Tooltip("efficiency:Q", format=".1%")],
         )
     )
-    return _spec(chart)
+    return specified(chart)
 
 
 def time_split(study: ScalingPrediction) -> Spec:
@@ -236,7 +228,7 @@ def time_split(study: ScalingPrediction) -> Spec:
             x=alt.X(
                 "milliseconds:Q", title="milliseconds per step", stack="zero", axis=_few_ticks()
             ),
-            color=_color("part", names, colors=part_colors(names)),
+            color=colored("part", names, colors=part_colors(names)),
             order="order:Q",
             tooltip=[
                 "devices:N",
@@ -246,7 +238,7 @@ def time_split(study: ScalingPrediction) -> Spec:
             ],
         )
     )
-    return _spec(chart, height=_bar_height(study))
+    return specified(chart, height=_bar_height(study))
 
 
 def memory(study: ScalingPrediction) -> Spec:
@@ -266,7 +258,7 @@ def memory(study: ScalingPrediction) -> Spec:
         .encode(
             y=y,
             x=alt.X("used:Q", title="peak memory of a device (GiB)", axis=_few_ticks()),
-            color=_color("verdict", ["fits", "does not fit"], colors=[PALETTE[0], PALETTE[3]]),
+            color=colored("verdict", ["fits", "does not fit"], colors=[PALETTE[0], PALETTE[3]]),
             tooltip=[
                 "devices:N",
                 alt.Tooltip("used:Q", title="GiB used", format=".2f"),
@@ -280,7 +272,7 @@ def memory(study: ScalingPrediction) -> Spec:
         .mark_rule(strokeDash=[5, 5], strokeWidth=2, color=PALETTE[3])
         .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", title="GiB on a device", format=".2f")])
     )
-    return _spec(bars + limit, height=_bar_height(study))
+    return specified(bars + limit, height=_bar_height(study))
 
 
 def _identity(run: RunSource) -> dict[str, str]:
@@ -316,7 +308,7 @@ def _curves(
                 axis=alt.Axis(tickMinStep=1) if is_long else alt.Axis(),
             ),
             y=y,
-            color=_color("run", families, columns=_legend_columns(families)),
+            color=colored("run", families, columns=_legend_columns(families)),
             detail="label:N",
             strokeDash=alt.StrokeDash(
                 "covers:N",
@@ -332,7 +324,7 @@ def _curves(
         )
         .add_params(picked)
     )
-    return _spec(chart.interactive())
+    return specified(chart.interactive())
 
 
 def _legend_columns(names: Sequence[str]) -> int:
@@ -378,43 +370,9 @@ def _are_alike(one: list[tuple[float, float]], other: list[tuple[float, float]])
     )
 
 
-def _color(
-    field: str, domain: list[str], *, columns: int = 4, colors: list[str] | None = None
-) -> alt.Color:
-    scale = alt.Scale(domain=domain, range=colors or PALETTE)
-    legend = alt.Legend(orient="top", labelLimit=0, columns=columns, symbolOpacity=1)
-    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
-
-
 def _few_ticks() -> alt.Axis:
     return alt.Axis(tickCount=8, format="~r")
 
 
 def _bar_height(study: ScalingPrediction) -> int:
     return 40 + 34 * len(study.predictions)
-
-
-def _spec(chart: Any, height: int = _HEIGHT) -> Spec:
-    return chart.properties(width="container", height=height).to_dict()
-
-
-def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
-    """A line for each "label" among `rows` of x and y, y being `title`."""
-    names = list(dict.fromkeys(str(row["label"]) for row in rows))
-    legend = alt.Legend(orient="top", labelLimit=0, columns=2, symbolOpacity=1)
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(point=has_points, strokeWidth=1.8)
-        .encode(
-            x=x,
-            y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
-            color=alt.Color(
-                "label:N",
-                title=None,
-                scale=alt.Scale(domain=names, range=PALETTE),
-                legend=legend,
-            ),
-            tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
-        )
-    )
-    return chart.properties(width="container", height=_HEIGHT).interactive().to_dict()

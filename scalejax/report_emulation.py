@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import altair as alt
 
 from scalejax.emulation_record import Emulation, in_words
-from scalejax.report_charts import Row, Spec, lines
+from scalejax.report_drawing import Row, Spec, lines
 from scalejax.report_page import Page
 from scalejax.report_sources import RunSource
 from scalejax.units import UNKNOWN, format_bytes, format_fraction, format_seconds, unit_of_axis

@@ -10,7 +10,7 @@ import altair as alt
 
 from scalejax.documents import save_text
 from scalejax.explain import Explanation, TraceMatch
-from scalejax.report_charts import PALETTE, Row, Spec
+from scalejax.report_drawing import PALETTE, Row, Spec
 from scalejax.report_page import Page
 from scalejax.units import UNKNOWN, counted, format_fraction, format_seconds
 

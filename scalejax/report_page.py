@@ -12,7 +12,7 @@ from string import Template
 import vl_convert
 
 from scalejax import __version__
-from scalejax.report_charts import Spec
+from scalejax.report_drawing import Spec
 
 _LONG_CELL = 24
 """Letters beyond which a cell may break into lines."""

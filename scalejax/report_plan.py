@@ -16,7 +16,7 @@ from scalejax.plan_words import (
     of_the_knee,
     shown,
 )
-from scalejax.report_charts import PALETTE, Row, Spec
+from scalejax.report_drawing import PALETTE, Row, Spec
 from scalejax.report_page import Page
 from scalejax.units import format_fraction, format_seconds, unit_of_axis
 

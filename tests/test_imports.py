@@ -183,6 +183,7 @@ WORKER = (
     "profile.worker",
     "sweep.mapped",
     "sweep.together",
+    "sweep.together_loop",
 )
 """What runs in the worker's own process alone, where JAX is."""
 

@@ -17,7 +17,7 @@ from scalejax.mesh import build_mesh
 from scalejax.progress import Silent
 from scalejax.record import RunFolder, RunRecord
 from scalejax.stop_signals import Interrupted, StopSignals
-from scalejax.sweep import together
+from scalejax.sweep import together_loop
 from scalejax.sweep.mapped import MappedPrograms
 from scalejax.sweep.together import train_together
 from scalejax.train import train
@@ -133,7 +133,7 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
     assert three is not None
     assert three >= two + state
     train_together(runs, whole, tmp_path / "whole", Silent(), memory_bytes=three)
-    save, saved = together.save_weights, []
+    save, saved = together_loop.save_weights, []
 
     def killed_at_the_third(path, weights):
         saved.append(path)
@@ -141,7 +141,7 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
             raise KeyboardInterrupt
         save(path, weights)
 
-    monkeypatch.setattr(together, "save_weights", killed_at_the_third)
+    monkeypatch.setattr(together_loop, "save_weights", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=three - 1)
     first = [folder.measurements.read_text() for folder in folders[:2]]
@@ -333,7 +333,7 @@ def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path,
     """The first has ended, the second has not: only the end of the second is left to do."""
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
     folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
-    save, saved = together.save_weights, []
+    save, saved = together_loop.save_weights, []
 
     def killed_at_the_second(path, weights):
         saved.append(path)
@@ -341,7 +341,7 @@ def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path,
             raise KeyboardInterrupt
         save(path, weights)
 
-    monkeypatch.setattr(together, "save_weights", killed_at_the_second)
+    monkeypatch.setattr(together_loop, "save_weights", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         train_together(runs, folders, tmp_path / "states", Silent())
     first = folders[0].measurements.read_text()

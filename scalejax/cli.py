@@ -23,7 +23,8 @@ try:
 
     from scalejax import __version__
     from scalejax.commands import COMMANDS, Command, Overrides, RunFileCommand
-    from scalejax.config import RunConfig, parse_value
+    from scalejax.config import RunConfig
+    from scalejax.documents import parse_value
     from scalejax.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
 except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
     print("interrupted", file=sys.stderr)

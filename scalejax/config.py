@@ -12,7 +12,7 @@ from pathlib import Path
 from scalejax import metrics
 from scalejax.batch_ramp import Phase, ramp
 from scalejax.data_config import DataConfig, DatasetFacts, facts
-from scalejax.documents import JsonValue, build, load_toml, parse_toml, plain
+from scalejax.documents import JsonValue, build, load_toml, plain
 from scalejax.emulation_config import EmulationConfig
 from scalejax.errors import ConfigError, refusal
 from scalejax.exchange_checks import require_exchangeable, require_paired_devices
@@ -380,16 +380,6 @@ def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunCon
 def _built(tables: dict[str, JsonValue]) -> RunConfig:
     """The config in `tables`, whose model may be named as it was published."""
     return build(RunConfig, with_preset(tables))
-
-
-def parse_value(text: str) -> JsonValue:
-    """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
-    try:
-        value = parse_toml(f"value = {text}")["value"]
-        json.dumps(value)
-    except (ValueError, TypeError, RecursionError):
-        return text
-    return value
 
 
 def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) -> None:

@@ -65,6 +65,16 @@ def parse_toml(text: str) -> dict[str, JsonValue]:
         raise ValueError("lists and tables lie too deep in one another to be read") from error
 
 
+def parse_value(text: str) -> JsonValue:
+    """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
+    try:
+        value = parse_toml(f"value = {text}")["value"]
+        json.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        return text
+    return value
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scalejax import config as config_module
-from scalejax.config import RunConfig, load_config, parse_value, resolve, with_fields
-from scalejax.documents import build, plain
+from scalejax.config import RunConfig, load_config, resolve, with_fields
+from scalejax.documents import build, parse_value, plain
 from scalejax.errors import ConfigError
 from scalejax.model_config import MlpConfig
 

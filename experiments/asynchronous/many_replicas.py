@@ -1,11 +1,13 @@
 """How long do 200 and 1,000 Downpour replicas take to emulate, and how much memory?
 
     python experiments/asynchronous/many_replicas.py              # 10 epochs of Fashion-MNIST
+    python experiments/asynchronous/many_replicas.py --global-batch 32
 
 Each in a process of its own. 60,000 images where the Debian package dataset-fashion-mnist is
 installed, else the 10,000 that come with scalejax, of which the line says.
 """
 
+import argparse
 import json
 import resource
 import subprocess
@@ -42,12 +44,16 @@ WORKERS = (200, 1000)
 
 def main() -> None:
     """Emulate each number of replicas; print a line of each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--global-batch", type=int, default=8, help="images of a gradient")
+    batch = parser.parse_args().global_batch
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "run.toml"
         path.write_text(RUN)
         for workers in WORKERS:
             folder = Path(name) / str(workers)
             command = [sys.executable, "-m", "scalejax", "emulate", str(path)]
+            command += ["--batch.global_batch", str(batch)]
             began = time.perf_counter()
             subprocess.run(
                 [*command, "--workers", str(workers), "--folder", str(folder)],
@@ -59,7 +65,7 @@ def main() -> None:
             peak_bytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
             found = json.loads((folder / "emulation.json").read_text())
             print(
-                f"{workers} replicas: {found['gradients']:,} gradients of 8 images in "
+                f"{workers} replicas: {found['gradients']:,} gradients of {batch} images in "
                 f"{seconds:.0f} s, at most {peak_bytes / 1e9:.2f} GB",
                 flush=True,
             )

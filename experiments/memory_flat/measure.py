@@ -10,8 +10,8 @@ the warm-up, a line through each is fitted by the median of the slopes between a
     nice python experiments/memory_flat/measure.py [--steps 100000] [--folder DIR]
 
 Ends with an error if the slopes of RSS or of private memory are together above their bound, or a
-process holds more files than it did. PSS is shown and not judged: it moves with the other programs on the machine
-that use the same libraries.
+process holds more files than it did. PSS is shown and not judged: it moves with the other programs
+on the machine that use the same libraries.
 """
 
 import argparse

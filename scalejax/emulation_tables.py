@@ -26,7 +26,10 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
         format_seconds(found.device_seconds),
         "for which workers are held, all together",
     )
-    table.add_row("updates", format_count(found.updates), f"of {found.gradients:,} gradients")
+    words = f"of {found.gradients:,} gradients"
+    if not found.updates:
+        words += "; one needs more train.epochs"
+    table.add_row("updates", format_count(found.updates), words)
     if found.mean_staleness is not None:
         most = found.staleness[-1][0]
         table.add_row(

@@ -150,3 +150,20 @@ def test_a_sweep_emulates_runs_that_have_an_emulation(run_file, tmp_path, capsys
     assert times[0] == pytest.approx(4 * times[1], rel=0.1)
     plan = json.loads((tmp_path / "s" / "sweep.json").read_text())
     assert [fields["emulation.workers"] for fields in plan["runs"]] == [1, 4]
+
+
+def test_a_sweep_refuses_what_cannot_be_emulated_before_its_first_run(run_file, tmp_path, capsys):
+    """The run is named, and no other has been emulated by then."""
+    varied = ("-V", "emulation.workers=[4, 3]", "--emulation.algorithm", '{name = "synchronous"}')
+    assert main(["sweep", "run.toml", *varied, "--folder", "s"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "run 2 of 2 (" in error
+    assert "batch.global_batch=16 is refused: it must be a multiple of 3" in error
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_run_too_short_for_one_update_says_so(run_file, capsys):
+    """A line search that has had no time to end leaves the parameters as they were."""
+    algorithm = ("--algorithm", "sandblaster", "--train.epochs", "1", "--workers", "1")
+    assert main(["emulate", "run.toml", *algorithm, "--folder", "a"]) == 0
+    assert "one needs more train.epochs" in " ".join(capsys.readouterr().out.split())

@@ -79,7 +79,7 @@ class Report:
     """
 
     sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
-    """Folders that train and sweep wrote, and JSON files that predict and plan wrote."""
+    """Folders that train, emulate and sweep wrote, and JSON files that predict and plan wrote."""
     output: Annotated[Path, flag("FILE")] = Path("report.html")
     """The HTML file. By default report.html."""
 

@@ -12,6 +12,7 @@ from typing import Literal, cast
 
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.documents import JsonValue, load_toml, plain, save_text
+from scalejax.emulate.requirements import emulated_run
 from scalejax.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
 from scalejax.record import RunFolder
 from scalejax.reference import run_reference
@@ -319,6 +320,8 @@ def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: st
     """A run of the plan on its devices; what is refused names the run."""
     try:
         config = load_config(run_file, fields)
+        if config.emulation is not None:
+            emulated_run(config)  # refused now, and not when its turn has come
         count = cpu_devices or (1 if config.layout.data is None else None)
         return resolve(config, count)
     except ConfigError as error:

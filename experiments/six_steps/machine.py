@@ -8,7 +8,8 @@ from pathlib import Path
 
 import jax
 
-from scalejax.config import load_config, parse_value
+from scalejax.config import load_config
+from scalejax.documents import parse_value
 from scalejax.train import train
 
 

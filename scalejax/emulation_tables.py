@@ -28,7 +28,7 @@ def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
     )
     words = f"of {found.gradients:,} gradients"
     if not found.updates:
-        words += "; one needs more train.epochs"
+        words += ": too few for one"
     table.add_row("updates", format_count(found.updates), words)
     if found.mean_staleness is not None:
         most = found.staleness[-1][0]

@@ -13,13 +13,16 @@ LEDGER = Path(__file__).parents[2] / "shared" / "ledger" / "step_times.csv"
     not LEDGER.is_file(), reason="../shared/ledger, beside the repository, is not here"
 )
 def test_llama_takes_the_memory_that_was_published():
-    """Within 10 %: of torchtitan, 8B on 8 to 128 devices, eager, compiled and in float8, and 70B
-    on 256 with asynchronous tensor parallelism; recomputed by operation or in full, at 8,192 and
-    at 32,768 tokens. 70B with the synchronous one took a sixth more than is predicted."""
-    rows = list(runpy.run_path(str(COMPARE))["compared"]())
+    """Within 10 %, with what an allocator holds free by the runs of the other network: of
+    torchtitan, 8B on 8 to 128 devices, eager, compiled and in float8, and 70B on 256; recomputed
+    by operation or in full, at 8,192 and at 32,768 tokens. In use is less than was reserved, by at
+    most 10 %, but for 70B with synchronous tensor parallelism."""
+    compare = runpy.run_path(str(COMPARE))
+    rows = list(compare["compared"]())
 
-    errors = {(row.run.case_id, row.run.device_count): row.error for row in rows}
-    assert len(errors) == 11
-    far = errors.pop(("titan_llama70b_2d", 256))
-    assert all(abs(error) < 0.1 for error in errors.values()), errors
-    assert -0.16 < far < -0.1
+    reserved = [compare["reserved_gib"](row, rows) / row.published_gib - 1 for row in rows]
+    assert len(rows) == 11
+    assert all(abs(error) < 0.1 for error in reserved), reserved
+    in_use = {(row.run.case_id, row.run.device_count): row.in_use_error for row in rows}
+    assert -0.16 < in_use.pop(("titan_llama70b_2d", 256)) < -0.1
+    assert all(-0.1 < error < 0 for error in in_use.values()), in_use

@@ -157,8 +157,8 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
-    """Slopes of one process after its warm-up, in bytes for 1,000 steps."""
-    lasting = [sample for sample in samples if sample.step > WARM_UP * steps]
+    """Slopes of one process between its warm-up and its end, in bytes for 1,000 steps."""
+    lasting = [sample for sample in samples if WARM_UP * steps < sample.step < steps]
     at = [sample.step / 1000 for sample in lasting]
     found: dict[str, object] = {"samples": len(lasting), "first_step": lasting[0].step}
     for name in ("rss_bytes", "private_bytes", "pss_bytes"):

@@ -57,6 +57,11 @@ class Row:
         return self.run.model.layers, self.run.model.hidden
 
     @property
+    def in_use_error(self) -> float:
+        """(in use - published) / published."""
+        return self.in_use_gib / self.published_gib - 1
+
+    @property
     def reserved_over_used(self) -> float:
         """What was reserved, over what is predicted to be in use."""
         return self.published_gib / self.in_use_gib
@@ -86,19 +91,22 @@ def main() -> None:
     if not LEDGER.exists():
         sys.exit(f"{LEDGER} is not there; it says what was run.")
     rows = list(compared())
-    print("| run | devices | recompute | in use GiB | reserved GiB | published GiB | error |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| run | devices | recompute | published GiB | in use GiB | error | reserved GiB | error |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         reserved = reserved_gib(row, rows)
         print(
             f"| {row.run.case_id} | {row.run.device_count} | {row.run.work.recompute} | "
-            f"{row.in_use_gib:.1f} | {reserved:.1f} | {row.published_gib:.1f} | "
-            f"{reserved / row.published_gib - 1:+.1%} |"
+            f"{row.published_gib:.1f} | {row.in_use_gib:.1f} | {row.in_use_error:+.1%} | "
+            f"{reserved:.1f} | {reserved / row.published_gib - 1:+.1%} |"
         )
     print("\nreserved over in use, in the median of a network's runs:")
     for layers, hidden in sorted({row.network for row in rows}, key=str):
         found = [row.reserved_over_used for row in rows if row.network == (layers, hidden)]
-        print(f"{layers} layers of {hidden}: {median(found):.3f} ({len(found)} runs)")
+        spread = f"{min(found):.3f} to {max(found):.3f}"
+        print(f"{layers} layers of {hidden}: {median(found):.3f}, {spread} ({len(found)} runs)")
 
 
 if __name__ == "__main__":

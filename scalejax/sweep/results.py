@@ -14,7 +14,7 @@ from statistics import mean, stdev
 from scalejax.config import ResolvedRun
 from scalejax.documents import JsonValue, save_bytes
 from scalejax.noise_scale import averaged
-from scalejax.record import EvaluationMeasurement, RunRecord
+from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.grammar import Fields
 from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, in_words
@@ -65,6 +65,11 @@ class RunRow:
     def samples_to_target(self) -> int | None:
         """Samples trained until the target was reached."""
         return None if self.reached is None else _samples(self.planned.run, self.reached.step)
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run in `folder` has come to its end."""
+    return folder.measurements.is_file() and RunRecord.load(folder.path).status in FINISHED
 
 
 def read_rows(plan: SweepPlan, folder: SweepFolder) -> list[RunRow]:

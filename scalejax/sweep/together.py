@@ -20,7 +20,8 @@ from scalejax.record import RunFolder
 from scalejax.run_folder import describe_run
 from scalejax.stop_signals import StopSignals
 from scalejax.sweep.mapped import MappedPrograms
-from scalejax.sweep.together_loop import Loop, is_finished
+from scalejax.sweep.results import is_finished
+from scalejax.sweep.together_loop import Loop
 
 
 def train_together(

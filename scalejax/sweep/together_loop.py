@@ -1,4 +1,7 @@
-"""The loop over updates of several runs that train in one program, and what it writes of each."""
+"""The loop over updates of several runs that train in one program, and what it writes of each.
+
+Knows nothing of the sweep that they are of.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +34,7 @@ from scalejax.run_folder import versions
 from scalejax.skipped_examples import unreadable_examples
 from scalejax.stop_signals import Interrupted, StopSignals
 from scalejax.sweep.mapped import MappedPrograms
-from scalejax.sweep.results import FINISHED
+from scalejax.sweep.results import is_finished
 from scalejax.train_state import PyTree, TrainState
 
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
@@ -315,11 +318,6 @@ class Loop:
             cause=cause,
         )
         self._logs[index].append(change)
-
-
-def is_finished(folder: RunFolder) -> bool:
-    """Whether the run in `folder` has come to its end."""
-    return folder.measurements.is_file() and RunRecord.load(folder.path).status in FINISHED
 
 
 def _of_seed(run: ResolvedRun, seed: int) -> ResolvedRun:

@@ -13,7 +13,7 @@ are there. At three mean times between failures:
 
     python experiments/goodput/measure.py [--mtbf 60 40 25]
 
-About 10 minutes. Writes `results.json` and `goodput.png`, whole or for the rates that were asked
+About 10 minutes where nothing else runs. Writes `results.json` and `goodput.png`, whole or for the rates that were asked
 for; ends with an error where one of the three does not hold.
 """
 
@@ -47,7 +47,8 @@ PROCESSES = 2
 STEPS_PER_EPOCH = 40  # 10,000 images by 250
 STEPS_PER_INTERVAL = 100  # `train.checkpoint_every_steps`
 INTERVALS = {60: 80, 40: 72, 25: 52}
-"""Length of the run by mean time between failures in seconds: about three minutes each."""
+"""Length of the run by mean time between failures in seconds: three minutes each where
+nothing else runs."""
 TOLERANCE = 0.05
 _SECONDS_BETWEEN_LOOKS = 0.05
 _SLACK_SECONDS = 0.2  # the system counts starts of processes in hundredths

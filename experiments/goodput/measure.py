@@ -13,8 +13,8 @@ are there. At three mean times between failures:
 
     python experiments/goodput/measure.py [--mtbf 60 40 25]
 
-About 10 minutes where nothing else runs. Writes `results.json` and `goodput.png`, whole or for the rates that were asked
-for; ends with an error where one of the three does not hold.
+About 10 minutes where nothing else runs. Writes `results.json` and `goodput.png`, whole or for the
+rates that were asked for; ends with an error where one of the three does not hold.
 """
 
 import argparse

@@ -119,7 +119,8 @@ def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
             )
         case dict():
             for name, inner in value.items():
-                _require_plain(inner, f"{where}.{name}" if where else name, depth + 1)
+                named = name or '""'
+                _require_plain(inner, f"{where}.{named}" if where else named, depth + 1)
         case list():
             for index, inner in enumerate(value):
                 _require_plain(inner, f"{where}.{index}" if where else str(index), depth + 1)

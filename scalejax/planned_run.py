@@ -247,14 +247,20 @@ def _ways(
                     continue
                 try:
                     run = resolve(wanted, count)
-                except ConfigError:
-                    left_out[_NOT_DIVISIBLE] += 1
+                except ConfigError as error:
+                    left_out[_reason(error)] += 1
                     continue
                 if convergence is not None and not _is_plausible(run, convergence):
                     left_out[_TOO_LARGE] += 1
                     continue
                 ways.append(_Way(offer=offer, run=run))
     return ways
+
+
+def _reason(error: ConfigError) -> str:
+    """Why a run cannot be laid out: its batch and devices in a phrase, else as it says itself."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return _NOT_DIVISIBLE if text.startswith(("batch.", "layout.", "devices=")) else text
 
 
 def _batches(

@@ -67,6 +67,7 @@ def run_toml(folder: Path, text: str = RUN + SCHEDULE) -> str:
         ("a." * 50_000 + "b = 1", r"a key has 100 names or more \(at line 7\)"),
         ("x = " + "9" * 5000, r"run\.toml is not valid TOML: .*4300 digits"),
         ("seed = " + str(2**70), r"seed=1180591620717411303424 .*must fit 64 bits"),
+        ("'' = " + str(2**70), r'""=1180591620717411303424 .*must fit 64 bits'),
         ("train.epochs = " + str(2**63 - 1), r"train\.epochs=9223\d+ .*2,147,483,647 steps"),
         ("train.epochs = 600_000_000", r"train\.epochs=600000000 .*536,870,911 epochs of 4"),
         ("layout = [" + "{}," * 3000 + "]", r"layout=\[\{\}.* \.\.\. .* must be a table"),

@@ -622,6 +622,10 @@ def test_price_of_some_clusters_is_refused(run_file: Path):
         (["--budget", "-3"], "budget=-3.0 is refused"),
         (["--target", "good"], "target='good' is refused"),
         (["--global-batch", "7"], "nothing can be planned with: 1 the batch does not divide"),
+        (
+            ["--schedule.decay", "step", "--schedule.decay_epochs", "[1, 1e300]"],
+            "1 schedule.decay_epochs=(1.0, 1e+300) is",
+        ),
         (["--convergence", "none.csv"], "'none.csv' cannot be read"),
         (["--clusters", "dgx-h10"], "did you mean 'dgx-h100'"),
     ],

@@ -159,7 +159,10 @@ def _names(base: mutations.Tree, text: bytes) -> tuple[set[str], set[str]]:
     after = mutations.parsed(text)
     if after is None:
         return {"run.toml"}, set()
-    paths = mutations.differing(base, after)
+    paths = [
+        tuple(part or '""' for part in path)  # as a refusal names an empty key
+        for path in mutations.differing(base, after)
+    ]
     exact = {".".join(path) for path in paths} | {path[-1] for path in paths if path}
     exact |= {path[-2] for path in paths if len(path) > 1 and path[-1].isdigit()}
     loose = {part for path in paths for part in path} | {"run.toml"}

@@ -12,6 +12,7 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from scalejax import documents, rendezvous, run_tables, tables
+from scalejax.allocator import limit_arenas
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.errors import ConfigError
@@ -45,6 +46,7 @@ class Train(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Train, and say where the record is."""
         config = load_config(self.run_file, overrides)
+        limit_arenas()
         choose_platform(self.cpu_devices)
         place = rendezvous.place_here()
         rendezvous.join(place)

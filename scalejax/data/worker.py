@@ -5,8 +5,6 @@ Reads a `Task` from stdin and then, one after the other, `Request`s; answers eac
 caller. Whatever else is printed, by whomever, goes to stderr. Imports no JAX.
 """
 
-import contextlib
-import ctypes
 import math
 import mmap
 import os
@@ -21,13 +19,13 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from scalejax.allocator import keep_pages
 from scalejax.data.cores import limit_cores
 from scalejax.data.making import LocalBatch, take_batches
 from scalejax.data.order import Rows
 from scalejax.data.source import Origin, Source
 from scalejax.errors import ScalejaxError
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _ALIGNMENT = 64  # bytes: so that an array begins where a cache line does
 
 
@@ -90,7 +88,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides when to end
         signal.signal(number, signal.SIG_IGN)
     limit_cores(1)
-    _keep_pages()
+    keep_pages()
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests: SimpleQueue[Request] = SimpleQueue()
@@ -107,15 +105,6 @@ def main() -> None:
             answers.flush()
         except BrokenPipeError:  # the caller is gone, and so is whoever would read an error
             os._exit(0)
-
-
-def _keep_pages() -> None:
-    """Have glibc keep what arrays leave free for the next, as it does small blocks: the system
-    takes time to give pages anew."""
-    with contextlib.suppress(OSError, AttributeError):  # another library of C
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 2**26)
-        mallopt(_TRIM_THRESHOLD, 2**27)
 
 
 def _listen(requests: "SimpleQueue[Request]") -> None:

@@ -80,7 +80,7 @@ def through_blocks(
         return x_BSD
 
     if (stages := axis_size(PIPELINE)) > 1:
-        return through_stages(scanned, stacked, x_BSD, stages)
+        return through_stages(scanned, stacked, x_BSD, stages, remat)
     return scanned(stacked, x_BSD)
 
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scalejax.model_config import Remat
 
-_KEPT = "kept"
+_KEPT, _ENTERING = "kept", "entering"
 _FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
 """JAX's name of cuDNN's forward kernel, which gives statistics of the scores besides."""
 
@@ -28,11 +28,28 @@ def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     "full": all but its input. "per_op": all but its input, what is marked `kept`, and what fused
     attention gives. Of "selective" blocks see to themselves.
     """
-    if remat == "full":
-        return jax.checkpoint(block, prevent_cse=False)  # a scan already prevents it
-    if remat == "per_op":
-        return jax.checkpoint(block, prevent_cse=False, policy=_is_kept)
-    return block
+    if remat not in _POLICIES:
+        return block
+    policy = None if remat == "full" else _is_kept
+    again = jax.checkpoint(block, prevent_cse=False, policy=policy)  # a scan already prevents it
+
+    def marked(x_BSD: jax.Array, *rest: Any) -> Any:
+        return again(checkpoint_name(x_BSD, _ENTERING), *rest)
+
+    return marked
+
+
+def recomputed_with_picks(blocks: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """`blocks`, several in a row which first pick their parameters out of more, and pick them again
+    in the backward pass; of each `recomputed` block that pass computes again what it would.
+
+    Else what was picked is kept, each time anew. With "none" and "selective" it is: what blocks
+    keep of themselves is much more.
+    """
+    if remat not in _POLICIES:
+        return blocks
+    # The policy around blocks stands in place of their own.
+    return jax.checkpoint(blocks, prevent_cse=False, policy=_POLICIES[remat])
 
 
 def kept_without_inner(
@@ -46,8 +63,17 @@ def kept_without_inner(
 
 
 _named = jax.checkpoint_policies.save_only_these_names(_KEPT)
+_is_entering = jax.checkpoint_policies.save_only_these_names(_ENTERING)
 
 
 def _is_kept(primitive: Any, *values: Any, **params: Any) -> bool:
     """Whether the result of an operation is kept, as `jax.checkpoint` asks."""
     return primitive.name == _FUSED_ATTENTION or _named(primitive, *values, **params)
+
+
+def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
+    return _is_entering(primitive, *values, **params) or _is_kept(primitive, *values, **params)
+
+
+_POLICIES = {"full": _is_entering, "per_op": _is_entering_or_kept}
+"""What is kept of blocks that are computed again."""

@@ -26,11 +26,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from scalejax.layout import BATCH_AXES, PIPELINE, stage_layers
+from scalejax.model_config import Remat
 from scalejax.models.placement import arrangement, placed, placed_for_head
+from scalejax.models.recompute import recomputed_with_picks
 
 
 def through_stages(
-    blocks: Callable[[Any, jax.Array], jax.Array], stacked: Any, x_BSD: jax.Array, stages: int
+    blocks: Callable[[Any, jax.Array], jax.Array],
+    stacked: Any,
+    x_BSD: jax.Array,
+    stages: int,
+    remat: Remat,
 ) -> jax.Array:
     """The residual stream after all blocks, [B, S, D].
 
@@ -44,6 +50,7 @@ def through_stages(
         x_BSD: the residual stream before the first block.
         stages: devices along the pipeline axis; times the chunks, where there are several, they
             divide the layers.
+        remat: what the backward pass computes again of each block, as `blocks` has it done.
     """
     chunks, microbatches = arrangement().chunks, arrangement().microbatches
     dealt = jax.tree.map(lambda leaf: _dealt(leaf, chunks, stages), stacked)
@@ -51,6 +58,12 @@ def through_stages(
     here = jnp.arange(stages)
 
     every = jax.vmap(blocks, spmd_axis_name=PIPELINE)
+
+    def at_work(dealt: Any, chunk_P: jax.Array, state_PBSD: jax.Array) -> jax.Array:
+        return every(_picked(dealt, chunk_P), state_PBSD)
+
+    if chunks > 1:
+        at_work = recomputed_with_picks(at_work, remat)
 
     def tick(state_PBSD: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
         group, place = jnp.divmod(time, stages * chunks)
@@ -61,7 +74,7 @@ def through_stages(
             is_entering[:, None, None, None], rows_MBSD[entering][None], handed_PBSD
         )
         chunk = jnp.maximum(time - here, 0) // stages % chunks
-        state_PBSD = _by_stage(every(_at_work(dealt, chunk), _by_stage(state_PBSD)))
+        state_PBSD = _by_stage(at_work(dealt, chunk, _by_stage(state_PBSD)))
         return state_PBSD, state_PBSD
 
     empty = _by_stage(jnp.zeros((stages, *rows_MBSD.shape[1:]), x_BSD.dtype))
@@ -91,7 +104,7 @@ def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
     return placed(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
 
 
-def _at_work(dealt: Any, chunk_P: jax.Array) -> Any:
+def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
     """The layers that each stage computes now, [stages, layers of a chunk, ...].
 
     Each stage picks for itself: XLA's partitioner makes scatters that its own verifier refuses of

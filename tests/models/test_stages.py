@@ -70,6 +70,13 @@ def test_a_pipeline_takes_a_tick_per_microbatch_and_chunk_and_the_bubble(
     assert [scan.params["length"] for scan in scans] == [ticks]
 
 
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+    """What it needs besides its arguments and results."""
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
 @pytest.mark.parametrize("remat", ["full", "per_op"])
 def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
     """Blocks that are computed again pick theirs again: with chunks a pipeline of many
@@ -96,7 +103,7 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
         return jax.jit(jax.grad(loss), in_shardings=replicated(mesh)).lower(matrices).compile()
 
     whole, chunked = compiled(1), compiled(2)
-    held, more = (each.memory_analysis().temp_size_in_bytes for each in (whole, chunked))
+    held, more = map(temporary_bytes, (whole, chunked))
     picked = matrices.nbytes // 4  # one chunk of one of two stages
 
     assert more - held < 8 * picked  # where each of 65 ticks kept one

@@ -23,6 +23,16 @@ def test_llama_takes_the_memory_that_was_published():
     reserved = [compare["reserved_gib"](row, rows) / row.published_gib - 1 for row in rows]
     assert len(rows) == 11
     assert all(abs(error) < 0.1 for error in reserved), reserved
-    in_use = {(row.run.case_id, row.run.device_count): row.in_use_error for row in rows}
+    in_use = {(row.name, row.devices): row.in_use_error for row in rows}
     assert -0.16 < in_use.pop(("titan_llama70b_2d", 256)) < -0.1
     assert all(-0.1 < error < 0 for error in in_use.values()), in_use
+
+
+def test_405b_takes_the_memory_that_was_published():
+    """Within 10 % of torchtitan's 1F1B at two lengths, and of its interleaved chunks by either
+    number of microbatches that its source may mean."""
+    compare = runpy.run_path(str(COMPARE))
+    errors = {row.name: row.in_use_error for row in compare["pipelined"]()}
+
+    assert len(errors) == 4
+    assert all(abs(error) < 0.1 for error in errors.values()), errors

@@ -26,6 +26,7 @@ from scalejax.transformer_program import (
     transformer_program,
 )
 from scalejax.transformer_program.block import block_backward, block_forward
+from scalejax.transformer_program.memory import under_way
 
 CLUSTER = load_cluster("selene")
 IS_READ_COMPILER = jax.__version_info__ < (0, 11)
@@ -349,6 +350,14 @@ def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():
 
     held = one.memory.temporary_bytes - few.memory.temporary_bytes
     assert held == 2 * 128 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "held"), [(8, 1, 4), (2, 1, 2), (8, 2, 5.5), (4, 2, 4)]
+)
+def test_a_stage_holds_no_more_microbatches_than_there_are(microbatches, chunks, held):
+    """Of 4 stages, the first holds 4; with two chunks 4 (1 + 3 / 8)."""
+    assert under_way(4, microbatches, chunks) == held
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     python experiments/published_memory/compare.py
 
 Reads `../shared/ledger/step_times.csv` beside this checkout for what was run. Programs come from
-the archive of `scalejax.validation`; nothing is compiled.
+the archive of `scalejax.validation`; nothing is compiled. The ledger has no 405B: its two runs over
+a pipeline are counted in closed form, from `llama3_405b.toml` beside this file.
 
 What was published is what PyTorch's allocator had reserved, and so holds what lay free between
 its blocks, which no program tells. How much that is in proportion is taken from the runs of the
@@ -12,14 +13,33 @@ other network, so that no row has a part in its own prediction.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from scalejax.config import load_config, resolve
+from scalejax.hardware import load_cluster
+from scalejax.search.costs import workspace_bytes
+from scalejax.searched_run import shape_of
+from scalejax.transformer_program import Strategy, memory_use
+from scalejax.transformer_program.shape import parameters_of_device
 from scalejax.units import GIB
-from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
+from scalejax.validation import Skipped, compile_cases, read_ledger
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
+PIPELINED = Path(__file__).parent / "llama3_405b.toml"
+CLUSTER = "torchtitan-h100"
+_F32_BYTES = 4
+PIPELINED_RUNS = (
+    (1, 8, 8192, 256, 82.5),
+    (2, 8, 8192, 256, 72.7),
+    (2, 16, 8192, 256, 72.7),
+    (1, 8, 32768, 64, 75.3),
+)
+"""Of 405B: chunks, microbatches, tokens of a sample, samples of an update, published GiB; table 5
+and the first row of table 6 of the first source below. Microbatches are not stated. Left out, they
+were as many as stages, 8, until pull request 781 of torchtitan, two weeks after the source, and
+then as many as chunks of all stages, 16."""
 PUBLISHED_GIB = {
     # pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bfdb7: tables 1 to 4
     ("titan_llama8b_eager", 8): 82.4,
@@ -43,18 +63,19 @@ reserved (max_reserved of torchtitan's metrics), without the driver's own."""
 class Row:
     """One published run."""
 
-    run: LedgerRow
+    name: str
     """What was run."""
+    devices: int
+    """On how many."""
+    recompute: str
+    """What its backward pass computes again."""
+    network: str
+    """Layers and width, which tell the networks apart."""
     in_use_gib: float
-    """The peak of the compiled step and of what PyTorch holds beyond it, without what the chip's
-    runtime takes."""
+    """The peak of the step and of what PyTorch holds beyond it, without what the chip's runtime
+    takes."""
     published_gib: float
     """What was published."""
-
-    @property
-    def network(self) -> tuple[int | None, int | None]:
-        """Layers and width, which tell the networks apart."""
-        return self.run.model.layers, self.run.model.hidden
 
     @property
     def in_use_error(self) -> float:
@@ -75,15 +96,55 @@ def reserved_gib(row: Row, rows: Sequence[Row]) -> float:
 
 
 def compared() -> Iterator[Row]:
-    """Every row whose memory was published."""
+    """Every row of the ledger whose memory was published."""
     runs = [run for run in read_ledger(LEDGER) if (run.case_id, run.device_count) in PUBLISHED_GIB]
     for case in compile_cases(runs, compiles=False):
         if not isinstance(case, Skipped):
+            run = case.row
             yield Row(
-                run=case.row,
+                name=run.case_id,
+                devices=run.device_count,
+                recompute=run.work.recompute or "none",
+                network=f"{run.model.layers} layers of {run.model.hidden}",
                 in_use_gib=case.program.memory.peak_bytes / GIB,
-                published_gib=PUBLISHED_GIB[case.row.case_id, case.row.device_count],
+                published_gib=PUBLISHED_GIB[run.case_id, run.device_count],
             )
+
+
+def pipelined() -> Iterator[Row]:
+    """The runs of 405B over a pipeline, by schedule and microbatches.
+
+    FSDP sums the gradients of a chunk until its last microbatch, and then scatters them
+    (_configure_data_parallel_mode in torch/distributed/pipelining/stage.py). With no more
+    microbatches than stages all of a chunk have come back before the first of the chunk before it
+    does, and the sums of a single chunk are held at a time.
+    """
+    config, chip = load_config(PIPELINED), load_cluster(CLUSTER).chip
+    whole, network = resolve(config).split, shape_of(config, chip)
+    for chunks, microbatches, tokens, global_batch, published in PIPELINED_RUNS:
+        shape = replace(network, tokens=tokens)
+        split = replace(whole, microbatches=microbatches, global_batch=global_batch)
+        strategy = Strategy(
+            split=split,
+            recompute="full",
+            zero_stage=1,
+            sequence_parallel=True,
+            pipeline_chunks=chunks,
+        )
+        memory = memory_use(shape, strategy, workspace_bytes=workspace_bytes(chip))
+        sums = parameters_of_device(shape, split.layout) * _F32_BYTES
+        scattered = 0
+        if microbatches <= split.layout.pipeline:
+            scattered = sums - sums // chunks
+        schedule = "1F1B" if chunks == 1 else "interleaved 1F1B"
+        yield Row(
+            name=f"405B, {schedule}, {microbatches} microbatches, {tokens} tokens",
+            devices=split.layout.device_count,
+            recompute="full",
+            network=f"{shape.layers} layers of {shape.hidden}",
+            in_use_gib=(memory.peak_bytes - scattered) / GIB,
+            published_gib=published,
+        )
 
 
 def main() -> None:
@@ -95,18 +156,18 @@ def main() -> None:
         "| run | devices | recompute | published GiB | in use GiB | error | reserved GiB | error |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
+    for row in (*rows, *pipelined()):
         reserved = reserved_gib(row, rows)
         print(
-            f"| {row.run.case_id} | {row.run.device_count} | {row.run.work.recompute} | "
+            f"| {row.name} | {row.devices} | {row.recompute} | "
             f"{row.published_gib:.1f} | {row.in_use_gib:.1f} | {row.in_use_error:+.1%} | "
             f"{reserved:.1f} | {reserved / row.published_gib - 1:+.1%} |"
         )
-    print("\nreserved over in use, in the median of a network's runs:")
-    for layers, hidden in sorted({row.network for row in rows}, key=str):
-        found = [row.reserved_over_used for row in rows if row.network == (layers, hidden)]
+    print("\nreserved over in use, in the median of a network's runs of the ledger:")
+    for network in sorted({row.network for row in rows}):
+        found = [row.reserved_over_used for row in rows if row.network == network]
         spread = f"{min(found):.3f} to {max(found):.3f}"
-        print(f"{layers} layers of {hidden}: {median(found):.3f}, {spread} ({len(found)} runs)")
+        print(f"{network}: {median(found):.3f}, {spread} ({len(found)} runs)")
 
 
 if __name__ == "__main__":

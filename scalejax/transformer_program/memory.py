@@ -61,10 +61,10 @@ class Held:
         """
         shape, layers = part.shape, most_layers(part.shape, layout)
         self._data, self._stages, self._moments = layout.data, layout.pipeline, moments
+        self._microbatches = microbatches
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
         self._is_cast = shape.element_bytes != _F32_BYTES
-        self._under_way = min(layout.pipeline, microbatches)
         self._kept = kept_bytes(part) * layers
         self._fixed = _fixed_bytes(part, layers)
         self.batch_bytes = 8 * part.samples * microbatches * (shape.tokens // layout.context)
@@ -79,18 +79,18 @@ class Held:
         accumulated = self._accumulated // (self._data if zero_stage == 2 else 1)
         # Cast parameters are among what is fixed; others are arguments, unless kept in parts.
         gathered = self._own if zero_stage and not self._is_cast else 0
-        kept = int(self._kept * self._under_way * held_by_chunks(self._stages, chunks))
+        kept = int(self._kept * under_way(self._stages, self._microbatches, chunks))
         return self._fixed + accumulated + gathered + kept
 
 
-def held_by_chunks(stages: int, chunks: int) -> float:
-    """How many times what it would hold without chunks the first stage holds of microbatches.
+def under_way(stages: int, microbatches: int, chunks: int) -> float:
+    """Of how many microbatches the first stage holds what blocks keep, at most all.
 
-    Without, as many as there are stages, or microbatches (1F1B); interleaved stages hold
-    1 + (stages - 1) / (stages chunks) times as many (Korthikanti et al. 2022, arXiv 2205.05198,
-    section 4.2.3).
+    As many as there are stages (1F1B); interleaved 1 + (stages - 1) / (stages chunks) times as
+    many (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3).
     """
-    return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+    times = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
+    return min(microbatches, stages * times)
 
 
 @lru_cache(maxsize=_KEPT)

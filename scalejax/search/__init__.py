@@ -5,8 +5,10 @@ fits is costed, as `predict` would cost its whole `Program`. Arithmetic on plain
 network of JAX, no compiler, no files.
 """
 
+import gc
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,25 +93,39 @@ def search(
         require_at_least("devices", count, 1)
         _require_devices(count, cluster)
     considered = 0
-    fitting: list[tuple[Group, list[Strategy]]] = []
-    for count in device_counts:
-        for group in groups(shape, count, global_batch):
-            considered += len(group)
-            fits = _fitting(shape, group, global_batch, moments, cluster.chip)
-            if fits:
-                fitting.append((group, fits))
+    fitting: list[list[Strategy]] = []
     costs = StrategyCosts(shape, cluster)
     ranked: list[Candidate] = []
-    for index, (_, fits) in enumerate(fitting):
-        if index % _TOLD_EVERY == 0:
-            on_progress(index, len(fitting))
-        ranked += costs.candidates(fits)
-    on_progress(len(fitting), len(fitting))
-    ranked.sort(key=_KEYS[objective])
+    with _without_collector():
+        for count in device_counts:
+            for group in groups(shape, count, global_batch):
+                considered += len(group)
+                fits = _fitting(shape, group, global_batch, moments, cluster.chip)
+                if fits:
+                    fitting.append(fits)
+        for index, fits in enumerate(fitting):
+            if index % _TOLD_EVERY == 0:
+                on_progress(index, len(fitting))
+            ranked += costs.candidates(fits)
+        on_progress(len(fitting), len(fitting))
+        ranked.sort(key=_KEYS[objective])
     nearest = None
     if not ranked:
         nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
     return Found(ranked=tuple(ranked), considered=considered, nearest=nearest)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let no garbage be looked for: there is none of the kind, in cycles, and Python would look at
+    all that was found again and again, a quarter of the time of a large search."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {

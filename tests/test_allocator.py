@@ -1,11 +1,18 @@
-"""Threads of a training process share a few of glibc's arenas."""
+"""Threads of a process that trains share a few of glibc's arenas."""
 
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import scalejax
+from scalejax.commands import runs
+from scalejax.sweep import worker
+
+EXAMPLE = Path(scalejax.__file__).parent / "examples" / "fashion_small_batch.toml"
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="another C library than glibc"
@@ -57,10 +64,32 @@ def heaps(*arguments: str, **environment: str) -> int:
     return int(done.stdout)
 
 
-def test_threads_share_four_arenas() -> None:
-    """Twelve threads at once take more arenas, left to themselves."""
-    assert heaps() > 4
-    assert heaps("limit") == 4
+@pytest.mark.skipif((os.cpu_count() or 1) > 8, reason="more cores than arenas that were taken")
+def test_threads_share_an_arena_for_each_core() -> None:
+    """At least four; twelve threads at once take more, left to themselves."""
+    shared = max(4, os.cpu_count() or 1)
+    assert heaps() > shared
+    assert heaps("limit") == shared
+
+
+class _Asked(Exception):
+    """Arenas were to be limited."""
+
+
+def _ask() -> None:
+    raise _Asked
+
+
+def test_what_trains_limits_them_first(monkeypatch, tmp_path) -> None:
+    """Before JAX has threads, of which glibc would take notice no more."""
+    monkeypatch.setattr(runs, "limit_arenas", _ask)
+    monkeypatch.setattr(runs, "choose_platform", lambda *_: pytest.fail("JAX came first"))
+    monkeypatch.setattr(worker, "limit_arenas", _ask)
+
+    with pytest.raises(_Asked):
+        runs.Train(run_file=EXAMPLE).execute({})
+    with pytest.raises(_Asked):
+        worker.main(tmp_path, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff
 
 from scalejax import documents, tables, waiting
-from scalejax.allocator import limit_arenas
 from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, take_conditions
 from scalejax.config import RunConfig, load_config
@@ -51,7 +50,6 @@ class Emulate(RunFileCommand):
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
         cluster = _cluster(config, conditions)
-        limit_arenas()
         choose_platform(None)
         from scalejax import emulation_tables
         from scalejax.emulate.folder import emulate, replay_folder

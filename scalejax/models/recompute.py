@@ -30,8 +30,8 @@ def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """
     if remat not in _POLICIES:
         return block
-    policy = None if remat == "full" else _is_kept
-    again = jax.checkpoint(block, prevent_cse=False, policy=policy)  # a scan already prevents it
+    # A scan already prevents that common subexpressions are joined.
+    again = jax.checkpoint(block, prevent_cse=False, policy=_POLICIES[remat])
 
     def marked(x_BSD: jax.Array, *rest: Any) -> Any:
         return again(checkpoint_name(x_BSD, _ENTERING), *rest)
@@ -43,8 +43,9 @@ def recomputed_with_picks(blocks: Callable[..., Any], remat: Remat) -> Callable[
     """`blocks`, several in a row which first pick their parameters out of more, and pick them again
     in the backward pass; of each `recomputed` block that pass computes again what it would.
 
-    Else what was picked is kept, each time anew. With "none" and "selective" it is: what blocks
-    keep of themselves is much more.
+    Else what was picked is kept, each time anew. With "none" and "selective" it is still, which is
+    most of the memory where a microbatch has fewer tokens than the blocks are wide: a policy here
+    would undo what selective blocks see to themselves.
     """
     if remat not in _POLICIES:
         return blocks
@@ -76,4 +77,5 @@ def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
 
 
 _POLICIES = {"full": _is_entering, "per_op": _is_entering_or_kept}
-"""What is kept of blocks that are computed again."""
+"""What is kept of blocks that are computed again. Their input is marked outside of them: only a
+policy around several sees it, a single one keeps it anyway."""

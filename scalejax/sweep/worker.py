@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
+from scalejax.allocator import limit_arenas
 from scalejax.config import ResolvedRun
 from scalejax.errors import ScalejaxError
 from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
@@ -55,6 +56,7 @@ class _Steps:
 
 def main(folder: Path, memory_bytes: int) -> int:
     """Do the jobs that standard input names, each in so much memory; returns the exit code."""
+    limit_arenas()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no word of ours
     jobs: queue.Queue[list[int]] = queue.Queue()

@@ -1,11 +1,13 @@
 """Promises of pipeline stages: the same function, in so many ticks, each stage with its blocks."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Jaxpr
 
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
@@ -70,6 +72,17 @@ def test_a_pipeline_takes_a_tick_per_microbatch_and_chunk_and_the_bubble(
     assert [scan.params["length"] for scan in scans] == [ticks]
 
 
+def products(jaxpr: Any) -> int:
+    """Matrix products that a program computes, those of a scan as often as it runs."""
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "dot_general"
+        bodies = [getattr(each, "jaxpr", each) for each in equation.params.values()]
+        inner = sum(products(each) for each in bodies if isinstance(each, Jaxpr))
+        found += equation.params.get("length", 1) * inner
+    return found
+
+
 def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     """What it needs besides its arguments and results."""
     memory = compiled.memory_analysis()
@@ -93,14 +106,18 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
 
     mesh = build_mesh(Layout(pipeline=2))
 
-    def compiled(chunks: int):
+    def gradient(chunks: int):
         def loss(matrices):
             with arranged(
                 mesh.abstract_mesh, Arrangement(microbatches=microbatches, chunks=chunks)
             ):
                 return jnp.sum(through_stages(through, matrices, x_BSD, 2, remat) ** 2)
 
-        return jax.jit(jax.grad(loss), in_shardings=replicated(mesh)).lower(matrices).compile()
+        return jax.grad(loss)
+
+    def compiled(chunks: int):
+        jitted = jax.jit(gradient(chunks), in_shardings=replicated(mesh))
+        return jitted.lower(matrices).compile()
 
     whole, chunked = compiled(1), compiled(2)
     held, more = map(temporary_bytes, (whole, chunked))
@@ -108,6 +125,9 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
 
     assert more - held < 8 * picked  # where each of 65 ticks kept one
     np.testing.assert_allclose(chunked(matrices), whole(matrices), rtol=2e-5, atol=1e-6)
+    forward = 65 * 2  # ticks, and blocks of a chunk; backward twice that
+    again = {"full": forward, "per_op": 0}[remat]
+    assert products(jax.make_jaxpr(gradient(2))(matrices).jaxpr) == 3 * forward + again
 
 
 @pytest.mark.parametrize("layers", [4, 3])

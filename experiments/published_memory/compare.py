@@ -3,33 +3,35 @@
     python experiments/published_memory/compare.py
 
 Reads `../shared/ledger/step_times.csv` beside this checkout for what was run. Programs come from
-the archive of `scalejax.validation`; nothing is compiled. The ledger has no 405B: its two runs over
-a pipeline are counted in closed form, from `llama3_405b.toml` beside this file.
+the archive of `scalejax.validation`; nothing is compiled. The ledger has no 405B: its runs over a
+pipeline are counted by what PyTorch's pipeline holds in turn (`fsdp_pipeline.py`), of the layout
+in `llama3_405b.toml`.
 
 What was published is what PyTorch's allocator had reserved, and so holds what lay free between
-its blocks, which no program tells. How much that is in proportion is taken from the runs of the
-other network, so that no row has a part in its own prediction.
+its blocks, which no program tells. How much that is in proportion is taken from the ledger's runs
+of the other networks, each network counting once, so that no row has a part in its own prediction.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
+
+from fsdp_pipeline import Pipeline
 
 from scalejax.config import load_config, resolve
 from scalejax.hardware import load_cluster
 from scalejax.search.costs import workspace_bytes
 from scalejax.searched_run import shape_of
-from scalejax.transformer_program import Strategy, memory_use
-from scalejax.transformer_program.shape import parameters_of_device
+from scalejax.transformer_program import Strategy
+from scalejax.transformer_program.shape import part_of
 from scalejax.units import GIB
 from scalejax.validation import Skipped, compile_cases, read_ledger
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
 PIPELINED = Path(__file__).parent / "llama3_405b.toml"
 CLUSTER = "torchtitan-h100"
-_F32_BYTES = 4
 PIPELINED_RUNS = (
     (1, 8, 8192, 256, 82.5),
     (2, 8, 8192, 256, 72.7),
@@ -90,9 +92,16 @@ class Row:
 
 def reserved_gib(row: Row, rows: Sequence[Row]) -> float:
     """What the allocator is predicted to have reserved for `row`, as for the other networks."""
-    return row.in_use_gib * median(
-        other.reserved_over_used for other in rows if other.network != row.network
-    )
+    found = typical_ratios([other for other in rows if other.network != row.network])
+    return row.in_use_gib * fmean(found.values())
+
+
+def typical_ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Reserved over in use in the median of each network's runs."""
+    return {
+        network: median(row.reserved_over_used for row in rows if row.network == network)
+        for network in sorted({row.network for row in rows})
+    }
 
 
 def compared() -> Iterator[Row]:
@@ -111,38 +120,30 @@ def compared() -> Iterator[Row]:
             )
 
 
-def pipelined() -> Iterator[Row]:
-    """The runs of 405B over a pipeline, by schedule and microbatches.
-
-    FSDP sums the gradients of a chunk until its last microbatch, and then scatters them
-    (_configure_data_parallel_mode in torch/distributed/pipelining/stage.py). With no more
-    microbatches than stages all of a chunk have come back before the first of the chunk before it
-    does, and the sums of a single chunk are held at a time.
-    """
+def pipelined(gathered_bytes: int = 2) -> Iterator[Row]:
+    """The runs of 405B over a pipeline, by schedule and microbatches; each gathered parameter
+    takes `gathered_bytes`."""
     config, chip = load_config(PIPELINED), load_cluster(CLUSTER).chip
     whole, network = resolve(config).split, shape_of(config, chip)
     for chunks, microbatches, tokens, global_batch, published in PIPELINED_RUNS:
         shape = replace(network, tokens=tokens)
         split = replace(whole, microbatches=microbatches, global_batch=global_batch)
-        strategy = Strategy(
-            split=split,
-            recompute="full",
-            zero_stage=1,
-            sequence_parallel=True,
-            pipeline_chunks=chunks,
+        strategy = Strategy(split=split, recompute="full", sequence_parallel=True)
+        pipeline = Pipeline(
+            part=part_of(shape, strategy),
+            devices=split.layout.pipeline,
+            chunks=chunks,
+            microbatches=microbatches,
+            shards=split.layout.data,
+            gathered_bytes=gathered_bytes,
         )
-        memory = memory_use(shape, strategy, workspace_bytes=workspace_bytes(chip))
-        sums = parameters_of_device(shape, split.layout) * _F32_BYTES
-        scattered = 0
-        if microbatches <= split.layout.pipeline:
-            scattered = sums - sums // chunks
         schedule = "1F1B" if chunks == 1 else "interleaved 1F1B"
         yield Row(
             name=f"405B, {schedule}, {microbatches} microbatches, {tokens} tokens",
             devices=split.layout.device_count,
             recompute="full",
             network=f"{shape.layers} layers of {shape.hidden}",
-            in_use_gib=(memory.peak_bytes - scattered) / GIB,
+            in_use_gib=(pipeline.peak_bytes() + workspace_bytes(chip)) / GIB,
             published_gib=published,
         )
 
@@ -152,22 +153,29 @@ def main() -> None:
     if not LEDGER.exists():
         sys.exit(f"{LEDGER} is not there; it says what was run.")
     rows = list(compared())
+    show((*rows, *pipelined()), rows)
+    print("\n405B, its parameters gathered in float8:")
+    show(tuple(pipelined(gathered_bytes=1)), rows)
+    print("\nreserved over in use, in the median of a network's runs of the ledger:")
+    for network, ratio in typical_ratios(rows).items():
+        found = [row.reserved_over_used for row in rows if row.network == network]
+        spread = f"{min(found):.3f} to {max(found):.3f}"
+        print(f"{network}: {ratio:.3f}, {spread} ({len(found)} runs)")
+
+
+def show(shown: Sequence[Row], known: Sequence[Row]) -> None:
+    """Print a table of `shown`, reserved as the allocator did in `known`."""
     print(
         "| run | devices | recompute | published GiB | in use GiB | error | reserved GiB | error |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for row in (*rows, *pipelined()):
-        reserved = reserved_gib(row, rows)
+    for row in shown:
+        reserved = reserved_gib(row, known)
         print(
             f"| {row.name} | {row.devices} | {row.recompute} | "
             f"{row.published_gib:.1f} | {row.in_use_gib:.1f} | {row.in_use_error:+.1%} | "
             f"{reserved:.1f} | {reserved / row.published_gib - 1:+.1%} |"
         )
-    print("\nreserved over in use, in the median of a network's runs of the ledger:")
-    for network in sorted({row.network for row in rows}):
-        found = [row.reserved_over_used for row in rows if row.network == network]
-        spread = f"{min(found):.3f} to {max(found):.3f}"
-        print(f"{network}: {median(found):.3f}, {spread} ({len(found)} runs)")
 
 
 if __name__ == "__main__":

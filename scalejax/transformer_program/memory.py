@@ -99,7 +99,7 @@ def _fixed_bytes(part: Part, layers: int) -> int:
     stack = part.matrix_bytes // part.layout.fsdp * layers
     stacks = stack // part.gradient_parts
     stacks += 0 if part.shape.element_bytes == _F32_BYTES else stack
-    return stacks + _table_bytes(part) + max(_block_bytes(part), _logits_bytes(part))
+    return stacks + _table_bytes(part) + max(block_bytes(part), _logits_bytes(part))
 
 
 def _table_bytes(part: Part) -> int:
@@ -108,7 +108,7 @@ def _table_bytes(part: Part) -> int:
     return shape.vocabulary * shape.hidden * shape.element_bytes // part.layout.tensor
 
 
-def _block_bytes(part: Part) -> int:
+def block_bytes(part: Part) -> int:
     """Most that the backward pass of one block needs besides the stacks.
 
     A layer of each matrix, with fsdp whole and the gradients before they are scattered; the

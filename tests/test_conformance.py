@@ -354,7 +354,12 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
         pytest.param(model, layout, marks=[] if index == 0 else [pytest.mark.slow])
         for model in ("llama", "gpt")
         for index, layout in enumerate(
-            ("tensor=4, tokens split", "fsdp=4 x tensor=2", "data=2 x tensor=2 x pipeline=2")
+            (
+                "tensor=4, tokens split",
+                "fsdp=4 x tensor=2",
+                "data=2 x tensor=2 x pipeline=2",
+                "pipeline=2, interleaved",
+            )
         )
     ],
 )

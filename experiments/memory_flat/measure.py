@@ -173,6 +173,14 @@ def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
             "per_1000_steps": round(slope, digits),
             "interval": [round(low, digits), round(high, digits)],
         }
+    middle = len(lasting) // 2
+    found["private_bytes_of_halves"] = {
+        name: round(float(theilslopes([each.private_bytes for each in part], at)[0]))
+        for name, part, at in (
+            ("first", lasting[:middle], at[:middle]),
+            ("last", lasting[middle:], at[middle:]),
+        )
+    }
     third = max(1, len(lasting) // 3)
     found["files_of_thirds"] = {
         name: {"least": min(files), "median": median(files), "most": max(files)}

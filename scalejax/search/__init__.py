@@ -118,8 +118,7 @@ def search(
 @contextmanager
 def _without_collector() -> Iterator[None]:
     """Let no garbage be looked for, in the whole process: a search makes none in cycles, and Python
-    would look at all that was found again and again, a sixth of the time of
-    experiments/search_gpt3."""
+    would look at all that was found again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

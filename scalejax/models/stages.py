@@ -18,6 +18,7 @@ adds nothing to the residual stream. Nothing is trained there: a layer of zeros 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -70,9 +71,7 @@ def through_stages(
         entering = jnp.clip(group * stages + place, 0, microbatches - 1)
         handed_PBSD = jnp.roll(state_PBSD, 1, axis=0)
         is_entering = (here == 0) & (place < stages)
-        state_PBSD = jnp.where(
-            is_entering[:, None, None, None], rows_MBSD[entering][None], handed_PBSD
-        )
+        state_PBSD = _either(is_entering, rows_MBSD[entering], handed_PBSD)
         chunk = jnp.maximum(time - here, 0) // stages % chunks
         state_PBSD = _by_stage(at_work(dealt, chunk, _by_stage(state_PBSD)))
         return state_PBSD, state_PBSD
@@ -85,6 +84,13 @@ def through_stages(
     is_last = (here == stages - 1)[None, :, None, None, None]
     last_MPBSD = jnp.where(is_last, made_TPBSD[leaving], 0)
     return placed_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def _either(is_first_P: jax.Array, first_BSD: jax.Array, second_PBSD: jax.Array) -> jax.Array:
+    """Of each stage one of both; what is kept for the backward pass is a flag for each stage, and
+    not for each of its elements."""
+    return jnp.where(is_first_P[:, None, None, None], first_BSD[None], second_PBSD)
 
 
 def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:

@@ -175,7 +175,9 @@ def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
         }
     middle = len(lasting) // 2
     found["private_bytes_of_halves"] = {
-        name: round(float(theilslopes([each.private_bytes for each in part], at)[0]))
+        name: round(
+            float(theilslopes([each.private_bytes for each in part], at)[0])  # type: ignore[arg-type]  untyped
+        )
         for name, part, at in (
             ("first", lasting[:middle], at[:middle]),
             ("last", lasting[middle:], at[middle:]),

@@ -269,7 +269,7 @@ def test_large_images_that_become_small_are_taken_in_the_memory_there_is(tmp_pat
 )
 def test_three_million_rows_are_shuffled_in_bounded_memory(table, tmp_path):
     """One epoch, each row once, in any order, with memory for one row group in eleven; a resumed
-    run reads on in less than a second."""
+    run does not read again what was read."""
     flights, memory_bytes = FLIGHTS / "flights-3m.parquet", 16 * 2**20
     config = {
         "name": "parquet",
@@ -298,4 +298,5 @@ def test_three_million_rows_are_shuffled_in_bounded_memory(table, tmp_path):
     assert found["arrow_bytes"] <= memory_bytes + 2 * 272_730 * 24
     # and beside it the order, and what libraries hold on to
     assert found["grown_bytes"] <= memory_bytes + 8 * 3_000_000 + 64 * 2**20
-    assert found["resume_cpu_seconds"] < 1
+    # it starts after two thirds, and would take as much of the time to read up to there
+    assert found["resume_cpu_seconds"] < 0.5 * found["epoch_cpu_seconds"]

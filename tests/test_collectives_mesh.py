@@ -1,12 +1,16 @@
 """Rings on the wires of a node whose devices no switch joins, by hand and against measurements."""
 
+from dataclasses import replace
+
 import pytest
 from hardware_cases import cluster_of
 
 from scalejax.collectives import mesh_rings
+from scalejax.collectives.mesh import wires_by_number
 from scalejax.cost.communication import collective_seconds, group_route
 from scalejax.errors import ConfigError
 from scalejax.hardware import Link, load_cluster
+from scalejax.hardware.catalogue import load_library
 from scalejax.program import Collective, DeviceGroup
 
 
@@ -56,6 +60,24 @@ def test_rings_on_the_wires_of_a_dgx1_explain_its_rates(devices: int, bytes_per_
 def test_members_that_no_wire_joins_go_through_the_host():
     """Devices 0 and 5 of a DGX-1 share no wire: 48 GB/s of 8 devices to the host are 6 each."""
     assert group_route(((2, 5),), load_cluster("dgx1-v100")).link_bytes_per_second == 6e9
+
+
+def test_fewest_wires_of_a_ring_by_numbers():
+    """Of a path of three, joined by two wires and one, the ends have none between them."""
+    path = ((0, 2, 0), (2, 0, 1), (0, 1, 0))
+
+    assert wires_by_number(path, (0, 1)) == 2
+    assert wires_by_number(path, (2, 1)) == 1
+    assert wires_by_number(path, (0, 1, 2)) == 0
+
+
+def test_nccl_1_runs_one_ring_by_numbers_on_a_dgx1():
+    """A wire of 18 GB/s joins 0, 1, 2, 3 and 0; none joins 3 and 4, which take the host's 6."""
+    cluster = replace(load_cluster("dgx1-p100"), library=load_library("nccl-1"))
+
+    routes = [group_route(((devices, 1),), cluster) for devices in (2, 4, 8)]
+
+    assert [way.link_bytes_per_second for way in routes] == pytest.approx([18e9, 18e9, 6e9])
 
 
 def test_damaged_wires_are_refused():

@@ -30,6 +30,13 @@ def mesh_rings(wires: Wires, positions: tuple[int, ...]) -> tuple[int, int]:
     return rings, max(rings // 2, int(_has_path(left, positions)))
 
 
+def wires_by_number(wires: Wires, positions: tuple[int, ...]) -> int:
+    """Fewest wires between neighbours in the one ring over `positions` in the order of numbers; 0
+    where some have none."""
+    ring = sorted(positions)
+    return min(wires[a][b] for a, b in pairwise([*ring, ring[0]]))
+
+
 Edge = tuple[int, int]
 
 

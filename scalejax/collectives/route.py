@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from scalejax.collectives.mesh import mesh_rings
+from scalejax.collectives.mesh import mesh_rings, wires_by_number
 from scalejax.errors import DoesNotFit, require_at_least
-from scalejax.hardware import Cluster, Link
+from scalejax.hardware import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def route(
     """
     link = cluster.link
     places = positions if positions is not None else tuple(range(members_per_node))
-    ring_rate, tree_rate = _link_rates(link, places, cluster.devices_per_node)
+    ring_rate, tree_rate = _link_rates(cluster, places)
     host_rate = link.bytes_per_second * link.attainable_fraction * members_per_node
     if link.host_bytes_per_second is not None:
         host_rate = link.host_bytes_per_second * members_per_node / cluster.devices_per_node
@@ -105,15 +105,15 @@ def route(
     )
 
 
-def _link_rates(
-    link: Link, positions: tuple[int, ...], devices_per_node: int
-) -> tuple[float, float]:
+def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, float]:
     """Rates of one member to the others of its node: in a ring, and in a tree.
 
     On a mesh whose wires are known both follow from the paths that fit on them; members that no
-    path of wires joins go through the host. On a mesh of unknown wires each doubling of the
-    members adds a dimension: g of N have floor(log2 g) / log2 N of the wires.
+    path of wires joins go through the host, as do, in a ring by numbers, two neighbours without
+    a wire, for whom all others wait. On a mesh of unknown wires each doubling of the members
+    adds a dimension: g of N have floor(log2 g) / log2 N of the wires.
     """
+    link, devices_per_node = cluster.link, cluster.devices_per_node
     rate = link.bytes_per_second * link.attainable_fraction
     if link.kind != "nvlink_mesh" or not 1 < len(positions) <= devices_per_node:
         return rate, rate
@@ -122,8 +122,11 @@ def _link_rates(
             rate *= math.floor(math.log2(len(positions))) / math.log2(devices_per_node)
         return rate, rate
     wire_rate = rate / max(map(sum, link.wires))
-    rings, chains = mesh_rings(link.wires, positions)
     host_rate = min(wire_rate, (link.host_bytes_per_second or rate) / devices_per_node)
+    if cluster.library.rings_by_number:
+        rate = wires_by_number(link.wires, positions) * wire_rate or host_rate
+        return rate, rate
+    rings, chains = mesh_rings(link.wires, positions)
     return (rings * wire_rate) or host_rate, (2 * chains * wire_rate) or host_rate
 
 

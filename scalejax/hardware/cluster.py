@@ -135,6 +135,9 @@ class CommunicationLibrary:
     """Ways to run a collective; the fastest is taken, as the library's own tuner would."""
     runs_buffers_one_by_one: bool = False
     """Whether a collective of several buffers costs its latency once for each, not once."""
+    rings_by_number: bool = False
+    """Whether devices on a mesh of wires make one ring in the order of their numbers, be there
+    wires or not; else rings are laid along the wires."""
     residual: float | None = None
     """Standard deviation of the logarithm of measured over predicted times, so that 0.1 is about
     10 %; None if they were compared with nothing."""

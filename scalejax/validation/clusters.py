@@ -39,6 +39,9 @@ _LINKS: dict[str, LinkKind] = {
 _ASSUMED_MEMORY = "HBM size"
 """How a row says that its source does not state the memory of a device."""
 _YEAR_OF_40_GB = 2020
+_LAST_OF_NCCL_1 = 2017
+"""NCCL 2, the first that lays rings along wires, came out in the summer of this year; what was
+published in it was measured before."""
 
 
 def cluster_of(row: LedgerRow) -> Cluster:
@@ -46,8 +49,8 @@ def cluster_of(row: LedgerRow) -> Cluster:
 
     Of the catalogue's clusters with the row's chip, link and size of node, that one is taken
     which the row's source names, or else whose network is nearest to the row's; where the row
-    states no network, the fastest. It is given the row's own rate, and for fp32 a chip without
-    tf32.
+    states no network, the fastest. It is given the row's own rate, the software of the row's
+    time, and for fp32 a chip without tf32.
 
     Raises:
         ConfigError: if the catalogue has no such device, or none in such a node.
@@ -56,7 +59,10 @@ def cluster_of(row: LedgerRow) -> Cluster:
     if exchange not in (None, "all_reduce", "parameter_server"):
         raise ConfigError(f"gradient_exchange {exchange!r}")
     named = _words(f"{row.source} {row.source_locator or ''}")
-    cluster = _cluster(_machine(row), named, row.work.precision, exchange or "all_reduce")
+    library = "parameter-server" if exchange == "parameter_server" else None
+    if library is None and row.year is not None and row.year <= _LAST_OF_NCCL_1:
+        library = "nccl-1"
+    cluster = _cluster(_machine(row), named, row.work.precision, library)
     if row.device_count > cluster.devices_per_node and cluster.network is None:
         raise ConfigError("it spans nodes, and no network is stated")
     return cluster
@@ -78,7 +84,7 @@ def _machine(row: LedgerRow) -> LedgerMachine:
 
 @cache
 def _cluster(
-    machine: LedgerMachine, named: frozenset[str], precision: str, exchange: str
+    machine: LedgerMachine, named: frozenset[str], precision: str, library: str | None
 ) -> Cluster:
     chip = CHIPS.get(machine.hardware, machine.hardware.replace("_", "-"))
     if chip not in chip_names():
@@ -97,8 +103,8 @@ def _cluster(
     per_node = machine.devices_per_node or chosen.devices_per_node
     # However many devices there are now: the row was measured on so many.
     chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
-    if exchange == "parameter_server":
-        chosen = replace(chosen, library=load_library("parameter-server"))
+    if library is not None:
+        chosen = replace(chosen, library=load_library(library))
     return _for_precision(_with_network(chosen, machine), precision)
 
 

@@ -116,6 +116,17 @@ def test_parameter_servers_replace_the_all_reduce(row):
     assert replace(served, library=plain.library) == plain
 
 
+def test_library_is_that_of_its_year(row):
+    """NCCL 2 came out in the summer of 2017; a server is no matter of years."""
+
+    def library(**cells: str) -> str:
+        return case(row(RESNET | cells)).cluster.library.name
+
+    assert library(year="2017") == "nccl-1"
+    assert library(year="2018") == "nccl"
+    assert library(year="2017", gradient_exchange="parameter_server") == "parameter-server"
+
+
 def test_memory_of_a_device_is_that_of_its_year(row):
     """In 2020 an A100 held 40 GB, whatever the ledger assumes; a stated size is believed."""
     machine = {"hardware": "a100_sxm_80gb", "intra_node_link": "nvswitch", "devices_per_node": "8"}

@@ -8,7 +8,7 @@ import numpy as np
 
 from scalejax.cost.failures import best_interval_seconds, checkpoint_goodput, goodput
 from scalejax.cost.input import input_pace, input_wait_seconds
-from scalejax.cost.stragglers import straggler_seconds
+from scalejax.cost.stragglers import step_deviation_seconds, straggler_seconds
 from scalejax.errors import ConfigError, refusal
 from scalejax.hardware import Cluster, RunConditions
 from scalejax.layout import AXES, BATCH_AXES, DATA
@@ -42,11 +42,9 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
     """What stragglers and input add to a step of `step_seconds`."""
     conditions = cluster.conditions
     stragglers = wait = None
-    step_cv = conditions.step_cv
-    if step_cv is None:
-        step_cv = cluster.chip.attainable.step_cv
-    if step_cv is not None:
-        stragglers = straggler_seconds(step_seconds, step_cv, program.device_count)
+    deviation = step_deviation_seconds(cluster, step_seconds)
+    if deviation is not None:
+        stragglers = straggler_seconds(deviation, program.device_count)
     rate, samples = conditions.input_samples_per_second, samples_per_node(program, cluster)
     if samples is not None and rate is None and cluster.input is not None:
         nodes, parts = node_count(program, cluster), batch_parts(program, cluster)

@@ -4,19 +4,36 @@ import math
 from functools import cache
 
 from scalejax.errors import require_at_least
+from scalejax.hardware import Cluster
 
 _FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th of one
 
 
-def straggler_seconds(step_seconds: float, step_cv: float, device_count: int) -> float:
+def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | None:
+    """Standard deviation of a step of `step_seconds` on one device; None if unknown.
+
+    What the conditions of a site say holds all of it. Else the variances of two causes add up:
+    one that slows a whole step, whose deviation is a share of it (`step_cv`), and disturbances
+    that come at random within it, whose variance grows with its length as that of every Poisson
+    process does (`step_dispersion_seconds`), so that long steps even them out.
+    """
+    if cluster.conditions.step_cv is not None:
+        return step_seconds * cluster.conditions.step_cv
+    attainable = cluster.chip.attainable
+    if attainable.step_cv is None:
+        return None
+    dispersed = math.sqrt(step_seconds * attainable.step_dispersion_seconds)
+    return math.hypot(step_seconds * attainable.step_cv, dispersed)
+
+
+def straggler_seconds(deviation_seconds: float, device_count: int) -> float:
     """Time by which the slowest of n devices is later than their mean, on average.
 
-    seconds = step cv E[max of n standard normals], for steps that vary normally, each device
+    seconds = deviation E[max of n standard normals], for steps that vary normally, each device
     by itself. Left out: devices that are slow at every step, and those that slow down together.
 
     Args:
-        step_seconds: mean time of a step on one device.
-        step_cv: standard deviation of it over its mean.
+        deviation_seconds: standard deviation of a step on one device.
         device_count: devices that wait for each other.
 
     Raises:
@@ -24,7 +41,7 @@ def straggler_seconds(step_seconds: float, step_cv: float, device_count: int) ->
     Source: order statistics, as in Chen et al. 2016, "Revisiting distributed synchronous SGD",
         arXiv 1604.00981, section 2.
     """
-    return step_seconds * step_cv * expected_maximum(device_count)
+    return deviation_seconds * expected_maximum(device_count)
 
 
 @cache

@@ -9,6 +9,7 @@ from dataclasses import replace
 from scalejax.compilation import OnCase, compile_cases, in_words, nothing_said
 from scalejax.config import ResolvedRun, resolve, with_fields
 from scalejax.cost import as_used, step_terms, what_if
+from scalejax.cost.stragglers import step_deviation_seconds
 from scalejax.emulate.placement import is_of_one_machine, require_one_machine, require_rates
 from scalejax.emulate.world import Durations
 from scalejax.emulation_config import EmulationConfig, TimingConfig
@@ -136,14 +137,7 @@ def _compiled(
     terms = step_terms(program, cluster, times.step_seconds)
     exchange = times.exposed_seconds + times.contention_seconds
     gradient = times.step_seconds - exchange + (terms.input_seconds or 0.0)
-    return gradient, exchange, times.step_seconds * _step_cv(cluster)
-
-
-def _step_cv(cluster: Cluster) -> float:
-    """How much a step varies on one device, as far as it is known."""
-    if cluster.conditions.step_cv is not None:
-        return cluster.conditions.step_cv
-    return cluster.chip.attainable.step_cv or 0.0
+    return gradient, exchange, step_deviation_seconds(cluster, times.step_seconds) or 0.0
 
 
 def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:

@@ -104,6 +104,10 @@ class Attainable:
     step_cv: float | None = None
     """Standard deviation of one device's step time over its mean, as seen on such chips; a cluster
     that knows its own says so in its conditions. None if unknown."""
+    step_dispersion_seconds: float = 0.0
+    """Variance of one device's step time over its mean, beside that of `step_cv`: disturbances of
+    m seconds that come at random r times a second make r m^2, however long the step. Not where
+    conditions say how much steps vary."""
     dispatch_seconds: float = 0.0
     """Time in which the host sets off one operation. It runs ahead of the devices, which wait for
     it only in steps whose operations together take less."""
@@ -131,6 +135,7 @@ class Attainable:
         require_at_least("launch_seconds", self.launch_seconds, 0)
         require_at_least("dispatch_seconds", self.dispatch_seconds, 0)
         require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
+        require_at_least("step_dispersion_seconds", self.step_dispersion_seconds, 0)
         if self.step_cv is not None and not 0 <= self.step_cv < 1:
             accepted = "it must be at least 0 and below 1: it is a share of the step"
             raise ConfigError(refusal("step_cv", self.step_cv, accepted))

@@ -118,15 +118,21 @@ def ratio_errors(scored: Iterable[Scored]) -> list[float]:
     apart first, so that rows which are compared differ in the number of devices alone.
     """
     errors = []
+    for large, small in scaling_pairs(scored):
+        predicted = _quotient(large.predicted_seconds, small.predicted_seconds)
+        measured = _quotient(large.measured_seconds, small.measured_seconds)
+        errors.append(predicted / measured - 1)
+    return errors
+
+
+def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]:
+    """Every row that has a counterpart on fewer devices, with that on fewest of its series."""
+    pairs = []
     for members in _comparable(scored):
         ordered = sorted(members, key=lambda item: item[0].device_count)
         (first, base), *others = ordered
-        for row, result in others:
-            if row.device_count > first.device_count:
-                predicted = _quotient(result.predicted_seconds, base.predicted_seconds)
-                measured = _quotient(result.measured_seconds, base.measured_seconds)
-                errors.append(predicted / measured - 1)
-    return errors
+        pairs += [(result, base) for row, result in others if row.device_count > first.device_count]
+    return pairs
 
 
 def fastest_errors(scored: Iterable[Scored]) -> list[float]:

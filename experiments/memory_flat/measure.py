@@ -174,14 +174,15 @@ def fitted(samples: Sequence[Sample], steps: int) -> dict[str, object]:
             "interval": [round(low, digits), round(high, digits)],
         }
     middle = len(lasting) // 2
-    found["private_bytes_of_halves"] = {
+    found["private_bytes_per_1000_steps_of_halves"] = {
         name: round(
-            float(theilslopes([each.private_bytes for each in part], at)[0])  # type: ignore[arg-type]  untyped
+            float(theilslopes([each.private_bytes for each in part], when)[0])  # type: ignore[arg-type]  untyped
         )
-        for name, part, at in (
+        for name, part, when in (
             ("first", lasting[:middle], at[:middle]),
             ("last", lasting[middle:], at[middle:]),
         )
+        if len(part) > 1
     }
     third = max(1, len(lasting) // 3)
     found["files_of_thirds"] = {

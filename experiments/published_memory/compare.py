@@ -161,6 +161,9 @@ def main() -> None:
         found = [row.reserved_over_used for row in rows if row.network == network]
         spread = f"{min(found):.3f} to {max(found):.3f}"
         print(f"{network}: {ratio:.3f}, {spread} ({len(found)} runs)")
+    plain = median(row.reserved_over_used for row in rows)
+    errors = [f"{row.in_use_gib * plain / row.published_gib - 1:+.1%}" for row in pipelined()]
+    print(f"405B with the median of all of these runs, {plain:.3f}: {', '.join(errors)}")
 
 
 def show(shown: Sequence[Row], known: Sequence[Row]) -> None:

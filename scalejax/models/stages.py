@@ -87,10 +87,12 @@ def through_stages(
 
 
 @partial(jax.checkpoint, prevent_cse=False)
-def _either(is_first_P: jax.Array, first_BSD: jax.Array, second_PBSD: jax.Array) -> jax.Array:
-    """Of each stage one of both; what is kept for the backward pass is a flag for each stage, and
-    not for each of its elements."""
-    return jnp.where(is_first_P[:, None, None, None], first_BSD[None], second_PBSD)
+def _either(is_entering_P: jax.Array, entering_BSD: jax.Array, handed_PBSD: jax.Array) -> jax.Array:
+    """What each stage takes: where a microbatch enters, that one, else what it was handed.
+
+    What is kept for the backward pass is a flag for each stage, not for each of its elements.
+    """
+    return jnp.where(is_entering_P[:, None, None, None], entering_BSD[None], handed_PBSD)
 
 
 def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from scalejax.program import Program
 
 _F32_BYTES = 4
-_ARRAYS, _DIVIDED_ARRAYS, _OWN_ARRAYS = 3, 4, 1
+_ARRAYS, DIVIDED_ARRAYS, _OWN_ARRAYS = 3, 4, 1
 """Arrays of tokens x vocabulary in float32: theirs, where tensor divides them, and ours."""
 WORDIER = (2, 4)
 """Times the vocabulary with which steps are compiled to know what they hold at their loss."""
@@ -46,7 +46,7 @@ def with_eager_loss(program: Program, logits: int, at_loss: int, *, is_divided: 
         at_loss: bytes besides its arguments that it holds at its loss, as `level_at_loss`.
         is_divided: whether devices along tensor each hold a part of them.
     """
-    arrays = (_DIVIDED_ARRAYS if is_divided else _ARRAYS) - _OWN_ARRAYS
+    arrays = (DIVIDED_ARRAYS if is_divided else _ARRAYS) - _OWN_ARRAYS
     peak = program.memory.temporary_bytes
     eager = min(at_loss, peak) + arrays * logits * _F32_BYTES
     return _with_more(program, max(0, eager - peak))

@@ -29,14 +29,14 @@ class Fit:
 
 
 _EVERY_CHIP = {"contention_fraction": (0.0, 0.95), "step_cv": (0.0, 0.06)}
-_SEVERAL_FRAMEWORKS = {**_EVERY_CHIP, "step_dispersion_seconds": (0.0, 5e-3)}
+_DISPERSION = {"step_dispersion_seconds": (0.0, 5e-3)}
 _WITHOUT_MATRIX_UNITS = {
     "convolution_fraction": (0.2, 0.9),
     "winograd_share": (0.0, 1.0),
     "memory_fraction": (0.3, 0.95),
     "launch_seconds": (1e-6, 50e-6),
     "step_overhead_seconds": (0.0, 10e-3),
-    **_SEVERAL_FRAMEWORKS,
+    **_EVERY_CHIP,
 }
 
 FITS = {
@@ -44,13 +44,11 @@ FITS = {
         chips=("k80",),
         families=IMAGES_AND_BERT,
         free={**_WITHOUT_MATRIX_UNITS, "winograd_share": (0.0, 2.4)},
-        typical_error=0.04,
-        typical_scaling_error=0.01,
     ),
     "p100": Fit(
         chips=("p100",),
         families=IMAGES_AND_BERT,
-        free=_WITHOUT_MATRIX_UNITS,
+        free=_WITHOUT_MATRIX_UNITS | _DISPERSION,
         typical_error=0.04,
         typical_scaling_error=0.01,
     ),
@@ -66,7 +64,8 @@ FITS = {
             "memory_fraction": (0.5, 0.95),
             "launch_seconds": (1e-6, 10e-6),
             "step_overhead_seconds": (0.0, 10e-3),
-            **_SEVERAL_FRAMEWORKS,
+            **_DISPERSION,
+            **_EVERY_CHIP,
         },
         typical_error=0.04,
         typical_scaling_error=0.01,

@@ -19,6 +19,14 @@ def notes_of(run: ResolvedRun) -> tuple[str, ...]:
     return tuple(note for note in notes if note is not None)
 
 
+def idle_notes(run: ResolvedRun, device_count: int) -> tuple[str, ...]:
+    """What to say of devices, of `device_count` there are, that the layout of `run` leaves idle."""
+    used = run.layout.device_count
+    if used >= device_count:
+        return ()
+    return (f"the layout takes {used} of {device_count} devices; the others stay idle",)
+
+
 def _long_warmup(run: ResolvedRun) -> str | None:
     epochs = run.config.train.epochs
     warmup = warmup_epochs(run.config.schedule, run.split.global_batch)

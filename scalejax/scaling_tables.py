@@ -32,11 +32,11 @@ _BROKEN_HEADINGS = {
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     """The figures for every number of devices, then where the time of a step goes."""
     first = prediction.predictions[0]
-    kept = (
-        f"{first.per_device_batch} samples per device"
-        if prediction.scaling == "weak" and first.per_device_batch
-        else f"{first.global_batch} samples per step"
-    )
+    kept = f"{first.global_batch} samples per step"
+    if prediction.scaling == "weak" and first.per_device_batch:
+        sharing = first.device_count * first.per_device_batch // first.global_batch
+        where = "per device" if sharing == 1 else f"on every {sharing} devices"
+        kept = f"{first.per_device_batch} samples {where}"
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {prediction.scaling} scaling: {kept}."
     )

@@ -14,7 +14,7 @@ from scalejax.tables import figures
 from scalejax.transformer_program import Strategy
 from scalejax.units import counted, format_bytes, format_count, format_fraction, format_seconds
 
-_LOSSES_SHOWN = 3
+_CHANGES_SHOWN = 3
 _SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
 
 
@@ -145,7 +145,7 @@ def _why(report: SearchReport) -> RenderableType:
 
 
 def _changes(each: Ranked, report: SearchReport) -> str:
-    """Where it loses, and with what it makes some of that good."""
+    """Where it loses by the closed form, and with what it makes some of that good."""
     one, first = each.prediction, report.ranked[0].prediction
     if report.objective == "memory" and one.peak_memory_bytes != first.peak_memory_bytes:
         more = one.peak_memory_bytes - first.peak_memory_bytes
@@ -154,7 +154,7 @@ def _changes(each: Ranked, report: SearchReport) -> str:
         return "the same to a thousandth, and more memory"
     slower = [change for change in each.losses if change[1] > 0]
     faster = [change for change in reversed(each.losses) if change[1] < 0]
-    shown = (*slower[:_LOSSES_SHOWN], *faster[:1])
+    shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])
     return ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
 
 

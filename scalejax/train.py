@@ -35,7 +35,7 @@ from scalejax.run_folder import (
     refuse_second_run,
 )
 from scalejax.run_lock import RunLock
-from scalejax.run_notes import notes_of
+from scalejax.run_notes import idle_notes, notes_of
 from scalejax.run_programs import RunPrograms, compile_run, predict_run, resume_command
 from scalejax.step import init_state
 from scalejax.step_traces import StepTraces, TraceSchedule, require_room
@@ -85,13 +85,15 @@ def train(
         heartbeat.at("compiling", 0)
         reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
         documents.require_writable_folder("folder", folder)
+        there_are = jax.device_count() if device_count is None else device_count
         if device_count is None and config.layout.data is None:
-            device_count = jax.device_count()
+            device_count = there_are
         run = resolve(config, device_count)
         require_same_run(run, resume=resume)
         mesh = build_mesh(run.layout)
         files = _admitted(folder, run, resume=resume)
-        for note in (*notes_of(run), *(changed_notes(files, run) if resume else ())):
+        notes = (*notes_of(run), *idle_notes(run, there_are))
+        for note in (*notes, *(changed_notes(files, run) if resume else ())):
             reporter.say(f"Note: {note}.")
         if resume:  # before checkpoints are opened, which tidies up
             lock.take(folder)

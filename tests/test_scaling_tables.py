@@ -47,6 +47,19 @@ def test_terms_go_down_where_they_are_too_many():
     assert max(map(len, rows)) <= 80
 
 
+def test_a_sample_that_devices_share_is_not_said_to_be_of_each():
+    """256 samples on 8 devices; divided among two groups of 4, 128 on every four of them."""
+    alone = prediction(8, 0.2)
+    shared = replace(alone, per_device_batch=alone.global_batch // 2)
+
+    assert "32 samples per device." in printed(
+        *scaling_tables.scaling(scaling_prediction([alone], "weak", "title"))
+    )
+    assert f"{alone.global_batch // 2} samples on every 4 devices." in printed(
+        *scaling_tables.scaling(scaling_prediction([shared], "weak", "title"))
+    )
+
+
 def test_what_does_not_fit_is_loud():
     """20 GiB on a device of 16."""
     study = scaling_prediction([prediction(8, 0.2, used_gib=20.0)], "weak", "title")

@@ -160,6 +160,26 @@ def test_the_record_holds_updates_evaluations_and_turns(finished):
     assert all(m.epoch == m.step / STEPS_PER_EPOCH for m in record.training)
 
 
+def test_devices_that_stay_idle_are_named(tmp_path):
+    """A layout of 2 where 8 are; none is idle where as many are asked for."""
+
+    class Hearing(Silent):
+        def __init__(self):
+            self.said = []
+
+        def say(self, text):
+            self.said.append(text)
+
+    fields = {"layout.data": 2, "train.epochs": 1}
+    hearing = {count: Hearing() for count in (None, 2)}
+    for count, reporter in hearing.items():
+        run(tmp_path / str(count), fields, device_count=count, reporter=reporter)
+
+    note = "Note: the layout takes 2 of 8 devices; the others stay idle."
+    assert note in hearing[None].said
+    assert not any("idle" in text for text in hearing[2].said)
+
+
 def test_every_test_example_counts_once(finished):
     """21 examples in batches of 8: the accuracy is a number of 21sts."""
     record, _ = finished

@@ -4,6 +4,8 @@ Knows each part's fields and which values do not go together; nothing of how a f
 nothing of devices: what their number must divide is refused where a run is resolved.
 """
 
+import math
+
 from scalejax.augmentation_config import AugmentationConfig
 from scalejax.data_config import DataConfig, facts
 from scalejax.errors import ConfigError, nearest_multiples, refusal, require_multiple
@@ -176,7 +178,9 @@ def require_divisible_blocks(
         require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
     (tokens, *_) = facts(data).input_shape
     shared = layout.tensor if layout.sequence_parallel else 1
-    require_multiple("data.tokens", tokens, layout.context * shared, "the parts of a sample")
+    dividing = {"layout.context": layout.context, "layout.tensor": shared}
+    axes = [name for name, size in dividing.items() if size > 1]
+    require_multiple("data.tokens", tokens, math.prod(dividing.values()), "*".join(axes))
 
 
 def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:

@@ -240,7 +240,7 @@ GPT = {"model.name": "gpt", "data.name": "synthetic_tokens", "data.tokens": 64}
         ),
         ({"layout.pipeline_chunks": 2}, r"needs layout\.pipeline above 1"),
         ({"layout.sequence_parallel": True}, r"needs layout\.tensor above 1"),
-        ({"layout.context": 5}, "data.tokens=64 .* the parts of a sample=5"),
+        ({"layout.context": 5}, "data.tokens=64 .* layout.context=5"),
         ({"layout.context": 2, "model.attention": "fused"}, "computed unfused"),
         ({"layout.pipeline": 2, "layout.mode": "shard_map"}, "spreads over the data axis only"),
     ],

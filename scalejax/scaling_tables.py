@@ -33,7 +33,7 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
     """The figures for every number of devices, then where the time of a step goes."""
     first = prediction.predictions[0]
     kept = f"{first.global_batch} samples per step"
-    if prediction.scaling == "weak" and first.per_device_batch:
+    if prediction.scaling == "weak" and first.global_batch and first.per_device_batch:
         sharing = first.device_count * first.per_device_batch // first.global_batch
         where = "per device" if sharing == 1 else f"on every {sharing} devices"
         kept = f"{first.per_device_batch} samples {where}"

@@ -71,7 +71,7 @@ class Listener(Silent):
         self.measurements.append(measurement)
 
 
-def run(folder, fields=None, *, device_count=2, resume=False, reporter=None):
+def run(folder, fields=None, *, device_count: int | None = 2, resume=False, reporter=None):
     """Train the small run with `fields` replaced."""
     config = with_fields(CONFIG, fields or {})
     return train(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from scalejax.config import ResolvedRun
-from scalejax.data.cores import machine_cores
 from scalejax.divergence import Divergence, is_skipped
 from scalejax.early_stopping import EarlyStopping
 from scalejax.input_wait import wait_with_advice
@@ -22,6 +21,7 @@ from scalejax.record import (
     TrainMeasurement,
     finite,
 )
+from scalejax.this_process import machine_cores
 from scalejax.units import counted, format_seconds
 
 

@@ -27,6 +27,7 @@ from scalejax.input_images import write_sized
 from scalejax.input_taker import TAKEN, ReadyBatches
 from scalejax.input_work import encoded_images, is_of_images, sample_work, stored_share
 from scalejax.parquet_config import ParquetConfig
+from scalejax.this_process import machine_cores
 
 OnStage = Callable[[str], None]
 """Called with the name of each piece of work as it begins."""
@@ -62,7 +63,7 @@ def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: 
     Raises:
         ConfigError: if files of the data set cannot be read.
     """
-    read, cores = None, len(os.sched_getaffinity(0))
+    read, cores = None, machine_cores()
     if isinstance(data, ParquetConfig):
         on_stage("row groups")
         read = _read_rates(data, grid)

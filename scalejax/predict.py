@@ -146,7 +146,7 @@ def predict(
     """
     _require_devices(program, cluster)
     cluster = as_used(cluster, program)
-    costs, working = what_if(program), what_if(without_bubble(program))
+    costs, busy = what_if(program), without_bubble(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
         times = costs.timeline(cluster, scales)
@@ -184,7 +184,12 @@ def predict(
         peak_memory_bytes=memory.peak_bytes,
         memory_bytes=memory.memory_bytes,
         fits=memory.fits,
-        waterfall=_waterfall(times, working.timeline(cluster, NOMINAL), conditions, losses),
+        waterfall=_waterfall(
+            times,
+            times if busy is program else what_if(busy).timeline(cluster, NOMINAL),
+            conditions,
+            losses,
+        ),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
         notes=(
@@ -366,8 +371,9 @@ def _notes(
     if matmul_type is not None:
         peak = float(f"{chip.peak_flop_per_second[matmul_type] / TFLOP:.3g}")
         notes.append(f"MFU against the {matmul_type} peak, {peak:g} TFLOP/s")
-        is_half = any(item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk())
-        if is_half and matmul_type == "f32":
+        if matmul_type == "f32" and any(
+            item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk()
+        ):
             notes.append(f"{chip.name} has no rate for float16: costed as float32; try bfloat16")
     calibrated = cluster.calibrated
     if calibrated is not None and calibrated.is_extrapolated(program.device_count):

@@ -224,7 +224,11 @@ def with_bubble(
 
 def without_bubble(program: Program) -> Program:
     """`program` of a pipeline whose stages always have work; of others, `program` itself."""
-    kept = tuple(item for item in program.operations if not item.name.endswith(BUBBLE))
+    kept = tuple(
+        item
+        for item in program.operations
+        if not (isinstance(item, Loop) and item.name.endswith(BUBBLE))
+    )
     return program if len(kept) == len(program.operations) else replace(program, operations=kept)
 
 

@@ -4,7 +4,6 @@ Read from the environment, where `scalejax launch`, SLURM, Open MPI or a Kuberne
 `scalejax launch --target jobset` put it. Knows nothing of what the processes do.
 """
 
-import ctypes
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from scalejax.errors import ConfigError, ScalejaxError, refusal
+from scalejax.this_process import end_with_caller
 
 COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_COORDINATOR",
@@ -40,7 +40,6 @@ LOOPBACK = "127.0.0.1"
 PATIENCE_SECONDS = 300
 """For the others to come; as JAX's own default."""
 _HEARTBEAT_TIMEOUT_SECONDS = 60  # a node that is gone is found out in so long, without a launcher
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 _SECONDS_TO_LEAVE = 5.0
 """For a process that has failed to end in good order, which is to wait for the others."""
 _FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems hand out last
@@ -205,7 +204,7 @@ def die_with_launcher() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_caller()
     if os.getppid() != int(launcher):  # it was gone before
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -30,6 +30,7 @@ from scalejax.search import (
     search,
     workspace_bytes,
 )
+from scalejax.this_process import machine_cores
 from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
 _FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
@@ -161,6 +162,7 @@ def search_run(
         batch,
         objective=objective,
         moments=_moments(config.optimizer),
+        processes=machine_cores(),
         on_progress=on_progress,
     )
 

@@ -6,8 +6,8 @@ from test_data import EMBEDDED, shapes_of
 
 from scalejax.data import chosen_workers, open_source
 from scalejax.data.autotune import chosen
-from scalejax.data.cores import machine_cores
 from scalejax.input_config import InputConfig
+from scalejax.this_process import machine_cores
 
 
 @pytest.mark.parametrize(

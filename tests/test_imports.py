@@ -18,6 +18,7 @@ ROOT = Path(scalejax.__file__).parent
 ARITHMETIC = {
     "errors": -3,
     "allocator": -3,
+    "this_process": -3,
     "locations": -2,
     "dataset_facts": 0,
     "formats": 1,

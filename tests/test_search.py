@@ -4,6 +4,9 @@ import dataclasses
 import gc
 import json
 import math
+import multiprocessing
+import os
+import signal
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +19,7 @@ from program_cases import matmul, program_of
 from scalejax import searched_run
 from scalejax.cli import main
 from scalejax.config import load_config
-from scalejax.errors import ConfigError, DoesNotFit
+from scalejax.errors import ConfigError, DoesNotFit, ScalejaxError
 from scalejax.hardware import RunConditions, load_cluster
 from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
@@ -28,6 +31,7 @@ from scalejax.search import (
     losses,
     pareto,
     search,
+    side_by_side,
     strategies,
     workspace_bytes,
 )
@@ -180,6 +184,43 @@ def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
         search(SHAPE, CLUSTER, (8,), 8, on_progress=stop)
 
     assert gc.isenabled()
+
+
+def test_processes_side_by_side_find_what_one_finds(monkeypatch):
+    """The same strategies in the same order, and progress in as many parts."""
+    monkeypatch.setattr(side_by_side, "_PARTS_PER_PROCESS", 1)
+    told: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
+
+    alone, shared = (
+        search(
+            SHAPE,
+            CLUSTER,
+            (64,),
+            256,
+            processes=count,
+            on_progress=lambda done, total, count=count: told[count].append((done, total)),
+        )
+        for count in told
+    )
+
+    assert shared == alone
+    assert told[1] == told[2]
+    assert len(told[1]) > 2
+    assert told[1][-1][0] == told[1][-1][1]
+
+
+def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
+    """As the system does where memory runs out; no other process is left."""
+    monkeypatch.setattr(side_by_side, "_PARTS_PER_PROCESS", 1)
+
+    def kill(done: int, total: int) -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(ScalejaxError, match="memory ran out"):
+        search(SHAPE, CLUSTER, (256,), 1024, processes=2, on_progress=kill)
+
+    assert not multiprocessing.active_children()
 
 
 def test_front_is_beaten_by_none():

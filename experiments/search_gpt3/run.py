@@ -1,6 +1,6 @@
 """Search every strategy for GPT-3 on 1536 A100, and find the published layout among them.
 
-python experiments/search_gpt3/run.py [--fused] [--devices N]
+python experiments/search_gpt3/run.py [--fused] [--devices N] [--processes N]
 """
 
 import argparse
@@ -13,6 +13,7 @@ from scalejax.hardware import load_cluster
 from scalejax.metrics import mfu
 from scalejax.search import Candidate, StrategyCosts, losses, search
 from scalejax.searched_run import in_words
+from scalejax.this_process import machine_cores
 from scalejax.transformer_program import TransformerShape
 from scalejax.units import GIB, TFLOP
 
@@ -26,6 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fused", action="store_true", help="attention in one kernel")
     parser.add_argument("--devices", type=int, default=1536)
+    parser.add_argument("--processes", type=int, default=machine_cores())
     arguments = parser.parse_args()
     shape = TransformerShape(
         layers=96,
@@ -37,13 +39,13 @@ def main() -> None:
         tokens=2048,
         is_fused=arguments.fused,
     )
-    began, began_cpu = time.perf_counter(), time.process_time()
-    found = search(shape, CLUSTER, (arguments.devices,), 1536)
-    seconds, cpu = time.perf_counter() - began, time.process_time() - began_cpu
+    began = time.perf_counter()
+    found = search(shape, CLUSTER, (arguments.devices,), 1536, processes=arguments.processes)
+    seconds = time.perf_counter() - began
     ranked = found.ranked
     print(
-        f"{found.considered:,} strategies, {len(ranked):,} fit: {seconds:.1f} s elapsed, "
-        f"{cpu:.1f} s of one core, {found.considered / cpu:,.0f} strategies a second of it "
+        f"{found.considered:,} strategies, {len(ranked):,} fit: {seconds:.1f} s elapsed in up to "
+        f"{arguments.processes} processes, {found.considered / seconds:,.0f} strategies a second "
         f"(load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
     )
     rows = [describe(place, each, shape) for place, each in enumerate(ranked[:SHOWN], start=1)]

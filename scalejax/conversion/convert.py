@@ -19,6 +19,7 @@ from scalejax.conversion.shards import Compression, Plan, Told, Unreadable, writ
 from scalejax.data.images import UndecodableImage
 from scalejax.errors import ConfigError, refusal, require_at_least
 from scalejax.parquet_columns import is_image
+from scalejax.this_process import machine_cores
 from scalejax.units import MIB
 
 PLAN = "_conversion.json"
@@ -179,7 +180,7 @@ def convert(
     paths = _admitted(destination, plan, wanted.overwrite)
     missing = [index for index, path in enumerate(paths) if not path.exists()]
     left = sum(end - begin for begin, end in map(plan.bounds, missing))
-    count = workers or len(os.sched_getaffinity(0))
+    count = workers or machine_cores()
     skipped: list[str] = []
 
     def on_skipped(about: str) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scalejax.data.cores import machine_cores
 from scalejax.data.feed import Feed
 from scalejax.data.making import LocalBatch
 from scalejax.data.order import TrainingOrder
@@ -18,6 +17,7 @@ from scalejax.data.source import Source
 from scalejax.data.supply import local_feed
 from scalejax.errors import ConfigError
 from scalejax.input_config import InputConfig
+from scalejax.this_process import machine_cores
 from scalejax.units import format_count
 
 _SECONDS = 0.7

@@ -1,6 +1,6 @@
 """How many cores this process may use to make batches."""
 
-import os
+from scalejax.this_process import machine_cores
 
 _limits: list[int] = []
 
@@ -13,10 +13,3 @@ def usable_cores() -> int:
 def limit_cores(count: int) -> None:
     """Use no more than `count` cores: other processes make batches on the rest."""
     _limits.append(count)
-
-
-def machine_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -5,14 +5,12 @@ that aborts is an error message and not a crash. Reads a `Job` as JSON from stdi
 `Compiled` or `Refused` to stdout; whatever else is printed, by whomever, goes to stderr.
 """
 
-import ctypes
 import hashlib
 import importlib
 import json
 import math
 import os
 import runpy
-import signal
 import sys
 import sysconfig
 from collections.abc import Callable
@@ -27,13 +25,12 @@ from scalejax.model_config import CausalConfig
 from scalejax.profile.job import Compiled, FunctionJob, Job, Refused, RunJob
 from scalejax.profile.target import CUDNN_VERSION, Target
 from scalejax.program import Program
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from scalejax.this_process import end_with_caller
 
 
 def main() -> None:
     """Do the job on stdin."""
-    _die_with_caller()
+    end_with_caller()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)
         job = documents.build(Job, json.load(sys.stdin))  # type: ignore[arg-type]  a union
@@ -42,12 +39,6 @@ def main() -> None:
         except ScalejaxError as error:
             result = Refused(error=type(error).__name__, message=str(error))
         json.dump(documents.plain(result), answer)
-
-
-def _die_with_caller() -> None:
-    """Have the kernel end this process when its caller ends, however that ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _compile(job: RunJob | FunctionJob) -> Program:

@@ -20,6 +20,7 @@ from scalejax import errors
 from scalejax.errors import ProfileError, ScalejaxError
 from scalejax.jax_platform import GPU_FLAGS, compiler_settings
 from scalejax.profile.job import Compiled, FunctionJob, Refused, RunJob
+from scalejax.this_process import machine_cores
 from scalejax.units import GIB
 
 WORKER_BYTES = 2 * GIB
@@ -77,8 +78,7 @@ def run_jobs(
 
 def worker_count(job_count: int) -> int:
     """How many of `job_count` jobs to do at once: as many as there are cores and memory for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(job_count, cores or 1, free_bytes() // WORKER_BYTES))
+    return max(1, min(job_count, machine_cores(), free_bytes() // WORKER_BYTES))
 
 
 def free_bytes(root: Path = Path("/")) -> int:

@@ -8,22 +8,17 @@ network of JAX, no compiler, no files.
 import gc
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.cost import memory_verdict
 from scalejax.errors import DoesNotFit, require_at_least
-from scalejax.hardware import Chip, Cluster
+from scalejax.hardware import Cluster
 from scalejax.search.costs import Candidate, StrategyCosts, workspace_bytes
-from scalejax.search.groups import Group, groups, left_out, strategies
-from scalejax.transformer_program import (
-    Held,
-    Strategy,
-    TransformerShape,
-    memory_use,
-    part_of,
-)
+from scalejax.search.groups import groups, left_out, strategies
+from scalejax.search.side_by_side import Question, candidates
+from scalejax.transformer_program import Strategy, TransformerShape, memory_use
 
 __all__ = [
     "Candidate",
@@ -42,7 +37,7 @@ __all__ = [
 Objective = Literal["time", "cost", "memory"]
 """What is least: the time of a step, device-hours (or their price) of a sample, memory."""
 
-_TOLD_EVERY = 500  # groups of strategies
+_GROUPS_OF_A_PART = 100
 _ALIKE = 1e-3
 """Of a step, what is no difference."""
 
@@ -71,6 +66,7 @@ def search(
     *,
     objective: Objective = "time",
     moments: Literal[0, 1, 2] = 2,
+    processes: int = 1,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Found:
     """Every strategy that fits, the best first.
@@ -82,37 +78,33 @@ def search(
         global_batch: samples of an update.
         objective: what is least.
         moments: arrays like the parameters that the optimizer keeps.
+        processes: that cost strategies side by side, at most. More than one are started as
+            `multiprocessing` does by "spawn", so a script needs its `if __name__ == "__main__"`.
         on_progress: told now and then.
 
     Raises:
-        ConfigError: if there are no devices, or no samples.
+        ConfigError: if there are no devices, no samples, or no processes.
         DoesNotFit: if the cluster has fewer devices.
+        ScalejaxError: if the system ends a process.
     """
     require_at_least("global_batch", global_batch, 1)
+    require_at_least("processes", processes, 1)
     for count in device_counts:
         require_at_least("devices", count, 1)
         _require_devices(count, cluster)
-    considered = 0
-    fitting: list[list[Strategy]] = []
-    costs = StrategyCosts(shape, cluster)
+    every = [group for count in device_counts for group in groups(shape, count, global_batch)]
+    parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
+    question = Question(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
     ranked: list[Candidate] = []
-    with _without_collector():
-        for count in device_counts:
-            for group in groups(shape, count, global_batch):
-                considered += len(group)
-                fits = _fitting(shape, group, global_batch, moments, cluster.chip)
-                if fits:
-                    fitting.append(fits)
-        for index, fits in enumerate(fitting):
-            if index % _TOLD_EVERY == 0:
-                on_progress(index, len(fitting))
-            ranked += costs.candidates(fits)
-        on_progress(len(fitting), len(fitting))
+    with _without_collector(), closing(candidates(question, parts, processes)) as answers:
+        for index, found in enumerate(answers):
+            ranked += found
+            on_progress(min(len(every), (index + 1) * _GROUPS_OF_A_PART), len(every))
         ranked.sort(key=_KEYS[objective])
     nearest = None
     if not ranked:
         nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
-    return Found(ranked=tuple(ranked), considered=considered, nearest=nearest)
+    return Found(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
 
 
 @contextmanager
@@ -192,32 +184,6 @@ def losses(
     changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
     least = _ALIKE * math.fsum(winners.values())
     return tuple(sorted((each for each in changes if abs(each[1]) > least), key=lambda e: -e[1]))
-
-
-def _fitting(
-    shape: TransformerShape,
-    group: Group,
-    global_batch: int,
-    moments: Literal[0, 1, 2],
-    chip: Chip,
-) -> list[Strategy]:
-    """Those of a group that fit; most need no more than a look at what they must hold."""
-    free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
-    layout = group.layout
-    least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
-    if 4 * least * (1 + moments / layout.data) > free:
-        return []
-    part = part_of(shape, group.strategy(global_batch, moments, 0, 1))
-    held = Held(part, layout, group.microbatches, moments)
-    return [
-        group.strategy(global_batch, moments, zero_stage, chunks)
-        for zero_stage in group.zero_stages
-        for chunks in group.chunk_counts
-        if held.batch_bytes
-        + held.state_bytes(zero_stage)
-        + held.temporary_bytes(zero_stage, chunks)
-        <= free
-    ]
 
 
 def _nearest(

@@ -8,6 +8,7 @@ is wanted. Knows nothing of training but how to ask for what was saved.
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -38,9 +39,12 @@ _SECONDS_TO_FOLLOW = 5.0
 """For the others to say what they know when one has ended badly."""
 _LINES_AT_END = 8
 """Of a process that failed, shown where only the first was heard."""
-_NOISE = (b"[Gloo] Rank ", b"connected peer ranks")
-"""In lines that the library which connects processes prints of every connection, from several
-threads at once, which tear them."""
+_GLOO_BEGINS, _GLOO_ENDS = b"[Gloo] Rank ", b"connected peer ranks"
+"""In lines that the library which connects processes prints of every connection."""
+_GLOO_PIECES = re.compile(
+    rb"(\[Gloo\] Rank|\d|\s|is connected to|peer ranks\.|Expected number of|connected|:)*"
+)
+"""What is left of such a line where another was printed in its midst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,12 +305,13 @@ class _Attempt:
             log = None
             with contextlib.suppress(OSError):
                 log = open_files.enter_context(self._log_file(number).open("ab", buffering=0))
+            gloo = GlooFilter()
             for line in lines:
                 # A full disk must not keep what they say from being heard.
                 with contextlib.suppress(OSError):
                     if log is not None:
                         log.write(line)
-                if is_shown and not is_noise(line):
+                if not gloo.holds_back(line) and is_shown:
                     with self._speaking:
                         self._out.write(prefix + line.decode(errors="replace"))
                         self._out.flush()
@@ -317,8 +322,11 @@ class _Attempt:
             said = b""
             with contextlib.suppress(OSError):
                 said = self._log_file(number).read_bytes()
+            gloo = GlooFilter()
             heard = [
-                line.decode(errors="replace") for line in said.splitlines() if not is_noise(line)
+                line.decode(errors="replace")
+                for line in said.splitlines()
+                if not gloo.holds_back(line)
             ]
             for line in heard[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
@@ -335,9 +343,22 @@ def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
     return Loss(process=number, reason=reason, step=None if beat is None else beat.step)
 
 
-def is_noise(line: bytes) -> bool:
-    """Whether a line is of the library that connects processes, and tells a user nothing."""
-    return any(words in line for words in _NOISE)
+class GlooFilter:
+    """Finds, line after line, what the library that connects processes says, which tells a user
+    nothing: several threads of it print at once, and tear their lines."""
+
+    def __init__(self) -> None:
+        self._missing_ends = 0
+
+    def holds_back(self, line: bytes) -> bool:
+        """Whether the next line is of that library."""
+        is_torn = self._missing_ends > 0 and _GLOO_PIECES.fullmatch(line) is not None
+        if not (is_torn or _GLOO_BEGINS in line or _GLOO_ENDS in line):
+            return False
+        # Every beginning has one end of a line: "is : 31" may have the numbers of two, the second
+        # of which then ends alone.
+        self._missing_ends = max(0, self._missing_ends + line.count(_GLOO_BEGINS) - 1)
+        return True
 
 
 def _is_stopped(process: int) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from scalejax.errors import ConfigError, refusal, require_at_least
-from scalejax.launch.local import LOST, is_noise
+from scalejax.launch.local import LOST, GlooFilter
 from scalejax.launch.watch import REFUSED, STOPPED
 from scalejax.rendezvous import REFUSAL_MARKER
 
@@ -288,8 +288,9 @@ def _pass_on(log: Path, said: int, out: TextIO) -> int:
     except FileNotFoundError:
         return said
     whole = text[: text.rfind(b"\n") + 1]
+    gloo = GlooFilter()
     for line in whole.splitlines(keepends=True):
-        if not is_noise(line):
+        if not gloo.holds_back(line):
             out.write(line.decode(errors="replace"))
     out.flush()
     return said + len(whole)

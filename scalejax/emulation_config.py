@@ -164,7 +164,7 @@ class StragglersConfig:
     distribution: Distribution = "normal"
     """Of the time of one gradient, each by itself: about its mean; exponential is of cv 1."""
     cv: float | None = None
-    """Standard deviation over mean; None: that of the cluster's conditions, or 0."""
+    """Standard deviation over mean; None: that of the cluster's conditions or chip, or 0."""
     slow_share: float = 0.0
     """Part of the workers that is slow all the time, 0..1."""
     slow_factor: float = 1.0

@@ -202,11 +202,9 @@ def is_lost_contact(error: BaseException) -> bool:
 def die_with_launcher() -> None:
     """Let the system kill this process when the one that launched it dies, however it does."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is None or not sys.platform.startswith("linux"):
+    if launcher is None:
         return
-    end_with_caller()
-    if os.getppid() != int(launcher):  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_with_caller(int(launcher))
 
 
 def _of_ours(environment: Mapping[str, str]) -> Place | None:

@@ -43,6 +43,13 @@ def confirmed(report: SearchReport) -> Iterator[RenderableType]:
         return
     yield _confirmation(report)
     best = report.ranked[0]
+    compiled = [each.confirmed for each in report.ranked if each.confirmed is not None]
+    if compiled and not any(each.fits for each in compiled):
+        yield (
+            f"None of the {len(compiled)} that were compiled fits as it trains here; "
+            f"--confirm {2 * len(compiled)} compiles more."
+        )
+        return
     yield (
         f"Train {best.place} with {' '.join(_flags(best.strategy))}; predict it with "
         f"--devices {best.strategy.layout.device_count} as well."
@@ -147,6 +154,9 @@ def _why(report: SearchReport) -> RenderableType:
 def _changes(each: Ranked, report: SearchReport) -> str:
     """Where it loses by the closed form, and with what it makes some of that good."""
     one, first = each.prediction, report.ranked[0].prediction
+    compiled, best = each.confirmed, report.ranked[0].confirmed
+    if compiled is not None and not compiled.fits:
+        return "it does not fit"
     if report.objective == "memory" and one.peak_memory_bytes != first.peak_memory_bytes:
         more = one.peak_memory_bytes - first.peak_memory_bytes
         return f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}"
@@ -155,7 +165,11 @@ def _changes(each: Ranked, report: SearchReport) -> str:
     slower = [change for change in each.losses if change[1] > 0]
     faster = [change for change in reversed(each.losses) if change[1] < 0]
     shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])
-    return ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
+    changes = ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
+    if compiled is None or best is None or report.objective != "time":
+        return changes
+    whole = _signed(compiled.step_seconds - best.step_seconds)
+    return f"{whole} as compiled; in closed form {changes}"
 
 
 def _signed(seconds: float) -> str:

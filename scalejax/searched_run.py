@@ -30,7 +30,6 @@ from scalejax.search import (
     search,
     workspace_bytes,
 )
-from scalejax.this_process import machine_cores
 from scalejax.transformer_program import Strategy, TransformerShape, transformer_program
 
 _FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
@@ -136,6 +135,7 @@ def search_run(
     *,
     global_batch: int | None = None,
     objective: Objective = "time",
+    processes: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
     """The strategies for `config` that fit; its layout, microbatches and remat are replaced.
@@ -146,23 +146,26 @@ def search_run(
         device_counts: numbers of devices to choose from.
         global_batch: samples of an update; that of `config` unless given.
         objective: what is least.
+        processes: see `search`.
         on_progress: see `search`.
 
     Raises:
         ConfigError: if the network is not known in closed form, or the batch is not given.
         DoesNotFit: if the cluster has fewer devices.
+        ScalejaxError: if the system ends a process.
     """
+    shape = shape_of(config, cluster.chip)
     batch = config.batch.global_batch if global_batch is None else global_batch
     if batch is None:
         raise ConfigError("batch.global_batch is missing: give --global-batch.")
     return search(
-        shape_of(config, cluster.chip),
+        shape,
         cluster,
         device_counts,
         batch,
         objective=objective,
         moments=_moments(config.optimizer),
-        processes=machine_cores(),
+        processes=processes,
         on_progress=on_progress,
     )
 

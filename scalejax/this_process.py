@@ -15,7 +15,14 @@ def machine_cores() -> int:
     return os.cpu_count() or 1
 
 
-def end_with_caller() -> None:
-    """Have the kernel kill this process when its caller ends, however that ends (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_caller(caller: int | None = None) -> None:
+    """Have the kernel kill this process when its caller ends, however that ends (Linux only).
+
+    Args:
+        caller: its process; where that is known, a caller that is gone already counts, too.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if caller is not None and os.getppid() != caller:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,7 @@
 """The clock of an emulation is the cost model's."""
 
+from dataclasses import replace
+
 import pytest
 from emulate_cases import config, durations, simulated
 
@@ -35,6 +37,22 @@ def test_synchronous_step_takes_what_predict_says():
     assert found.virtual_seconds / run.total_steps == pytest.approx(
         predicted.step_seconds, rel=0.01
     )
+
+
+def test_time_of_a_gradient_by_hand_varies_as_a_step_of_that_length():
+    """Of four times the seconds, by twice as much, where disturbances come at random."""
+    calm = load_cluster("dgx-a100")
+    attainable = replace(calm.chip.attainable, step_cv=0.0, step_dispersion_seconds=1e-3)
+    cluster = replace(calm, chip=replace(calm.chip, attainable=attainable))
+    timed = (
+        replace(SYNCHRONOUS, timing=TimingConfig(gradient_seconds=seconds, exchange_seconds=0.0))
+        for seconds in (1e3, 4e3)
+    )
+
+    short, long = (durations_of(*emulated_run(config(emulation)), cluster) for emulation in timed)
+
+    assert short.gradient_deviation_seconds == pytest.approx(1.0, rel=1e-3)
+    assert long.gradient_deviation_seconds == pytest.approx(2.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("cv", [0.02, 0.1, 0.25])

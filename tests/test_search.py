@@ -369,10 +369,46 @@ def test_ranking_is_printed_before_its_first_are_compiled(
     assert "2: compiled, " in said
     assert "Train 2 with --layout." in said
     assert "predict it with --devices 8 as well" in said
-    assert "1 against 2: " in said
+    assert "1 against 2: +" in said
+    assert "as compiled; in closed form " in said
     assert "3 against 2: " in said
     ranked = json.loads((tmp_path / "out.json").read_text())["ranked"]
     assert [each["place"] for each in ranked] == [2, 1, 3]
+
+
+def test_what_was_seen_not_to_fit_is_not_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Nor is what nobody compiled, where all that was compiled does not fit."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    wide = replace(program_of(matmul("m", 1.0)).memory, temporary_bytes=2**40)
+
+    def compiled(jobs, cases, on_case):
+        return [replace(program_of(matmul("m", 1.0)), memory=wide)]
+
+    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
+
+    assert main([*command, "--confirm", "2"]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("it does not fit") == 2
+    assert "None of the 2 that were compiled fits" in said
+    assert "Train" not in said
+
+
+@pytest.mark.parametrize("flag", ["layout.tensor", "model.remat", "batch.microbatches"])
+def test_what_is_searched_is_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag):
+    """A flag that would not be heeded is refused, not dropped."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]
+
+    assert main([*command, f"--{flag}", "full" if flag == "model.remat" else "2"]) == 2
+
+    assert f"{flag}=" in capsys.readouterr().err
 
 
 def test_command_has_a_column_of_devices_where_there_are_several(

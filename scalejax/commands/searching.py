@@ -12,10 +12,11 @@ from scalejax.commands.command import Overrides, RunFileCommand, flag
 from scalejax.commands.costs import find_cluster, parse_counts, take_conditions
 from scalejax.config import given_name, load_config
 from scalejax.data_config import facts
-from scalejax.errors import DoesNotFit, require_at_least
+from scalejax.errors import ConfigError, DoesNotFit, refusal, require_at_least
 from scalejax.layout import MODEL_AXES
 from scalejax.presets import costed_note
 from scalejax.search import Found
+from scalejax.this_process import machine_cores
 from scalejax.transformer_program import Strategy
 from scalejax.units import counted
 
@@ -81,6 +82,9 @@ class Search(RunFileCommand):
         if self.price_per_device_hour is not None:
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        for name in sorted((_OPEN.keys() | {"model.remat"}) & overrides.keys()):
+            accepted = "search tries every value; leave it out, or ask predict for one"
+            raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With an exchange, the layout is as it must be, and `shape_of` says what is wrong.
         is_given = given_name(self.run_file, overrides, table="exchange") is not None
@@ -94,6 +98,7 @@ class Search(RunFileCommand):
                 counts,
                 global_batch=self.global_batch,
                 objective=self.objective,
+                processes=machine_cores(),
                 on_progress=on_progress,
             )
         if not found.ranked:

@@ -15,15 +15,19 @@ def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | Non
     What the conditions of a site say holds all of it. Else the variances of two causes add up:
     one that slows a whole step, whose deviation is a share of it (`step_cv`), and disturbances
     that come at random within it, whose variance grows with its length as that of every Poisson
-    process does (`step_dispersion_seconds`), so that long steps even them out.
+    process does (`step_dispersion_seconds`), so that long steps even them out; of steps shorter
+    than any in which they were seen, they are as large a share as of those.
     """
     if cluster.conditions.step_cv is not None:
         return step_seconds * cluster.conditions.step_cv
     attainable = cluster.chip.attainable
     if attainable.step_cv is None:
         return None
-    dispersed = math.sqrt(step_seconds * attainable.step_dispersion_seconds)
-    return math.hypot(step_seconds * attainable.step_cv, dispersed)
+    dispersed_cv = 0.0
+    if attainable.step_dispersion_seconds:
+        seen_seconds = max(step_seconds, attainable.dispersed_from_seconds)
+        dispersed_cv = math.sqrt(attainable.step_dispersion_seconds / seen_seconds)
+    return step_seconds * math.hypot(attainable.step_cv, dispersed_cv)
 
 
 def straggler_seconds(deviation_seconds: float, device_count: int) -> float:

@@ -61,7 +61,7 @@ def durations_of(
         return _given(placed, emulation, gradient=given.gradient_seconds)
     _require_room(emulation, cluster)
     require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
-    gradient, exchange, deviation = _compiled(run, emulation, cluster, on_case)
+    gradient, exchange = _compiled(run, emulation, cluster, on_case)
     method = load_library("parameter-server").methods[0]
     network, link = cluster.network, cluster.link
     link_rate = link.bytes_per_second * link.attainable_fraction
@@ -84,8 +84,10 @@ def durations_of(
     names = TimingConfig.__dataclass_fields__
     stated = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     both = replace(found, **stated)
-    scale = 1.0 if given.gradient_seconds is None else given.gradient_seconds / gradient
-    durations = _given(both, emulation, gradient=gradient * scale, deviation=deviation * scale)
+    if given.gradient_seconds is not None:
+        gradient = given.gradient_seconds
+    deviation = step_deviation_seconds(cluster, gradient + exchange) or 0.0
+    durations = _given(both, emulation, gradient=gradient, deviation=deviation)
     return replace(
         durations,
         link_bytes_per_second=link_rate,
@@ -122,8 +124,8 @@ def _given(
 
 def _compiled(
     run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
-) -> tuple[float, float, float]:
-    """Seconds of a gradient, of the exchange that it does not hide, and the deviation of a step."""
+) -> tuple[float, float]:
+    """Seconds of a gradient, and of the exchange that it does not hide."""
     devices, samples = 1, run.split.global_batch
     if emulation.is_all_reduced:
         devices = emulation.workers
@@ -137,7 +139,7 @@ def _compiled(
     terms = step_terms(program, cluster, times.step_seconds)
     exchange = times.exposed_seconds + times.contention_seconds
     gradient = times.step_seconds - exchange + (terms.input_seconds or 0.0)
-    return gradient, exchange, step_deviation_seconds(cluster, times.step_seconds) or 0.0
+    return gradient, exchange
 
 
 def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:

@@ -108,6 +108,9 @@ class Attainable:
     """Variance of one device's step time over its mean, beside that of `step_cv`: disturbances of
     m seconds that come at random r times a second make r m^2, however long the step. Not where
     conditions say how much steps vary."""
+    dispersed_from_seconds: float = 0.0
+    """The shortest step in which that was seen: of shorter ones it is the same share of the step,
+    for nobody knows whether disturbances are as long."""
     dispatch_seconds: float = 0.0
     """Time in which the host sets off one operation. It runs ahead of the devices, which wait for
     it only in steps whose operations together take less."""
@@ -136,6 +139,12 @@ class Attainable:
         require_at_least("dispatch_seconds", self.dispatch_seconds, 0)
         require_at_least("step_overhead_seconds", self.step_overhead_seconds, 0)
         require_at_least("step_dispersion_seconds", self.step_dispersion_seconds, 0)
+        require_at_least("dispersed_from_seconds", self.dispersed_from_seconds, 0)
+        if self.step_cv is None and self.step_dispersion_seconds > 0:
+            accepted = "it adds to step_cv, which is missing; 0 says that it is all there is"
+            raise ConfigError(
+                refusal("step_dispersion_seconds", self.step_dispersion_seconds, accepted)
+            )
         if self.step_cv is not None and not 0 <= self.step_cv < 1:
             accepted = "it must be at least 0 and below 1: it is a share of the step"
             raise ConfigError(refusal("step_cv", self.step_cv, accepted))

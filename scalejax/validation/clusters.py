@@ -41,7 +41,7 @@ _ASSUMED_MEMORY = "HBM size"
 _YEAR_OF_40_GB = 2020
 _LAST_OF_NCCL_1 = 2017
 """NCCL 2, the first that lays rings along wires, came out in the summer of this year; what was
-published in it was measured before."""
+published in it is taken to be measured before, though of its last months it need not be."""
 
 
 def cluster_of(row: LedgerRow) -> Cluster:
@@ -59,9 +59,9 @@ def cluster_of(row: LedgerRow) -> Cluster:
     if exchange not in (None, "all_reduce", "parameter_server"):
         raise ConfigError(f"gradient_exchange {exchange!r}")
     named = _words(f"{row.source} {row.source_locator or ''}")
-    library = "parameter-server" if exchange == "parameter_server" else None
-    if library is None and row.year is not None and row.year <= _LAST_OF_NCCL_1:
-        library = "nccl-1"
+    is_served = exchange == "parameter_server"
+    is_old = row.year is not None and row.year <= _LAST_OF_NCCL_1
+    library = "parameter-server" if is_served else "nccl-1" if is_old else None
     cluster = _cluster(_machine(row), named, row.work.precision, library)
     if row.device_count > cluster.devices_per_node and cluster.network is None:
         raise ConfigError("it spans nodes, and no network is stated")
@@ -103,7 +103,8 @@ def _cluster(
     per_node = machine.devices_per_node or chosen.devices_per_node
     # However many devices there are now: the row was measured on so many.
     chosen = replace(chosen, devices_per_node=per_node, max_device_count=None)
-    if library is not None:
+    # What names its own library, or has another than NVLink's, keeps it.
+    if library == "parameter-server" or (library and chosen.library.name == "nccl"):
         chosen = replace(chosen, library=load_library(library))
     return _for_precision(_with_network(chosen, machine), precision)
 

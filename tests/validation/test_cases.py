@@ -125,6 +125,8 @@ def test_library_is_that_of_its_year(row):
     assert library(year="2017") == "nccl-1"
     assert library(year="2018") == "nccl"
     assert library(year="2017", gradient_exchange="parameter_server") == "parameter-server"
+    k80 = {"hardware": "k80_die", "intra_node_link": "pcie_gen3", "precision": "fp32"}
+    assert library(year="2017", **k80) == library(year="2018", **k80) == "nccl-pcie"
 
 
 def test_memory_of_a_device_is_that_of_its_year(row):

@@ -2,7 +2,7 @@
 
 Compiles the paper's step for each number of GPUs (about 20 s each, remembered), costs it with
 halving-doubling between the servers as in the paper, with rings between them, and with one ring
-through all GPUs, prints the table, and draws `scaling.png`.
+through all GPUs, prints the table, and draws `scaling.png`. Then the same on the ring of NCCL 1.
 
     python experiments/goyal_network/compare.py
 """
@@ -38,15 +38,22 @@ def with_algorithm(cluster: Cluster, algorithm: str) -> Cluster:
     return replace(cluster, library=replace(cluster.library, methods=methods))
 
 
-def predictions() -> dict[str, list[Prediction]]:
-    """One prediction for each algorithm and number of GPUs."""
+def predictions(*, rings_by_number: bool) -> dict[str, list[Prediction]]:
+    """One prediction for each algorithm and number of GPUs.
+
+    Args:
+        rings_by_number: whether the ring within a server goes by the numbers of its GPUs, as that
+            of NCCL 1, or along its wires.
+    """
     example = files("scalejax").joinpath("examples", "resnet50_goyal2017.toml")
     config = load_config(Path(str(example)))
     cluster = load_cluster("big-basin-goyal2017")
+    library = replace(cluster.library, rings_by_number=rings_by_number)
+    cluster = replace(cluster, library=library)
     runs = resolve_all(config, DEVICE_COUNTS, "weak")
     programs = profile_many(
         [ProfileJob(run=run, cluster=cluster) for run in runs],
-        lambda _, program: print(f"compiled for {program.device_count}", flush=True),
+        lambda _, program: print(f"have {program.device_count} GPUs", flush=True),
     )
     return {
         algorithm: [
@@ -102,8 +109,12 @@ def draw(found: dict[str, list[Prediction]], path: Path) -> None:
 
 def main() -> None:
     """Compile, cost, print, draw, and keep the figures as JSON."""
-    found = predictions()
+    found = predictions(rings_by_number=False)
     print_table(found)
+    of_nccl_1 = predictions(rings_by_number=True)
+    at = DEVICE_COUNTS.index(256)
+    kept = (f"{name} {efficiencies(of_nccl_1[key])[at]:.1%}" for key, name in ALGORITHMS.items())
+    print(f"With the ring of NCCL 1 in a server, 256 GPUs keep: {', '.join(kept)}")
     draw(found, HERE / "scaling.png")
     figures = {
         algorithm: {

@@ -5,6 +5,7 @@ Knows the page around the charts, and nothing of what they show.
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -50,11 +51,17 @@ class Page:
         return Template(template).substitute(
             title=escape(title),
             version=__version__,
-            scripts=vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script"),
+            scripts=_scripts(),
             body="\n".join(self.parts),
             # "</" would end the element that holds the data, and "<!--" hide its end
             charts=json.dumps(self.charts).replace("<", "\\u003c"),
         )
+
+
+@cache
+def _scripts() -> str:
+    """The libraries that draw the charts, bundled once: that takes more than a second."""
+    return vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script")
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ no JAX.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal, cast
 
@@ -394,5 +395,7 @@ def _program_of(run: ResolvedRun) -> str:
     return json.dumps([shared, changed], sort_keys=True)
 
 
-def _known_fields() -> list[str]:
-    return list(dict.fromkeys(each.name for table in run_reference() for each in table.fields))
+@cache
+def _known_fields() -> tuple[str, ...]:
+    """Of a `run.toml`, read off the source of every table once: that takes 0.3 s."""
+    return tuple(dict.fromkeys(each.name for table in run_reference() for each in table.fields))

@@ -1,9 +1,11 @@
 """What every test runs under: eight virtual CPU devices, and no silence about mistakes."""
 
+import atexit
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 # A CUDA compiler plug-in without a driver logs an error at every start of JAX.
@@ -25,6 +27,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling is most of what tests do here; how fast their small programs run is not their matter.
 # Workers that compile for a cluster do not inherit this.
 jax.config.update("jax_disable_most_optimizations", True)
+# And what one test has compiled, no other compiles again, nor another file of tests beside it: the
+# runs of one session share a folder, in which they begin with nothing.
+if "SCALEJAX_COMPILED_BY_TESTS" not in os.environ:
+    os.environ["SCALEJAX_COMPILED_BY_TESTS"] = tempfile.mkdtemp(prefix="scalejax-compiled-")
+    atexit.register(shutil.rmtree, os.environ["SCALEJAX_COMPILED_BY_TESTS"], ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", os.environ["SCALEJAX_COMPILED_BY_TESTS"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(scope="module")

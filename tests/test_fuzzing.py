@@ -1,6 +1,6 @@
 """Wrong input of every kind ends in a line that names the field, and in exit code 2.
 
-`experiments/fuzzing` tries ten thousand configs and a thousand files; here are some hundred, and
+`experiments/fuzzing` tries ten thousand configs and a thousand files; here are some dozens, and
 what once went wrong.
 """
 
@@ -37,10 +37,10 @@ def fuzzed(*words: str) -> str:
 
 
 def test_configs_are_accepted_or_refused_by_name():
-    """Another seed than that of the campaign."""
-    out = fuzzed("--seed", "1", "--configs", "100", "--apart", "1", "--files", "0")
+    """Another seed than that of the campaign. Forty configs take 5 s, half of which are starts."""
+    out = fuzzed("--seed", "1", "--configs", "40", "--apart", "1", "--files", "0")
 
-    assert re.search(r"config +100 ", out)
+    assert re.search(r"config +40 ", out)
     assert "0 deviations" in out
 
 

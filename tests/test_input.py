@@ -389,14 +389,16 @@ def test_rates_hold_for_images_or_for_the_very_data_that_was_measured(
             HostInput(rates=rates, work=work, workers=0)
 
 
-def test_what_was_measured_is_kept_with_the_rates():
+@pytest.fixture(scope="module")
+def text_rates() -> InputRates:
+    """What is measured of the texts that come with Python, by processes of their own."""
+    return input_bench.bench(PythonDocsConfig(tokens=32), input_bench.Grid(repeats=1, seconds=0.02))
+
+
+def test_what_was_measured_is_kept_with_the_rates(text_rates: InputRates):
     """A run of another length of text is refused, by what `sample_work` says of it."""
-    from scalejax.input_bench import Grid, bench
-
-    rates = bench(PythonDocsConfig(tokens=32), Grid(repeats=1, seconds=0.02))
-
     with pytest.raises(ConfigError, match=r"input\.data='python_docs of 32' .* python_docs of 64;"):
-        HostInput(rates=rates, work=sample_work(PythonDocsConfig(tokens=64)), workers=0)
+        HostInput(rates=text_rates, work=sample_work(PythonDocsConfig(tokens=64)), workers=0)
 
 
 @pytest.mark.parametrize("speedups", [(), ((2, 1.0),), ((1, 1.0), (1, 1.0)), ((1, 2.0),)])
@@ -558,12 +560,9 @@ input = {{ workers = 1 }}
     assert 0 < input_pace(given, 64).samples_per_second < math.inf
 
 
-def test_a_text_is_measured_as_a_whole(tmp_path: Path):
+def test_a_text_is_measured_as_a_whole(text_rates: InputRates):
     """Its examples have neither bytes nor pixels of their own."""
-    from scalejax.input_bench import Grid, bench
-
-    data = PythonDocsConfig(tokens=32)
-    rates = bench(data, Grid(repeats=1, seconds=0.02))
+    data, rates = PythonDocsConfig(tokens=32), text_rates
 
     assert rates.read is None
     assert not rates.is_of_images

@@ -263,6 +263,7 @@ def test_large_images_that_become_small_are_taken_in_the_memory_there_is(tmp_pat
     assert limit / 4 < POOL.max_memory() < limit + 2 * of_group
 
 
+@pytest.mark.slow  # it reads five million rows, in an interpreter of its own
 @pytest.mark.skipif(
     not (FLIGHTS / "flights-3m.parquet").is_file(),
     reason="the npm package vega-datasets@3.2.1 is not installed (VEGA_DATASETS names its folder)",

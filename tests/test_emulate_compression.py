@@ -1,5 +1,7 @@
 """Compressed gradients and Adasum, on their way between emulated workers and servers."""
 
+import json
+from functools import cache
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,8 +27,13 @@ from scalejax.step import build_step, init_state
 
 
 def emulated(algorithm: dict[str, Any], workers: int, **emulation: Any):
-    """What came of a tiny run, and its last test loss."""
-    tables = {"algorithm": algorithm, "workers": workers, **emulation}
+    """What came of a tiny run, and its last test loss; the same is emulated once."""
+    return _emulated(json.dumps({"algorithm": algorithm, "workers": workers, **emulation}))
+
+
+@cache
+def _emulated(text: str):
+    tables = json.loads(text)
     lines: list[Any] = []
     settings = build(EmulationConfig, tables)
     made = emulate_run(resolve(config(), 1), settings, durations(), write=lines.append)
@@ -135,9 +142,32 @@ def test_at_least_one_entry_of_each_piece_is_sent_and_paid_for(servers: int, pus
     assert pushes in (plain.updates, plain.updates + 1)  # one may be under way at the end
 
 
-@pytest.mark.parametrize("exchange", [pytest.param("adasum", marks=pytest.mark.slow), "top_k"])
+def test_stacked_layers_are_compressed_each_by_itself():
+    """The largest entry of each of two layers, not the two largest; other arrays are whole."""
+    leaf = np.array([[[1.0, -5.0], [0.5, 3.0]], [[0.5, 0.0], [0.0, -0.75]]], np.float32)
+
+    sent, _ = compressed("top_k", 0.25, {"blocks": leaf, "head": leaf}, None, ("blocks",))
+
+    np.testing.assert_array_equal(sent["blocks"].reshape(2, 4), [[0, -5, 0, 0], [0, 0, 0, -0.75]])
+    np.testing.assert_array_equal(sent["head"].reshape(2, 4), [[0, -5, 0, 3], [0, 0, 0, 0]])
+
+
+def test_adasum_of_stacked_layers_is_of_each_by_itself():
+    """The first layers are equal, the second orthogonal; as one array they would be neither."""
+    left, right = np.array([[1.0, 0], [0, 2]]), np.array([[1.0, 0], [3, 0]])
+
+    found = adasum([{"blocks": each.astype(np.float32)} for each in (left, right)], ("blocks",))
+
+    np.testing.assert_allclose(found["blocks"], [[1, 0], [3, 2]], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["adasum", "top_k"])
 def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
-    """Two updates of two devices, layer by layer of the stacked blocks, with what each keeps."""
+    """Two updates of two devices, layer by layer of the stacked blocks, with what each keeps.
+
+    Slow for the compiler: the step of a transformer on two devices, and its emulation.
+    """
     fields: dict[str, Any] = {"seed": 0, "optimizer": {"name": "sgd", "momentum": 0.0}}
     fields["schedule"] = {"base_learning_rate": 0.5, "warmup": "none"}
     fields["data"] = {"name": "synthetic_tokens", "tokens": 8, "vocabulary": 16}

@@ -24,7 +24,7 @@ SYNCHRONOUS = {
     "all_reduce": SynchronousConfig(),
     "parameter_server": SynchronousConfig(exchange="parameter_server"),
 }
-SEEDS = range(3)
+SEEDS = range(2)
 
 
 def failing(algorithm, failures: FailuresConfig, *, workers: int = 4):

@@ -21,9 +21,7 @@ from scalejax.record import RunFolder
 from scalejax.step import build_step, init_state
 from scalejax.train import train
 
-OPTIMIZERS = {
-    "sgd": {"name": "sgd", "momentum": 0.0},
-    "momentum": {"name": "sgd", "momentum": 0.9},
+OPTIMIZERS = {  # plain SGD is that of one synchronous worker, below
     "decay": {"name": "sgd", "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     "adagrad": {"name": "adagrad"},
     "dean": {"name": "adagrad", "initial_accumulator": 0.0, "epsilon": 0.0},
@@ -67,10 +65,16 @@ def test_one_replica_trains_on_the_images_that_train_does(tmp_path):
     assert found.figures == lines
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[list[tuple[Any, ...]], Any]:
+    """The run of plain SGD that is trained for real."""
+    return trained(tmp_path_factory.mktemp("plain"), {})
+
+
 @pytest.mark.parametrize("exchange", ["all_reduce", "parameter_server"])
-def test_one_synchronous_worker_trains_as_train_does(tmp_path, exchange: Any):
+def test_one_synchronous_worker_trains_as_train_does(plain, exchange: Any):
     """Likewise, on three servers."""
-    lines, params = trained(tmp_path, {})
+    lines, params = plain
 
     algorithm = SynchronousConfig(exchange=exchange)
     found = emulated(EmulationConfig(algorithm=algorithm, server_shards=3))

@@ -57,7 +57,13 @@ def test_the_advice_is_what_is_left_to_do(workers, advice):
     assert re.search(advice, with_advice)
 
 
-def test_a_run_with_a_slow_source_says_that_it_waited(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The record of a run whose batches threads make."""
+    return run(tmp_path_factory.mktemp("plain") / "run")
+
+
+def test_a_run_with_a_slow_source_says_that_it_waited(tmp_path, monkeypatch, plain):
     """50 ms a batch and a step of a few: every line has most of it, and the end says so."""
     take = SyntheticImages.take
 
@@ -66,7 +72,6 @@ def test_a_run_with_a_slow_source_says_that_it_waited(tmp_path, monkeypatch):
             time.sleep(0.05)
         return take(self, indices, epoch)
 
-    fed = run(tmp_path / "fed")
     monkeypatch.setattr(SyntheticImages, "take", slowly)
     starved = run(tmp_path / "starved")
 
@@ -76,16 +81,15 @@ def test_a_run_with_a_slow_source_says_that_it_waited(tmp_path, monkeypatch):
     assert share is not None
     assert share > 0.5
     assert "of the time for input (" in starved.statuses[-1].message
-    assert figures(fed.folder.path) == figures(starved.folder.path)
+    assert figures(plain.folder.path) == figures(starved.folder.path)
 
 
-def test_a_run_chooses_its_processes_and_says_why(tmp_path):
+def test_a_run_chooses_its_processes_and_says_why(tmp_path, plain):
     """What was chosen stands in the record, what was asked for in run.toml; a run may go on with
     another number, and all of them train alike."""
     record = run(tmp_path / "auto", {"input.workers": "auto"})
-    run(tmp_path / "two", {"input.workers": 2, "train.epochs": 1})
-    other = run(tmp_path / "two", {"input.workers": 1}, resume=True)
-    plain = run(tmp_path / "plain")
+    run(tmp_path / "one", {"input.workers": 1, "train.epochs": 1})
+    other = run(tmp_path / "one", resume=True)
 
     assert "; input.workers = 0 (samples/s: " in record.statuses[0].message
     assert "the devices take " in record.statuses[0].message

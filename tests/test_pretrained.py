@@ -1,5 +1,6 @@
 """Published weights: the right file, every number of it, and photographs that are recognised."""
 
+from functools import cache
 from importlib import metadata, util
 from pathlib import Path
 
@@ -49,8 +50,7 @@ def run_of(classes=1000, channels=3, model=None):
 @needs_weights
 def test_every_number_of_the_file_is_used_once():
     """All but the counts of batches, which nothing needs."""
-    run = run_of()
-    state = init_state(run, build_mesh(run.layout))
+    state, _ = published()
 
     def sums(arrays):
         return sorted(float(np.abs(np.asarray(each, np.float64)).sum()) for each in arrays)
@@ -62,14 +62,20 @@ def test_every_number_of_the_file_is_used_once():
     np.testing.assert_allclose(sums(ours), sums(used), rtol=1e-12)
 
 
+@cache
+def published():
+    """The network with the published weights, and its evaluation."""
+    run = run_of()
+    mesh = build_mesh(run.layout)
+    return init_state(run, mesh), build_evaluation(run, mesh)
+
+
 @needs_weights
 @pytest.mark.skipif(util.find_spec("sklearn") is None, reason="needs the photographs")
 @pytest.mark.parametrize(("photo", "expected"), [("china", 698), ("flower", 985)])
 def test_photographs_are_what_they_are_of(photo, expected):
     """A palace and a daisy, at the middle of the photograph as ImageNet is evaluated."""
-    run = run_of()
-    mesh = build_mesh(run.layout)
-    state, evaluation = init_state(run, mesh), build_evaluation(run, mesh)
+    state, evaluation = published()
     spec = util.find_spec("sklearn")
     folder = Path(str(spec and spec.origin)).parent / "datasets" / "images"
     with Image.open(folder / f"{photo}.jpg") as image:

@@ -92,13 +92,14 @@ def by_the_book(fields: dict[str, Any], *, n: int, rate: float) -> tuple[list[fl
     order = TrainingOrder(source, 8, seed=0, steps=run.total_steps, first_epoch=0)
     schedule, schedule_step = recipe.schedule, 0
     server = local = jax.device_get(init_state(run, mesh).params)
+    of_batch = jax.jit(lambda *at: gradients(recipe, BatchNormScope(), at[0], {}, at[1], None))
     accrued = jax.tree.map(np.zeros_like, server)
     losses = []
     for step in range(run.total_steps + 1):  # the last push is of one minibatch too many
         if step % n == 0:
             local = server
         batch = source.take(order[step].indices, order[step].epoch)
-        gradient, _, metrics = gradients(recipe, BatchNormScope(), local, {}, batch, None)
+        gradient, _, metrics = of_batch(local, batch)
         losses.append(float(metrics["loss"]))
         accrued = jax.tree.map(np.add, accrued, gradient)
         local = jax.tree.map(lambda p, g: p - rate * g, local, gradient)

@@ -25,6 +25,7 @@ from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
 from scalejax.profile import has_cuda_compiler
 from scalejax.search import (
+    Candidate,
     StrategyCosts,
     distinct,
     left_out,
@@ -118,7 +119,7 @@ def test_attention_over_context_is_not_fused():
 )
 def test_numbers_are_those_of_predict(shape: TransformerShape):
     """To rounding, over the whole ranking; and so are the terms."""
-    found = search(shape, CLUSTER, (16,), 32)
+    found = search(shape, CLUSTER, (8,), 16)
     costs = StrategyCosts(shape, CLUSTER)
     for each in found.ranked[:: len(found.ranked) // 25]:
         program = transformer_program(
@@ -189,14 +190,15 @@ def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
 def test_processes_side_by_side_find_what_one_finds(monkeypatch):
     """The same strategies in the same order, and progress in as many parts."""
     monkeypatch.setattr(side_by_side, "_PARTS_PER_PROCESS", 1)
+    monkeypatch.setattr("scalejax.search._GROUPS_OF_A_PART", 20)
     told: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
 
     alone, shared = (
         search(
             SHAPE,
             CLUSTER,
-            (64,),
-            256,
+            (8,),
+            16,
             processes=count,
             on_progress=lambda done, total, count=count: told[count].append((done, total)),
         )
@@ -212,13 +214,14 @@ def test_processes_side_by_side_find_what_one_finds(monkeypatch):
 def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
     """As the system does where memory runs out; no other process is left."""
     monkeypatch.setattr(side_by_side, "_PARTS_PER_PROCESS", 1)
+    monkeypatch.setattr("scalejax.search._GROUPS_OF_A_PART", 20)
 
     def kill(done: int, total: int) -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
 
     with pytest.raises(ScalejaxError, match="memory ran out"):
-        search(SHAPE, CLUSTER, (256,), 1024, processes=2, on_progress=kill)
+        search(SHAPE, CLUSTER, (64,), 64, processes=2, on_progress=kill)
 
     assert not multiprocessing.active_children()
 
@@ -236,11 +239,11 @@ def test_front_is_beaten_by_none():
 
 def test_strategies_alike_but_for_zero_stage_are_one():
     """Of ZeRO 1 and 2 with the same time, the one with less memory; of unlike times, both."""
-    found = search(SHAPE, CLUSTER, (16,), 32).ranked
+    found = search(SHAPE, CLUSTER, (8,), 16).ranked
     shown = distinct(found)
 
-    ways = {}
-    for each in found:
+    ways: dict[Strategy, list[Candidate]] = {}
+    for each in shown:
         ways.setdefault(dataclasses.replace(each.strategy, zero_stage=0), []).append(each)
     assert len(shown) < len(found)
     assert len(shown) > len(ways)
@@ -251,7 +254,7 @@ def test_strategies_alike_but_for_zero_stage_are_one():
         alike = [
             other
             for other in ways[dataclasses.replace(each.strategy, zero_stage=0)]
-            if other in shown and abs(other.step_seconds / each.step_seconds - 1) < 2e-3
+            if abs(other.step_seconds / each.step_seconds - 1) < 2e-3
         ]
         assert min(other.peak_memory_bytes for other in alike) <= each.peak_memory_bytes
 

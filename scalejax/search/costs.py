@@ -27,9 +27,9 @@ from scalejax.hardware import Chip, Cluster
 from scalejax.program import MemoryUse, Operation, Program
 from scalejax.transformer_program import (
     AMPERE_WORKSPACE_BYTES,
-    Held,
     Strategy,
     TransformerShape,
+    held_by_stage,
     pace,
     part_of,
     pieces,
@@ -145,9 +145,7 @@ class StrategyCosts:
         first = strategies[0]
         stages = {each.zero_stage for each in strategies}
         shared_of = {stage: self._shared(replace(first, zero_stage=stage)) for stage in stages}
-        held = Held(
-            part_of(self._shape, first), first.layout, first.split.microbatches, first.moments
-        )
+        held_of = held_by_stage(self._shape, strategies)
         stub = _without_operations(self._shape, first)
         updates = {
             stage: self._piece(update_piece(self._shape, replace(first, zero_stage=stage)))
@@ -172,6 +170,7 @@ class StrategyCosts:
             seconds += attainable.step_overhead_seconds
             added = step_terms(stub, self._cluster, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
+            held = held_of[each.zero_stage]
             peak = held.batch_bytes + held.state_bytes(each.zero_stage) + self._reserve_bytes
             peak += held.temporary_bytes(each.zero_stage, each.pipeline_chunks)
             found.append(Candidate(each, seconds, peak))

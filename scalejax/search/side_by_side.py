@@ -20,7 +20,7 @@ from scalejax.hardware import Cluster
 from scalejax.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.search.groups import Group
 from scalejax.this_process import end_with_caller
-from scalejax.transformer_program import Held, Strategy, TransformerShape, part_of
+from scalejax.transformer_program import Strategy, TransformerShape, held_by_stage
 
 _PARTS_PER_PROCESS = 25
 """Each of 100 groups, which take 20 to 60 ms for GPT-3: a process, which takes 0.6 s to start, is
@@ -131,11 +131,10 @@ def _fitting(question: Question, group: Group) -> list[Strategy]:
     least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
     if 4 * least * (1 + moments / layout.data) > free:
         return []
-    part = part_of(shape, group.strategy(question.global_batch, moments, 0, 1))
-    held = Held(part, layout, group.microbatches, moments)
+    ones = [group.strategy(question.global_batch, moments, stage, 1) for stage in group.zero_stages]
     return [
         group.strategy(question.global_batch, moments, zero_stage, chunks)
-        for zero_stage in group.zero_stages
+        for zero_stage, held in held_by_stage(shape, ones).items()
         for chunks in group.chunk_counts
         if held.batch_bytes
         + held.state_bytes(zero_stage)

@@ -25,7 +25,7 @@ from scalejax.transformer_program.ends import (
     update,
     zeros,
 )
-from scalejax.transformer_program.memory import AMPERE_WORKSPACE_BYTES, Held, memory_use
+from scalejax.transformer_program.memory import AMPERE_WORKSPACE_BYTES, held_by_stage, memory_use
 from scalejax.transformer_program.shape import (
     Recompute,
     Strategy,
@@ -39,11 +39,11 @@ from scalejax.transformer_program.shape import (
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
-    "Held",
     "Pieces",
     "Recompute",
     "Strategy",
     "TransformerShape",
+    "held_by_stage",
     "memory_use",
     "pace",
     "part_of",

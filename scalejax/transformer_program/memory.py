@@ -3,6 +3,7 @@
 Left out: that buffers do not fill the gaps between each other, a few per cent.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from scalejax.layout import Layout
@@ -34,9 +35,7 @@ def memory_use(
     matrices and their gradients, in float32 gradients of several microbatches, what blocks keep
     of the microbatches under way, and the larger of what one block and the logits need.
     """
-    held = Held(
-        part_of(shape, strategy), strategy.layout, strategy.split.microbatches, strategy.moments
-    )
+    held = held_by_stage(shape, [strategy])[strategy.zero_stage]
     state = held.state_bytes(strategy.zero_stage)
     return MemoryUse(
         argument_bytes=state + held.batch_bytes,
@@ -48,7 +47,7 @@ def memory_use(
 
 
 class Held:
-    """What a device holds, but for the ZeRO stage and chunks, which a search varies last."""
+    """What a device holds of one kind of parts, but for what the ZeRO stage and chunks change."""
 
     def __init__(self, part: Part, layout: Layout, microbatches: int, moments: int) -> None:
         """Add up what neither changes.
@@ -81,6 +80,24 @@ class Held:
         gathered = self._own if zero_stage and not self._is_cast else 0
         kept = int(self._kept * under_way(self._stages, self._microbatches, chunks))
         return self._fixed + accumulated + gathered + kept
+
+
+def held_by_stage(shape: TransformerShape, strategies: Iterable[Strategy]) -> dict[int, Held]:
+    """What a device holds, by ZeRO stage; the first may keep a block's gradients in parts.
+
+    Args:
+        shape: the network.
+        strategies: alike but for ZeRO stage and chunks.
+    """
+    found: dict[int, Held] = {}
+    known: dict[Part, Held] = {}
+    for each in strategies:
+        if each.zero_stage not in found:
+            part = part_of(shape, each)
+            if part not in known:
+                known[part] = Held(part, each.layout, each.split.microbatches, each.moments)
+            found[each.zero_stage] = known[part]
+    return found
 
 
 def under_way(stages: int, microbatches: int, chunks: int) -> float:

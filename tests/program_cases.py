@@ -1,15 +1,21 @@
-"""Programs by hand, whose times a reader checks on paper, and one real one."""
+"""Programs by hand, whose times a reader checks on paper, and real ones that were kept."""
 
 import gzip
 import json
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hardware_cases import CHIP, cluster_of
 from hypothesis import strategies as st
 
 from scalejax.documents import build
 from scalejax.hardware import Cluster
+from scalejax.profile.cache import case_key
+from scalejax.profile.job import Compiled, RunJob
+from scalejax.profile.workers import run_jobs
 from scalejax.program import (
     Collective,
     DeviceGroup,
@@ -18,8 +24,12 @@ from scalejax.program import (
     Operation,
     Program,
 )
+from scalejax.validation.archive import read_archive, write_archive
 
 PROGRAMS = Path(__file__).parent / "golden" / "programs"
+KEPT = PROGRAMS / "tests.jsonl.xz"
+REMAKES = bool(os.environ.get("REMAKE_PROGRAMS"))
+"""Whether to compile what tests ask for, and to keep it in `KEPT`."""
 PAPER = cluster_of()
 NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
 
@@ -97,3 +107,40 @@ def resnet50_on_256() -> Program:
     """The step of ResNet-50, 256 images per device, as compiled for 256 H100."""
     text = gzip.decompress((PROGRAMS / "resnet50_bf16_256_data256_sm_90.json.gz").read_bytes())
     return build(Program, json.loads(text))
+
+
+def kept_jobs(jobs: Sequence[RunJob], on_done: Callable[[int, Compiled], None]) -> None:
+    """In place of `scalejax.profile.run_jobs`: what the compiler made of each job once."""
+    if REMAKES:
+        made: dict[str, Program] = {}
+        run_jobs(jobs, lambda i, each: made.update({case_key(jobs[i]): each.program}))
+        archive = read_archive(KEPT)
+        known = {key: archive.program(key) for key in archive.lines}
+        write_archive({key: each for key, each in (known | made).items() if each}, KEPT)
+        read_archive.cache_clear()
+    for position, job in enumerate(jobs):
+        program = read_archive(KEPT).program(case_key(job))
+        assert program is not None, (
+            f"{KEPT.name} does not hold {job.title}. If what the test compiles was changed on "
+            "purpose, run it with REMAKE_PROGRAMS=1."
+        )
+        on_done(position, Compiled(program=program))
+
+
+def require_same(kept: Program, compiled: Program) -> None:
+    """Hold what was kept against what the compiler makes today: FLOP, bytes, exchanges."""
+    # Another generation of the compiler fuses a little differently.
+    tolerance = 0 if compiled.compiler == kept.compiler else 0.05
+    figures: tuple[Callable[[Program], int], ...] = (
+        lambda each: each.flop,
+        lambda each: each.memory.peak_bytes,
+        lambda each: sum(times for _, times in each.walk()),
+        lambda each: sum((op.read_bytes + op.write_bytes) * times for op, times in each.walk()),
+        *(
+            lambda each, name=name: each.collective_bytes(name)
+            for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        ),
+    )
+    for figure in figures:
+        assert figure(kept) == pytest.approx(figure(compiled), rel=tolerance)
+    assert kept.model_flop == compiled.model_flop

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from program_cases import program_of
+from program_cases import kept_jobs, program_of
 
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.cost import in_float8, timeline
@@ -14,7 +14,7 @@ from scalejax.errors import ConfigError
 from scalejax.hardware import load_cluster
 from scalejax.layout import BatchSplit, Layout
 from scalejax.predict import predict
-from scalejax.profile import ProfileJob, has_cuda_compiler, profile_many
+from scalejax.profile import ProfileJob, profile_many
 from scalejax.program import Loop, Operation
 from scalejax.searched_run import shape_of
 from scalejax.train import train
@@ -91,15 +91,16 @@ def run_in(compute_dtype: str, layers: int = 4) -> ResolvedRun:
     return resolve(build(RunConfig, tables))
 
 
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
-def test_a_run_in_float8_is_that_in_bfloat16_with_its_linear_layers_cast(tmp_path):
+def test_a_run_in_float8_is_that_in_bfloat16_with_its_linear_layers_cast(tmp_path, monkeypatch):
     """Whoever asks: four matrices a block, one product forward and two backward; asked for again,
     it is remembered."""
     cluster = load_cluster("dgx-h100")
     jobs = [ProfileJob(run=run_in(each), cluster=cluster) for each in ("bfloat16", "float8")]
 
-    bf16, fp8 = profile_many(jobs, cache=tmp_path)
-    (again,) = profile_many(jobs[1:], cache=tmp_path)
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+    bf16, fp8 = profile_many(jobs, cache=tmp_path, backend="cuda")
+    monkeypatch.setattr("scalejax.profile.run_jobs", lambda *_: pytest.fail("compiled again"))
+    (again,) = profile_many(jobs[1:], cache=tmp_path, backend="cuda")
 
     assert fp8 == again == in_float8(bf16)
     flop = sum(item.flop * times for item, times in fp8.walk() if item.dtype == "f8e4m3fn")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from program_cases import kept_jobs
 from rich.console import Console
 
 from scalejax import documents
@@ -349,8 +350,11 @@ def test_what_is_no_duration_is_refused(text: str):
 
 
 @pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    """A small run, whose step compiles in seconds."""
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small run, whose steps were compiled once and kept."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.profile.target.has_cuda_compiler", lambda: True)
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path

@@ -1,6 +1,7 @@
 """Compiled programs against counts by hand: FLOP, bytes of collectives, memory; both compilers.
 
-Each network is compiled once per compiler, in workers, and shared by the tests.
+What each compiler made of each network was kept (see `program_cases`); what only a worker can show
+is compiled here.
 """
 
 import os
@@ -9,15 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from program_cases import kept_jobs, require_same
 
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.errors import ConfigError, DoesNotFit, ProfileError
 from scalejax.hardware import load_cluster
+from scalejax.mesh import build_mesh
 from scalejax.predict import predict
 from scalejax.profile import (
     ProfileJob,
@@ -25,9 +27,11 @@ from scalejax.profile import (
     profile,
     profile_function,
     profile_many,
+    read_step,
 )
-from scalejax.profile.target import Backend, target_for
+from scalejax.profile.target import target_for
 from scalejax.program import Loop, Program
+from scalejax.step import build_step
 
 DEVICES = 256
 SAMPLES = 32
@@ -60,25 +64,36 @@ def resolved(name: str, device_count: int = DEVICES, **tables) -> ResolvedRun:
     return resolve(build(RunConfig, {**BASE, **RUNS[name], **tables}), device_count)
 
 
-@pytest.fixture(scope="module")
-def programs_by_backend() -> dict[str, dict[str, Program]]:
-    """The programs of all runs for 256 H100, by every compiler that is here, side by side."""
-    backends: list[Backend] = ["cuda", "cpu"] if has_cuda_compiler() else ["cpu"]
-    jobs = [ProfileJob(run=resolved(name), cluster=load_cluster("dgx-h100")) for name in RUNS]
-    with ThreadPoolExecutor() as pool:
-        done = pool.map(lambda each: profile_many(jobs, cache=None, backend=each), backends)
-        return {
-            backend: dict(zip(RUNS, programs, strict=True))
-            for backend, programs in zip(backends, done, strict=True)
-        }
+needs_cuda_compiler = pytest.mark.skipif(
+    not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'"
+)
 
 
 @pytest.fixture(scope="module", params=["cuda", "cpu"])
-def programs(request, programs_by_backend) -> dict[str, Program]:
+def programs(request) -> dict[str, Program]:
     """The programs of all runs for 256 H100, by one of the compilers."""
-    if request.param not in programs_by_backend:
-        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
-    return programs_by_backend[request.param]
+    jobs = [ProfileJob(run=resolved(name), cluster=load_cluster("dgx-h100")) for name in RUNS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scalejax.profile.run_jobs", kept_jobs)
+        found = profile_many(jobs, cache=None, backend=request.param)
+    return dict(zip(RUNS, found, strict=True))
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What is profiled was compiled once, and kept."""
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+
+
+@pytest.mark.slow  # 17 s of processor time: the compilers themselves
+@pytest.mark.parametrize("backend", [pytest.param("cuda", marks=needs_cuda_compiler), "cpu"])
+def test_what_was_kept_is_what_the_compiler_makes_today(backend, monkeypatch):
+    """Of each compiler the network with loops and two axes; REMAKE_PROGRAMS=1 makes all anew."""
+    run, cluster = resolved("gpt"), load_cluster("dgx-h100")
+    compiled = profile(run, cluster, cache=None, backend=backend)
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+
+    require_same(profile(run, cluster, cache=None, backend=backend), compiled)
 
 
 def mlp_products(samples: int) -> int:
@@ -221,49 +236,53 @@ def test_a_program_says_what_it_is(programs):
     assert programs["resnet50"].tokens_per_sample is None
 
 
-@pytest.mark.slow  # the test of targets says what each compiles as
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+@pytest.mark.usefixtures("kept")
 def test_other_chips_compile_too():
     """Chips older than Ampere as Ampere, since no compiler takes them any more; part of a node."""
     clusters = [load_cluster(name) for name in ("dgx1-p100", "dgx-b200")]
+    jobs = [ProfileJob(run=resolved("mlp", 12), cluster=cluster) for cluster in clusters]
 
-    programs = profile_many(
-        [ProfileJob(run=resolved("mlp", 12), cluster=cluster) for cluster in clusters], cache=None
-    )
+    programs = profile_many(jobs, cache=None, backend="cuda")
 
     assert [program.target for program in programs] == ["sm_80", "sm_100"]
     assert {program.device_count for program in programs} == {12}
 
 
-def test_tensor_parallel_text_compiles_for_few_nodes():
-    """On 16 devices XLA numbers the mesh anew, and writes its groups in one more notation."""
-    if not has_cuda_compiler():
-        pytest.skip("needs the compiler plug-in: pip install 'scalejax[gpu-target]'")
-    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8, "compute_dtype": "bfloat16"}
-    run = resolved("gpt", 16, model=small, layout={"tensor": 8})
-
-    program = profile(run, load_cluster("dgx-h100"), cache=None)
-
-    axes = {item.collective.group.axes for item, _ in program.walk() if item.collective}
-    assert {("tensor",), ("data",)} <= axes
-    assert () not in axes
+SMALL = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8}
 
 
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
-def test_attention_is_compiled_as_the_chip_would_train_it():
-    """Fused on H100, its heads divided over tensor; as products on V100, which has none such."""
-    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8, "compute_dtype": "bfloat16"}
-    run = resolved("gpt", 16, model=small, layout={"tensor": 2})
-    jobs = [ProfileJob(run=run, cluster=load_cluster(name)) for name in ("dgx-h100", "dgx1-v100")]
+@needs_cuda_compiler
+def test_fused_attention_compiles_for_few_nodes():
+    """Compiled for CUDA, 8 s of processor time: a worker has JAX ask the target for its cuDNN.
 
-    fused, unfused = profile_many(jobs, cache=None)
+    Its heads are divided over tensor; on 16 devices XLA numbers the mesh anew, and writes its
+    groups in one more notation.
+    """
+    model = {**SMALL, "compute_dtype": "bfloat16"}
+    run = resolved("gpt", 16, model=model, layout={"tensor": 8})
+
+    fused = profile(run, load_cluster("dgx-h100"), cache=None, backend="cuda")
 
     calls = [(item, times) for item, times in fused.walk() if item.kind == "attention"]
-    rows = SAMPLES * 8 // 2  # samples x heads of one device
+    rows = SAMPLES * 8 // 8  # samples x heads of one device
     assert {item.shape for item, _ in calls} == {(rows, GPT_TOKENS, GPT_TOKENS, 64)}
     # Causal: one product's worth forward and two and a half backward, in each layer.
     by_hand = 2 * (1 + 2.5) * 2 * rows * GPT_TOKENS**2 * 64
     assert sum(item.flop * times for item, times in calls) == by_hand
+    axes = {item.collective.group.axes for item, _ in fused.walk() if item.collective}
+    assert {("tensor",), ("data",)} <= axes
+    assert () not in axes
+
+
+@pytest.mark.usefixtures("kept")
+def test_attention_is_compiled_as_the_chip_would_train_it():
+    """Fused on H100; as products on V100, which has none such. The model needs the same."""
+    run = resolved("gpt", 16, model={**SMALL, "compute_dtype": "bfloat16"}, layout={"tensor": 2})
+    jobs = [ProfileJob(run=run, cluster=load_cluster(name)) for name in ("dgx-h100", "dgx1-v100")]
+
+    fused, unfused = profile_many(jobs, cache=None, backend="cuda")
+
+    assert "attention" in {item.kind for item, _ in fused.walk()}
     assert "attention" not in {item.kind for item, _ in unfused.walk()}
     assert fused.model_flop == unfused.model_flop
 
@@ -283,21 +302,19 @@ def test_chips_too_old_to_compile_for_share_one_program():
     assert targets[0] == targets[1] != target_for(load_cluster("dgx-a100"), 8, "cuda")
 
 
-@pytest.mark.slow  # the stand-in keeps the type, and training in float16 is tested by itself
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+@pytest.mark.usefixtures("kept")
 def test_float16_is_compiled_and_costed_as_such():
     """The products of bfloat16 in the other type, at its rate on V100 too, which has no other;
     beside them, what the loss scale needs: every gradient is read once more."""
-    small = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8}
     h100, v100 = load_cluster("dgx-h100"), load_cluster("dgx1-v100")
     runs = {
-        each: resolved("gpt", 8, model={**small, "compute_dtype": each})
+        each: resolved("gpt", 8, model={**SMALL, "compute_dtype": each})
         for each in ("bfloat16", "float16")
     }
     jobs = [ProfileJob(run=run, cluster=h100) for run in runs.values()]
     jobs.append(ProfileJob(run=runs["float16"], cluster=v100))
 
-    bf16, f16, old = profile_many(jobs, cache=None)
+    bf16, f16, old = profile_many(jobs, cache=None, backend="cuda")
 
     def flop(program: Program) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -322,7 +339,10 @@ def test_a_cpu_stand_in_keeps_the_type_of_products(compute_dtype, narrow):
     model = {"name": "mlp", "hidden": [32], "compute_dtype": compute_dtype}
     run = resolved("mlp", 2, model=model)
 
-    program = profile(run, load_cluster("dgx-h100"), cache=None, backend="cpu")
+    mesh = build_mesh(run.layout)
+    step = build_step(run, mesh)
+
+    program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
 
     assert {item.dtype for item, _ in program.walk() if item.flop} == {narrow}
 

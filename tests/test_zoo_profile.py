@@ -1,6 +1,7 @@
-"""Compiled programs of the published networks against counts by hand; slow, one compile each."""
+"""Compiled programs of the published networks against counts by hand; each was kept."""
 
 import pytest
+from program_cases import kept_jobs, require_same
 
 from scalejax.config import RunConfig, resolve
 from scalejax.documents import build
@@ -30,11 +31,17 @@ def profiled(name: str, data: dict):
         "optimizer": {"name": "sgd"},
         "schedule": {"base_learning_rate": 0.1},
     }
-    return profile(resolve(build(RunConfig, tables), 2), load_cluster("dgx1-v100"))
+    run = resolve(build(RunConfig, tables), 2)
+    return profile(run, load_cluster("dgx1-v100"), cache=None, backend="cuda")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs the compiler plug-in for NVIDIA GPUs")
+@pytest.fixture
+def kept(monkeypatch):
+    """What is profiled was compiled once, and kept."""
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+
+
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("name", CONVOLUTIONAL)
 def test_flop_of_a_convolutional_network_are_those_counted_by_hand(name):
     """Three times the forward pass, less the gradient of the images; depthwise ones included."""
@@ -48,8 +55,7 @@ def test_flop_of_a_convolutional_network_are_those_counted_by_hand(name):
         assert program.collective_bytes("all_reduce") == 4 * gradient + 8
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs the compiler plug-in for NVIDIA GPUs")
+@pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize("name", BERT)
 def test_flop_of_bert_are_those_counted_by_hand(name):
     """Three times the forward pass, its logits of the hidden words alone."""
@@ -60,3 +66,14 @@ def test_flop_of_bert_are_those_counted_by_hand(name):
     program = profiled(name, {"name": "masked_tokens"})
 
     assert program.flop == pytest.approx(6 * SAMPLES * (blocks + logits), rel=0.02)
+
+
+@pytest.mark.slow  # compiles for CUDA
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs the compiler plug-in for NVIDIA GPUs")
+def test_what_was_kept_is_what_the_compiler_makes_today(monkeypatch):
+    """The smallest network; REMAKE_PROGRAMS=1 compiles them all anew."""
+    data = {"name": "synthetic_images", "image_size": 227}
+    compiled = profiled("alexnet", data)
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+
+    require_same(profiled("alexnet", data), compiled)

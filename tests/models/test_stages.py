@@ -1,6 +1,7 @@
 """Promises of pipeline stages: the same function, in so many ticks, each stage with its blocks."""
 
 import math
+from functools import cache
 from typing import Any
 
 import jax
@@ -42,23 +43,29 @@ def staged(stages: int, chunks: int, microbatches: int):
     return function
 
 
+def total(of):
+    """A number that depends on all of what `of` computes, with its gradients."""
+    return jax.value_and_grad(lambda f, x: jnp.sum(of(f, x) ** 2), argnums=(0, 1))
+
+
+@cache
+def in_a_row():
+    """What blocks in a row compute."""
+    return jax.jit(total(blocks))(FACTORS, ACTIVATIONS)
+
+
 @pytest.mark.parametrize(
     ("stages", "chunks", "microbatches"),
-    [(2, 1, 1), (3, 1, 4), (4, 1, 6), (2, 3, 2), (3, 2, 6), (4, 3, 12), (5, 1, 4), (8, 1, 3)],
+    [(2, 1, 1), (4, 1, 6), (2, 3, 2), (4, 3, 12), (5, 1, 4), (8, 1, 3)],
 )
 def test_stages_compute_what_blocks_in_a_row_do(stages, chunks, microbatches):
     """Values and gradients, whether or not microbatches fill the pipeline, and stages divide the
     12 blocks."""
     function = staged(stages, chunks, microbatches)
-
-    def total(of):
-        return jax.value_and_grad(lambda f, x: jnp.sum(of(f, x) ** 2), argnums=(0, 1))
-
     everywhere = replicated(build_mesh(Layout(pipeline=stages)))
     ours = jax.jit(total(function), in_shardings=everywhere)(FACTORS, ACTIVATIONS)
-    expected = total(blocks)(FACTORS, ACTIVATIONS)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), ours, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), ours, in_a_row())
 
 
 @pytest.mark.parametrize(("chunks", "microbatches", "ticks"), [(1, 6, 6 + 2), (2, 6, 12 + 2)])

@@ -1,11 +1,13 @@
 """A program is compiled once, and again when anything that shapes it has changed."""
 
 import pytest
+from program_cases import program_of
 from test_profile import resolved
 
 from scalejax.errors import ProfileError
 from scalejax.hardware import load_cluster
 from scalejax.profile import profile, workers
+from scalejax.profile.job import Compiled
 
 OWN_NETWORK = '''
 from flax import nnx
@@ -22,6 +24,11 @@ class Linear(Network):
 '''
 
 
+def _answer(jobs, on_done):
+    for position in range(len(jobs)):
+        on_done(position, Compiled(program=program_of()))
+
+
 def _refuse(jobs, on_done):
     raise ProfileError("asked to compile")
 
@@ -29,6 +36,7 @@ def _refuse(jobs, on_done):
 def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monkeypatch):
     """Seeds and epochs do not shape a step; widths do."""
     cluster, wider = load_cluster("dgx-h100"), {"model": {"name": "mlp", "hidden": [64]}}
+    monkeypatch.setattr("scalejax.profile.run_jobs", _answer)
     first = profile(resolved("mlp", 8), cluster, cache=tmp_path)
     monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
 
@@ -68,6 +76,7 @@ def test_the_same_import_path_in_another_folder_is_another_network(tmp_path, mon
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_network.py").write_text(text)
     monkeypatch.chdir(tmp_path / "one")
+    monkeypatch.setattr("scalejax.profile.run_jobs", _answer)
     profile(run, cluster, cache=folder, backend="cpu")
     monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
     monkeypatch.chdir(tmp_path / "two")
@@ -79,6 +88,7 @@ def test_the_same_import_path_in_another_folder_is_another_network(tmp_path, mon
 def test_compiler_flags_of_the_user_make_another_program(tmp_path, monkeypatch):
     """What is costed is what would train under them."""
     run, cluster = resolved("mlp", 2), load_cluster("dgx-h100")
+    monkeypatch.setattr("scalejax.profile.run_jobs", _answer)
     profile(run, cluster, cache=tmp_path, backend="cpu")
     monkeypatch.setattr("scalejax.profile.run_jobs", _refuse)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")

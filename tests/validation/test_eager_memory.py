@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from program_cases import matmul, program_of
+from program_cases import kept_jobs, matmul, program_of
 
 from scalejax.config import ResolvedRun, RunConfig, resolve
 from scalejax.documents import build
 from scalejax.hardware import load_cluster
 from scalejax.profile import profile
-from scalejax.profile.target import has_cuda_compiler
 from scalejax.program import Program
 from scalejax.units import GIB
 from scalejax.validation.eager_memory import (
@@ -57,13 +56,13 @@ def test_the_loss_is_found_on_the_line_of_wordier_steps():
     assert level_at_loss([29 * GIB, 53 * GIB]) == 17 * GIB
 
 
-@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
-def test_our_loss_holds_logits_and_one_array_in_float32():
+def test_our_loss_holds_logits_and_one_array_in_float32(monkeypatch):
     """Twice the vocabulary takes 2 + 4 bytes more for each logit; and a table of words or both,
     gathered, 2 to 4 % of that."""
+    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
     words = 16_384
     small, large = (
-        profile(llama(vocabulary), load_cluster("dgx-h100"), backend="cuda")
+        profile(llama(vocabulary), load_cluster("dgx-h100"), cache=None, backend="cuda")
         for vocabulary in (words, 2 * words)
     )
 

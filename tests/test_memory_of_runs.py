@@ -15,11 +15,12 @@ from scalejax.program import MemoryUse
 EXPERIMENT = Path(__file__).parents[1] / "experiments" / "memory_against_run"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # processes that run the steps
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("case", ["mlp", "cnn", "resnet50", "gpt", "gpt_remat", "mlp:4"])
+@pytest.mark.parametrize("case", ["cnn", "gpt_remat", "mlp:4"])
 def test_predicted_memory_is_within_a_tenth_of_what_a_run_takes(case, monkeypatch):
-    """Seen: - 7 to - 1 %. What is missing, 30 to 60 MB, is the runtime's packing of operands."""
+    """Seen, of six cases of the experiment: - 7 to - 1 %. What is missing, 30 to 60 MB, is the
+    runtime's packing of operands."""
     monkeypatch.syspath_prepend(str(EXPERIMENT))
     name, _, devices = case.partition(":")
 

@@ -137,12 +137,11 @@ def test_compute_time_is_near_what_xla_estimates(name):
 
 
 @needs_libtpu
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["chain", "gpt", "resnet50"])
-def test_compute_time_is_near_what_the_installed_xla_estimates(name):
-    """The same, compiled anew."""
+@pytest.mark.slow  # 18 s of processor time
+def test_compute_time_is_near_what_the_installed_xla_estimates():
+    """The chain, compiled anew; `tpu_worker.py` does so for the steps, in a minute or two each."""
     answer = subprocess.run(
-        [sys.executable, str(HERE / "tpu_worker.py"), name],
+        [sys.executable, str(HERE / "tpu_worker.py"), "chain"],
         check=True,
         capture_output=True,
         text=True,

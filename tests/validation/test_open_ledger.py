@@ -52,8 +52,8 @@ def test_open_ledger_is_predicted_as_well_as_before():
 
 
 @needs_ledger
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["tensorflow_2017", "dlperf", "llm_foundry"])
+@pytest.mark.slow  # a compile for CUDA each
+@pytest.mark.parametrize("family", ["tensorflow_2017", "llm_foundry"])
 def test_archive_holds_what_the_compiler_says_today(family: str, tmp_path: Path, monkeypatch):
     """The first row of a family, compiled anew: the same operations, FLOP and bytes.
 

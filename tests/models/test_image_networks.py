@@ -1,6 +1,7 @@
 """mlp, cnn and the ResNets: published sizes, and initialisation that does what it is for."""
 
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from scalejax.model_config import (
     ModelConfig,
     ResNetConfig,
 )
-from scalejax.models import BatchNormScope, build_network
+from scalejax.models import BatchNormScope, Network, build_network
 from scalejax.models.cnn import Cnn
 from scalejax.models.resnet import Block, ResNet
 from scalejax.profile.model_flop import forward_flop
@@ -25,11 +26,17 @@ FASHION = facts(FashionMnistConfig(edition="embedded"))
 IMAGENET = facts(SyntheticImagesConfig())
 
 
-def parameter_count(model: ModelConfig, dataset: DatasetFacts) -> int:
-    """Numbers in all parameters; nothing is computed."""
-    network = nnx.eval_shape(
+@cache
+def shapes_of(model: ModelConfig, dataset: DatasetFacts) -> Network:
+    """A network that holds shapes in place of numbers; to trace a large one takes seconds."""
+    return nnx.eval_shape(
         lambda: build_network(model, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0))
     )
+
+
+def parameter_count(model: ModelConfig, dataset: DatasetFacts) -> int:
+    """Numbers in all parameters; nothing is computed."""
+    network = shapes_of(model, dataset)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(network, nnx.Param)))
 
 
@@ -88,9 +95,7 @@ def test_the_smallest_image_is_the_smallest_that_leaves_something(name):
 def multiply_adds(model: ModelConfig, image_size: int) -> int:
     """Of the matrix products and convolutions of one image's forward pass."""
     dataset = facts(SyntheticImagesConfig(image_size=image_size))
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: build_network(model, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0)))
-    )
+    graph, state = nnx.split(shapes_of(model, dataset))
     image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
     return forward_flop(lambda s, x: nnx.merge(graph, s)(x, is_training=False), state, image) // 2
 
@@ -152,12 +157,7 @@ def test_resnet_downsamples_as_published():
     the shapes of convolutions and linear layer in the traced program, which leaves out
     BatchNorm, ReLU and pooling (< 1 %).
     """
-    network = nnx.eval_shape(
-        lambda: build_network(
-            ResNetConfig(name="resnet50"), IMAGENET, bn=BatchNormScope(), rngs=nnx.Rngs(0)
-        )
-    )
-    graph, state = nnx.split(network)
+    graph, state = nnx.split(shapes_of(ResNetConfig(name="resnet50"), IMAGENET))
     jaxpr = jax.make_jaxpr(lambda s, x: nnx.merge(graph, s)(x, is_training=False))(
         state, jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     )

@@ -95,6 +95,16 @@ def test_crops_have_the_areas_and_aspects_asked_for():
     assert stats.kstest(places, "uniform").pvalue > 1e-3
 
 
+def test_crops_reach_every_place_alike():
+    """Of 2 x 2 in 4 x 4 pixels: nine places, the last row and column among them, chi-squared."""
+    config = AugmentationConfig(crop_area=(0.25, 0.25), crop_aspect=(1.0, 1.0))
+
+    left, top, width, height = boxes_of(config, 4, 4, count=5000).T
+
+    assert {*width.tolist(), *height.tolist()} == {2}
+    assert stats.chisquare(np.bincount(3 * top + left, minlength=9)).pvalue > 1e-3
+
+
 def test_an_image_that_no_crop_fits_keeps_its_middle():
     """The largest part of an aspect asked for: 4/3 of 100 pixels, from 433 on."""
     changes = Augmentation(config=AugmentationConfig(crop_area=(1.0, 1.0)), seed=0)

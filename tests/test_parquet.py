@@ -359,6 +359,18 @@ def test_an_unreadable_image_is_named_by_file_and_row(folder):
         source.take(np.array([3, 9]))
 
 
+def test_the_first_row_of_a_file_is_named_as_its_own(tmp_path):
+    """It follows the last of the file before, whose rows end where its own begin."""
+    content = [encoded(image, "JPEG") for image in IMAGES]
+    write_images(tmp_path / "a.parquet", content[:20], LABELS[:20])
+    write_images(tmp_path / "b.parquet", [content[20][:100], *content[21:]], LABELS[20:])
+    config = config_of(tmp_path, train=str(tmp_path), test=str(tmp_path))
+    source = open_source(config, "train", seed=0)
+
+    with pytest.raises(ConfigError, match=r"b\.parquet, row 0, column 'image': no image that"):
+        source.take(np.array([19, 20]))
+
+
 @pytest.mark.parametrize("label", [7, None, 2**63 + 5])
 def test_a_class_out_of_range_is_named_by_file_and_row(folder, label):
     """Where classes are given, a label beyond them, or none, is found when its row is read."""

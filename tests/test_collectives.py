@@ -63,6 +63,14 @@ def test_a_group_of_two_extents_sits_on_strided_devices():
     assert way.network_bytes_per_second == 5e9
 
 
+def test_a_group_that_ends_within_a_node_sits_as_in_a_full_one():
+    """12 devices: eight in node 0 and four in node 1, which wait for the eight."""
+    way = group_route(((12, 1),), PAPER)
+
+    assert (way.members, way.members_per_node, way.nodes) == (12, 8, 2)
+    assert way.network_bytes_per_second == 10e9
+
+
 def test_ring_all_reduce_by_hand():
     """8 devices, 1 GB at 100 GB/s: 2 x 7/8 GB is 17.5 ms, and 14 hops of 1 us."""
     assert collective_seconds(_exchange("all_reduce", GIGABYTE, (8, 1)), PAPER) == pytest.approx(
@@ -102,6 +110,18 @@ def test_tree_all_reduce_by_hand():
     seconds = collectives.tree_all_reduce_seconds(GIGABYTE, way, TREE)
 
     assert seconds == pytest.approx(200e-3 + 14e-6 + 40e-6)
+
+
+def test_a_tree_over_three_nodes_is_as_deep_as_over_four():
+    """Up to four nodes 2 x 2 hops between them, whether a chain or the switch adds up inside."""
+    for devices in (24, 32):
+        way = group_route(((devices, 1),), PAPER)
+
+        tree = collectives.tree_all_reduce_seconds(GIGABYTE, way, TREE)
+        in_switch = collectives.in_switch_all_reduce_seconds(GIGABYTE, way, NVLS)
+
+        assert tree == pytest.approx(200e-3 + 14e-6 + 40e-6)
+        assert in_switch == pytest.approx(200e-3 + 1e-6 + 40e-6)
 
 
 def test_in_switch_all_reduce_by_hand():

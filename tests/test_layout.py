@@ -16,6 +16,14 @@ def test_devices_are_the_product_of_the_axes():
     assert layout.batch_shards == 8
 
 
+def test_neighbours_along_tensor_are_neighbours_in_a_node():
+    """Devices are counted along the axes, major to minor; a node holds devices of like number."""
+    layout = Layout(tensor=6, context=5, fsdp=4, data=3, pipeline=2)
+
+    assert list(layout.axis_sizes) == ["pipeline", "data", "fsdp", "context", "tensor"]
+    assert str(layout) == "pipeline=2 x data=3 x fsdp=4 x context=5 x tensor=6"
+
+
 def test_data_axis_takes_what_the_others_leave():
     """24 devices with fsdp 2 and tensor 3 have a data axis of 4."""
     assert fill_data_axis(24, fsdp=2, tensor=3) == Layout(data=4, fsdp=2, tensor=3)

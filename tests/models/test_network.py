@@ -160,12 +160,13 @@ def _leaves(specs: dict) -> list[P]:
 
 
 def test_first_matching_rule_wins_and_odd_dimensions_stay_whole():
-    """By hand, on four parameters."""
+    """By hand, on five parameters; of several axes that do not divide, the minor one goes first."""
     shape = jax.ShapeDtypeStruct
     params = {
         "a": {"kernel": shape((4, 6), jnp.float32)},
         "b": {"kernel": shape((4, 5), jnp.float32)},
         "c": {"embedding": shape((8, 3), jnp.float32)},
+        "d": {"embedding": shape((6, 3), jnp.float32)},
         "norm": {"scale": shape((4,), jnp.float32)},
     }
     rules = (
@@ -180,6 +181,7 @@ def test_first_matching_rule_wins_and_odd_dimensions_stay_whole():
         "a": {"kernel": P("tensor", None)},
         "b": {"kernel": P("fsdp", None)},
         "c": {"embedding": P(("tensor", "fsdp"), None)},
+        "d": {"embedding": P("tensor", None)},
         "norm": {"scale": P()},
     }
 

@@ -170,6 +170,27 @@ def test_deviation_of_zero_is_that_of_the_others():
     assert predicted(1e-6) > 1.02 * predicted(0.0)
 
 
+def test_the_mean_of_runs_varies_less_than_one_run():
+    """A single hyperbola, 10 % between runs: the mean of four is off by half as much as one."""
+    found = Hyperbola(
+        points=tuple(exact()),
+        reference_batch=1000,
+        weights=np.ones(1),
+        shares=np.array([0.5]),
+        scatters=np.zeros(1),
+        levels=np.log([[2e6]]),
+        level_variances=np.zeros((1, 1)),
+        recipes=("",),
+        run_deviation=0.1,
+    )
+
+    one, four = (found.samples(1000, run_count=count) for count in (1, 4))
+
+    assert one.p50 == four.p50 == pytest.approx(2e6)
+    assert math.log(one.p90 / one.p50) == pytest.approx(0.12816, rel=1e-4)
+    assert math.log(four.p90 / four.p50) == pytest.approx(0.06408, rel=1e-4)
+
+
 def test_ranges_hold_as_often_as_they_say():
     """Points drawn with 5 % of scatter about known hyperbolas: a point left out lies within p10
     and p90 in about 80 % of 300 cases (binomial: 2.3 % standard deviation)."""
@@ -495,6 +516,21 @@ def test_rule_breaks_between_the_last_that_worked_and_the_next():
     assert found.breaking_batch == pytest.approx(8192 * math.sqrt(2))
     # Half of each standard error, in quadrature: 0.0707 of a rise of 1 over a doubling.
     assert found.breaking_factor == pytest.approx(2**0.0707, rel=1e-3)
+
+
+def test_nearer_trial_decides_how_sure_a_limit_is():
+    """A quarter of the way from 23.7 +- 0.1 to 24.7 +- 0.2: 3/4 of the first error, 1/4 of the
+    other, in quadrature 0.0901 of a rise of 1 over a doubling."""
+    found = batch_limit(
+        [
+            Trial(global_batch=8192, error=23.7, standard_error=0.1),
+            Trial(global_batch=16384, error=24.7, standard_error=0.2),
+        ],
+        target_error=23.95,
+    )
+
+    assert found.breaking_batch == pytest.approx(8192 * 2**0.25)
+    assert found.breaking_factor == pytest.approx(2**0.0901, rel=1e-3)
 
 
 def test_rule_that_never_broke_has_no_limit():

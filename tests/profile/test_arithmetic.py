@@ -125,6 +125,19 @@ def test_a_cpu_convolution_counts_no_holes_of_dilation(result, first, second, wi
     assert found.convolution_pass == of
 
 
+def test_an_input_gradient_counts_no_holes_of_any_stride():
+    """Two windows of 2, 3 apart in a row of 5: 2 x 2 pairs each way, as in the forward pass."""
+    found = counted(
+        "  %conv = f32[32,5,5,8]{3,2,1,0} convolution(%a, %b), "
+        "window={size=2x2 pad=1_1x1_1 lhs_dilate=3x3}, dim_labels=b01f_01io->b01f",
+        "a: f32[32,2,2,16]{3,2,1,0}",
+        "b: f32[2,2,16,8]{3,2,1,0}",
+    )
+
+    assert found.flop == 2 * 32 * 8 * 16 * 4 * 4
+    assert found.convolution_pass == "input_gradient"
+
+
 def test_the_filter_gradient_of_a_grouped_cpu_convolution_counts_its_groups_once():
     """XLA spreads 4 groups over a dilated third dimension, of which a quarter is no hole."""
     found = counted(

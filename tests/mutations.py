@@ -764,14 +764,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="begin = max(now, self._free_at)",
         new="begin = now",
         mistake="what shares a wire does not wait for each other",
-        first_tests=("tests/test_emulate_queues.py", "tests/test_emulate_timing.py"),
+        first_tests=("tests/test_emulate_queues.py",),
     ),
     Mutation(
         path="scalejax/emulate/world.py",
         old="np.exp(sigma * generator.standard_normal() - sigma**2 / 2)",
         new="np.exp(sigma * generator.standard_normal())",
         mistake="lognormal times have the mean as their median",
-        first_tests=("tests/test_emulate_queues.py", "tests/test_emulate_timing.py"),
+        first_tests=("tests/test_emulate_timing.py",),
+        words="times_of_gradients",
     ),
     Mutation(
         path="scalejax/emulate/samples.py",

@@ -1,7 +1,10 @@
 """The clock of an emulation is the cost model's."""
 
+import math
 from dataclasses import replace
+from itertools import islice
 
+import numpy as np
 import pytest
 from emulate_cases import config, durations, simulated
 
@@ -9,6 +12,7 @@ from scalejax.config import with_fields
 from scalejax.cost.stragglers import expected_maximum
 from scalejax.emulate.durations import durations_of
 from scalejax.emulate.requirements import emulated_run
+from scalejax.emulate.world import gradient_times
 from scalejax.emulation_config import (
     DownpourConfig,
     EmulationConfig,
@@ -51,6 +55,22 @@ def test_time_of_a_gradient_by_hand_varies_as_a_step_of_that_length():
 
     assert short.gradient_deviation_seconds == pytest.approx(1.0, rel=1e-3)
     assert long.gradient_deviation_seconds == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "median"), [("normal", 2.0), ("lognormal", 2 / math.sqrt(1 + 0.25**2))]
+)
+def test_times_of_gradients_have_the_mean_and_deviation_given(distribution, median):
+    """Mean and median within 5 standard errors of 20,000, the deviation within 5 %."""
+    stragglers = StragglersConfig(distribution=distribution)
+
+    times = gradient_times(stragglers, 2.0, 0.5, np.random.default_rng(0))
+    drawn = np.fromiter(islice(times, 20_000), float)
+
+    error = 0.5 / math.sqrt(20_000)
+    assert drawn.mean() == pytest.approx(2.0, abs=5 * error)
+    assert np.median(drawn) == pytest.approx(median, abs=5 * 1.2533 * error)
+    assert drawn.std() == pytest.approx(0.5, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -818,7 +818,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/test_plan.py",),
     ),
 )
-"""The mistakes, by the part of the core that they are in. Numbers count from 1."""
+"""The mistakes, by the part of the core that they are in; the command counts them from 1."""
 
 
 def inapplicable(root: Path) -> list[str]:
@@ -1162,6 +1162,7 @@ def examine_all(
         except BaseException:
             line.clear()
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is to come between
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             examiner.processes.stop()
             pool.shutdown(cancel_futures=True)
             raise
@@ -1234,6 +1235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    # A shell has what it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     examiner = Examiner(
         processes=Processes(), limit_seconds=options.seconds_limit, has_whole_suite=has_whole_suite

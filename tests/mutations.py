@@ -191,7 +191,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         new="average=averaged(recipe.run, state.step, state.average, weights),",
         mistake="averages of weights count updates from one too few",
         first_tests=("tests/test_averaging.py",),
-        words="average",
+        words="weights_that_training_has",
     ),
     Mutation(
         path="scalejax/local_sgd.py",
@@ -328,7 +328,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)",
         new="AXES = (PIPELINE, DATA, FSDP, TENSOR, CONTEXT)",
         mistake="neighbours along tensor are no neighbours in a node",
-        first_tests=("tests/test_layout.py", "tests/test_properties.py"),
+        first_tests=("tests/test_layout.py",),
     ),
     Mutation(
         path="scalejax/layout.py",

@@ -350,7 +350,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         new="key=lambda index: (len(split[index]) > 0, leaf.shape[index]))",
         mistake="ZeRO divides the shortest dimension, which few devices divide",
         first_tests=("tests/test_conformance.py",),
-        words="kept_in_parts",
+        words="most_devices_divide",
     ),
     Mutation(
         path="scalejax/models/placement.py",

@@ -586,6 +586,18 @@ def test_state_in_parts_is_kept_in_parts():
         assert held == pytest.approx(sum(leaf.size for leaf in large) / 8, rel=0.01)
 
 
+def test_state_in_parts_is_divided_where_most_devices_divide_it():
+    """Along the longest dimension that no other axis divides, else along the longest: of up, whose
+    32 x 128 both have rules, the 128; of down the 32, for tensor and fsdp divide the 128."""
+    run = run_of("gpt", "adamw", {"data": 8, "zero_stage": 1})
+    layers = build_step(run, build_mesh(run.layout)).state.params["blocks"]["feed_forward"]
+    kernels = {name: layers[name]["kernel"] for name in ("up", "down")}
+
+    held = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in kernels.items()}
+
+    assert held == {"up": (4, 32, 16), "down": (4, 128, 4)}
+
+
 @pytest.mark.parametrize("mode", ["jit", "shard_map"])
 def test_microbatches_keep_local_groups(mode):
     """Devices deal their own rows: the groups of a microbatch are those of its device."""

@@ -50,7 +50,9 @@ class Heartbeat:
         if path is None:
             return
         try:
-            with path.open("w+b") as file:
+            # Never cut off: a run before this one in the same process may still breathe into it,
+            # and would be ended where it touches a page that is not there.
+            with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
                 # Written, not only made so long: a page that a full disk has no room for would end
                 # the process where it is first touched.
                 file.write(bytes(_FORMAT.size))

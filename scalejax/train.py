@@ -80,8 +80,13 @@ def train(
         CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
-    clock, heartbeat = RunClock(startup_seconds), Heartbeat.from_environment()
-    with StopSignals(heartbeat, leave=leave) as signals, clock, RunLock() as lock:
+    clock = RunClock(startup_seconds)
+    with (
+        closing(Heartbeat.from_environment()) as heartbeat,
+        StopSignals(heartbeat, leave=leave) as signals,
+        clock,
+        RunLock() as lock,
+    ):
         heartbeat.at("compiling", 0)
         reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
         documents.require_writable_folder("folder", folder)

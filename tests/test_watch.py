@@ -4,9 +4,11 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from scalejax.launch.local import LOST, Launch, launch
 from scalejax.launch.watch import Watch
 from scalejax.rendezvous import MISSED_ANOTHER
 
+ROOT = Path(__file__).parents[1]
 RUNNING, LIVES = (None, None), (False, False)
 
 
@@ -184,3 +187,22 @@ def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
     assert (first.step, first.phase, first.moves) == (12, "waiting for input", 1)
     assert said(path).breaths > first.breaths
     assert read_beat(tmp_path / "none") is None
+
+
+BREATHING = """
+import sys, threading
+from pathlib import Path
+from scalejax.heartbeat import Heartbeat
+first = Heartbeat(Path(sys.argv[1]))
+move = lambda: [first.at("training", step) for step in iter(int, 1)]
+threading.Thread(target=move, daemon=True).start()
+for _ in range(300):
+    Heartbeat(Path(sys.argv[1])).close()
+"""
+
+
+def test_a_second_heartbeat_in_a_process_does_not_end_the_first(tmp_path):
+    """As where two runs follow each other: by SIGBUS, where the file was cut off first."""
+    command = [sys.executable, "-c", BREATHING, str(tmp_path / "heartbeat")]
+
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

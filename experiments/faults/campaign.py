@@ -65,8 +65,9 @@ DISK_BYTES = 64 * 2**20
 class Campaign:
     """The runs, in a folder of their own that is gone at the end."""
 
-    def __init__(self, seed: int, place: Path, wanted: list[str]) -> None:
+    def __init__(self, seed: int, place: Path, wanted: list[str], epochs: int) -> None:
         self._seed = seed
+        self._epochs = epochs
         self._place = place
         self._stop = threading.Event()
         self._open: set[Launched] = set()
@@ -185,6 +186,7 @@ class Campaign:
                 "SCALEJAX_CLOCK_OFFSET": str(offset),
             }
         arguments = ["--np=-2", str(RUN_FILE), "--folder", str(folder), "--max-restarts", "1000"]
+        arguments.append(f"--train.epochs={self._epochs}")
         if RunFolder(path=folder).holds_run:
             arguments.append("--resume")
         launched = Launched(arguments, environment, folder)
@@ -312,11 +314,11 @@ def table(faults: list[Fault]) -> list[str]:
 
 
 def campaign(
-    first: int, count: int, seed: int, together: int, wanted: list[str]
+    first: int, count: int, seed: int, together: int, wanted: list[str], epochs: int
 ) -> tuple[list[Fault], tuple]:
     """The faults `first` to `first + count` - 1, and the kinds there are."""
     with tempfile.TemporaryDirectory(prefix="scalejax-faults-") as name:
-        work = Campaign(seed, Path(name), wanted)
+        work = Campaign(seed, Path(name), wanted, epochs)
         try:
             work.prepare()
             ranges = [
@@ -347,6 +349,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="go on where a part has ended")
     parser.add_argument("--together", type=int, default=2, help="runs at a time")
     parser.add_argument("--kinds", nargs="+", choices=BOUNDS, default=list(BOUNDS))
+    parser.add_argument("--epochs", type=int, default=30, help="of each run")
     parser.add_argument("--results", type=Path, default=HERE / "results.json")
     arguments = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)
@@ -358,6 +361,7 @@ def main() -> int:
         arguments.seed,
         arguments.together,
         arguments.kinds,
+        arguments.epochs,
     )
     left_out = [kind for kind in arguments.kinds if kind not in kinds]
     earlier: list[dict[str, Any]] = []

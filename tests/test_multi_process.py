@@ -26,8 +26,7 @@ from scalejax.launch import Runner
 from scalejax.progress import Silent
 
 pytestmark = [
-    pytest.mark.slow,  # processes are started that each import JAX, and compile
-    pytest.mark.alone,  # on all cores
+    pytest.mark.slow,  # eight processes are started that each import JAX, and compile
     pytest.mark.timeout(1800),  # a test may be the first to ask for all of them
 ]
 
@@ -133,7 +132,7 @@ def test_four_processes_train_what_one_device_trains(name, of_four, on_one_devic
 
 def test_the_tolerance_sees_one_missing_update(on_one_device, monkeypatch):
     """Parameters a third of the updates short are far outside of what rounding explains."""
-    case = Case(model="cnn", optimizer="sgd")
+    case = OF_TWO["fsdp"]
     whole = reference(case, on_one_device)
     monkeypatch.setattr(process_cases, "UPDATES", 2)
     short = outcome(case.alone, jax.devices()[:1])

@@ -93,11 +93,14 @@ def wait_until(is_so, seconds=30):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_batches_do_not_depend_on_the_number_of_processes(config):
-    """For every data set, over an epoch's end, from the beginning and from a later step."""
+    """For every data set, over an epoch's end, from the beginning and from a later step; one and
+    three of them for one data set."""
     alone = batches_of(config, 0, stop=6)
 
-    assert_same(batches_of(config, 1, stop=6), alone)
-    assert_same(batches_of(config, 3, start=2, stop=6), alone[2:])
+    if config is CONFIGS[0]:
+        assert_same(batches_of(config, 1, stop=6), alone)
+        assert_same(batches_of(config, 3, stop=6), alone)
+    assert_same(batches_of(config, 2, start=1, stop=6), alone[1:])
 
 
 def test_row_groups_shared_by_processes_give_the_same_batches(photos):
@@ -257,15 +260,23 @@ workers = 2
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],
+)
 def test_no_process_outlives_the_run(tmp_path, number):
     """Killed: they end by themselves. Ctrl-C and a scheduler's SIGTERM, which reach every process
     of the terminal or the job: the run ends as ever, and none of them says a word."""
     (tmp_path / "run.toml").write_text(RUN)
     process = subprocess.Popen(
-        [sys.executable, "-m", "scalejax", "train", "run.toml", "--folder", "run"],
+        [sys.executable, HERE / "train_worker.py", "run.toml", "run", "new"],
         cwd=tmp_path,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)},
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in this process
+            "PYTHONPATH": str(HERE.parent),
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

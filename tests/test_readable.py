@@ -1,9 +1,9 @@
 """Filled batches, and examples that cannot be read: none is lost silently, none counts twice."""
 
+import io
 import json
 import re
 import signal
-import socket
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +15,6 @@ import pytest
 from parquet_cases import encoded, random_images, write_images
 from record_cases import figures
 from test_data import SMALL_IMAGES, Numbers, shapes_of
-from test_resume import start
 
 from scalejax.checkpoint import load_weights
 from scalejax.cli import main
@@ -29,6 +28,7 @@ from scalejax.data.source import UnreadableExample
 from scalejax.documents import load
 from scalejax.errors import ConfigError
 from scalejax.input_config import InputConfig
+from scalejax.launch import Runner
 from scalejax.layout import Layout
 from scalejax.mesh import build_mesh
 from scalejax.predict import Prediction
@@ -387,39 +387,44 @@ class _StopsAt(Silent):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("step", [1, 4, 5])
-def test_an_interrupted_run_counts_what_an_uninterrupted_one_does(folder, step):
-    """Stopped within an epoch: the same losses and weights to the last bit, the same rows."""
+def test_an_interrupted_run_counts_what_an_uninterrupted_one_does(folder):
+    """Stopped within an epoch, the first or a later one: the same losses and weights to the last
+    bit, the same rows."""
     given = 'unreadable = "skip"\nremainder = "pad"'
     whole, config = trained(folder, "whole", given=given)
 
-    with pytest.raises(Interrupted):
-        trained(folder, "run", given=given, reporter=_StopsAt(step))
-    assert RunRecord.load(folder / "run").status == "interrupted"
-    record, _ = trained(folder, "run", given=given, resume=True)
+    for step in (1, 5):
+        name = f"run{step}"
+        with pytest.raises(Interrupted):
+            trained(folder, name, given=given, reporter=_StopsAt(step))
+        assert RunRecord.load(folder / name).status == "interrupted"
+        record, _ = trained(folder, name, given=given, resume=True)
 
-    assert figures(folder / "run") == figures(folder / "whole")
-    for ours, theirs in zip(weights_of(record, config), weights_of(whole, config), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    for part in ("train", "test"):
-        counts = [sum(m.rows for m in r.unreadable if m.part == part) for r in (record, whole)]
-        assert counts[0] == counts[1]
-    assert "9 unreadable training examples skipped" in record.statuses[-1].message
+        assert figures(folder / name) == figures(folder / "whole")
+        for ours, theirs in zip(weights_of(record, config), weights_of(whole, config), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+        for part in ("train", "test"):
+            counts = [sum(m.rows for m in r.unreadable if m.part == part) for r in (record, whole)]
+            assert counts[0] == counts[1]
+        assert "9 unreadable training examples skipped" in record.statuses[-1].message
 
 
+@pytest.mark.slow  # two processes import JAX, and compile
 def test_two_processes_say_together_what_one_says(folder):
     """Each finds what is wrong with its own rows, and every row is counted once."""
     given = 'unreadable = "skip"\nremainder = "pad"'
-    alone, _ = trained(folder, "alone", given=given, device_count=4)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    run_file = folder / "alone.toml"
+    alone, config = trained(folder, "alone", given=given, device_count=4)
 
-    workers = [start(run_file, folder / "run", "new", index, 2, port) for index in range(2)]
-    said = [worker.communicate(timeout=300)[1] for worker in workers]
+    def together(config, folder):
+        from scalejax.train import train
 
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(said)
+        train(config, folder, predicts=False)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in this process
+        Runner(-2, cpu_devices=2, out=said).run(together, config=config, folder=folder / "run")
+
     record = RunRecord.load(folder / "run")
     for ours, theirs in zip(record.unreadable, alone.unreadable, strict=True):
         assert (ours.step, ours.part, ours.rows) == (theirs.step, theirs.part, theirs.rows)

@@ -1,6 +1,6 @@
-"""Trains a small run in a process of its own, for tests that kill it or need several.
+"""Trains a small run in a process of its own, for tests that kill it.
 
-Usage: python train_worker.py RUN.toml FOLDER [resume | new] [PROCESS COUNT PORT]
+Usage: python train_worker.py RUN.toml FOLDER [resume | new]
 """
 
 import sys
@@ -14,19 +14,15 @@ from scalejax.train import train
 
 
 def main() -> None:
-    """Train as the arguments say, on four devices in all."""
-    run_file, folder, mode, *place = sys.argv[1:]
-    if place:
-        process, count, port = map(int, place)
-        jax.config.update("jax_num_cpu_devices", 4 // count)
-        jax.distributed.initialize(f"localhost:{port}", count, process)
-    else:
-        jax.config.update("jax_num_cpu_devices", 4)
+    """Train as the arguments say, on four devices."""
+    run_file, folder, mode = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", 4)
     train(
         load_config(Path(run_file)),
         Path(folder),
         resume=mode == "resume",
         reporter=PlainLines(sys.stderr),
+        predicts=False,
     )
 
 

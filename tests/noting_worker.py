@@ -24,12 +24,12 @@ from scalejax.record import RunFolder
 from scalejax.train import train
 
 
-def main() -> None:
-    """Train as the arguments say."""
-    run_file, folder, notes, stop_step, fsdp = sys.argv[1:]
-    rendezvous.join(rendezvous.place_here())
-    is_begun = RunFolder(path=Path(folder)).holds_run
-    steps = RunFolder(path=Path(folder)).checkpoints
+def train_and_note(
+    run_file: Path, folder: Path, notes: Path, stop_step: int, fsdp: int, devices: int | None = None
+) -> None:
+    """Train on so many devices, or on all, from where the run in `folder` stopped."""
+    is_begun = RunFolder(path=folder).holds_run
+    steps = RunFolder(path=folder).checkpoints
     step = max((int(each.name) for each in steps.iterdir()), default=0) if is_begun else 0
     take = Batches.next_beside
     name = f"{step:03}-{jax.process_index()}-of-{jax.process_count()}"
@@ -43,19 +43,30 @@ def main() -> None:
             first_bytes = np.asarray(shard.data).reshape(len(rows), -1)[:, :2].astype(int)
             examples = first_bytes @ [256, 1]
             print(json.dumps([step, list(rows), examples.tolist()]), file=lines, flush=True)
-        if step == int(stop_step) and jax.process_index() == 0:
+        if step == stop_step and jax.process_index() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch, waited_seconds
 
     Batches.next_beside = take_and_note
-    with (Path(notes) / name).open("w") as lines:
-        train(
-            load_config(Path(run_file), {"layout.fsdp": int(fsdp)}),
-            Path(folder),
-            resume=is_begun,
-            reporter=PlainLines(sys.stderr),
-            predicts=False,
-        )
+    try:
+        with (notes / name).open("w") as lines:
+            train(
+                load_config(run_file, {"layout.fsdp": fsdp}),
+                folder,
+                device_count=devices,
+                resume=is_begun,
+                reporter=PlainLines(sys.stderr),
+                predicts=False,
+            )
+    finally:
+        Batches.next_beside = take
+
+
+def main() -> None:
+    """Train as the arguments say."""
+    run_file, folder, notes, stop_step, fsdp = sys.argv[1:]
+    rendezvous.join(rendezvous.place_here())
+    train_and_note(Path(run_file), Path(folder), Path(notes), int(stop_step), int(fsdp))
 
 
 if __name__ == "__main__":

@@ -162,12 +162,12 @@ def test_interval_of_a_median_holds_it_as_often_as_it_says():
     """Of many samples with a known median about 95 % of the intervals hold it."""
     random = np.random.default_rng(0)
     held = 0
-    for _ in range(60):
+    for _ in range(24):
         low, high = median_interval([random.lognormal(0, 0.2, 60).tolist()])
         held += low <= 1.0 <= high
 
-    # 60 draws of 0.95 hold at least 52 in 99.8 % of cases; blocks make it a little narrow.
-    assert held >= 50
+    # 24 draws of 0.95 hold at least 20 in 99.4 % of cases; blocks make it a little narrow.
+    assert held >= 20
 
 
 def test_interval_widens_where_rounds_differ():

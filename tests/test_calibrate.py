@@ -148,6 +148,7 @@ def test_ring_is_found_again_in_its_own_times():
     assert ring.residual == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow  # two processes import JAX, and measure this machine
 def test_processes_exchange_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
     probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
@@ -165,6 +166,7 @@ def test_processes_exchange_over_loopback():
     assert "matrix products in 2 processes" in stages
 
 
+@pytest.mark.slow  # measures matrix products for seconds; the next test has what is around them
 def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     """A tiny grid: the files describe what was measured, and a step can be predicted with them."""
     monkeypatch.setattr("scalejax.calibrate._process_counts", list)

@@ -56,16 +56,13 @@ def run_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(
-    "optimizer", ['name = "sgd"\nweight_decay = 1e-4', 'name = "lamb"', 'name = "adamw"']
-)
+@pytest.mark.parametrize("optimizer", ['name = "sgd"\nweight_decay = 1e-4', 'name = "lamb"'])
 def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimizer):
     """Other seeds and other schedules, within rounding: 1e-5 after 36 steps."""
     run_file.write_text(
         RUN.replace('name = "sgd"\nweight_decay = 1e-4', optimizer) + "evaluate_every_steps = 7\n"
     )
     changes = [
-        {"seed": 0},
         {"seed": 1, "schedule.base_learning_rate": 0.03},
         {
             "seed": 0,
@@ -92,7 +89,7 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
     assert figures(folders[0].path) != figures(folders[1].path)
 
 
-@pytest.mark.parametrize(("every", "rate"), [(5, 1e30), (1, 1e30), (20, 1e5)])
+@pytest.mark.parametrize(("every", "rate"), [(1, 1e30), (20, 1e5)])
 def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, rate):
     """At the same update, for the same cause; the other one goes on as if it were alone."""
     run_file.write_text(
@@ -218,13 +215,23 @@ def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
 
 SWEEP = (
     *("-V", "seed=[0,1]"),
-    *("-V", "schedule.base_learning_rate=[0.01,0.02]"),
     *("-V", "batch.global_batch=[8,16]"),
     *(
         "-E",
         '{"condition": {"batch.global_batch": 16}, "cases": [{}, {"optimizer.momentum": 0.5}]}',
     ),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs(tmp_path_factory):
+    """What is started compiles a program once, where another has not compiled it before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # as in this process
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("programs")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
 
 
 def start(run_file, folder, *flags):
@@ -260,49 +267,38 @@ def finish(process):
     return said
 
 
-@pytest.mark.alone
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "flags",
-    [("-P", "train.epochs=150"), ("-P", "train.epochs=15", "--one-by-one")],
-    ids=["together", "one by one"],
-)
-def test_a_sweep_killed_ten_times_ends_with_the_same_tables(run_file, tmp_path, flags):
-    """SIGKILL at random moments, of the process that was started alone: nothing is lost, nothing
+@pytest.mark.slow  # three sweeps are begun, in processes that import JAX
+def test_a_sweep_that_was_killed_ends_with_the_same_tables(run_file, tmp_path):
+    """SIGKILL at a random moment, of the process that was started alone: nothing is lost, nothing
     is trained twice that was finished, the workers die with it, and the files are the same bytes.
     """
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    flags = ("-P", "train.epochs=10", "--one-by-one")
     finish(start(run_file, whole, *flags))
-    lines = lines_written(whole)
-    kills, finished = 0, {}
-    for attempt in range(10):
-        process = start(run_file, killed, *flags, *(["--resume"] if attempt else []))
-        wait_for_lines(process, killed, random.randrange(1, lines // 12))
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        kills += process.returncode == -signal.SIGKILL
-        for path in killed.glob("runs/*/measurements.jsonl"):
-            if '"completed"' in (text := path.read_text()):
-                assert finished.setdefault(path, text) == text
+    process = start(run_file, killed, *flags)
+    wait_for_lines(process, killed, random.randrange(1, lines_written(whole) * 2 // 3))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert_nothing_runs(killed)
+    records = {path: path.read_text() for path in killed.glob("runs/*/measurements.jsonl")}
 
     finish(start(run_file, killed, *flags, "--resume"))
 
-    assert kills == 10
-    for name in ("results.parquet", "evaluations.parquet"):
-        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
-    for path, text in finished.items():
-        assert path.read_text() == text
+    assert_same_tables(killed, whole)
+    for path, text in records.items():
+        if '"completed"' in text:
+            assert path.read_text() == text
 
 
-@pytest.mark.alone
-@pytest.mark.slow
+@pytest.mark.slow  # three sweeps are begun, in processes that import JAX
 def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_file, tmp_path):
     """Ctrl-C reaches the command alone; its workers save, end, and the next goes on there."""
-    folder = tmp_path / "sweep"
-    flags = ("-P", "train.epochs=150")
-    process = start(run_file, folder, *flags)
-    wait_for_lines(process, folder, 60)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    flags = ("-P", "train.epochs=100", "--processes", "1")
+    finish(start(run_file, whole, *flags))
+    process = start(run_file, cut, *flags)
+    wait_for_lines(process, cut, lines_written(whole) // 12)
 
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=100)
@@ -310,23 +306,28 @@ def test_an_interrupted_sweep_saves_says_how_to_go_on_and_leaves_no_process(run_
     assert process.returncode == 130
     assert "the same command with --resume goes on" in said
     assert "Traceback" not in said
-    workers = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True)
-    assert not workers.stdout
-    statuses = [RunRecord.load(path).status for path in sorted((folder / "runs").iterdir())]
-    assert "interrupted" in statuses
+    assert_nothing_runs(cut)
+    assert "interrupted" in {RunRecord.load(path).status for path in (cut / "runs").iterdir()}
 
-    finish(start(run_file, folder, *flags, "--resume"))
+    finish(start(run_file, cut, *flags, "--resume"))
 
-    resumed = [
-        change.status
-        for path in (folder / "runs").iterdir()
-        for change in RunRecord.load(path).statuses
-    ]
-    assert "resumed" in resumed
-    whole = tmp_path / "whole"
-    finish(start(run_file, whole, *flags))
+    statuses = (RunRecord.load(path).statuses for path in (cut / "runs").iterdir())
+    assert "resumed" in {change.status for changes in statuses for change in changes}
+    assert_same_tables(cut, whole)
+
+
+def assert_same_tables(some, others):
+    """Byte for byte."""
     for name in ("results.parquet", "evaluations.parquet"):
-        assert (folder / name).read_bytes() == (whole / name).read_bytes(), name
+        assert (some / name).read_bytes() == (others / name).read_bytes(), name
+
+
+def assert_nothing_runs(folder):
+    """No command names the folder for longer than its last breath takes."""
+    end = time.monotonic() + 10
+    while (found := subprocess.run(["pgrep", "-f", folder], capture_output=True)).stdout:
+        assert time.monotonic() < end, found.stdout
+        time.sleep(0.05)
 
 
 def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path, monkeypatch):

@@ -8,6 +8,10 @@ import sys
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# As in `conftest`: what compiles soonest.
+os.environ["XLA_FLAGS"] = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 import jax
 
@@ -15,7 +19,7 @@ import jax
 def main(process: int, processes: int, devices: int, port: int, output: str) -> None:
     """Train every run of `MULTI_PROCESS` and let process 0 write what came out."""
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_disable_most_optimizations", True)  # as in `test_conformance`
+    jax.config.update("jax_disable_most_optimizations", True)  # as in `conftest`
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
 
     import numpy as np

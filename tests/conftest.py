@@ -27,6 +27,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling is most of what tests do here; how fast their small programs run is not their matter.
 # Workers that compile for a cluster do not inherit this.
 jax.config.update("jax_disable_most_optimizations", True)
+# Two thirds of compiling for a CPU are spent in XLA's emitters of fusions, and part of the rest
+# in splitting a program for threads. XLA reads its flags once, when it starts.
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}")
+    jax.devices()
 # And what one test has compiled, no other compiles again, nor another file of tests beside it: the
 # runs of one session share a folder, in which they begin with nothing.
 if "SCALEJAX_COMPILED_BY_TESTS" not in os.environ:

@@ -48,14 +48,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
 SLOW = ("fsdp", "pipeline x context")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compiler():
-    """As in `test_conformance`: compiling is most of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 class Bright(Network):
     """A layer whose inputs overflow float16 where an image is brighter than most."""
 

@@ -84,9 +84,10 @@ class LocalReference:
         pytest.param(*row, marks=[] if row in QUICK_LOCAL else [pytest.mark.slow])
         for row in (
             (name, devices, optimizer)
-            for name in LOCAL
-            for devices in (2, 4)
-            for optimizer in ("sgd", "adamw")
+            for index, name in enumerate(LOCAL)
+            for devices, optimizer in zip(
+                (2, 4), ("adamw", "sgd") if index % 2 else ("sgd", "adamw"), strict=True
+            )
         )
     ],
 )

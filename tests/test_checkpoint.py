@@ -65,7 +65,7 @@ def test_many_checkpoints_hold_no_more_files_and_threads_than_few(tmp_path):
     state = state_on(1)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         held = []
-        for step in range(1, 9):
+        for step in range(1, 7):
             checkpoints.save(step, state)
             checkpoints.wait()
             held.append((open_files(), threading.active_count()))

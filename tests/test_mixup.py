@@ -1,5 +1,7 @@
 """Mixup: what the loss is, that it is the same on any devices, and that it sends nothing more."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +95,12 @@ def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
     assert float(accuracy) == pytest.approx(hits.mean(), rel=1e-5)
 
 
+@functools.cache
+def on_one_device():
+    """What every layout is held against."""
+    return trained(run_of({"data": 1}))
+
+
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [
@@ -110,7 +118,7 @@ def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
 def test_a_layout_mixes_what_one_device_mixes(layout, microbatches):
     """Losses, accuracies and parameters: partners are the same rows everywhere."""
     losses, leaves = trained(run_of(layout, microbatches=microbatches))
-    expected, reference = trained(run_of({"data": 1}))
+    expected, reference = on_one_device()
 
     np.testing.assert_allclose(losses, expected, rtol=RTOL)
     for ours, theirs in zip(leaves, reference, strict=True):

@@ -5,6 +5,7 @@ Left out: that buffers do not fill the gaps between each other, a few per cent.
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Literal
 
 from scalejax.layout import Layout
 from scalejax.program import MemoryUse
@@ -82,14 +83,16 @@ class Held:
         return self._fixed + accumulated + gathered + kept
 
 
-def held_by_stage(shape: TransformerShape, strategies: Iterable[Strategy]) -> dict[int, Held]:
+def held_by_stage(
+    shape: TransformerShape, strategies: Iterable[Strategy]
+) -> dict[Literal[0, 1, 2], Held]:
     """What a device holds, by ZeRO stage; the first may keep a block's gradients in parts.
 
     Args:
         shape: the network.
         strategies: alike but for ZeRO stage and chunks.
     """
-    found: dict[int, Held] = {}
+    found: dict[Literal[0, 1, 2], Held] = {}
     known: dict[Part, Held] = {}
     for each in strategies:
         if each.zero_stage not in found:

@@ -1,7 +1,7 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
 The verbs that carry the name of their module are imported from there:
-`from scalejax.predict import predict`, and likewise `profile`, `train` and `quickstart`.
+`from scalejax.simulator.predict import predict`, and likewise `profile`, `train` and `quickstart`.
 Everything here is imported when it is first used, so that `import scalejax` starts no JAX.
 """
 
@@ -9,18 +9,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
-    from scalejax.errors import ConfigError, DoesNotFit, ScalejaxError
+    from scalejax.config.parallelism import Layout
+    from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+    from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
     from scalejax.hardware import Chip, Cluster, cluster_names, load_cluster
-    from scalejax.layout import Layout
-    from scalejax.mesh import build_mesh
-    from scalejax.predict import Prediction, ScalingPrediction
-    from scalejax.profile import profile_function, profile_many
-    from scalejax.program import Program
-    from scalejax.record import RunRecord
-    from scalejax.report import write_report
-    from scalejax.scaling_study import study
-    from scalejax.step import Step, build_step, init_state
+    from scalejax.planning.scaling_study import study
+    from scalejax.report.html.report import write_report
+    from scalejax.simulator.predict import Prediction, ScalingPrediction
+    from scalejax.simulator.program import Program
+    from scalejax.training.mesh import build_mesh
+    from scalejax.training.record import RunRecord
+    from scalejax.training.step import Step, build_step, init_state
+    from scalejax.xla import profile_function, profile_many
 
 __version__ = "0.1.0"
 """As in pyproject.toml."""
@@ -53,18 +53,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "config": ("ResolvedRun", "RunConfig", "load_config", "resolve"),
-    "errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
+    "config.run": ("ResolvedRun", "RunConfig", "load_config", "resolve"),
+    "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
     "hardware": ("Chip", "Cluster", "cluster_names", "load_cluster"),
-    "layout": ("Layout",),
-    "mesh": ("build_mesh",),
-    "predict": ("Prediction", "ScalingPrediction"),
-    "profile": ("profile_function", "profile_many"),
-    "program": ("Program",),
-    "record": ("RunRecord",),
-    "report": ("write_report",),
-    "scaling_study": ("study",),
-    "step": ("Step", "build_step", "init_state"),
+    "config.parallelism": ("Layout",),
+    "training.mesh": ("build_mesh",),
+    "simulator.predict": ("Prediction", "ScalingPrediction"),
+    "xla": ("profile_function", "profile_many"),
+    "simulator.program": ("Program",),
+    "training.record": ("RunRecord",),
+    "report.html.report": ("write_report",),
+    "planning.scaling_study": ("study",),
+    "training.step": ("Step", "build_step", "init_state"),
 }
 """Module of each public name."""
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from scalejax.cli import main
+from scalejax.cli.main import main
 
 sys.exit(main())

@@ -49,7 +49,7 @@ def slurm(tmp_path_factory):
     if os.geteuid() != 0 or not all(map(shutil.which, ("srun", "slurmctld", "munged"))):
         pytest.skip("needs root and the Debian packages slurm-wlm and munge")
     folder = Path("/tmp") / f"scalejax-slurm-{os.getpid()}"  # munge's user must reach it
-    script = [str(Path(__file__).parent / "slurm.sh")]
+    script = [str(Path(__file__).parent / "support" / "slurm.sh")]
     ports = [str(16000 + os.getpid() % 8000), str(24000 + os.getpid() % 8000)]
     up = subprocess.run([*script, "up", str(folder), *ports], text=True, stdout=subprocess.PIPE)
     try:

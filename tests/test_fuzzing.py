@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scalejax.cli import main
-from scalejax.config import load_config, resolve
-from scalejax.documents import parse_toml
-from scalejax.errors import ConfigError, refusal
+from scalejax.cli.main import main
+from scalejax.config.run import load_config, resolve
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import parse_toml
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
 RUN = """

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.record import MeasurementLog, RunFolder, RunRecord, TrainMeasurement
-from scalejax.scaling import scaled_schedule
-from scalejax.schedule_config import ScheduleConfig
+from scalejax.config.scaling_rules import scaled_schedule
+from scalejax.config.schedule import ScheduleConfig
 from scalejax.sweep import SweepPlan, parse_grammar, plan_sweep
+from scalejax.training.record import MeasurementLog, RunFolder, RunRecord, TrainMeasurement
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 

@@ -12,7 +12,7 @@ def test_the_mutations_can_be_made():
         path=first.path,
         mistake=first.mistake,
         outcome="caught",
-        by="tests/test_weights.py::test_it[a b]",
+        by="tests/training/test_example_weights.py::test_it[a b]",
         is_whole_suite=False,
         seconds=2.5,
     )

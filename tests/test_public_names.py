@@ -25,7 +25,7 @@ def test_public_names_are_those_that_have_a_home():
 
 
 def test_no_public_name_is_that_of_a_module():
-    """`scalejax.predict` is always the module, whatever was imported first."""
+    """`scalejax.simulator.predict` is always the module, whatever was imported first."""
     from pathlib import Path
 
     modules = {path.stem for path in Path(scalejax.__file__).parent.iterdir()}

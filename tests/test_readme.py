@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.cli import main, parse
-from scalejax.commands import COMMANDS
-from scalejax.record import EvaluationMeasurement, RunRecord
+from scalejax.cli import COMMANDS
+from scalejax.cli.main import main, parse
+from scalejax.training.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,7 +53,7 @@ def test_set_up_asks_for_extras_and_commands_that_exist():
 
     assert extras == {"gpu-target", "test"}
     assert extras <= set(project["optional-dependencies"])
-    assert project["scripts"] == {"scalejax": "scalejax.cli:main"}
+    assert project["scripts"] == {"scalejax": "scalejax.cli.main:main"}
     assert "quickstart" in COMMANDS
 
 

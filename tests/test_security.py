@@ -31,14 +31,14 @@ from parquet_cases import random_images
 from test_report import prediction, study, write_run
 
 import scalejax
-from scalejax import documents
-from scalejax.checkpoint import Checkpoints
-from scalejax.cli import main
-from scalejax.conversion import open_rows
-from scalejax.data_config import facts
-from scalejax.errors import CheckpointMismatch, ConfigError
-from scalejax.formats.numpy_arrays import NumpyConfig
-from scalejax.report import write_report
+from scalejax.cli.main import main
+from scalejax.config.data import facts
+from scalejax.core import serialization
+from scalejax.core.errors import CheckpointMismatch, ConfigError
+from scalejax.data.convert import open_rows
+from scalejax.data.formats.numpy import NumpyConfig
+from scalejax.report.html.report import write_report
+from scalejax.training.checkpoint import Checkpoints
 
 PACKAGE = Path(scalejax.__file__).parent
 
@@ -291,9 +291,9 @@ def test_a_report_shows_names_and_runs_none(tmp_path):
     run = write_run(tmp_path / SCRIPT, [0.5, 0.6])
     other = write_run(tmp_path / '"><img src=x onerror=alert(1)>', [0.5, 0.7])
     scaling = tmp_path / "scaling.json"
-    documents.save(study(f"{SCRIPT}</script><script>alert(2)</script>"), scaling)
+    serialization.save(study(f"{SCRIPT}</script><script>alert(2)</script>"), scaling)
     single = tmp_path / "single.json"
-    documents.save(prediction(8, 0.1), single)
+    serialization.save(prediction(8, 0.1), single)
     single.write_text(single.read_text().replace("p100: attainable", SCRIPT))
 
     write_report([run, other, scaling, single], tmp_path / "report.html")

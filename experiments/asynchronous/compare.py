@@ -21,10 +21,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from arms import QUESTIONS, RATES, SEEDS
 
-from scalejax.config import load_config
-from scalejax.emulate.folder import emulate
-from scalejax.progress import Silent
-from scalejax.record import RunRecord
+from scalejax.config.run import load_config
+from scalejax.emulation.run_folder import emulate
+from scalejax.training.record import RunRecord
+from scalejax.training.reporter import Silent
 
 HERE = Path(__file__).parent
 TARGET = 0.8

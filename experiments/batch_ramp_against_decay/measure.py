@@ -26,7 +26,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from scalejax.record import RunRecord, TrainMeasurement
+from scalejax.training.record import RunRecord, TrainMeasurement
 
 HERE = Path(__file__).parent
 MILESTONES, FACTOR = [9, 18, 24], 5

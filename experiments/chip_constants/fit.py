@@ -21,10 +21,11 @@ import numpy as np
 from fits import FITS, Fit, group
 from scipy.optimize import least_squares
 
-from scalejax.cost import WhatIf, step_terms
-from scalejax.cost.uncertainty import Z_OF_P90
 from scalejax.hardware import Chip
-from scalejax.program import Program
+from scalejax.simulator.program import Program
+from scalejax.simulator.site_effects import step_terms
+from scalejax.simulator.timeline.timeline import WhatIf
+from scalejax.simulator.uncertainty import Z_OF_P90
 from scalejax.validation import CompiledCase, RowResult, compile_cases, read_ledger
 from scalejax.validation.ledger import LedgerRow
 from scalejax.validation.summary import scaling_pairs

@@ -6,7 +6,7 @@ from functools import cache
 from ledger import Point
 
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.program import Collective, CollectiveName, DeviceGroup
+from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup
 
 CLUSTERS = {
     "h100_sxm_80gb": "dgx-h100",

@@ -31,11 +31,11 @@ from fit import (
 )
 from ledger import Point, all_reduce_points, nvlink_points
 
-from scalejax.collectives import MODELS
-from scalejax.collectives.measured import Curve, curve_of, model_on
-from scalejax.cost.communication import group_route
+from scalejax.core.units import MIB
 from scalejax.hardware import MeasuredTimes
-from scalejax.units import MIB
+from scalejax.simulator.collectives import MODELS
+from scalejax.simulator.collectives.measured import Curve, curve_of, model_on
+from scalejax.simulator.collectives.placement import group_route
 
 HELD_OUT = Path(__file__).parent / "held_out_constants.json"
 TABLED = ("h100_sxm_80gb", "b200_sxm", "gb200", "gb300", "vtrain_ar_a100", "cw_gb200")

@@ -18,9 +18,9 @@ from cases import CLUSTERS, adapted, family_of
 from ledger import Point, all_reduce_points, nvlink_points
 from scipy.optimize import least_squares
 
-from scalejax.collectives import MODELS, Route
-from scalejax.cost.communication import group_route
 from scalejax.hardware import Cluster, CommunicationLibrary, load_cluster, load_library
+from scalejax.simulator.collectives import MODELS, Route
+from scalejax.simulator.collectives.placement import group_route
 
 Name = tuple[str, ...]
 Constants = dict[Name, float]

@@ -39,7 +39,7 @@ class Point:
     hardware: str
     """The ledger's name of the hardware, or of the case."""
     operation: str
-    """As in `scalejax.program`: "all_reduce"."""
+    """As in `scalejax.simulator.program`: "all_reduce"."""
     devices: int
     """Members of the group."""
     payload_bytes: int

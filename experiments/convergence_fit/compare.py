@@ -13,7 +13,7 @@ from statistics import fmean, median
 
 from rows import NETWORKS, published_rows
 
-from scalejax.convergence import Estimate, Hyperbola, Point, fit
+from scalejax.planning.convergence import Estimate, Hyperbola, Point, fit
 
 HERE = Path(__file__).parent
 GROUPS = {

@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from scalejax.convergence import BatchLimit, Trial, batch_limit
+from scalejax.planning.convergence import BatchLimit, Trial, batch_limit
 
 RULES = {
     "linear scaling, gradual warmup": ("Table 1 baseline", "Table 1 gradual", "batch sweep 16k"),

@@ -4,7 +4,7 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalejax.convergence import Point
+from scalejax.planning.convergence import Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rows import NETWORKS, PublishedRow, published_rows
 
-OUTPUT = Path(__file__).parents[2] / "scalejax" / "convergence" / "published" / "mlperf.csv"
+OUTPUT = (
+    Path(__file__).parents[2] / "scalejax" / "planning" / "convergence" / "published" / "mlperf.csv"
+)
 COLUMNS = (
     "network", "metric", "target", "recipe", "global_batch", "samples_to_target",
     "run_deviation", "run_count", "train_examples", "starts_from_checkpoint", "rounds",

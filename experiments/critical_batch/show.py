@@ -12,9 +12,9 @@ from statistics import fmean, mean
 from matplotlib import pyplot
 from measure import EXAMPLES, TARGET, best_rate, beyond_edge
 
-from scalejax.convergence import Hyperbola, fit
-from scalejax.convergence.points import Point, point_of_runs
-from scalejax.noise_scale import averaged
+from scalejax.planning.convergence import Hyperbola, fit
+from scalejax.planning.convergence.points import Point, point_of_runs
+from scalejax.training.noise_scale import averaged
 
 HERE = Path(__file__).parent
 Grids = dict[int, dict[float, list[float | None]]]

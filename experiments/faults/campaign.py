@@ -45,11 +45,11 @@ from launched import Launched
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scalejax.checkpoint import load_weights
-from scalejax.config import load_config, resolve
-from scalejax.mesh import build_mesh
-from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
-from scalejax.step import build_step
+from scalejax.config.run import load_config, resolve
+from scalejax.training.checkpoint import load_weights
+from scalejax.training.mesh import build_mesh
+from scalejax.training.record import EvaluationMeasurement, RunFolder, RunRecord, TrainMeasurement
+from scalejax.training.step import build_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from scalejax.heartbeat import Beat, read_beat
+from scalejax.core.heartbeat import Beat, read_beat
 
 MARK = "SCALEJAX_FAULTS"
 """Variable that everything a launch starts inherits; its value is the launch's own."""
-_CODE = "import sys; from scalejax.cli import main; sys.exit(main())"
+_CODE = "import sys; from scalejax.cli.main import main; sys.exit(main())"
 _LISTENING = "0A"  # state TCP_LISTEN, /proc/net/tcp
 
 

@@ -19,8 +19,8 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
-from scalejax.cost import operation_time
-from scalejax.predict import predict
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.predict import predict
 from scalejax.validation import CompiledCase, LedgerRow, Skipped, compile_cases, read_ledger
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"

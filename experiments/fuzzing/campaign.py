@@ -87,7 +87,7 @@ class _Hang(BaseException):
 
 def run_here(case: Case, folder: Path) -> tuple[int | None, str]:
     """Exit code and standard error of a case in this process; None and a traceback if it raised."""
-    from scalejax.cli import main
+    from scalejax.cli.main import main
 
     errors, out = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
 

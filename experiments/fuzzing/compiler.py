@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-import scalejax.profile
 import scalejax.validation.programs
-from scalejax.profile.job import Compiled, Job, RunJob
-from scalejax.program import Program
+import scalejax.xla
+from scalejax.simulator.program import Program
 from scalejax.validation.archive import read_archive
+from scalejax.xla.job import Compiled, Job, RunJob
 
 
 @cache
@@ -42,5 +42,5 @@ def stand_in(
 
 def install() -> None:
     """Take the place of the compiler in this process."""
-    scalejax.profile.run_jobs = stand_in
+    scalejax.xla.run_jobs = stand_in
     scalejax.validation.programs.run_jobs = stand_in

@@ -15,10 +15,10 @@ import mutations
 from campaign import Case
 
 import scalejax
-from scalejax.presets import PRESETS
-from scalejax.reference import run_reference
+from scalejax.config.presets import PRESETS
+from scalejax.config.reference import run_reference
 
-EXAMPLES = Path(scalejax.__file__).parent / "examples"
+EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
 
 _OTHERS = (
     """

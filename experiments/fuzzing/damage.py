@@ -331,7 +331,7 @@ class Files:
     def _cache(self, draw: random.Random, into: Path) -> Case:
         import os
 
-        from scalejax.profile.cache import user_folder
+        from scalejax.xla.cache import user_folder
 
         (into / "run.toml").write_text(material.RUN)
         kept = sorted(user_folder().glob("*.json.gz"))
@@ -354,7 +354,7 @@ def make_predictions(folder: Path) -> None:
     import contextlib
     import os
 
-    from scalejax.cli import main
+    from scalejax.cli.main import main
 
     before = Path.cwd()
     os.chdir(folder)

@@ -11,7 +11,7 @@ import math
 import random
 from typing import Any
 
-from scalejax.documents import parse_toml
+from scalejax.core.serialization import parse_toml
 
 Tree = dict[str, Any]
 

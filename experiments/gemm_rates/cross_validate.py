@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scalejax.cost.matmul import (
+from scalejax.hardware import MatmulTable, RateType, load_matmul_table, matmul_table_names
+from scalejax.simulator.operations.matmul import (
     Floats,
     compulsory_bytes,
     fit_surface,
@@ -20,7 +21,6 @@ from scalejax.cost.matmul import (
     log_ratios,
     product_flop,
 )
-from scalejax.hardware import MatmulTable, RateType, load_matmul_table, matmul_table_names
 
 FOLDS = 5
 SEEDS = 3

@@ -9,7 +9,7 @@ are there. At three mean times between failures:
 * the time ledger of the run adds up to the wall time from the start of its first process to the
   last change of the ledger's file, by the clock of the system,
 * its goodput is within 5 points of what the failure model says of the failures, restarts and
-  checkpoints that the run has met (`scalejax.cost.failures_met`).
+  checkpoints that the run has met (`scalejax.planning.observed_failures`).
 
     python experiments/goodput/measure.py [--mtbf 60 40 25]
 
@@ -35,11 +35,11 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 
-from scalejax.cost.failures import goodput
-from scalejax.cost.failures_met import FailuresMet, failures_met
-from scalejax.heartbeat import read_beat
-from scalejax.record import RunFolder, RunRecord
-from scalejax.time_ledger import Stretch, ledger_in_words, load_stretches, time_ledger
+from scalejax.core.heartbeat import read_beat
+from scalejax.planning.observed_failures import FailuresMet, failures_met
+from scalejax.simulator.reliability import goodput
+from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.time_accounting import Stretch, ledger_in_words, load_stretches, time_ledger
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from scalejax.config import load_config
+from scalejax.config.run import load_config
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.predict import Prediction, predict
-from scalejax.profile import ProfileJob, profile_many
-from scalejax.scaling_study import resolve_all
+from scalejax.planning.scaling_study import resolve_all
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.xla import ProfileJob, profile_many
 
 HERE = Path(__file__).parent
 DEVICE_COUNTS = (8, 16, 32, 64, 128, 256, 352)
@@ -45,7 +45,7 @@ def predictions(*, rings_by_number: bool) -> dict[str, list[Prediction]]:
         rings_by_number: whether the ring within a server goes by the numbers of its GPUs, as that
             of NCCL 1, or along its wires.
     """
-    example = files("scalejax").joinpath("examples", "resnet50_goyal2017.toml")
+    example = files("scalejax").joinpath("config", "examples", "resnet50_goyal2017.toml")
     config = load_config(Path(str(example)))
     cluster = load_cluster("big-basin-goyal2017")
     library = replace(cluster.library, rings_by_number=rings_by_number)

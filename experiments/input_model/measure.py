@@ -28,17 +28,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from scalejax.cost import input_pace
-from scalejax.data import open_source
-from scalejax.documents import load, save_toml
+from scalejax.config.parquet import ParquetConfig
+from scalejax.core.serialization import load, save_toml
+from scalejax.data.source import open_source
 from scalejax.hardware import HostInput, InputRates
-from scalejax.input_bench import GRID, bench
-from scalejax.input_images import write_sized
-from scalejax.input_probes import sample_seconds
-from scalejax.input_work import sample_work
-from scalejax.parquet_config import ParquetConfig
-from scalejax.predict import Prediction
-from scalejax.record import RunFolder, RunRecord, TrainMeasurement
+from scalejax.measure.input.bench import GRID, bench, write_sized
+from scalejax.measure.input.probes import sample_seconds
+from scalejax.measure.input.work import sample_work
+from scalejax.simulator.input import input_pace
+from scalejax.simulator.predict import Prediction
+from scalejax.training.record import RunFolder, RunRecord, TrainMeasurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

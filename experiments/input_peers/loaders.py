@@ -160,15 +160,16 @@ def scalejax_batches(
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:workers])
     import jax
 
-    from scalejax.data import open_source, training_batches
-    from scalejax.input_config import InputConfig
-    from scalejax.parquet_config import ParquetConfig
+    from scalejax.config.input import InputConfig
+    from scalejax.config.parquet import ParquetConfig
+    from scalejax.data.loader.loader import training_batches
+    from scalejax.data.source import open_source
 
     files = str(folder / "nested")
     config = ParquetConfig(train=files, test=files, image_size=SIZE)
     changes: dict[str, Any] = {}
     if transform == "augmented":
-        from scalejax.augmentation_config import AugmentationConfig  # type: ignore
+        from scalejax.config.input import AugmentationConfig  # type: ignore
 
         changes["augmentation"] = AugmentationConfig(crop_area=(0.08, 1.0), flip=True)
     if same_decode:

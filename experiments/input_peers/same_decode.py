@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 from decoding import TRANSFORMS
 
-from scalejax.data import images, parquet
-from scalejax.parquet_config import ParquetConfig
+from scalejax.config.parquet import ParquetConfig
+from scalejax.data.readers import parquet
+from scalejax.data.transforms import images
 
 
 class SameDecode(parquet.ParquetExamples):

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from decoding import SIZE, resized
 from PIL import Image
 
-from scalejax.data.cores import limit_cores
-from scalejax.data.images import decoded
+from scalejax.config.parquet import ParquetConfig
+from scalejax.core.environment import limit_cores
 from scalejax.data.source import open_source
-from scalejax.parquet_config import ParquetConfig
+from scalejax.data.transforms.images import decoded
 
 IMAGES, PASSES = 256, 9
 BILINEAR = Image.Resampling.BILINEAR

@@ -22,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
-from scalejax.fit_runs import fit_runs, read_run
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.predict import predict
+from scalejax.measure.fit import fit_runs, read_run
+from scalejax.simulator.predict import predict
 
 HERE = Path(__file__).parent
 STEPS = 80

@@ -22,9 +22,9 @@ from statistics import mean, stdev
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scalejax.config import load_config
-from scalejax.loss_gap import LossGap, loss_gap
-from scalejax.record import RunRecord, TrainMeasurement
+from scalejax.config.run import load_config
+from scalejax.report.sources import LossGap, loss_gap
+from scalejax.training.record import RunRecord, TrainMeasurement
 
 Curves = Mapping[str, Sequence[Sequence[float | None]]]
 """Loss of each epoch of each seed of an arm."""

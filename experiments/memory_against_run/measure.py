@@ -19,7 +19,7 @@ from pathlib import Path
 from run_step import CASES, run_of
 
 from scalejax.hardware import load_cluster
-from scalejax.profile import profile
+from scalejax.xla import profile
 
 HERE = Path(__file__).parent
 MIB = 2**20

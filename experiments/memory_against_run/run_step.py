@@ -23,10 +23,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from scalejax.config import ResolvedRun, RunConfig, resolve
-from scalejax.documents import build
-from scalejax.mesh import build_mesh
-from scalejax.step import Batch, build_step, init_state
+from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.core.serialization import build
+from scalejax.training.mesh import build_mesh
+from scalejax.training.step import Batch, build_step, init_state
 
 CASES = Path(__file__).parent / "cases.json"
 

@@ -31,8 +31,8 @@ from statistics import median
 
 from scipy.stats import theilslopes
 
-from scalejax.heartbeat import read_beat
-from scalejax.record import RunRecord
+from scalejax.core.heartbeat import read_beat
+from scalejax.training.record import RunRecord
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -17,7 +17,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import networks
 
 from scalejax import load_cluster, profile_function
-from scalejax.predict import predict
+from scalejax.simulator.predict import predict
 
 HERE = Path(__file__).parent
 CLUSTER = "dgx-a100-80gb"

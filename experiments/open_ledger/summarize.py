@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scalejax import documents
-from scalejax.units import UNKNOWN
+from scalejax.core import serialization
+from scalejax.core.units import UNKNOWN
 from scalejax.validation import (
     CompiledCase,
     Skipped,
@@ -49,11 +49,11 @@ def main() -> None:
     if "--write" in sys.argv[1:]:
         families = _predicted()
         golden = Validation(ledger=LEDGER.name, families=families, rows=())
-        documents.save(golden, GOLDEN)
+        serialization.save(golden, GOLDEN)
         text = README.read_text(encoding="utf-8")
         pattern = re.escape(HEADING) + r"\n(\|.*\n)*"
         README.write_text(re.sub(pattern, lambda _: table(families), text), encoding="utf-8")
-    print(table(documents.load(Validation, GOLDEN).families), end="")
+    print(table(serialization.load(Validation, GOLDEN).families), end="")
 
 
 def _predicted() -> tuple[Summary, ...]:

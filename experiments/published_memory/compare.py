@@ -20,13 +20,13 @@ from statistics import fmean, median
 
 from fsdp_pipeline import Pipeline
 
-from scalejax.config import load_config, resolve
+from scalejax.config.run import load_config, resolve
+from scalejax.core.units import GIB
 from scalejax.hardware import load_cluster
-from scalejax.search.costs import workspace_bytes
-from scalejax.searched_run import shape_of
-from scalejax.transformer_program import Strategy
-from scalejax.transformer_program.shape import part_of
-from scalejax.units import GIB
+from scalejax.planning.search.costs import workspace_bytes
+from scalejax.planning.search.run import shape_of
+from scalejax.simulator.transformer import Strategy
+from scalejax.simulator.transformer.shape import part_of
 from scalejax.validation import Skipped, compile_cases, read_ledger
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"

@@ -15,7 +15,7 @@ As PyTorch and torchtitan of December 2024 have it, each read in its source:
   gradient of what it received stay until the next update, of every microbatch (output_chunks and
   the receive buffers, clear_runtime_states); and there is a buffer to receive every microbatch,
   forward and back (_prepare_forward_infra, _prepare_backward_infra). Of the last stage, what it
-  gave are logits, and its loss is not compiled (`scalejax.validation.eager_memory`).
+  gave are logits, and its loss is not compiled (`scalejax.simulator.frameworks.eager`).
 
 A block while it goes back takes what ours takes, 8.7 of some 70 GiB in 405B. Norms are left out.
 """
@@ -24,9 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.transformer_program.memory import block_bytes
-from scalejax.transformer_program.shape import Part
-from scalejax.validation.eager_memory import DIVIDED_ARRAYS
+from scalejax.simulator.frameworks.eager import DIVIDED_ARRAYS
+from scalejax.simulator.transformer.memory import block_bytes
+from scalejax.simulator.transformer.shape import Part
 
 _F32_BYTES = 4
 _STATE_BYTES = 3 * _F32_BYTES

@@ -8,11 +8,11 @@ Programs for one device, and for two along the data axis, which stand for all wi
 import sys
 from pathlib import Path
 
-from scalejax.config import RunConfig, resolve
-from scalejax.documents import build
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
-from scalejax.profile import ProfileJob, profile_function, profile_many
 from scalejax.validation.archive import read_archive, write_archive
+from scalejax.xla import ProfileJob, profile_function, profile_many
 
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """Where the programs are kept, by their names below."""

@@ -12,12 +12,12 @@ from functools import cache
 
 from build import ARCHIVE
 
-from scalejax import metrics
+from scalejax.core import metrics
+from scalejax.core.units import format_seconds
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.hardware.catalogue import load_library
-from scalejax.predict import predict
-from scalejax.program import Loop, Operation, Program
-from scalejax.units import format_seconds
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.validation.archive import read_archive
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalejax.data_config import SyntheticImagesConfig, facts
-from scalejax.model_config import ImageNetworkConfig
+from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.model import ImageNetworkConfig
 from scalejax.models import BatchNormScope, build_network
 
 CALTECH = facts(SyntheticImagesConfig(image_size=299, classes=257))

@@ -22,7 +22,7 @@ from statistics import mean, stdev
 import pyarrow.parquet
 from matplotlib.figure import Figure
 
-from scalejax.convergence import BatchLimit, Trial, batch_limit
+from scalejax.planning.convergence import BatchLimit, Trial, batch_limit
 
 HERE = Path(__file__).parent
 BASE_RATES = (0.02, 0.005)

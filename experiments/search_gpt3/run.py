@@ -9,13 +9,13 @@ import os
 import time
 from pathlib import Path
 
+from scalejax.core.environment import machine_cores
+from scalejax.core.metrics import mfu
+from scalejax.core.units import GIB, TFLOP
 from scalejax.hardware import load_cluster
-from scalejax.metrics import mfu
-from scalejax.search import Candidate, StrategyCosts, losses, search
-from scalejax.searched_run import in_words
-from scalejax.this_process import machine_cores
-from scalejax.transformer_program import TransformerShape
-from scalejax.units import GIB, TFLOP
+from scalejax.planning.search import Candidate, StrategyCosts, losses, search
+from scalejax.planning.search.run import in_words
+from scalejax.simulator.transformer import TransformerShape
 
 HERE = Path(__file__).parent
 CLUSTER = load_cluster("selene")

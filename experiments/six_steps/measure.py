@@ -93,7 +93,7 @@ def train(step: Step, folder: Path) -> dict[str, object]:
         "command_seconds": time.perf_counter() - begin,
         "command_cpu_seconds": cpu_seconds() - cpu_begin,
     }
-    from scalejax.record import RunRecord
+    from scalejax.training.record import RunRecord
 
     record = RunRecord.load(run)
     evaluations = record.evaluations
@@ -131,8 +131,8 @@ def predict(step: Step, folder: Path) -> dict[str, object]:
 
 def reading_seconds(folder: Path) -> dict[str, float]:
     """An epoch of the full data in batches of 16, row groups read anew or kept."""
-    from scalejax.data import open_source
-    from scalejax.parquet_config import ParquetConfig, ReadingConfig
+    from scalejax.config.parquet import ParquetConfig, ReadingConfig
+    from scalejax.data.source import open_source
 
     found, little = {}, 6 * 10**6  # bytes: room for one of the 17 row groups
     for name, reading in (

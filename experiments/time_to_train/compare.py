@@ -15,16 +15,16 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from scalejax.config import load_config
-from scalejax.convergence import ConvergenceData, fit, published_data
+from scalejax.config.run import load_config
 from scalejax.hardware import load_cluster, with_conditions
-from scalejax.plan import PlanPoint, plan_point
-from scalejax.planned_run import Offer, plan_run
-from scalejax.predict import predict
+from scalejax.planning.convergence import ConvergenceData, fit, published_data
+from scalejax.planning.time_to_target.plan import PlanPoint, plan_point
+from scalejax.planning.time_to_target.run import Offer, plan_run
+from scalejax.simulator.predict import predict
 from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
 
 HERE = Path(__file__).parent
-EXAMPLE = Path(str(files("scalejax").joinpath("examples", "resnet50_modern.toml")))
+EXAMPLE = Path(str(files("scalejax").joinpath("config", "examples", "resnet50_modern.toml")))
 TRAIN_EXAMPLES = 1_281_167
 
 

@@ -23,13 +23,14 @@ from statistics import median
 
 import jax
 
-from scalejax.config import RunConfig, load_config, resolve
-from scalejax.data import open_source, training_batches
-from scalejax.mesh import build_mesh
-from scalejax.progress import Silent
-from scalejax.record import Measurement, TrainMeasurement
-from scalejax.step import build_step, init_state
-from scalejax.train import train
+from scalejax.config.run import RunConfig, load_config, resolve
+from scalejax.data.loader.loader import training_batches
+from scalejax.data.source import open_source
+from scalejax.training.mesh import build_mesh
+from scalejax.training.record import Measurement, TrainMeasurement
+from scalejax.training.reporter import Silent
+from scalejax.training.step import build_step, init_state
+from scalejax.training.train import train
 
 HERE = Path(__file__).parent
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from scalejax.cost import what_if
-from scalejax.documents import build
+from scalejax.core.serialization import build
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.predict import predict
-from scalejax.program import Program
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Program
+from scalejax.simulator.timeline.timeline import what_if
 
 PROGRAM = (
     Path(__file__).parents[2] / "tests/golden/programs/resnet50_bf16_256_data256_sm_90.json.gz"

@@ -8,8 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from scalejax.augmentation_config import AugmentationConfig
-from scalejax.data_config import (
+from scalejax.config.data import (
     DataConfig,
     FashionMnistConfig,
     MaskedTokensConfig,
@@ -18,12 +17,13 @@ from scalejax.data_config import (
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
-from scalejax.errors import ConfigError
-from scalejax.formats.array_record import ArrayRecordConfig
-from scalejax.formats.image_folder import ImageFolderConfig
-from scalejax.formats.numpy_arrays import NumpyConfig
-from scalejax.formats.tokens import TokensConfig
-from scalejax.parquet_config import ParquetConfig
+from scalejax.config.input import AugmentationConfig
+from scalejax.config.parquet import ParquetConfig
+from scalejax.core.errors import ConfigError
+from scalejax.data.formats.array_record import ArrayRecordConfig
+from scalejax.data.formats.image_folder import ImageFolderConfig
+from scalejax.data.formats.numpy import NumpyConfig
+from scalejax.data.formats.tokens import TokensConfig
 
 Split = Literal["train", "test"]
 """The part of a data set to train on, and the part to evaluate on."""
@@ -158,15 +158,15 @@ def _opened(
     config: DataConfig, split: Split, seed: int, augmentation: AugmentationConfig | None
 ) -> Source:
     # Imported here because the readers name `Split` from this file.
-    from scalejax.data.array_record import ArrayRecords
-    from scalejax.data.augmentation import AS_IS, Augmentation
-    from scalejax.data.fashion_mnist import FashionMnist
-    from scalejax.data.image_folder import ImageFolder
-    from scalejax.data.numpy_arrays import NumpyArrays
-    from scalejax.data.parquet import ParquetExamples
-    from scalejax.data.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
-    from scalejax.data.text import PythonDocs
-    from scalejax.data.tokens import TokenExamples
+    from scalejax.data.readers.array_record import ArrayRecords
+    from scalejax.data.readers.fashion_mnist import FashionMnist
+    from scalejax.data.readers.image_folder import ImageFolder
+    from scalejax.data.readers.numpy import NumpyArrays
+    from scalejax.data.readers.parquet import ParquetExamples
+    from scalejax.data.readers.python_docs import PythonDocs
+    from scalejax.data.readers.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
+    from scalejax.data.readers.tokens import TokenExamples
+    from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
     changes = AS_IS if augmentation is None else Augmentation(config=augmentation, seed=seed)
     match config:

@@ -5,7 +5,6 @@ one; a user's own chip or cluster is read the same way. Knows what hardware is, 
 anything takes on it.
 """
 
-from scalejax.hardware.calibrated import CalibratedRange
 from scalejax.hardware.catalogue import (
     chip_names,
     cluster_names,
@@ -30,12 +29,13 @@ from scalejax.hardware.cluster import (
     Network,
     SharedChip,
 )
-from scalejax.hardware.conditions import RunConditions
-from scalejax.hardware.host_input import FileWork, HostInput, SampleWork
-from scalejax.hardware.input_rates import (
+from scalejax.hardware.host import (
     CopyRates,
+    FileWork,
+    HostInput,
     InputRates,
     ReadRates,
+    SampleWork,
     Speedups,
     TakeRates,
 )
@@ -45,8 +45,8 @@ from scalejax.hardware.matmul_table import (
     load_matmul_table,
     matmul_table_names,
 )
-from scalejax.hardware.measured import MeasuredRates
-from scalejax.hardware.measured_times import MeasuredTimes, load_measured_times
+from scalejax.hardware.measured import MeasuredRates, MeasuredTimes, load_measured_times
+from scalejax.hardware.site import CalibratedRange, RunConditions
 
 __all__ = [
     "Attainable",

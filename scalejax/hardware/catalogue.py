@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scalejax.documents import JsonValue, build, load_toml
-from scalejax.errors import ConfigError, UnknownHardware, refusal, unknown_name
+from scalejax.core.errors import ConfigError, UnknownHardware, refusal, unknown_name
+from scalejax.core.serialization import JsonValue, build, load_toml
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.cluster import Cluster, CommunicationLibrary
-from scalejax.hardware.conditions import RunConditions
+from scalejax.hardware.site import RunConditions
 
 CATALOGUE = Path(__file__).parent
 

@@ -6,7 +6,7 @@ Knows no other device and no program.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scalejax.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware.measured import MeasuredRates
 
 RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]

@@ -7,11 +7,10 @@ A node here is the set of devices that one kind of link joins: a server of 8 GPU
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scalejax.errors import ConfigError, refusal, require_above, require_at_least
-from scalejax.hardware.calibrated import CalibratedRange
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware.chip import Chip
-from scalejax.hardware.conditions import NO_CONDITIONS, RunConditions
-from scalejax.hardware.host_input import HostInput
+from scalejax.hardware.host import HostInput
+from scalejax.hardware.site import NO_CONDITIONS, CalibratedRange, RunConditions
 
 LinkKind = Literal["nvswitch", "nvlink_mesh", "pcie", "ici", "host"]
 Algorithm = Literal[

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from scalejax.documents import build, load_toml
-from scalejax.errors import ConfigError, UnknownHardware, refusal, require_above, unknown_name
+from scalejax.core.errors import ConfigError, UnknownHardware, refusal, require_above, unknown_name
+from scalejax.core.serialization import build, load_toml
 from scalejax.hardware.chip import RateType
 
 _FOLDER = Path(__file__).parent / "matmul_rates"

@@ -7,8 +7,8 @@ that another process has taken.
 from collections.abc import Mapping
 from itertools import takewhile
 
-from scalejax.errors import ConfigError, refusal
-from scalejax.jax_platform import nvidia_gpus
+from scalejax.core.environment import nvidia_gpus
+from scalejax.core.errors import ConfigError, refusal
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """Variable: the GPUs that a process sees, by number or name; without it, all."""

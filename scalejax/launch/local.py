@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from scalejax import heartbeat, rendezvous
-from scalejax.errors import ConfigError, require_at_least
-from scalejax.heartbeat import Beat, read_beat
+from scalejax.core import heartbeat, process_group
+from scalejax.core.errors import ConfigError, require_at_least
+from scalejax.core.heartbeat import Beat, read_beat
+from scalejax.core.process_group import REFUSED
 from scalejax.launch.gpus import share
-from scalejax.launch.watch import STOPPED, Loss, Watch
-from scalejax.rendezvous import REFUSED
+from scalejax.launch.watchdog import STOPPED, Loss, Watch
 
 LOST = 75
 """Exit code when a process was lost: EX_TEMPFAIL of <sysexits.h>, to be tried again."""
@@ -177,16 +177,16 @@ class _Attempt:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"folder: {folder} cannot be written ({error}).") from error
-        coordinator = f"{rendezvous.LOOPBACK}:{_free_port()}"
+        coordinator = f"{process_group.LOOPBACK}:{_free_port()}"
         for number in range(self._count):
             environment = os.environ | self._job.environment
             # Where fewer go on, each has as many as before: what they share may not divide.
             environment |= share(number, self._job.processes, environment)
             environment |= {
-                rendezvous.LAUNCHER: str(os.getpid()),
-                rendezvous.COORDINATOR: coordinator,
-                rendezvous.PROCESSES: str(self._count),
-                rendezvous.PROCESS: str(number),
+                process_group.LAUNCHER: str(os.getpid()),
+                process_group.COORDINATOR: coordinator,
+                process_group.PROCESSES: str(self._count),
+                process_group.PROCESS: str(number),
                 heartbeat.VARIABLE: str(self._heartbeat_file(number)),
                 "PYTHONUNBUFFERED": "1",
             }
@@ -372,5 +372,5 @@ def _is_stopped(process: int) -> bool:
 
 def _free_port() -> int:
     with socket.socket() as listener:
-        listener.bind((rendezvous.LOOPBACK, 0))
+        listener.bind((process_group.LOOPBACK, 0))
         return listener.getsockname()[1]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from scalejax.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.launch.local import Launch, launch
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class Runner:
             folder = Path(name)
             (folder / CALL).write_bytes(call)
             job = Launch(
-                command=(sys.executable, "-m", "scalejax.launch.called", name),
+                command=(sys.executable, "-m", "scalejax.launch.runner", name),
                 processes=self._processes,
                 shows_all=self._shows_all,
                 folder=folder / "processes",
@@ -107,3 +107,27 @@ class Runner:
         if self._cpu_devices is not None:
             found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._cpu_devices)}
         return found
+
+
+# One process of a `Runner`: meets the others, calls the function, and keeps what the first got.
+
+
+def main(folder: Path) -> None:
+    """Call what `folder` says."""
+    import cloudpickle
+
+    from scalejax.core import process_group
+    from scalejax.core.environment import choose_platform
+
+    place = process_group.place_here()
+    choose_platform()
+    process_group.join(place)  # before the function is loaded, which may import JAX and use it
+    function, arguments = cloudpickle.loads((folder / CALL).read_bytes())
+    with process_group.leaving_at_once(place):
+        value = function(**arguments)
+    if place is None or place.process == 0:
+        (folder / RESULT).write_bytes(cloudpickle.dumps(value))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

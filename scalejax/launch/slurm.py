@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from scalejax.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.process_group import REFUSAL_MARKER
 from scalejax.launch.local import LOST, GlooFilter
-from scalejax.launch.watch import REFUSED, STOPPED
-from scalejax.rendezvous import REFUSAL_MARKER
+from scalejax.launch.watchdog import REFUSED, STOPPED
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor

@@ -2,8 +2,8 @@
 
 from flax import nnx
 
-from scalejax.data_config import DatasetFacts
-from scalejax.model_config import (
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import (
     BertConfig,
     CnnConfig,
     CustomConfig,

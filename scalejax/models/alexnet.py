@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.data_config import DatasetFacts
-from scalejax.model_config import ImageNetworkConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.placement import placed_by_row
+from scalejax.models.sharding import placed_by_row
 
 CHANNELS = (64, 192, 384, 384, 256)
 """Channels of each convolution."""

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalejax.errors import ConfigError, refusal
-from scalejax.layout import DATA, FSDP, TENSOR
-from scalejax.model_config import ELEMENT_BYTES, AttentionKind, CausalConfig, ModelConfig, Remat
-from scalejax.models.placement import is_data_manual, placed_keys
-from scalejax.models.recompute import kept
+from scalejax.config.model import ELEMENT_BYTES, AttentionKind, CausalConfig, ModelConfig, Remat
+from scalejax.config.parallelism import DATA, FSDP, TENSOR
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.models.remat import kept
+from scalejax.models.sharding import is_data_manual, placed_keys
 
 FUSED_CAPABILITY = (8, 0)
 """Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""

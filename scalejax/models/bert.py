@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import SEPARATOR_TOKEN, DatasetFacts
-from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import BertConfig, Remat
+from scalejax.config.data import SEPARATOR_TOKEN, DatasetFacts
+from scalejax.config.model import BertConfig, Remat
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.attention import full_attention
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
-from scalejax.models.placement import placed, placed_by_row
-from scalejax.models.recompute import kept, recomputed
+from scalejax.models.remat import kept, recomputed
+from scalejax.models.sharding import placed, placed_by_row
 
 INIT = nnx.initializers.truncated_normal(0.02)
 """Of all weights: deviation 0.02, cut off at two (google-research/bert, modeling.py)."""

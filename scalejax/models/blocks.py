@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.layout import PIPELINE, TENSOR
-from scalejax.model_config import Remat
+from scalejax.config.model import Remat
+from scalejax.config.parallelism import PIPELINE, TENSOR
 from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
-from scalejax.models.placement import axis_size, placed_for_layer, placed_residual
-from scalejax.models.recompute import kept, recomputed
-from scalejax.models.stages import through_stages
+from scalejax.models.pipeline import through_stages
+from scalejax.models.remat import kept, recomputed
+from scalejax.models.sharding import axis_size, placed_for_layer, placed_residual
 
 _Block = TypeVar("_Block", bound=nnx.Module)
 

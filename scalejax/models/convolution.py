@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.layout import FSDP, TENSOR
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-from scalejax.models.placement import placed_by_row
+from scalejax.models.sharding import placed_by_row
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 """He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import ImageNetworkConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import ImageNetworkConfig
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import HE_NORMAL, classifier
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-from scalejax.models.placement import placed_by_row
+from scalejax.models.sharding import placed_by_row
 
 STEM, TAIL = 32, 1280
 """Channels after the first convolution and after the last."""

@@ -11,16 +11,16 @@ from flax import nnx
 from flax.typing import Initializer
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, PIPELINE, TENSOR
-from scalejax.model_config import AttentionKind, GptConfig, Remat
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import AttentionKind, GptConfig, Remat
+from scalejax.config.parallelism import FSDP, PIPELINE, TENSOR
 from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
-from scalejax.models.causal import TOKENS, CausalNetwork
+from scalejax.models.decoder import TOKENS, CausalNetwork
+from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
-from scalejax.models.placement import placed_between
-from scalejax.models.recompute import kept, kept_without_inner
-from scalejax.models.sharded import linear
+from scalejax.models.remat import kept, kept_without_inner
+from scalejax.models.sharding import placed_between
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""

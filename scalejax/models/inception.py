@@ -6,15 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.data_config import DatasetFacts
-from scalejax.model_config import ImageNetworkConfig
-from scalejax.models.convolution import (
-    UNIT_RULES,
-    Unit,
-    classified,
-    classifier,
-    max_pool,
-)
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import ImageNetworkConfig
+from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
 

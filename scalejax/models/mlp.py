@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import MlpConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import MlpConfig
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.network import Network, PartitionRules
-from scalejax.models.placement import placed_by_row
+from scalejax.models.sharding import placed_by_row
 
 
 class Mlp(Network):

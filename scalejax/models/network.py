@@ -20,12 +20,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
-from scalejax.data_config import DatasetFacts
-from scalejax.errors import ConfigError, refusal, unknown_name
-from scalejax.layout import PIPELINE
-from scalejax.model_config import CustomConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import CustomConfig
+from scalejax.config.parallelism import PIPELINE
+from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.placement import also_over, divisible, split_axes
+from scalejax.models.sharding import also_over, divisible, split_axes
 
 PartitionRules = tuple[tuple[str, PartitionSpec], ...]
 """Regular expressions on paths of parameters, and the mesh axes that split each dimension."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Initializer
 
-from scalejax.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
 MOMENTUM = 0.9
 """Part of a running statistic that one step keeps (torchvision's 0.1 is the other part)."""

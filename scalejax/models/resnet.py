@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import ResNetConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import ResNetConfig
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import Unit, classified, classifier, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope

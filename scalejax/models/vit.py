@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import DatasetFacts
-from scalejax.layout import FSDP, TENSOR
-from scalejax.model_config import Remat, VitConfig
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import Remat, VitConfig
+from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.attention import full_attention
 from scalejax.models.blocks import stacked_blocks, through_blocks
+from scalejax.models.fsdp import gathered, linear
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
-from scalejax.models.placement import placed_by_row
-from scalejax.models.recompute import kept
-from scalejax.models.sharded import gathered, linear
+from scalejax.models.remat import kept
+from scalejax.models.sharding import placed_by_row
 
 INIT = nnx.initializers.xavier_uniform()
 """Of the matrices of blocks (google-research/vision_transformer, models_vit.py)."""

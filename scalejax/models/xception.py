@@ -4,18 +4,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.data_config import DatasetFacts
-from scalejax.model_config import ImageNetworkConfig
-from scalejax.models.convolution import (
-    UNIT_RULES,
-    Unit,
-    classified,
-    classifier,
-    max_pool,
-)
+from scalejax.config.data import DatasetFacts
+from scalejax.config.model import ImageNetworkConfig
+from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.placement import per_device, placed_by_row
+from scalejax.models.sharding import per_device, placed_by_row
 
 STEM = (32, 64)
 """Channels of the two whole convolutions at the entry."""

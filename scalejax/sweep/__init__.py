@@ -5,11 +5,11 @@
 what they left. Starts without JAX, as all but the workers do.
 """
 
+from scalejax.config.grid import Grammar, parse_grammar
 from scalejax.sweep.folder import SweepFolder
-from scalejax.sweep.grammar import Grammar, parse_grammar
 from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, plan_sweep
 from scalejax.sweep.results import RunRow, read_rows, write_results
-from scalejax.sweep.work import run_sweep
+from scalejax.sweep.scheduler import run_sweep
 
 __all__ = [
     "Grammar",

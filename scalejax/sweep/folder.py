@@ -6,7 +6,7 @@ Knows names of files; not what is in them.
 from dataclasses import dataclass
 from pathlib import Path
 
-from scalejax.record import RunFolder
+from scalejax.training.record import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, cast
 
-from scalejax.config import ResolvedRun, RunConfig, load_config, resolve
-from scalejax.documents import JsonValue, load_toml, plain, save_text
-from scalejax.emulate.requirements import emulated_run
-from scalejax.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
-from scalejax.record import RunFolder
-from scalejax.reference import run_reference
+from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.reference import run_reference
+from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
+from scalejax.core.serialization import JsonValue, load_toml, plain, save_text
+from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
-from scalejax.sweep.grammar import Fields, Grammar, flat_fields
+from scalejax.training.record import RunFolder
 
 MOST_TOGETHER = 12
 """Runs in one program: each more takes memory, and gains little (`experiments/warmup_by_batch`)."""
@@ -53,7 +53,9 @@ def parse_target(text: str | None) -> Target | None:
     Raises:
         ConfigError: if the metric or the number is none, or no accuracy is so high.
     """
-    from scalejax.convergence import parse_target as parse_number  # NumPy, only where it is needed
+    from scalejax.planning.convergence import (
+        parse_target as parse_number,  # NumPy, only where it is needed
+    )
 
     if text is None:
         return None

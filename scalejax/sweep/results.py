@@ -11,13 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from scalejax.config import ResolvedRun
-from scalejax.documents import JsonValue, save_bytes
-from scalejax.noise_scale import averaged
-from scalejax.record import EvaluationMeasurement, RunFolder, RunRecord
+from scalejax.config.grid import Fields
+from scalejax.config.run import ResolvedRun
+from scalejax.core.serialization import JsonValue, build, save_bytes
 from scalejax.sweep.folder import SweepFolder
-from scalejax.sweep.grammar import Fields
-from scalejax.sweep.plan import PlannedRun, SweepPlan, Target, in_words
+from scalejax.sweep.plan import (
+    PlannedRun,
+    SweepPlan,
+    Target,
+    in_words,
+    read_runs,
+    varied_fields,
+    written,
+)
+from scalejax.training.noise_scale import averaged
+from scalejax.training.record import EvaluationMeasurement, RunFolder, RunRecord
 
 FINISHED = ("completed", "stopped_early", "diverged")
 """Statuses after which nothing of a run is left to do."""
@@ -252,3 +260,34 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 def seedless(row: RunRow) -> Fields:
     """What sets the run of `row` apart but for its seed."""
     return {name: value for name, value in row.planned.varied.items() if name != "seed"}
+
+
+# A sweep as its folder tells of it: the plan that was written there, and what its runs have left.
+
+
+def recorded_sweep(path: Path) -> tuple[SweepPlan, list[RunRow]]:
+    """The plan of the sweep in the folder `path`, and a row for each of its runs.
+
+    Raises:
+        ConfigError: if there is no sweep, or a file of it is damaged.
+    """
+    folder = SweepFolder(path=path)
+    document = written(folder)
+    resolved, cpu_devices = read_runs(folder)
+    listed = document.get("runs")
+    fields = [dict(each) for each in listed if isinstance(each, dict)] if listed else []  # type: ignore[union-attr]
+    names = list(dict.fromkeys(name for each in fields for name in each))
+    varied = varied_fields(names, [run.config for run in resolved])
+    target = document.get("target")
+    plan = SweepPlan(
+        text=folder.run_file.read_text(encoding="utf-8"),
+        runs=tuple(
+            PlannedRun(index=index, fields=fields[index], varied=varied[index], run=run)
+            for index, run in enumerate(resolved)
+        ),
+        repeated=0,
+        jobs=(),
+        cpu_devices=cpu_devices,
+        target=None if target is None else build(Target, target, where="target"),
+    )
+    return plan, read_rows(plan, folder)

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from scalejax.allocator import limit_arenas
-from scalejax.config import ResolvedRun
-from scalejax.errors import ScalejaxError
-from scalejax.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.config.run import ResolvedRun
+from scalejax.core.environment import limit_arenas
+from scalejax.core.errors import ScalejaxError
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import read_runs
+from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
 
 
 class _Steps:
@@ -94,12 +94,12 @@ def _train(
     """Train the runs of `indices`, from where they are to their end."""
     # JAX is imported once, after the first job has come.
     if len(indices) == 1:
-        from scalejax.train import train
+        from scalejax.training.train import train
 
         (index,) = indices
         run, folder = runs[index], files.run(index)
         if run.config.emulation is not None:
-            from scalejax.emulate.folder import emulate
+            from scalejax.emulation.run_folder import emulate
 
             emulate(run.config, folder.path, reporter=reporter, begins_anew=True)
             return
@@ -113,7 +113,7 @@ def _train(
             leave=os._exit,
         )
         return
-    from scalejax.sweep.together import train_together
+    from scalejax.sweep.vmapped_loop import train_together
 
     train_together(
         [runs[index] for index in indices],

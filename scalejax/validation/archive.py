@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from scalejax.documents import save_bytes
-from scalejax.errors import ConfigError
-from scalejax.program import Loop, Operation, Program
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import save_bytes
+from scalejax.simulator.program import Loop, Operation, Program
 
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """The programs of the project's open ledger."""

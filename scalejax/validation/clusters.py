@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from functools import cache
 
-from scalejax.errors import ConfigError
+from scalejax.core.errors import ConfigError
 from scalejax.hardware import Cluster, Network, chip_names, cluster_names, load_cluster
 from scalejax.hardware.catalogue import load_library
 from scalejax.hardware.cluster import LinkKind

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.errors import ScalejaxError
+from scalejax.core.errors import ScalejaxError
 from scalejax.hardware import Chip, Cluster
-from scalejax.predict import Prediction, predict
-from scalejax.program import Program
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of
 from scalejax.validation.ledger import LedgerRow

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from scalejax.errors import ConfigError, nearest_name, refusal
+from scalejax.core.errors import ConfigError, nearest_name, refusal
 
 _Part = TypeVar("_Part")
 

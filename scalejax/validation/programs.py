@@ -9,36 +9,38 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config import ResolvedRun
-from scalejax.cost import Pipeline, memory_verdict, pipelined, timeline
-from scalejax.data_config import SyntheticTokensConfig
-from scalejax.errors import ConfigError, ScalejaxError
-from scalejax.jax_platform import compiler_settings
-from scalejax.layout import stage_layers
-from scalejax.model_config import ELEMENT_BYTES, CausalConfig, GptConfig
-from scalejax.profile import as_asked, for_chip
-from scalejax.profile.cache import cached_program, case_key, keep, user_folder
-from scalejax.profile.job import Compiled, RunJob
-from scalejax.profile.target import Target, has_cuda_compiler, target_for
-from scalejax.profile.workers import run_jobs
-from scalejax.program import Program
-from scalejax.validation.archive import Archive, read_archive
-from scalejax.validation.cases import Case
-from scalejax.validation.eager_memory import (
+from scalejax.config.data import SyntheticTokensConfig
+from scalejax.config.model import ELEMENT_BYTES, CausalConfig, GptConfig
+from scalejax.config.parallelism import stage_layers
+from scalejax.config.run import ResolvedRun
+from scalejax.core.environment import compiler_settings
+from scalejax.core.errors import ConfigError, ScalejaxError
+from scalejax.simulator.frameworks.eager import (
     WORDIER,
     level_at_loss,
     with_eager_blocks,
     with_eager_loss,
 )
-from scalejax.validation.half_weights import with_half_weights
-from scalejax.validation.megatron import (
+from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
+from scalejax.simulator.frameworks.megatron import (
     recomputed_in_full,
     with_attention_dropout,
     with_bare_heads,
     with_half_gradients,
 )
-from scalejax.validation.overlap import with_overlapped_state, with_overlapped_tensor
-from scalejax.validation.widen import narrowed, widened
+from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.program import Program
+from scalejax.simulator.timeline.timeline import timeline
+from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
+from scalejax.simulator.transforms.scale_out import narrowed, widened
+from scalejax.validation.archive import Archive, read_archive
+from scalejax.validation.cases import Case
+from scalejax.xla import as_asked, for_chip
+from scalejax.xla.cache import cached_program, case_key, keep, user_folder
+from scalejax.xla.job import Compiled, RunJob
+from scalejax.xla.target import Target, has_cuda_compiler, target_for
+from scalejax.xla.worker_pool import run_jobs
 
 OnProgress = Callable[[int, int], None]
 """Called with the number of programs that have been compiled, and of all that must be."""

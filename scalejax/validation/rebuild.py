@@ -10,8 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from scalejax.errors import ScalejaxError
-from scalejax.program import Program
+from scalejax.core.errors import ScalejaxError
+from scalejax.simulator.program import Program
 from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from scalejax.errors import ConfigError
-from scalejax.model_config import AttentionKind, ComputeType, GptConfig, LlamaConfig, MlpConfig
+from scalejax.config.model import AttentionKind, ComputeType, GptConfig, LlamaConfig, MlpConfig
+from scalejax.core.errors import ConfigError
 from scalejax.models.attention import causal_attention, settled
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.data import open_source
-from scalejax.data_config import SEPARATOR_TOKEN, MaskedTokensConfig, facts
-from scalejax.model_config import BertConfig, Remat
+from scalejax.config.data import SEPARATOR_TOKEN, MaskedTokensConfig, facts
+from scalejax.config.model import BertConfig, Remat
+from scalejax.data.source import open_source
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.bert import Bert
-from scalejax.profile.model_flop import forward_flop
+from scalejax.xla.model_flop import forward_flop
 
 DATA = MaskedTokensConfig(tokens=16, masked=3, vocabulary=64)
 EXAMPLES = open_source(DATA, "train", seed=0).take(np.arange(4))

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.data_config import SyntheticImagesConfig, facts
-from scalejax.model_config import ImageNetworkConfig
+from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.model import ImageNetworkConfig
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.efficientnet import Depthwise
-from scalejax.profile.model_flop import forward_flop
+from scalejax.xla.model_flop import forward_flop
 
 LITE = ImageNetworkConfig(name="efficientnet_lite0")
 

@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import SyntheticTokensConfig, facts
-from scalejax.layout import BATCH_AXES, Layout
-from scalejax.mesh import build_mesh
-from scalejax.model_config import GptConfig
+from scalejax.config.data import SyntheticTokensConfig, facts
+from scalejax.config.model import GptConfig
+from scalejax.config.parallelism import BATCH_AXES, Layout
 from scalejax.models import BatchNormScope, build_network, param_specs
 from scalejax.models.gpt import Gpt
-from scalejax.profile.model_flop import forward_flop
+from scalejax.training.mesh import build_mesh
+from scalejax.xla.model_flop import forward_flop
 
 LAYERS, HIDDEN, TOKENS, VOCABULARY, BATCH = 3, 64, 16, 512, 16
 DATASET = facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))

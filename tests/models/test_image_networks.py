@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.data_config import DatasetFacts, FashionMnistConfig, SyntheticImagesConfig, facts
-from scalejax.model_config import (
+from scalejax.config.data import DatasetFacts, FashionMnistConfig, SyntheticImagesConfig, facts
+from scalejax.config.model import (
     CnnConfig,
     ImageNetworkConfig,
     MlpConfig,
@@ -20,7 +20,7 @@ from scalejax.model_config import (
 from scalejax.models import BatchNormScope, Network, build_network
 from scalejax.models.cnn import Cnn
 from scalejax.models.resnet import Block, ResNet
-from scalejax.profile.model_flop import forward_flop
+from scalejax.xla.model_flop import forward_flop
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
 IMAGENET = facts(SyntheticImagesConfig())

@@ -11,17 +11,17 @@ import pytest
 from flax import nnx
 from program_cases import kept_jobs
 
-from scalejax.config import RunConfig, resolve
-from scalejax.data_config import SyntheticTokensConfig, facts
-from scalejax.documents import build as build_config
-from scalejax.errors import ConfigError
+from scalejax.config.data import SyntheticTokensConfig, facts
+from scalejax.config.model import GptConfig, LlamaConfig, Remat
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build as build_config
 from scalejax.hardware import load_cluster
-from scalejax.model_config import GptConfig, LlamaConfig, Remat
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.gpt import Gpt
 from scalejax.models.llama import Llama
-from scalejax.profile import profile
-from scalejax.profile.model_flop import forward_flop
+from scalejax.xla import profile
+from scalejax.xla.model_flop import forward_flop
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, TOKENS, VOCABULARY, BATCH = 2, 32, 4, 2, 48, 12, 64, 4
 DATASET = facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
@@ -220,7 +220,7 @@ def test_a_profile_has_the_exchanges_of_gpt_and_the_model_flop_of_llama(monkeypa
     for the keys, though their heads are others."""
     tables = {**RUN, "batch": {"global_batch": 8}, "layout": {"tensor": 2}}
     run = resolve(build_config(RunConfig, tables), 4)
-    monkeypatch.setattr("scalejax.profile.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
 
     program = profile(run, load_cluster("dgx-h100"), cache=None, backend="cpu")
 

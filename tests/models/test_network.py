@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data_config import (
+from scalejax.config.data import (
     DatasetFacts,
     FashionMnistConfig,
     MaskedTokensConfig,
@@ -19,10 +19,7 @@ from scalejax.data_config import (
     SyntheticTokensConfig,
     facts,
 )
-from scalejax.errors import ConfigError
-from scalejax.layout import Layout
-from scalejax.mesh import build_mesh
-from scalejax.model_config import (
+from scalejax.config.model import (
     BertConfig,
     CnnConfig,
     CustomConfig,
@@ -34,6 +31,8 @@ from scalejax.model_config import (
     ResNetConfig,
     VitConfig,
 )
+from scalejax.config.parallelism import Layout
+from scalejax.core.errors import ConfigError
 from scalejax.models import (
     BatchNormScope,
     Network,
@@ -42,7 +41,8 @@ from scalejax.models import (
     param_specs,
     parameter_path,
 )
-from scalejax.models.placement import placed_by_row
+from scalejax.models.sharding import placed_by_row
+from scalejax.training.mesh import build_mesh
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
 TOKENS = facts(SyntheticTokensConfig(tokens=8, vocabulary=32))

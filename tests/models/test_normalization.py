@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import ConfigError
+from scalejax.core.errors import ConfigError
 from scalejax.models import BatchNorm, BatchNormScope
 
 CHANNELS = 3

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.config import RunConfig
-from scalejax.data_config import SyntheticImagesConfig, facts
-from scalejax.documents import build as build_config
-from scalejax.errors import ConfigError
-from scalejax.model_config import VitConfig
+from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.model import VitConfig
+from scalejax.config.presets import published_model
+from scalejax.config.run import RunConfig
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build as build_config
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.vit import Vit
-from scalejax.presets import published_model
-from scalejax.profile.model_flop import forward_flop
+from scalejax.xla.model_flop import forward_flop
 
 DATASET = facts(SyntheticImagesConfig(image_size=12, channels=3, classes=5))
 SMALL = VitConfig(patch=4, layers=2, hidden=32, heads=4)

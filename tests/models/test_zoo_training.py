@@ -6,12 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-from scalejax.config import RunConfig, resolve
-from scalejax.data import open_source
-from scalejax.documents import build
-from scalejax.evaluation import build_evaluation
-from scalejax.mesh import build_mesh
-from scalejax.step import build_step, init_state
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.serialization import build
+from scalejax.data.source import open_source
+from scalejax.training.evaluation import build_evaluation
+from scalejax.training.mesh import build_mesh
+from scalejax.training.step import build_step, init_state
 
 EXAMPLES = 8
 UPDATES = 30

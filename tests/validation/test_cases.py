@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 from ledger_cases import GPT, RESNET, case
 
-from scalejax.model_config import GptConfig, LlamaConfig
-from scalejax.validation import (
-    Skipped,
-)
+from scalejax.config.model import GptConfig, LlamaConfig
+from scalejax.validation import Skipped
 from scalejax.validation.cases import case_of
 
 

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 from ledger_cases import RESNET, ledger
 
-from scalejax.cli import main
-from scalejax.errors import ConfigError
-from scalejax.validation import (
-    read_ledger,
-)
+from scalejax.cli.main import main
+from scalejax.core.errors import ConfigError
+from scalejax.validation import read_ledger
 
 
 def test_blank_cells_are_unknown_and_others_typed(row):

@@ -5,17 +5,9 @@ from pathlib import Path
 import pytest
 from ledger_cases import moved_bytes, operation_count
 
-from scalejax.documents import load
-from scalejax.program import (
-    Program,
-)
-from scalejax.validation import (
-    Validation,
-    compile_cases,
-    evaluate,
-    read_ledger,
-    summaries,
-)
+from scalejax.core.serialization import load
+from scalejax.simulator.program import Program
+from scalejax.validation import Validation, compile_cases, evaluate, read_ledger, summaries
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.programs import Programs

@@ -16,18 +16,14 @@ from ledger_cases import (
 )
 from program_cases import matmul, program_of
 
-from scalejax.errors import ConfigError
-from scalejax.profile.cache import case_key
-from scalejax.profile.workers import run_jobs
-from scalejax.program import (
-    Loop,
-    Operation,
-    Program,
-)
+from scalejax.core.errors import ConfigError
+from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.transforms.scale_out import narrowed, widened
 from scalejax.validation.archive import Archive, read_archive, write_archive
 from scalejax.validation.programs import Programs, asked_for
 from scalejax.validation.rebuild import main, rebuild
-from scalejax.validation.widen import narrowed, widened
+from scalejax.xla.cache import case_key
+from scalejax.xla.worker_pool import run_jobs
 
 
 def test_wider_data_axis_changes_groups_and_totals_alone(row):
@@ -188,7 +184,7 @@ def test_archive_needs_no_compiler_for_gpus(row, monkeypatch: pytest.MonkeyPatch
     """What it made is found where it is not installed."""
     known = row(RESNET)
     archive = archive_for(known, program(2))
-    monkeypatch.setattr("scalejax.profile.target.has_cuda_compiler", lambda: False)
+    monkeypatch.setattr("scalejax.xla.target.has_cuda_compiler", lambda: False)
 
     (found,) = Programs(archive, compiles=False).find([case(known)])
 

@@ -5,15 +5,9 @@ from dataclasses import replace
 import pytest
 from ledger_cases import RESNET, case, program
 
-from scalejax import tables
 from scalejax.hardware import load_chip
-from scalejax.validation import (
-    CompiledCase,
-    Skipped,
-    Validation,
-    evaluate,
-    with_chips,
-)
+from scalejax.report.terminal import tables
+from scalejax.validation import CompiledCase, Skipped, Validation, evaluate, with_chips
 from scalejax.validation.ledger import LedgerRow
 from scalejax.validation.summary import RowResult, Scored, summarize
 

@@ -1,0 +1,235 @@
+"""Commands that measure: the step of a run over devices, and the input side of a host.
+
+They start without JAX; the first leaves it to its workers, the second imports it when it runs.
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff, UseAppendAction
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.predict import find_cluster, parse_counts
+from scalejax.cli.sweep import repeated
+from scalejax.config.run import load_config
+from scalejax.core import progress, serialization
+from scalejax.core.environment import choose_platform
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.serialization import JsonValue
+from scalejax.measure.bench import (
+    BenchFolder,
+    BenchPlan,
+    Summary,
+    plan_bench,
+    read_summaries,
+    run_bench,
+)
+from scalejax.measure.bench.results import row_of, scaling_table
+from scalejax.measure.bench.tables import column_of
+from scalejax.report.terminal import bench as bench_tables
+from scalejax.report.terminal import tables
+from scalejax.sweep import Grammar, parse_grammar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench(RunFileCommand):
+    """Time the training step on several numbers of devices.
+
+    Warm-up and timed steps of the real step, on virtual devices of the CPU, GPUs, or processes of
+    this machine, in rounds; then tables of speedup and efficiency. What has a result is not timed
+    again. -P, -V and -E are those of scalejax sweep; their fields are those of a run.toml, and
+    devices, processes, scaling, batches, steps and warmup_steps.
+    """
+
+    variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
+    """Values to combine, such as 'batch.per_device_batch=[32,64]'. May be repeated."""
+    parameter: UseAppendAction[Annotated[tuple[str, ...], repeated("P", "FIELD=VALUE")]] = ()
+    """A value for every benchmark. May be repeated."""
+    extension: UseAppendAction[Annotated[tuple[str, ...], repeated("E", "JSON")]] = ()
+    """{"condition": {FIELD: VALUE or [VALUES]}, "parameters": {...}, "cases": [{...}, ...]}.
+    May be repeated."""
+    devices: Annotated[str | None, flag("N,N,...")] = None
+    """Numbers of devices over all processes, such as 1,2,4. By default 1."""
+    processes: Annotated[str | None, flag("N,N,...")] = None
+    """Numbers of processes, between which devices are divided. By default 1; alone, each has one
+    device."""
+    scaling: Literal["weak", "strong"] | None = None
+    """What stays as devices are added: the batch of each device (weak, by default), or of all."""
+    batches: Literal["synthetic", "real"] | None = None
+    """One batch that stays on the devices (synthetic, by default), or those of training."""
+    steps: Annotated[int | None, flag("N")] = None
+    """Steps that are timed. By default 100."""
+    warmup_steps: Annotated[int | None, flag("N")] = None
+    """Steps before them. By default 10, as in tf_cnn_benchmarks."""
+    repeats: Annotated[int, flag("N")] = 3
+    """Rounds: how often all benchmarks are timed, one after the other. By default 3."""
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Where results go. By default benches/ and the name of the file."""
+    plan: Annotated[Path | None, flag("PLAN.json")] = None
+    """Write the plan here, and time nothing."""
+    report: FlagCreatePairsOff[bool] = False
+    """Print what is measured in the folder, and time nothing."""
+    rerun: FlagCreatePairsOff[bool] = False
+    """Time those again that have a result."""
+    baseline: Annotated[int | None, flag("N")] = None
+    """Devices to compare with. By default the fewest."""
+    statistic: Literal["median", "mean"] = "median"
+    """Time of a step in the tables: median (by default), or mean as in DLBS."""
+    clamp: FlagCreatePairsOff[bool] = False
+    """Put efficiencies above 100 down as 100, as DLBS does."""
+    monitor: Annotated[float, flag("SECONDS")] = 0.5
+    """Between samples of CPU, memory and threads; 0 for none. By default 0.5."""
+    cluster: Annotated[str | None, flag("CLUSTER,...")] = None
+    """Predict what was measured with these constants, such as cluster-fitted.toml of scalejax
+    calibrate --from: the first cluster that has such devices."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Plan, time what is left to do, print the tables, draw."""
+        if not 0 <= self.monitor < math.inf:
+            accepted = "it must be at least 0, and finite"
+            raise ConfigError(refusal("monitor", self.monitor, accepted))
+        clusters = [find_cluster(name) for name in (self.cluster or "").split(",") if name]
+        serialization.require_writable("plan", self.plan)
+        bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
+        tables.show(bench_tables.plan(bench))
+        if self.plan is not None:
+            serialization.save_text(json.dumps(bench.document(), indent=1) + "\n", self.plan)
+            print(f"wrote {self.plan}; nothing was timed")
+            return
+        path = self.folder or Path("benches") / self.run_file.stem
+        folder = BenchFolder(path=path)
+        self._refuse_baseline(bench)
+        problems: list[str] = []
+        if not self.report:
+            serialization.require_writable_folder("folder", path)
+            problems = self._run(bench, folder)
+        summaries = read_summaries(bench, folder)
+        print()
+        tables.show(bench_tables.results(summaries, self.baseline))
+        self._show_scaling(summaries)
+        if clusters:
+            from scalejax.measure.bench.predicted import predictions
+
+            print()
+            tables.show(bench_tables.against_predicted(predictions(summaries, folder, clusters)))
+        if any(each.is_measured for each in summaries):
+            self._save(summaries, folder)
+        if problems:
+            raise ScalejaxError("\n".join([*problems, "the same command tries them again."]))
+
+    def _grammar(self, overrides: Overrides) -> Grammar:
+        """What was typed, the flags of this command among it.
+
+        Raises:
+            ConfigError: if a field is given by a flag and by -P or -V.
+        """
+        typed = parse_grammar(self.parameter, self.variable, self.extension)
+        counts: dict[str, str | None] = {"devices": self.devices, "processes": self.processes}
+        variables: dict[str, list[JsonValue]] = {
+            name: list(parse_counts(text, name)) for name, text in counts.items() if text
+        }
+        values = {
+            "scaling": self.scaling,
+            "batches": self.batches,
+            "steps": self.steps,
+            "warmup_steps": self.warmup_steps,
+        }
+        parameters = {name: value for name, value in values.items() if value is not None}
+        for name in (*variables, *parameters):
+            if name in typed.variables or name in typed.parameters:
+                accepted = f"--{name.replace('_', '-')} says it already; give one of the two"
+                raise ConfigError(refusal(f"-P or -V {name}", "given", accepted))
+        if "processes" in variables and not {"devices"} & (
+            {*variables, *typed.variables, *typed.parameters}
+        ):
+            parameters["devices"] = "${processes}"
+        return replace(
+            typed,
+            parameters=overrides | parameters | typed.parameters,
+            variables=variables | typed.variables,
+        )
+
+    def _refuse_baseline(self, bench: BenchPlan) -> None:
+        counts = sorted({each.settings.devices for each in bench.benchmarks})
+        column_of(self.baseline, counts)
+
+    def _run(self, bench: BenchPlan, folder: BenchFolder) -> list[str]:
+        """Time what has no result; what went wrong."""
+        rounds = len(bench.rounds)
+        try:
+            with progress.measuring(rounds) as on_benchmark:
+                return run_bench(
+                    bench,
+                    folder,
+                    reruns=self.rerun,
+                    monitor_seconds=self.monitor,
+                    on_benchmark=on_benchmark,
+                )
+        except KeyboardInterrupt:
+            done = sum(len(each.results) for each in read_summaries(bench, folder))
+            print(
+                f"{done} of {rounds} rounds are in {folder.path}; the same command goes on",
+                file=sys.stderr,
+            )
+            raise
+
+    def _show_scaling(self, summaries: list[Summary]) -> None:
+        """Print the tables over devices, where there are several numbers of them."""
+        for scaling in ("weak", "strong"):
+            table = scaling_table(
+                summaries,
+                scaling,
+                baseline=self.baseline,
+                clamps=self.clamp,
+                statistic=self.statistic,
+            )
+            if table is not None and len(table.device_counts) > 1:
+                print()
+                tables.show(bench_tables.scaling(table, self.statistic))
+
+    def _save(self, summaries: list[Summary], folder: BenchFolder) -> None:
+        """Write the rows, and draw."""
+        from scalejax.report.figures.bench import save_scaling, save_steps, save_usage
+
+        rows = [row_of(each) for each in summaries]
+        serialization.save_text(json.dumps(rows, indent=1) + "\n", folder.results)
+        save_scaling(summaries, path=folder.path / "scaling.png")
+        save_steps(summaries, path=folder.path / "step_times.png")
+        save_usage(summaries, path=folder.path / "usage.png")
+        print(f"wrote results.json, scaling.png, step_times.png, usage.png in {folder.path}")
+        print(f"scalejax report {folder.path} draws them in one page.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataBench(RunFileCommand):
+    """Measure how fast this host makes batches of a run's data.
+
+    How long row groups take to be read, images of several sizes to be decoded by a worker process
+    and by threads, and batches to be handed over: a minute or two. scalejax predict and explain
+    take the file with --input-rates, also for images, sizes and numbers of workers that were not
+    measured. What changes images at random is left out.
+    """
+
+    output: Annotated[Path | None, flag("INPUT.toml")] = None
+    """Where the rates go. By default this-machine in the user's cache folder."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Measure, print the stages, write the rates."""
+        from scalejax.xla.cache import user_folder
+
+        config = load_config(self.run_file, overrides)
+        output = self.output or user_folder() / "this-machine" / "input.toml"
+        serialization.require_writable("output", output)
+        choose_platform()
+        from scalejax.measure.input.bench import bench, paces, stage_count
+        from scalejax.report.terminal.bench import input_side
+
+        with progress.measuring(stage_count(config.data)) as on_stage:
+            rates = bench(config.data, on_stage=on_stage)
+        serialization.save_toml(rates, output)
+        tables.show(input_side(rates, paces(rates, config)))
+        print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")

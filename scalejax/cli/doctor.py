@@ -1,0 +1,86 @@
+"""The command that looks for what could keep runs from being right or fast here.
+
+Starts without JAX, and imports it when it runs.
+"""
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from scalejax.cli.command import flag
+from scalejax.cli.predict import find_cluster
+from scalejax.core import process_group, progress, serialization
+from scalejax.core.environment import choose_platform, has_accelerator
+from scalejax.hardware import Cluster, load_cluster
+from scalejax.measure.doctor import Examination, examine, is_any_bad, stage_count
+from scalejax.report.terminal import bench as bench_tables
+from scalejax.report.terminal import tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doctor:
+    """Look for what would slow runs down here, or break them.
+
+    Versions, devices and their rates, memory, disks, ports, variables; under srun or mpirun also
+    clocks and the ways between processes. Exit codes: 0 if nothing is bad, 1 if something is.
+    """
+
+    cluster: Annotated[str | None, flag("CLUSTER")] = None
+    """What the devices should be: a name (see scalejax hardware), or a TOML file. By default what
+    they call themselves; for a CPU, what scalejax calibrate measured."""
+    folder: Annotated[Path, flag("DIR")] = Path("runs")
+    """Where runs write. By default runs."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices. By default two, or one for each of several
+    processes."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the findings go, too."""
+
+    def execute(self) -> None:
+        """Look, print the table, write the findings; ends with 1 if something is bad."""
+        from scalejax.xla.cache import user_folder
+
+        serialization.require_writable("json", self.json)
+        environment = dict(os.environ)  # before any of it is set here
+        place = process_group.place_here()
+        cluster = find_cluster(self.cluster) if self.cluster else None
+        choose_platform()
+        if not has_accelerator() or self.cpu_devices is not None:
+            choose_platform(self.cpu_devices or (2 if place is None else 1))
+            cluster = cluster or _calibrated(user_folder(), place is not None)
+        process_group.join(place)
+        is_first = place is None or place.process == 0
+        with (
+            process_group.leaving_at_once(place),
+            progress.measuring(stage_count()) if is_first else nullcontext() as on_stage,
+        ):
+            found = examine(
+                Examination(
+                    run_folder=self.folder,
+                    cache_folder=user_folder(),
+                    environment=environment,
+                    cluster=cluster,
+                    place=place,
+                ),
+                on_stage or (lambda name: None),
+            )
+        with process_group.leaving_at_once(place):
+            # Findings that are all of one process are of one that could not tell the others.
+            if is_first or all(each.processes for each in found):
+                tables.show(bench_tables.findings(found))
+            if is_first and self.json is not None:
+                serialization.save({"findings": found}, self.json)
+                print(f"wrote {self.json}")
+            sys.stdout.flush()  # before JAX waits for the others, which may take too long
+            raise SystemExit(1 if is_any_bad(found) else 0)
+
+
+def _calibrated(folder: Path, between_processes: bool) -> Cluster | None:
+    """What `scalejax calibrate` measured on this CPU, if it did."""
+    name = "processes.toml" if between_processes else "cluster.toml"
+    path = folder / "this-machine" / name
+    cluster = load_cluster(os.fspath(path)) if path.is_file() else None
+    return cluster if cluster is not None and cluster.chip.name == "cpu" else None

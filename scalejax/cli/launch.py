@@ -1,0 +1,245 @@
+"""The command that starts several processes of one run.
+
+Starts without JAX, which the processes alone import.
+"""
+
+import json
+import re
+import shlex
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.config.run import load_config
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.process_group import GO_ON
+from scalejax.core.serialization import JsonValue
+from scalejax.launch import Launch, launch
+from scalejax.launch.kubernetes import JobSetRun, manifest
+from scalejax.launch.local import LOST
+from scalejax.launch.slurm import SlurmRun, follow, script, submit
+from scalejax.training.record import RunFolder
+from scalejax.training.run_folder import refuse_no_run, refuse_second_run
+
+_ALL = ("run_file", "np", "target", "folder", "cpu_devices", "max_restarts")
+_FLAGS_OF = {
+    "a run on this machine": (*_ALL, "resume", "min_np", "stuck_seconds", "all_logs"),
+    "a run through SLURM": (
+        *_ALL,
+        *("resume", "nodes", "gpus_per_node", "partition", "time", "slurm", "dry_run", "detach"),
+    ),
+    "--target jobset": (*_ALL, "gpus_per_node", "image", "volume", "namespace", "output"),
+}
+"""Which flags go with what is started: one that would do nothing is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRun(RunFileCommand):
+    """Train a run.toml in several processes, here or on a cluster.
+
+    Here, when one is lost the others are stopped, and with --max-restarts all go on from the
+    latest checkpoint; through SLURM, the job puts itself back in the queue for that. A process
+    counts as lost within 10 s of its death, 20 s after it was stopped, and --stuck-seconds after
+    the last that any did. SIGINT and SIGTERM end the run after the update at hand and a checkpoint;
+    without one 20 s later, if the update does not end; within 5 s before training. A file that
+    cannot be written ends it within 30 s, a checkpoint at the next one at the latest. Exit codes:
+    0 done; 2 refused, or a file cannot be written; 75 a process was lost; 130, 143 stopped by a
+    signal.
+    """
+
+    np: Annotated[int, flag("N")]
+    """Processes: -4 for four on this machine, 4 for four through SLURM, one for each GPU. GPUs in
+    all with --target jobset, or pods if it asks for no GPUs."""
+    target: Literal["processes", "jobset"] = "processes"
+    """Start processes, or write a JobSet for Kubernetes."""
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Where its record goes, and in processes/ or slurm/ their logs. By default runs/ and the name
+    of the file. Its last part names the job."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the latest checkpoint in the folder. A JobSet does so by itself."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices for each process."""
+    max_restarts: Annotated[int, flag("N")] = 0
+    """How often to start again when a process is lost, or the time of the job is up."""
+    min_np: Annotated[int | None, flag("N")] = None
+    """Here: start again without those that were lost, down to N. By default with as many as
+    before."""
+    stuck_seconds: Annotated[int, flag("N")] = 300
+    """Here: how long no process may move on before they count as hanging; six times that while one
+    compiles or saves. By default 300."""
+    all_logs: FlagCreatePairsOff[bool] = False
+    """Here: show what every process says, each line with its number."""
+    nodes: Annotated[int | None, flag("N")] = None
+    """SLURM: how many nodes. By default as few as have the GPUs, or one."""
+    gpus_per_node: Annotated[int | None, flag("N")] = None
+    """SLURM and JobSet: GPUs of a node. By default none are asked for."""
+    partition: Annotated[str | None, flag("NAME")] = None
+    """SLURM: which partition. By default the cluster's own choice."""
+    time: Annotated[str | None, flag("TIME")] = None
+    """SLURM: the longest time, in minutes or as in 2-12:00:00. The run saves and stops 120 s
+    before. By default the partition's."""
+    slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
+    """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
+    dry_run: FlagCreatePairsOff[bool] = False
+    """SLURM: print the script, and submit nothing."""
+    detach: FlagCreatePairsOff[bool] = False
+    """SLURM: do not wait for the job."""
+    image: Annotated[str | None, flag("IMAGE")] = None
+    """JobSet: the container image, with scalejax in it."""
+    volume: Annotated[str | None, flag("CLAIM")] = None
+    """JobSet: what keeps the record and the checkpoints: the name of a PersistentVolumeClaim, or a
+    path such as /mnt/shared that every node sees."""
+    namespace: Annotated[str | None, flag("NAME")] = None
+    """JobSet: the namespace. By default that of whoever applies it."""
+    output: Annotated[Path | None, flag("FILE.yaml")] = None
+    """JobSet: where it goes. By default it is printed."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Start them, and end as they did; or write what starts them."""
+        if not self.np:
+            accepted = "it must be -4 for 4 processes here, or 4 for 4 on a cluster"
+            raise ConfigError(refusal("np", self.np, accepted))
+        load_config(self.run_file, overrides)  # refused once, and before anything is started
+        changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
+        if self.cpu_devices is not None:
+            changed = ["--cpu-devices", str(self.cpu_devices), *changed]
+        if self.target == "jobset":
+            self._require_flags_of("--target jobset")
+            self._write_jobset(changed)
+        elif self.np > 0:
+            self._require_flags_of("a run through SLURM")
+            self._submit(self._command(changed))
+        else:
+            self._require_flags_of("a run on this machine")
+            self._start(self._command(changed))
+
+    @property
+    def _run_folder(self) -> Path:
+        return self.folder or Path("runs") / self.run_file.stem
+
+    def _require_flags_of(self, what: str) -> None:
+        """Refuse a flag that would do nothing."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in _FLAGS_OF[what] and value != field.default:
+                others = [other for other, names in _FLAGS_OF.items() if field.name in names]
+                accepted = f"it is for {' and '.join(others)}, and this is {what}"
+                raise ConfigError(refusal(field.name, value, accepted))
+
+    def _command(self, changed: list[str]) -> tuple[str, ...]:
+        run_file, folder = self.run_file, self._run_folder
+        if self.np > 0:  # a job may begin elsewhere
+            run_file, folder = run_file.absolute(), folder.absolute()
+        command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
+        command += ["--folder", str(folder), *changed]
+        return (*command, "--resume") if self.resume else tuple(command)
+
+    def _start(self, command: tuple[str, ...]) -> None:
+        """Processes on this machine."""
+        folder = self._run_folder
+        if self.min_np is not None and self.min_np > -self.np:
+            accepted = f"it must be at most {-self.np}, with which the run begins"
+            raise ConfigError(refusal("min_np", self.min_np, accepted))
+        self._require_own_folder()
+        typed = [*sys.argv[1:], *(() if self.resume else ("--resume",))]
+        run = RunFolder(path=folder)
+
+        def again() -> tuple[str, ...]:
+            return () if self.resume or not run.holds_run else ("--resume",)
+
+        job = Launch(
+            command=command,
+            again=again,
+            processes=-self.np,
+            least_processes=self.min_np,
+            folder=folder / "processes",
+            environment={GO_ON: shlex.join(["scalejax", *typed])}
+            | ({} if self.cpu_devices is None else {"JAX_PLATFORMS": "cpu"}),
+            most_restarts=self.max_restarts,
+            stuck_seconds=self.stuck_seconds,
+            shows_all=self.all_logs,
+        )
+        print(f"starting {-self.np} process{'es' if self.np < -1 else ''} ...", file=sys.stderr)
+        code = launch(job)
+        if code == LOST and run.holds_run:
+            print(f"go on with: {job.environment[GO_ON]}", file=sys.stderr)
+        raise SystemExit(code)
+
+    def _require_own_folder(self) -> None:
+        """Refuse what the processes would, before any of them has started."""
+        run = RunFolder(path=self._run_folder)
+        if run.holds_run and not self.resume:
+            refuse_second_run(run)
+        if self.resume and not run.config.exists():
+            refuse_no_run(run)
+
+    def _submit(self, command: tuple[str, ...]) -> None:
+        """A job of SLURM, waited for unless told otherwise."""
+        folder = self._run_folder.absolute()
+        self._require_own_folder()
+        run = SlurmRun(
+            command=command,
+            run_marker=None if self.resume else RunFolder(path=folder).config,
+            processes=self.np,
+            nodes=self.nodes,
+            gpus_per_node=self.gpus_per_node,
+            partition=self.partition,
+            time=self.time,
+            most_restarts=self.max_restarts,
+            options=self.slurm,
+            folder=folder / "slurm",
+            name=folder.name,
+        )
+        if self.dry_run:
+            print(script(run), end="")
+            return
+        job_id, log = submit(run)
+        print(f"job {job_id} submitted; scancel {job_id} cancels it. Logs: {log.parent}")
+        if self.detach:
+            return
+        try:
+            code = follow(job_id, log)
+        except KeyboardInterrupt:
+            print(f"job {job_id} goes on; scancel {job_id} cancels it.")
+            raise
+        raise SystemExit(code)
+
+    def _write_jobset(self, changed: list[str]) -> None:
+        """YAML for kubectl."""
+        for name, example in (("image", "ghcr.io/me/scalejax:1"), ("volume", "my-claim")):
+            if getattr(self, name) is None:
+                raise ConfigError(f"--target jobset needs --{name}, such as --{name} {example}.")
+        serialization.require_writable("output", self.output)
+        words = manifest(
+            JobSetRun(
+                name=re.sub(r"[^a-z0-9]+", "-", self._run_folder.name.lower()).strip("-"),
+                run_toml=self.run_file.read_text(encoding="utf-8"),
+                arguments=tuple(changed),
+                slots=self.np,
+                gpus_per_node=self.gpus_per_node,
+                image=str(self.image),
+                volume=str(self.volume),
+                namespace=self.namespace,
+                most_restarts=self.max_restarts,
+            )
+        )
+        if self.output is None:
+            print(words, end="")
+            return
+        serialization.save_text(words, self.output)
+        print(f"wrote {self.output}; kubectl apply -f {self.output} starts it.")
+
+
+def _as_toml(value: JsonValue) -> str:
+    """`value` as the flags of `train` read it."""
+    if isinstance(value, dict):
+        fields = (f"{json.dumps(name)} = {_as_toml(inner)}" for name, inner in value.items())
+        return f"{{ {', '.join(fields)} }}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    return json.dumps(value)

@@ -1,0 +1,230 @@
+"""The command line: finds the command, reads its flags, words every refusal in one sentence.
+
+Knows nothing of what the commands do. Starts without JAX.
+"""
+
+import contextlib
+import dataclasses
+import io
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+from typing import TextIO
+
+_REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
+"""Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
+
+try:
+    import tyro
+
+    from scalejax import __version__
+    from scalejax.cli import COMMANDS, Command, Overrides, RunFileCommand
+    from scalejax.config.run import RunConfig
+    from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
+    from scalejax.core.serialization import parse_value
+except KeyboardInterrupt:  # these take a second, in which `main` cannot catch it yet
+    print("interrupted", file=sys.stderr)
+    sys.exit(_INTERRUPTED)
+
+_FIELDS_WITHOUT_DOT = tuple(field.name for field in dataclasses.fields(RunConfig))
+"""The seed, and whole tables: --optimizer='{name = "lamb"}' leaves none of the file's fields."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 when the input is refused.
+
+    Args:
+        arguments: what was typed after `scalejax`; if None, that of this process.
+    """
+    try:
+        command, overrides = parse(sys.argv[1:] if arguments is None else list(arguments))
+        if isinstance(command, RunFileCommand):
+            command.execute(overrides)
+        else:
+            command.execute()
+        sys.stdout.flush()
+    except ScalejaxError as error:
+        for line in str(error).splitlines():
+            print(_wrapped(f"error: {line}"), file=sys.stderr)
+        return _REFUSED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has gone. Python flushes once more at exit: into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
+    return 0
+
+
+def parse(arguments: list[str]) -> tuple[Command, Overrides]:
+    """The command that was typed, and the fields that its flags replace.
+
+    Raises:
+        ConfigError: if there is no such command or flag, naming the nearest, or a value has
+            the wrong type.
+        SystemExit: with code 0, when help was asked for and printed.
+    """
+    name = _command_name(arguments)
+    kind = COMMANDS[name]
+    rest, overrides = split_overrides(arguments[len(name.split()) :])
+    if overrides and not issubclass(kind, RunFileCommand):
+        raise ConfigError(f"scalejax {name} reads no run.toml, so it takes no --{min(overrides)}.")
+    return _read_flags(kind, name, rest), overrides
+
+
+def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
+    """Take the flags that name a field of the run.toml out of `arguments`.
+
+    `--train.epochs 3` and `--train.epochs=3` mean the same. The value is read as TOML where it
+    is TOML, else as text.
+
+    Raises:
+        ConfigError: if such a flag has no value.
+    """
+    rest: list[str] = []
+    overrides: Overrides = {}
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, has_value, value = argument.partition("=")
+        field = flag.removeprefix("--")
+        if flag[:1] == "-" and flag[1:].partition(".")[0] in _FIELDS_WITHOUT_DOT:
+            raise ConfigError(f"{flag} is no flag (did you mean -{flag}?).")
+        if not flag.startswith("--") or ("." not in field and field not in _FIELDS_WITHOUT_DOT):
+            rest.append(argument)
+            continue
+        if not has_value:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ConfigError(f"{flag} needs a value, such as {flag}=VALUE.")
+        if not all(field.split(".")):
+            raise ConfigError(f"{flag} is no field: there must be a name on either side of a dot.")
+        overrides[field] = parse_value(value)
+    return rest, overrides
+
+
+def _command_name(arguments: list[str]) -> str:
+    """The name at the front of `arguments`, of one word or two; prints help where there is none."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return name
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _print_help()
+        raise SystemExit(0 if arguments else _REFUSED)
+    if arguments[0] == "--version":
+        print(f"scalejax {__version__}")
+        raise SystemExit(0)
+    longer = [name for name in COMMANDS if name.split()[0] == arguments[0]]
+    if longer and arguments[1:2] in (["-h"], ["--help"]):
+        print(f"usage: scalejax {arguments[0]} COMMAND [-h] ...\n")
+        _print_commands(longer)
+        raise SystemExit(0)
+    if longer and len(arguments) == 1:
+        raise ConfigError(
+            f"scalejax {arguments[0]} needs one more word: scalejax {' or '.join(longer)}."
+        )
+    raise ConfigError(unknown_name("command", " ".join(arguments[: 1 + bool(longer)]), COMMANDS))
+
+
+def _print_help() -> None:
+    print("usage: scalejax COMMAND [-h] ...\n")
+    print("Train large minibatches in JAX; predict the cost on GPUs that are not here.\n")
+    _print_commands(COMMANDS)
+    print("\nscalejax COMMAND --help says more. Start with: scalejax quickstart")
+
+
+def _print_commands(names: Iterable[str]) -> None:
+    for name in names:
+        print(f"  {name:<15}{(COMMANDS[name].__doc__ or '').splitlines()[0]}")
+
+
+def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command:
+    """The command as typed.
+
+    Raises:
+        ConfigError: on the first flag that `kind` does not have, or has with another type.
+        SystemExit: with code 0, when help was asked for and printed.
+    """
+    flags = [f"--{field.name.rstrip('_').replace('_', '-')}" for field in dataclasses.fields(kind)]
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if flag.startswith("--") and flag not in (*flags, "--help"):
+            closest = nearest_name(flag, flags)
+            hint = f" (did you mean {closest}?)" if closest else f" (see scalejax {name} --help)"
+            raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
+    told, refused = _Captured(sys.stdout), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(refused):
+            return tyro.cli(kind, prog=f"scalejax {name}", args=arguments)
+    except SystemExit as stop:
+        if stop.code == 0:
+            for line in told.text().splitlines():
+                print(_wrapped(line))
+            raise
+        message = _first_paragraph(refused.getvalue())
+        raise ConfigError(f"{message} (see scalejax {name} --help)") from stop
+
+
+class _Captured(io.TextIOWrapper):
+    """Takes what is meant for a stream, and answers what tyro asks of it before it draws frames."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(io.BytesIO(), encoding=stream.encoding)
+        self._is_terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def text(self) -> str:
+        """What was written."""
+        self.seek(0)
+        return self.read()
+
+
+def _wrapped(line: str) -> str:
+    """`line` on as many as the width of the terminal asks for, indented below its title.
+
+    Words stay whole, so that paths and flags can be copied.
+    """
+    width = shutil.get_terminal_size().columns
+    plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
+    if len(plain) <= width:
+        return line
+    found = re.match("error: |usage: ", plain)
+    title = found[0] if found else ""
+    return textwrap.fill(
+        plain.removeprefix(title),
+        width,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _first_paragraph(panel: str) -> str:
+    """What a framed message of tyro says between its title and its first rule, on one line."""
+    lines = [line.strip("│").rstrip() for line in panel.splitlines()[1:]]
+    if lines and _ends_paragraph(lines[0]):  # where there is no UTF-8, a rule follows the title
+        lines = lines[1:]
+    lines = list(takewhile(lambda line: not _ends_paragraph(line), lines))
+    if lines and lines[0].strip().startswith("Missing from"):
+        # What is missing is indented once, its description twice.
+        indent = len(lines[1]) - len(lines[1].lstrip())
+        names = [line.strip() for line in lines[1:] if line[indent : indent + 1].strip()]
+        return f"missing: {', '.join(names)}"
+    message = " ".join(" ".join(lines).split())
+    if not_whole := re.fullmatch(r"Error parsing (\S+):.* \[?'(.*)'\]?\.?", message):
+        flag, value = not_whole.groups()  # of our flags, only whole numbers can fail so
+        return refusal(flag, value, "it must be a whole number")
+    return message
+
+
+def _ends_paragraph(line: str) -> bool:
+    is_rule = bool(line) and not line.strip(" ─-")
+    return is_rule or line.strip().startswith("Got errors:")

@@ -1,0 +1,147 @@
+"""The command that plans a run: which cluster, how many devices, which batch.
+
+Starts without JAX, and imports it when it runs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.config.run import load_config
+from scalejax.core import progress, serialization
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.units import parse_seconds
+from scalejax.report.terminal import tables
+
+if TYPE_CHECKING:
+    from scalejax.planning.time_to_target.run import Offer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRun(RunFileCommand):
+    """Find the devices and batch that reach a target soonest.
+
+    Time to target is the steps that the batch needs, from measured points, times the predicted
+    time of a step. A flag with a dot replaces a field of the file, or of --conditions.
+    """
+
+    clusters: Annotated[str, flag("A,B,...")]
+    """Clusters to choose from: names in the catalogue, or TOML files of your own."""
+    devices: Annotated[str, flag("N..M")]
+    """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
+    target: Annotated[str | None, flag("VALUE")] = None
+    """What counts as trained, such as 0.759 or 75.9%; by default what the points are of."""
+    convergence: Annotated[str | None, flag("FILE|DIR")] = None
+    """Steps to target by batch: CSV or Parquet of runs, TOML or JSON of points and maybe a noise
+    scale, the folder of a run or sweep with its noise scale, or the name of published points. By
+    default those of the network, or else the run's own epochs."""
+    recipe: Annotated[str | None, flag("NAME")] = None
+    """Which recipe of those points, and of their noise scales; by default for each batch that of
+    the nearest point."""
+    global_batch: Annotated[str | None, flag("B,B,...")] = None
+    """Batches to choose from, such as 1024..8192; by default each device keeps its samples."""
+    deadline: Annotated[str | None, flag("TIME")] = None
+    """Time within which the target must be reached, such as 30min, 2h or 3d."""
+    budget: Annotated[float | None, flag("COST")] = None
+    """Most that it may cost: a number in the currency of --price, such as 500, or of device-hours
+    where no --price is given."""
+    price: Annotated[str | None, flag("PRICE")] = None
+    """Of one device for an hour, in any currency; one for all clusters, or P,P,... for each."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go, for scalejax report."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Where the figures and a plot of time and cost go."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Plan, print the table, write the figures; refuse where nothing meets the limits."""
+        from scalejax.planning.convergence import parse_target
+        from scalejax.planning.time_to_target import notes
+        from scalejax.planning.time_to_target.run import find_convergence, plan_run
+        from scalejax.report.figures.plan import save_plan
+        from scalejax.report.terminal import plan as plan_tables
+
+        serialization.require_writable("json", self.json)
+        serialization.require_writable_folder("output", self.output)
+        counts = parse_range("devices", self.devices)
+        batches = parse_range("global_batch", self.global_batch) if self.global_batch else []
+        deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
+        target = None if self.target is None else parse_target(self.target)
+        offers, rest = self._offers(overrides)
+        config = load_config(self.run_file, rest)
+        data = find_convergence(config, self.convergence, target=target, recipe=self.recipe)
+        with progress.compiling_programs() as on_progress:
+            plan = plan_run(
+                config,
+                offers,
+                counts,
+                global_batches=batches,
+                convergence=data,
+                recipe=self.recipe,
+                target=target,
+                deadline_seconds=deadline,
+                budget=self.budget,
+                on_progress=on_progress,
+            )
+        if not plan.points:
+            raise DoesNotFit(notes.nothing(plan))
+        tables.show(plan_tables.planned(plan))
+        for path in (self.json, self.output and self.output / "plan.json"):
+            if path is not None:
+                serialization.save(plan, path)
+                print(f"wrote {path}; scalejax report {path} draws it")
+        if self.output is not None:
+            save_plan(plan, path=self.output / "plan.png")
+            print(f"wrote {self.output / 'plan.png'}")
+        if plan.nearest is not None:
+            raise DoesNotFit(notes.missed(plan))
+
+    def _offers(self, overrides: Overrides) -> tuple[list["Offer"], Overrides]:
+        """The clusters with their prices, and the overrides that are not about them."""
+        from scalejax.planning.time_to_target.run import Offer
+
+        names = list(dict.fromkeys(self.clusters.split(",")))
+        prices: list[float | None] = [None] * len(names)
+        if self.price is not None:
+            prices = [*_numbers("price", self.price)]
+            if len(prices) == 1:
+                prices *= len(names)
+            if len(prices) != len(names):
+                accepted = f"it must be one number, or one for each of {len(names)} clusters"
+                raise ConfigError(refusal("price", self.price, accepted))
+        offers, rest = [], overrides
+        for name, price in zip(names, prices, strict=True):
+            cluster, rest = take_conditions(find_cluster(name), overrides)
+            offers.append(Offer(cluster=cluster, price_per_device_hour=price))
+        return offers, rest
+
+
+def parse_range(field: str, text: str) -> list[int]:
+    """The numbers in "8,64,256", and in "8..4096" 8 and all its doublings up to 4096.
+
+    Raises:
+        ConfigError: if there is anything else in it, or a range that falls.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, dots, last = part.partition("..")
+        accepted = "it must be numbers above 0 such as 8,64,256, or doublings such as 8..4096"
+        try:
+            low, high = int(first), int(last if dots else first)
+        except ValueError as error:
+            raise ConfigError(refusal(field, text, accepted)) from error
+        if low < 1 or high < low:
+            raise ConfigError(refusal(field, text, accepted))
+        while low <= high:
+            found.append(low)
+            low *= 2
+    return sorted(set(found))
+
+
+def _numbers(field: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        accepted = "it must be numbers with commas between, such as 2.5 or 2.5,4"
+        raise ConfigError(refusal(field, text, accepted)) from error

@@ -1,0 +1,371 @@
+"""Commands about the cost of steps: predict it, explain it, measure and test what it rests on.
+
+They start without JAX, and import it when they run.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.config.data import facts
+from scalejax.config.presets import costed_note
+from scalejax.config.run import RunConfig, given_name, load_config
+from scalejax.core import progress, serialization
+from scalejax.core.environment import choose_platform
+from scalejax.core.errors import (
+    ConfigError,
+    UnknownHardware,
+    refusal,
+    require_at_least,
+    unknown_name,
+)
+from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
+from scalejax.report.terminal import scaling as ramp_tables
+from scalejax.report.terminal import scaling as scaling_tables
+from scalejax.report.terminal import tables
+from scalejax.simulator.program import Program
+from scalejax.simulator.ramp import RampPrediction
+
+if TYPE_CHECKING:
+    from scalejax.measure.fit import MeasuredRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(RunFileCommand):
+    """Predict time, efficiency and memory on GPUs not here.
+
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
+
+    What is known of the site is a flag, too, such as --conditions.step_cv 0.02.
+    """
+
+    cluster: Annotated[str, flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[str, flag("N,N,...")]
+    """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
+    input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
+    """How fast a host makes batches, as scalejax data bench measured."""
+    scaling: Literal["weak", "strong"] = "weak"
+    """What stays as devices are added: the batch of each device, or that of all."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go, for scalejax report."""
+    trace: Annotated[Path | None, flag("TRACE.json")] = None
+    """Where a trace of the step on the most devices goes, for ui.perfetto.dev; of the last batch,
+    if it grows."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Compile and cost each case, print the table, write the figures."""
+        from scalejax.planning.scaling_study import ramp_study, study
+        from scalejax.simulator.perfetto import write_trace
+
+        serialization.require_writable("json", self.json)
+        serialization.require_writable("trace", self.trace)
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        config = load_config(self.run_file, overrides)
+        cluster = with_input(cluster, self.input_rates, config)
+        counts = parse_counts(self.devices)
+        name = given_name(self.run_file, overrides)
+        costed = costed_note(name, config.model, facts(config.data))
+        programs: list[Program] = []
+        phases = 1 + len(config.batch.ramp_epochs)
+        with progress.compiling(phases * len(set(counts))) as on_case:
+            prediction = (study if phases == 1 else ramp_study)(
+                config,
+                cluster,
+                counts,
+                self.scaling,
+                notes=(costed,) if costed else (),
+                on_case=on_case,
+                on_program=programs.append,
+            )
+        if isinstance(prediction, RampPrediction):
+            tables.show(ramp_tables.ramp(prediction))
+        else:
+            tables.show(scaling_tables.scaling(prediction))
+        if self.trace is not None:
+            write_trace(programs[-1], cluster, self.trace)
+            print(f"wrote {self.trace}; ui.perfetto.dev opens it")
+        if self.json is not None:
+            serialization.save(prediction, self.json)
+            print(f"wrote {self.json}; scalejax report draws it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explain(RunFileCommand):
+    """Say where the time of a step goes, and what would shorten it.
+
+    A waterfall from ideal to predicted, the costliest operations with their source lines,
+    exchanges that the layout does not call for, and what twice the bandwidth, network, batch or
+    chip would buy. A flag with a dot replaces a field of the file, or of --conditions.
+    """
+
+    cluster: Annotated[str, flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[int, flag("N")]
+    """Number of devices."""
+    input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
+    """How fast a host makes batches, as scalejax data bench measured."""
+    output: Annotated[Path | None, flag("FILE.html")] = None
+    """Where the page with the waterfall drawn goes."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go."""
+    trace: Annotated[Path | None, flag("TRACE_DIR")] = None
+    """A recorded profile of the step (scalejax train --profile), to compare with."""
+    trace_output: Annotated[Path | None, flag("TRACE.json")] = None
+    """Where a trace of the predicted step goes, for ui.perfetto.dev."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Compile, explain, print, and write what was asked for."""
+        from scalejax.measure.trace import recorded_trace
+        from scalejax.planning.explain_run import CASES, compare_trace, explain_run
+        from scalejax.report.terminal import explanation as explanation_tables
+        from scalejax.simulator.perfetto import write_trace
+
+        for name in ("output", "json", "trace_output"):
+            serialization.require_writable(name, getattr(self, name))
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        config = load_config(self.run_file, overrides)
+        cluster = with_input(cluster, self.input_rates, config)
+        recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
+        with progress.compiling(CASES) as on_case:
+            explained = explain_run(config, cluster, self.devices, on_case=on_case)
+        if recorded:
+            explained = compare_trace(explained, cluster, recorded)
+        first = explained.shortage
+        tables.show(explanation_tables.explanation(explained.explanation, first=first))
+        if self.output is not None:
+            from scalejax.report.html.explanation import write_explanation
+
+            write_explanation(explained.explanation, self.output)
+            print(f"wrote {self.output}")
+        if self.json is not None:
+            serialization.save(explained.explanation, self.json)
+            print(f"wrote {self.json}")
+        if self.trace_output is not None:
+            write_trace(explained.program, cluster, self.trace_output)
+            print(f"wrote {self.trace_output}; ui.perfetto.dev opens it")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """List known clusters and chips, or one with its sources."""
+
+    name: Annotated[Positional[str | None], flag("NAME")] = None
+    """A cluster, a chip, or a TOML file that describes a cluster."""
+
+    def execute(self) -> None:
+        """Print the catalogue, or the entry."""
+        from scalejax.hardware import load_chip
+
+        if self.name is None:
+            clusters = [load_cluster(name) for name in cluster_names()]
+            tables.show(tables.catalogue(clusters, [load_chip(name) for name in chip_names()]))
+            return
+        is_chip = self.name in chip_names()
+        if is_chip:
+            tables.show(tables.entry(load_chip(self.name)))
+        if not is_chip or self.name in cluster_names():
+            tables.show(tables.entry(load_cluster(self.name)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibrate:
+    """Measure the devices here, as a cluster to predict with."""
+
+    from_: Annotated[
+        tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
+    ] = ()
+    """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote, or to the
+    benchmarks in one that scalejax bench wrote, or to folders in its runs/."""
+    devices: Annotated[str | None, flag("N,N,...")] = None
+    """Of a bench, the numbers of devices to fit to, such as 1,2. By default all."""
+    processes: Annotated[int, flag("N")] = 1
+    """Of a bench, those benchmarks in so many processes. By default 1."""
+    cluster: Annotated[str | None, flag("CLUSTER")] = None
+    """What --from fits: a name or a TOML file. By default what was measured here before."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Where the files go: cluster.toml of what is measured, where train looks for it, and
+    cluster-fitted.toml of --from. By default this-machine in the user's cache folder."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
+
+    def execute(self) -> None:
+        """Measure, or fit to what was measured, and write the files."""
+        from scalejax.xla.cache import user_folder
+
+        here = user_folder() / "this-machine"
+        serialization.require_writable_folder("output", self.output or here)
+        if self.from_:
+            self._fit(here)
+        else:
+            self._measure(self.output or here)
+
+    def _measure(self, output: Path) -> None:
+        """Time operations, memory, exchanges, storage."""
+        for name, value in (("cluster", self.cluster), ("devices", self.devices)):
+            if value is not None:
+                raise ConfigError(refusal(name, value, "it is for --from RUN RUN ..."))
+        count = self.cpu_devices
+        if count is not None:
+            require_at_least("cpu_devices", count, 1)
+        choose_platform()
+        if os.environ.get("JAX_PLATFORMS") == "cpu":
+            choose_platform(max(2, os.cpu_count() or 1) if count is None else count)
+        from scalejax.measure.devices import GRID, calibrate, stage_count
+
+        with progress.measuring(stage_count(GRID)) as on_stage:
+            found = calibrate(output, GRID, on_stage)
+        paths = found.save(output)
+        tables.show(tables.calibration(found.cluster, found.processes, found.notes))
+        print(f"wrote {', '.join(path.name for path in paths)} in {output}")
+        print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
+
+    def _fit(self, here: Path) -> None:
+        """Fit a cluster to runs."""
+        from scalejax.measure.fit import FITTED_FILE, fit_runs, measured_cluster
+
+        runs = self._runs()
+        cluster = find_cluster(self.cluster) if self.cluster else measured_cluster(here)
+        fit = fit_runs(cluster, runs)
+        path = (self.output or here) / FITTED_FILE
+        serialization.save_toml(fit.cluster, path)
+        tables.show(tables.fit(fit))
+        print(f"wrote {path}; train goes on predicting with what was measured.")
+        print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
+
+    def _runs(self) -> "list[MeasuredRun]":
+        """What to fit to: the runs in folders, or benchmarks of a bench."""
+        from scalejax.measure.bench import BenchFolder, measured_runs, read_summaries
+        from scalejax.measure.bench.results import is_benchmark, measured_run, read_plan
+        from scalejax.measure.fit import read_run, read_runs
+
+        benches = [path for path in self.from_ if BenchFolder(path=path).plan.is_file()]
+        if benches and len(self.from_) > 1:
+            accepted = "the folder of a bench comes alone; those in its runs/ may be several"
+            raise ConfigError(refusal("from", str(benches[0]), accepted))
+        if any(is_benchmark(path) for path in self.from_):
+            self._refuse_counts()
+            return [(measured_run if is_benchmark(p) else read_run)(p) for p in self.from_]
+        if not benches:
+            self._refuse_counts()
+            return read_runs(self.from_)
+        folder = BenchFolder(path=benches[0])
+        counts = None if self.devices is None else parse_counts(self.devices)
+        summaries = read_summaries(read_plan(folder), folder)
+        return measured_runs(summaries, folder, counts, processes=self.processes)
+
+    def _refuse_counts(self) -> None:
+        if self.devices is not None:
+            accepted = f"it is for the folder of a bench, which {self.from_[0]} is not"
+            raise ConfigError(refusal("devices", self.devices, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validate:
+    """Hold predictions against a ledger of published steps."""
+
+    ledger: Annotated[Positional[Path], flag("LEDGER.csv")]
+    """The published step times: a CSV file in the format of step_times.csv."""
+    family: Annotated[str | None, flag("F,F,...")] = None
+    """These families alone, such as dlperf,llm_foundry."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go: every row, and how far off each family is."""
+    plot: Annotated[Path | None, flag("FILE")] = None
+    """Where predicted times are drawn against measured ones: png, svg or pdf."""
+
+    def execute(self) -> None:
+        """Predict every row, print the table, write the figures."""
+        from scalejax.report.figures.style import require_plot_format, save_scatter
+        from scalejax.validation import compile_cases, read_ledger, validation
+
+        serialization.require_writable("json", self.json)
+        serialization.require_writable("plot", self.plot)
+        if self.plot is not None:
+            require_plot_format("plot", self.plot)
+        rows = read_ledger(self.ledger)
+        if self.family is not None:
+            wanted = self.family.split(",")
+            known = {row.family for row in rows}
+            for name in wanted:
+                if name not in known:
+                    raise ConfigError(unknown_name("family", name, known))
+            rows = [row for row in rows if row.family in wanted]
+        with progress.compiling_programs() as on_progress:
+            cases = compile_cases(rows, on_progress=on_progress)
+        found = validation(self.ledger.name, cases)
+        tables.show(tables.validation(found))
+        if self.json is not None:
+            serialization.save(found, self.json)
+            print(f"wrote {self.json}")
+        if self.plot is not None:
+            scored = list(zip(rows, found.rows, strict=True))
+            save_scatter(scored, path=self.plot, title=self.ledger.name)
+            print(f"wrote {self.plot}")
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of that name in the catalogue, or in a file of the user's.
+
+    Raises:
+        UnknownHardware: if it is neither; for the name of a chip, with the clusters that have it.
+        ConfigError: if the file does not describe a cluster.
+    """
+    if name in chip_names() and name not in cluster_names():
+        having = [each for each in cluster_names() if load_cluster(each).chip.name == name]
+        known = (
+            f"those with it are {', '.join(having)}" if having else "none in the catalogue has it"
+        )
+        raise UnknownHardware(refusal("cluster", name, f"it is a chip; of clusters, {known}"))
+    return load_cluster(name)
+
+
+def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:
+    """The cluster under the conditions among the overrides, and the other overrides.
+
+    Raises:
+        ConfigError: if there is no such condition, or it cannot have that value.
+    """
+    from scalejax.hardware import with_conditions
+
+    prefix = "conditions."
+    values = {
+        name.removeprefix(prefix): value
+        for name, value in overrides.items()
+        if name.startswith(prefix)
+    }
+    rest = {name: value for name, value in overrides.items() if not name.startswith(prefix)}
+    return with_conditions(cluster, values), rest
+
+
+def with_input(cluster: Cluster, path: Path | None, config: RunConfig) -> Cluster:
+    """The cluster with the input side of `path`, if there is one, for the data of a run.
+
+    Raises:
+        ConfigError: if it cannot be read, or says nothing of such data.
+    """
+    if path is None:
+        return cluster
+    from scalejax.measure.input.work import host_input
+
+    return replace(cluster, input=host_input(path, config))
+
+
+def parse_counts(text: str, field: str = "devices") -> list[int]:
+    """The numbers in "8,64,256".
+
+    Args:
+        text: as typed.
+        field: the flag, for refusals.
+
+    Raises:
+        ConfigError: if there is anything else in it.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        accepted = f"it must be numbers of {field} with commas between, such as 8,64,256"
+        raise ConfigError(refusal(field, text, accepted)) from error

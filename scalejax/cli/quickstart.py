@@ -1,0 +1,219 @@
+"""The tour: what warmup does to a large minibatch, what ImageNet would take on GPUs, a report.
+
+Knows which runs and predictions show it; each of its steps is what one command does.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from statistics import mean
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from scalejax.config.run import load_config, with_fields
+from scalejax.core import progress, serialization
+from scalejax.core.environment import choose_platform
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.units import format_fraction, format_seconds
+from scalejax.hardware import load_cluster
+from scalejax.planning.scaling_study import study
+from scalejax.report.html.report import write_report
+from scalejax.report.terminal import scaling as scaling_tables
+from scalejax.report.terminal import tables
+from scalejax.simulator.predict import ScalingPrediction
+from scalejax.training.record import RunRecord
+
+DEVICE_COUNT = 8
+"""Virtual devices on which the tour trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One of the trainings that are compared."""
+
+    name: str
+    """Its folder, and its name in the report."""
+    file: str
+    """Its run.toml among the examples."""
+    what: str
+    """What sets it apart, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One of the predictions."""
+
+    name: str
+    """Of its file."""
+    title: str
+    """For people."""
+    file: str
+    """Its run.toml among the examples."""
+    cluster: str
+    """Name in the catalogue."""
+    device_counts: tuple[int, ...]
+    """Few, because the compiler takes 10 to 20 s for each."""
+
+
+ARMS = (
+    Arm(
+        name="small-batch",
+        file="fashion_small_batch.toml",
+        what="32 images per update, and the learning rate that suits them",
+    ),
+    Arm(
+        name="no-warmup",
+        file="fashion_no_warmup.toml",
+        what="512 images per update, 16 times the learning rate at once",
+    ),
+    Arm(
+        name="gradual-warmup",
+        file="fashion_gradual_warmup.toml",
+        what="512 images per update, 16 times the learning rate after 3 epochs",
+    ),
+)
+GOYAL = Forecast(
+    name="resnet50-p100",
+    title="ResNet-50, ImageNet, P100 as in Goyal et al. 2017",
+    file="resnet50_goyal2017.toml",
+    cluster="big-basin-goyal2017",
+    device_counts=(8, 64, 256),
+)
+MODERN = Forecast(
+    name="resnet50-h100",
+    title="ResNet-50, ImageNet, H100",
+    file="resnet50_modern.toml",
+    cluster="dgx-h100",
+    device_counts=(8, 256, 4096),
+)
+
+
+def quickstart(folder: Path, *, seeds: int = 1) -> None:
+    """Train three ways, predict two clusters, write a report, and print what each shows.
+
+    Everything goes into `folder`: the run files that were used, a folder for each run, the
+    predictions, and `report.html`.
+
+    Args:
+        folder: made if it is not there.
+        seeds: times that each training is repeated, each with another seed.
+
+    Raises:
+        ConfigError: if `folder` holds something already, or JAX runs with other devices.
+    """
+    require_at_least("seeds", seeds, 1)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        accepted = "it must be new or empty; name another with --folder"
+        raise ConfigError(refusal("folder", str(folder), accepted))
+    serialization.require_writable_folder("folder", folder)
+    choose_platform(DEVICE_COUNT)
+    _heading("1 of 3", f"Train Fashion-MNIST three ways on {DEVICE_COUNT} virtual devices")
+    records = {arm.name: _train(arm, folder, seeds) for arm in ARMS}
+    print()
+    tables.show(comparison(records))
+    _heading("2 of 3", "Predict ResNet-50 on ImageNet for GPUs that are not here")
+    predictions = [_predict(forecast, folder) for forecast in (GOYAL, MODERN)]
+    _heading("3 of 3", "Write the report")
+    runs = [record.folder.path for group in records.values() for record in group]
+    write_report([*runs, *predictions], folder / "report.html", title="scalejax quickstart")
+    print(f"Open {folder / 'report.html'} in a browser.")
+
+
+def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
+    """What the runs of each arm reached, in a table and in words.
+
+    Args:
+        records: by name of the arm, one for each seed.
+    """
+    table = tables.figures("", "batch", "peak rate", "warmup", "test accuracy")
+    for name, group in records.items():
+        config = load_config(group[0].folder.config)
+        warmup = config.schedule.warmup_epochs
+        peak = max(m.learning_rate for m in group[0].training)
+        table.add_row(
+            name,
+            str(config.batch.global_batch),
+            f"{peak:.3g}",
+            f"{warmup:g} epochs" if warmup else "none",
+            _accuracy(group),
+        )
+    yield table
+    yield Text(
+        "Sixteen times the batch takes a sixteenth of the updates. Its learning rate must grow "
+        "alike, and at once that is too much: it must be climbed to (Goyal et al. 2017, "
+        "arXiv 1706.02677)."
+    )
+
+
+def _accuracy(group: Sequence[RunRecord]) -> str:
+    """Mean accuracy on the test data at the end, and its range where there are several seeds."""
+    reached = [record.evaluations[-1].test_accuracy for record in group]
+    if len(reached) == 1:
+        return format_fraction(reached[0])
+    low, high = format_fraction(min(reached)), format_fraction(max(reached))
+    return f"{format_fraction(mean(reached))} ({low} to {high})"
+
+
+def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
+    from scalejax.training.train import train
+
+    print(f"\n{arm.name}: {arm.what}", flush=True)  # the progress goes to standard error
+    config = load_config(_copy_example(arm.file, folder))
+    place = folder / arm.name
+    if seeds == 1:
+        return [train(config, place)]
+    return [
+        train(with_fields(config, {"seed": seed}), place / f"seed-{seed}") for seed in range(seeds)
+    ]
+
+
+def _predict(forecast: Forecast, folder: Path) -> Path:
+    """Compile, cost and print; returns the file of the figures."""
+    config = load_config(_copy_example(forecast.file, folder))
+    cluster = load_cluster(forecast.cluster)
+    with progress.compiling(len(forecast.device_counts)) as on_case:
+        found = study(
+            config,
+            cluster,
+            forecast.device_counts,
+            "weak",
+            title=forecast.title,
+            on_case=on_case,
+        )
+    print()
+    tables.show([*scaling_tables.scaling(found), _remark(forecast, found)])
+    path = folder / f"{forecast.name}.json"
+    serialization.save(found, path)
+    return path
+
+
+def _remark(forecast: Forecast, found: ScalingPrediction) -> Text:
+    """What a reader should hold beside the table."""
+    last = found.predictions[-1]
+    if forecast is GOYAL:
+        return Text(
+            "Published (Goyal et al. 2017, abstract): about 90 % efficiency from 8 to 256 GPUs, "
+            "and 90 epochs in one hour. "
+            f"Predicted: {format_fraction(found.efficiencies[-1])}, and "
+            f"{format_seconds(last.run_seconds)}."
+        )
+    return Text(
+        f"These are times, not accuracies. A batch of {last.global_batch:,} would not train "
+        "alike: Goyal et al. found the error to rise from a batch of 16,384 on."
+    )
+
+
+def _copy_example(name: str, folder: Path) -> Path:
+    path = folder / name
+    serialization.save_text(
+        files("scalejax").joinpath("config", "examples", name).read_text("utf-8"), path
+    )
+    return path
+
+
+def _heading(number: str, text: str) -> None:
+    console = Console(highlight=False)
+    console.print()
+    console.rule(Text.assemble((f"{number}  ", "dim"), (text, "bold")), align="left")

@@ -1,0 +1,155 @@
+"""The command that searches for the best way to spread a step.
+
+Starts without JAX, and imports it when it runs.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.predict import find_cluster, parse_counts, take_conditions
+from scalejax.config.data import facts
+from scalejax.config.parallelism import MODEL_AXES
+from scalejax.config.presets import costed_note
+from scalejax.config.run import given_name, load_config
+from scalejax.core import progress, serialization
+from scalejax.core.environment import machine_cores
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.core.units import counted
+from scalejax.planning.search import Found
+from scalejax.report.terminal import tables
+from scalejax.simulator.transformer import Strategy
+
+if TYPE_CHECKING:
+    from scalejax.planning.search.run import SearchReport
+
+_OPEN: Overrides = {
+    **{f"layout.{axis}": 1 for axis in MODEL_AXES},
+    "layout.data": None,
+    "layout.pipeline_chunks": 1,
+    "layout.sequence_parallel": False,
+    "layout.zero_stage": 0,
+    "layout.mode": "jit",
+    "batch.microbatches": 1,
+}
+"""What a search varies: of the file it is not even checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search(RunFileCommand):
+    """Rank every way to spread a transformer's step over devices.
+
+    Every division into data, fsdp, tensor, context and pipeline, with chunks, microbatches,
+    recompute and ZeRO stages, that fits the memory; the first are compiled and confirmed. What the
+    file says of its layout, microbatches and remat is replaced. A flag with a dot replaces a
+    field of the file, or of --conditions.
+    """
+
+    cluster: Annotated[str, flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[str, flag("N,N,...")]
+    """Number of devices, or several to choose from, such as 64 or 64,128,256."""
+    global_batch: Annotated[int | None, flag("B")] = None
+    """Samples of an update; by default that of the file."""
+    objective: Literal["time", "cost", "memory"] = "time"
+    """What is least: the time of a step, device-hours of a sample, or memory."""
+    price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
+    """Of one device, in any currency: adds the price of a million samples."""
+    top: Annotated[int, flag("K")] = 10
+    """Strategies in the table."""
+    confirm: Annotated[int, flag("K")] = 3
+    """Of these, the first that are compiled."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Where the figures go."""
+    output: Annotated[Path | None, flag("DIR")] = None
+    """Where the figures and the plot of time against memory go."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Search, compile the winners, print the table, write the figures."""
+        from scalejax.planning.search.run import (
+            confirm_search,
+            left_out_notes,
+            report_search,
+            search_run,
+            shape_of,
+        )
+        from scalejax.report.terminal import search as search_tables
+
+        serialization.require_writable("json", self.json)
+        serialization.require_writable_folder("output", self.output)
+        require_at_least("top", self.top, 1)
+        require_at_least("confirm", self.confirm, 0)
+        if self.price_per_device_hour is not None:
+            require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        for name in sorted((_OPEN.keys() | {"model.remat"}) & overrides.keys()):
+            accepted = "search tries every value; leave it out, or ask predict for one"
+            raise ConfigError(refusal(name, overrides[name], accepted))
+        counts = tuple(dict.fromkeys(parse_counts(self.devices)))
+        # With an exchange, the layout is as it must be, and `shape_of` says what is wrong.
+        is_given = given_name(self.run_file, overrides, table="exchange") is not None
+        config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
+        name = given_name(self.run_file, overrides)
+        costed = costed_note(name, config.model, facts(config.data))
+        with progress.searching() as on_progress:
+            found = search_run(
+                config,
+                cluster,
+                counts,
+                global_batch=self.global_batch,
+                objective=self.objective,
+                processes=machine_cores(),
+                on_progress=on_progress,
+            )
+        if not found.ranked:
+            notes = left_out_notes(shape_of(config, cluster.chip), counts)
+            raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, notes))
+        report = report_search(
+            config,
+            cluster,
+            found,
+            objective=self.objective,
+            price_per_device_hour=self.price_per_device_hour,
+            top=self.top,
+            notes=(costed,) if costed else (),
+        )
+        tables.show(search_tables.searched(report))
+        if self.confirm:
+            with progress.compiling(min(self.confirm, len(report.ranked))) as on_case:
+                report = confirm_search(
+                    report, config, cluster, confirm=self.confirm, on_case=on_case
+                )
+        print()
+        tables.show(search_tables.confirmed(report))
+        self._write(report, found)
+
+    def _write(self, report: "SearchReport", found: Found) -> None:
+        """The figures and the plot, where they were asked for."""
+        from scalejax.report.figures.style import save_pareto
+
+        for path in (self.json, self.output and self.output / "search.json"):
+            if path is not None:
+                serialization.save(report, path)
+                print(f"wrote {path}")
+        if self.output is not None:
+            plot = self.output / "time_and_memory.png"
+            save_pareto(found.ranked, path=plot, title=report.title)
+            print(f"wrote {plot}")
+
+    def _nothing_fits(
+        self, nearest: tuple[Strategy, float] | None, title: str, notes: tuple[str, ...]
+    ) -> str:
+        """No answer as an answer: how far it is, and what was not searched."""
+        from scalejax.planning.search.run import in_words
+
+        devices = counted(self.devices, "device")
+        if nearest is None:
+            answer = f"no strategy divides network and samples evenly over {devices}."
+        else:
+            strategy, ratio = nearest
+            answer = (
+                f"no strategy fits {devices} of {title}; "
+                f"the nearest needs {ratio:.2g}x the memory: {in_words(strategy)}."
+            )
+        return "\n".join((answer, *(f"{note}." for note in notes)))

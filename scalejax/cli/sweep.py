@@ -1,0 +1,160 @@
+"""The command that trains many runs of one file.
+
+Starts without JAX, which its workers alone import.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.core import progress, serialization
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal, require_at_least
+from scalejax.report.terminal import sweep as sweep_tables
+from scalejax.report.terminal import tables
+from scalejax.sweep import (
+    Grammar,
+    SweepFolder,
+    SweepPlan,
+    parse_grammar,
+    plan_sweep,
+    read_rows,
+    run_sweep,
+    write_results,
+)
+from scalejax.sweep.plan import begin_sweep, parse_target, require_met_conditions
+
+
+def repeated(letter: str, metavar: str) -> object:
+    """How a flag that may be repeated is written in help."""
+    return arg(aliases=[f"-{letter}"], metavar=metavar, help_behavior_hint="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep(RunFileCommand):
+    """Train every combination of values, side by side.
+
+    Values are JSON. Every combination of -V is merged over -P; each -E, in order, replaces
+    parameters of the runs that match its condition, or forks them into cases. A flag with a dot
+    is a -P whose value may be TOML.
+    """
+
+    variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
+    """Values to combine, such as 'seed=[0,1,2]'. May be repeated. A whole table as a value, such
+    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces that of the file, all its fields;
+    -P and -E replace those that they name, and leave the others."""
+    parameter: UseAppendAction[Annotated[tuple[str, ...], repeated("P", "FIELD=VALUE")]] = ()
+    """A value for every run. May be repeated."""
+    extension: UseAppendAction[Annotated[tuple[str, ...], repeated("E", "JSON")]] = ()
+    """{"condition": {FIELD: VALUE or [VALUES]}, "parameters": {...}, "cases": [{...}, ...]}.
+    May be repeated. Such as '{"condition": {"batch.global_batch": 512}, "cases": [{},
+    {"schedule": {"warmup": "gradual", "warmup_epochs": 1, "warmup_from": "zero"}}]}': with and
+    without warmup."""
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Where everything goes. By default sweeps/ and the name of the file."""
+    plan: FlagCreatePairsOff[bool] = False
+    """Print the plan, and train nothing."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on with the sweep in the folder."""
+    target: Annotated[str | None, flag("METRIC=VALUE")] = None
+    """What the runs are to reach, such as test_accuracy=0.88; adds steps and samples to it."""
+    processes: Annotated[int | None, flag("N")] = None
+    """Processes at once. By default as many as there are cores and memory for."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices for each run."""
+    one_by_one: FlagCreatePairsOff[bool] = False
+    """Train each run in a program of its own, also where runs could share one."""
+
+    optuna: Annotated[int | None, flag("N")] = None
+    """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
+    each is trained for all values of seed. Needs the extra scalejax[optuna]."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Plan, train what is left to do, write and print the results."""
+        if self.processes is not None:
+            require_at_least("processes", self.processes, 1)
+        typed = parse_grammar(self.parameter, self.variable, self.extension)
+        grammar = replace(typed, parameters=overrides | typed.parameters)
+        folder = self.folder or Path("sweeps") / self.run_file.stem
+        if self.optuna is not None:
+            self._search(grammar, folder)
+            return
+        sweep = self._planned(grammar)
+        require_met_conditions(self.run_file, grammar)
+        tables.show(sweep_tables.plan(sweep))
+        if self.plan:
+            return
+        serialization.require_writable_folder("folder", folder)
+        files = SweepFolder(path=folder)
+        begin_sweep(sweep, files, resume=self.resume)
+        self._report(sweep, files, self._train(sweep, files))
+
+    def _planned(self, grammar: Grammar) -> SweepPlan:
+        return plan_sweep(
+            self.run_file,
+            grammar,
+            one_by_one=self.one_by_one,
+            cpu_devices=self.cpu_devices,
+            target=parse_target(self.target),
+        )
+
+    def _train(self, sweep: SweepPlan, files: SweepFolder) -> list[str]:
+        """Train what is not finished, and write the tables; what went wrong."""
+        try:
+            with progress.training(len(sweep.jobs), len(sweep.runs)) as on_part:
+                problems = run_sweep(sweep, files, processes=self.processes, on_part=on_part)
+        except KeyboardInterrupt:
+            done = sum(row.is_finished for row in read_rows(sweep, files))
+            print(
+                f"{done} of {len(sweep.runs)} runs are finished in {files.path}; "
+                "the same command with --resume goes on",
+                file=sys.stderr,
+            )
+            raise
+        write_results(sweep, files, read_rows(sweep, files))
+        return problems
+
+    def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
+        """Print and draw what was found."""
+        from scalejax.report.figures.sweep import save_curves, save_finals
+
+        rows = read_rows(sweep, files)
+        print()
+        tables.show(sweep_tables.results(sweep, rows))
+        print(f"wrote {files.results}, evaluations.parquet and timings.parquet beside it")
+        if any(row.evaluations for row in rows if row.is_finished):
+            save_finals(rows, path=files.path / "final.png")
+            save_curves(rows, path=files.path / "curves.png")
+            print(f"wrote {files.path / 'final.png'} and curves.png")
+        _raise_if_any(problems)
+
+    def _search(self, grammar: Grammar, folder: Path) -> None:
+        """Let Optuna choose, train each trial, and print them all."""
+        from scalejax.sweep.optuna import best_of, search
+
+        if self.plan:
+            raise ConfigError("plan is refused: with optuna, each trial follows from those before.")
+        if not self.resume and folder.exists() and any(folder.iterdir()):
+            accepted = "it holds something already: go on by --resume, or give another folder"
+            raise ConfigError(refusal("folder", str(folder), accepted))
+        serialization.require_writable_folder("folder", folder)
+        target = parse_target(self.target)
+        trials, problems = search(
+            self._planned,
+            grammar,
+            folder,
+            trials=self.optuna or 0,
+            target=target,
+            train=self._train,
+        )
+        tables.show(sweep_tables.trials(trials, best_of(trials, target)))
+        print(f"wrote {folder / 'trials.parquet'}")
+        _raise_if_any(problems)
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if problems:
+        raise ScalejaxError("\n".join([*problems, "--resume tries again what failed."]))

@@ -1,0 +1,198 @@
+"""Commands about runs: describe them, make them, draw them.
+
+They start without JAX, and import it when they run.
+"""
+
+import os
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, Positional
+
+from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.config.advice import notes_of
+from scalejax.config.checks import require_listed_steps
+from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.core import process_group, serialization
+from scalejax.core.environment import choose_platform, limit_arenas
+from scalejax.core.errors import ConfigError
+from scalejax.report.terminal import data as data_tables
+from scalejax.report.terminal import tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(RunFileCommand):
+    """Train what a run.toml describes, on the devices here.
+
+    Started by srun, mpirun or scalejax launch, its processes find each other and train as one. A
+    flag with a dot replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end
+    it after the update at hand and a checkpoint; without one 20 s later, if the update does not
+    end; within 5 s before training.
+    """
+
+    folder: Annotated[Path | None, flag("DIR")] = None
+    """Where its record goes. By default runs/ and the name of the file."""
+    resume: FlagCreatePairsOff[bool] = False
+    """Go on from the latest checkpoint in the folder."""
+    cpu_devices: Annotated[int | None, flag("N")] = None
+    """Divide the CPU into N virtual devices, and train on those."""
+    profile: FlagCreatePairsOff[bool] = False
+    """Record a trace of some steps, for scalejax explain --trace."""
+    profile_schedule: Annotated[str, flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
+    """Which steps: recorded are ACTIVE after WAIT and WARMUP, REPEAT times. By default
+    10,2,5,1."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Train, and say where the record is."""
+        config = load_config(self.run_file, overrides)
+        limit_arenas()
+        choose_platform(self.cpu_devices)
+        place = process_group.place_here()
+        process_group.join(place)
+        from scalejax.training.profiler import parse_schedule
+        from scalejax.training.time_accounting import process_seconds
+        from scalejax.training.train import train
+
+        traces = parse_schedule(self.profile_schedule) if self.profile else None
+        folder = self.folder or Path("runs") / self.run_file.stem
+        with process_group.leaving_at_once(place):
+            train(
+                config,
+                folder,
+                resume=self.resume,
+                traces=traces,
+                startup_seconds=process_seconds(),
+                leave=os._exit,
+            )
+        if place is not None and place.process:
+            return
+        if traces is not None:
+            print(f"traces are in {folder / 'traces'}, by their first step")
+        print(f"scalejax report {folder} draws its curves.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Draw runs, sweeps and predictions in one HTML file.
+
+    Of a sweep, it shows means over seeds, and the curves of all its runs. Of several runs, it says
+    how far the loss of each is from that of the first after warmup.
+    """
+
+    sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
+    """Folders that train, emulate and sweep wrote, and JSON files that predict and plan wrote."""
+    output: Annotated[Path, flag("FILE")] = Path("report.html")
+    """The HTML file. By default report.html."""
+
+    def execute(self) -> None:
+        """Read the sources and write the page."""
+        from scalejax.report.html.report import write_report
+
+        serialization.require_writable("output", self.output)
+        write_report(self.sources, self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigShow(RunFileCommand):
+    """Print what it comes to: batches, steps, updates, rates."""
+
+    devices: Annotated[int | None, flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and print it."""
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        learning = None if run.config.fine_tuning is None else _learning_count(run)
+        shown = tables.run(run, _learning_rates(run))
+        notes = (*notes_of(run), *_missing_weights(run))
+        tables.show(chain(shown, data_tables.update(run, learning, notes)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFields:
+    """List the fields of a run.toml: type, default, meaning."""
+
+    def execute(self) -> None:
+        """Print the reference."""
+        from scalejax.config.presets import PRESETS
+        from scalejax.config.reference import run_reference
+
+        tables.show(tables.reference(run_reference(), PRESETS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePlot(RunFileCommand):
+    """Draw its learning rate, step by step."""
+
+    output: Annotated[Path, flag("FILE")] = Path("schedule.png")
+    """The picture: png, svg or pdf. By default schedule.png."""
+    devices: Annotated[int | None, flag("N")] = None
+    """Number of devices. By default those of the layout, or else of this machine."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Resolve the run and draw its schedule."""
+        from scalejax.report.figures.style import save_schedule
+
+        serialization.require_writable("output", self.output)
+        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        rates = _learning_rates(run)
+        epochs = [run.epoch_of(step) for step in range(run.total_steps)]
+        save_schedule(rates, epochs=epochs, path=self.output)
+        print(f"wrote {self.output}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quickstart:
+    """See it all in three minutes: train, predict, report."""
+
+    folder: Annotated[Path, flag("DIR")] = Path("quickstart")
+    """Where everything goes. By default quickstart."""
+    seeds: Annotated[int, flag("N")] = 1
+    """Times each training is repeated, each with another seed. By default once."""
+
+    def execute(self) -> None:
+        """Run the tour."""
+        from scalejax.cli.quickstart import quickstart
+
+        quickstart(self.folder, seeds=self.seeds)
+
+
+def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
+    """The run on so many devices, or on those of its layout, or on those of this machine."""
+    choose_platform()
+    if device_count is None and config.layout.data is None:
+        import jax
+
+        device_count = jax.device_count()
+    return resolve(config, device_count)
+
+
+def _learning_count(run: ResolvedRun) -> tuple[int, int]:
+    """The numbers that learn, and all; refuses parts that the network has not."""
+    from scalejax.training.state import learning_count
+
+    return learning_count(run)
+
+
+def _missing_weights(run: ResolvedRun) -> tuple[str, ...]:
+    """What `train` would refuse for want of weights, and what is only costed needs none of."""
+    from scalejax.models.pretrained import require_weights
+
+    try:
+        require_weights(run.config.model)
+    except ConfigError as error:
+        return (f"train will not begin: {str(error).removesuffix('.')}",)
+    return ()
+
+
+def _learning_rates(run: ResolvedRun) -> list[float]:
+    """The learning rate of every update of the run."""
+    import numpy as np
+
+    from scalejax.training.setup import schedule_of
+
+    require_listed_steps(run.config.train.epochs, run.steps_per_epoch)
+    return np.asarray(schedule_of(run)(np.arange(run.total_steps))).tolist()

@@ -1,0 +1,490 @@
+"""What the parts of a `run.toml` must agree on: every check of one part against another.
+
+Knows each part's fields and which values do not go together; nothing of how a file is read, and
+nothing of devices: what their number must divide is refused where a run is resolved.
+"""
+
+import math
+from collections.abc import Iterator
+
+from scalejax.config.data import DataConfig, facts
+from scalejax.config.gradient_sync import (
+    AdasumConfig,
+    ExchangeConfig,
+    LocalSgdConfig,
+    TopKConfig,
+    TwoBitConfig,
+    keeps_state,
+)
+from scalejax.config.input import AugmentationConfig, InputConfig
+from scalejax.config.model import (
+    BertConfig,
+    CausalConfig,
+    CnnConfig,
+    CustomConfig,
+    GptConfig,
+    ImageNetworkConfig,
+    LlamaConfig,
+    MlpConfig,
+    ModelConfig,
+    ResNetConfig,
+    VitConfig,
+)
+from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig
+from scalejax.config.parallelism import BatchSplit
+from scalejax.config.parquet import ParquetConfig
+from scalejax.config.scaling_rules import warmup_epochs
+from scalejax.config.schedule import (
+    HorovodScheduleConfig,
+    LearningRateConfig,
+    PiecewiseScheduleConfig,
+    ScheduleConfig,
+)
+from scalejax.config.training import (
+    AveragingConfig,
+    BatchConfig,
+    FineTuningConfig,
+    LayoutConfig,
+    SwaConfig,
+    TrainConfig,
+)
+from scalejax.core.errors import ConfigError, nearest_multiples, refusal, require_multiple
+
+
+def has_batch_norm(model: ModelConfig) -> bool:
+    """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
+    return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
+        "inception_v3",
+        "xception",
+        "efficientnet_lite0",
+    )
+
+
+# --- model, data and layout ---
+
+
+def require_divided_heads(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse heads that the tensor axis does not divide."""
+    for name, count in _divided_heads(model):
+        require_multiple(f"model.{name}", count, layout.tensor, "layout.tensor")
+
+
+def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
+    """The fields of `model` that count heads, which the tensor axis divides, and their values."""
+    match model:
+        case GptConfig() | VitConfig():
+            return [("heads", model.heads)]
+        case LlamaConfig():
+            return [("heads", model.heads), ("kv_heads", model.kv_heads)]
+        case BertConfig():
+            _, _, heads = model.size
+            return [("heads", heads)]
+        case _:
+            return []
+
+
+def require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a network that cannot read the examples of `data`."""
+    dataset = facts(data)
+    has = (
+        "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
+    )
+    if dataset.is_masked:
+        has = "text with hidden words"
+    if dataset.is_table:
+        has = f"rows of {dataset.input_shape[0]} numbers"
+    match model:
+        case CustomConfig():
+            return
+        case _ if dataset.is_table:
+            wants = has if isinstance(model, MlpConfig) else "none (an mlp does)"
+        case GptConfig() | LlamaConfig():
+            wants = "text"
+        case VitConfig():
+            wants = "images"
+            if not dataset.is_text:
+                for side in dataset.input_shape[:2]:
+                    require_multiple("data.image_size", side, model.patch, "model.patch")
+                return
+        case BertConfig():
+            wants = "text with hidden words"
+            if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
+                accepted = f"it must be at most model.max_tokens={model.max_tokens}"
+                raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
+        case ImageNetworkConfig():
+            side = model.smallest_image
+            wants = f"images of at least {side} x {side}"
+            if model.pretrained and not dataset.is_text and dataset.input_shape[2] != 3:
+                accepted = "its weights read colours, 3 channels; leave it out"
+                raise ConfigError(refusal("model.pretrained", model.pretrained, accepted))
+            if not dataset.is_text and min(dataset.input_shape[:2]) >= side:
+                return
+        case _:
+            wants = "images"
+            if not dataset.is_text:
+                return
+    if wants != has:
+        accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+
+
+def require_fitting_augmentation(augmentation: AugmentationConfig | None, data: DataConfig) -> None:
+    """Refuse changes of images where there are none, of colours where all is grey, and a shift
+    that can push an image out of itself."""
+    if augmentation is None:
+        return
+    dataset = facts(data)
+    if dataset.is_text or dataset.is_table:
+        has = "rows of numbers" if dataset.is_table else "text"
+        accepted = f"it changes images, but data.name={data.name!r} holds {has}; leave it out"
+        raise ConfigError(f"input.augmentation is refused: {accepted}.")
+    for name in ("saturation", "hue"):
+        if dataset.input_shape[2] != 3 and (value := getattr(augmentation, name)):
+            accepted = "the images are grey, of which brightness and contrast alone change"
+            raise ConfigError(refusal(f"input.augmentation.{name}", value, accepted))
+    side = min(dataset.input_shape[:2])
+    if augmentation.shift_pixels >= side:
+        accepted = f"it must be below the {side} pixels of a side"
+        raise ConfigError(
+            refusal("input.augmentation.shift_pixels", augmentation.shift_pixels, accepted)
+        )
+
+
+def require_pairs(split: BatchSplit) -> None:
+    """Refuse an odd number of samples on a device, of which mixup makes pairs."""
+    if split.microbatch % 2:
+        apart = 2 * split.layout.batch_shards * split.microbatches
+        accepted = (
+            f"input.augmentation.mixup_alpha mixes pairs, and a device sees {split.microbatch} "
+            f"samples at a time; it must be a multiple of 2*data*fsdp*microbatches={apart} "
+            f"(nearest: {nearest_multiples(split.global_batch, apart)})"
+        )
+        raise ConfigError(refusal("batch.global_batch", split.global_batch, accepted))
+
+
+def require_divisible_blocks(
+    model: ModelConfig, data: DataConfig, batch: BatchConfig, layout: LayoutConfig
+) -> None:
+    """Refuse axes that divide the blocks and tokens of a transformer unevenly, or no transformer.
+
+    Raises:
+        ConfigError: naming the axis, and the nearest that divides.
+    """
+    if not isinstance(model, CausalConfig):
+        used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
+        used += ["sequence_parallel"] if layout.sequence_parallel else []
+        for name in used:
+            accepted = (
+                f"it splits transformers with stacked blocks (gpt, llama), not {model.name!r}"
+            )
+            raise ConfigError(refusal(f"layout.{name}", getattr(layout, name), accepted))
+        return
+    if layout.context > 1 and model.attention == "fused":
+        accepted = 'over layout.context it is computed unfused; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
+    stages, chunks = layout.pipeline, layout.pipeline_chunks
+    if model.layers < stages:
+        accepted = f"each of layout.pipeline={stages} stages needs a layer; at least {stages}"
+        raise ConfigError(refusal("model.layers", model.layers, accepted))
+    if chunks > 1:
+        require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
+        microbatches = batch.microbatches
+        require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
+    (tokens, *_) = facts(data).input_shape
+    shared = layout.tensor if layout.sequence_parallel else 1
+    dividing = {"layout.context": layout.context, "layout.tensor": shared}
+    axes = [name for name, size in dividing.items() if size > 1]
+    require_multiple("data.tokens", tokens, math.prod(dividing.values()), "*".join(axes))
+
+
+def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse gradients in parts where the compiler sums them."""
+    if layout.zero_stage == 2 and has_batch_norm(model):
+        accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
+        raise ConfigError(refusal("layout.zero_stage", 2, accepted))
+
+
+def require_tested_devices(split: BatchSplit, test_examples: int) -> None:
+    """Refuse averages of devices of which some would see no test example, and have none."""
+    shards, rows = split.layout.batch_shards, split.per_device_batch
+    least = (shards - 1) * rows + 1
+    if test_examples < least:
+        accepted = (
+            f"of {shards} devices that divide the batch, {rows} rows each, "
+            f"{-(-test_examples // rows)} have test examples ({test_examples}; all from {least} "
+            'on); use "examples", or a smaller batch'
+        )
+        raise ConfigError(refusal("train.metric_average", "devices", accepted))
+
+
+def require_shared_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
+    """Refuse batches that the processes of Petastorm's order do not share evenly and for good."""
+    order = data.reading.petastorm if isinstance(data, ParquetConfig) else None
+    if order is None:
+        return
+    shards = "data.reading.petastorm.shard_count"
+    require_multiple("batch.global_batch", global_batch, order.shard_count or 1, shards)
+    if batch.ramp_epochs:
+        accepted = "data.reading.petastorm has an order for one batch; leave one of them out"
+        raise ConfigError(refusal("batch.ramp_epochs", batch.ramp_epochs, accepted))
+
+
+# --- batch and averages against the epochs, the optimizer and the network ---
+
+
+def require_reached_ramp(
+    batch: BatchConfig, averaging: AveragingConfig | None, train: TrainConfig
+) -> None:
+    """Refuse growth after the end, and what counts its steps from the first batch."""
+    epochs = batch.ramp_epochs
+    if epochs and epochs[-1] >= train.epochs:
+        accepted = f"they must be below train.epochs={train.epochs}"
+        raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
+    if epochs and isinstance(averaging, SwaConfig):
+        accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
+        raise ConfigError(refusal("averaging.name", "swa", accepted))
+
+
+def require_begun_average(averaging: AveragingConfig | None, train: TrainConfig) -> None:
+    """Refuse an average that begins when the run is over: it would be the last parameters."""
+    if isinstance(averaging, SwaConfig) and averaging.start_epoch >= train.epochs:
+        accepted = f"it must be below train.epochs={train.epochs}, such as {train.epochs - 1}"
+        raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
+
+
+def require_own_statistics(
+    model: ModelConfig, optimizer: OptimizerConfig, averaging: AveragingConfig | None
+) -> None:
+    """Refuse averages of parameters far apart, whose BatchNorm statistics nobody has measured.
+
+    Izmailov et al. 2018, section 3.2, measure them in another pass over the data; nothing here
+    does. An exponential average is of near neighbours, and keeps that of their statistics.
+    """
+    if not has_batch_norm(model):
+        return
+    accepted = "the average would need BatchNorm statistics of its own; use a network without"
+    if isinstance(averaging, SwaConfig):
+        raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
+    if isinstance(optimizer, ScheduleFreeConfig):
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+
+
+def require_one_average(
+    optimizer: OptimizerConfig, schedule: LearningRateConfig, averaging: AveragingConfig | None
+) -> None:
+    """Refuse what an optimizer that averages takes the place of."""
+    if not isinstance(optimizer, ScheduleFreeConfig):
+        return
+    if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
+        accepted = 'it averages in place of a decay; use schedule.decay="constant"'
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+    if averaging is not None:
+        accepted = f"optimizer.name={optimizer.name!r} averages already; leave it out"
+        raise ConfigError(refusal("averaging.name", averaging.name, accepted))
+
+
+def require_same_examples(fine_tuning: FineTuningConfig | None, given: InputConfig) -> None:
+    """Refuse features that are computed once of examples that differ from epoch to epoch, or that
+    processes beside this one would make."""
+    if fine_tuning is None or not fine_tuning.cache_features:
+        return
+    usual = InputConfig()
+    for name in ("augmentation", "unreadable", "workers"):
+        if getattr(given, name) != getattr(usual, name):
+            accepted = f"features are computed once, before training: leave input.{name} out"
+            raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+
+
+def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
+    """Refuse rates that an average which is weighed by the rate would not know of."""
+    if not isinstance(optimizer, ScheduleFreeConfig):
+        return
+    if fine_tuning is not None and fine_tuning.rate_factors:
+        accepted = f"optimizer.name={optimizer.name!r} averages by one rate; use another"
+        raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
+
+
+def require_counted_parts(given: InputConfig, train: TrainConfig) -> None:
+    """Refuse the noise scale, which compares gradients of parts of a known number of samples, where
+    rows may count for nothing."""
+    for name, value, other in (
+        ("remainder", given.remainder, "drop"),
+        ("unreadable", given.unreadable, "refuse"),
+    ):
+        if train.noise_scale is not None and value != other:
+            accepted = (
+                "rows of a batch may then count for nothing, and train.noise_scale compares parts "
+                f'that all count; use "{other}", or leave train.noise_scale out'
+            )
+            raise ConfigError(refusal(f"input.{name}", value, accepted))
+
+
+def require_ending_epochs(given: InputConfig, data: DataConfig) -> None:
+    """Refuse to fill up the last batch of epochs that have none: Petastorm's readers go round."""
+    is_endless = isinstance(data, ParquetConfig) and data.reading.petastorm is not None
+    if is_endless and given.remainder == "pad":
+        accepted = 'readers of data.reading.petastorm begin again where they end; use "drop"'
+        raise ConfigError(refusal("input.remainder", given.remainder, accepted))
+
+
+# What a run must be like for its devices to bring their results together in another way than by
+# the mean of gradients.
+
+
+def require_exchangeable(
+    exchange: ExchangeConfig | None,
+    model: ModelConfig,
+    batch: BatchConfig,
+    optimizer: OptimizerConfig,
+    averaging: AveragingConfig | None,
+    layout: LayoutConfig,
+    train: TrainConfig,
+) -> None:
+    """Refuse what does not go with `exchange`.
+
+    Raises:
+        ConfigError: naming the field of the other part, and what it may be.
+    """
+    if exchange is None:
+        return
+    name = f"exchange.name={exchange.name!r}"
+    if layout.mode != "shard_map":
+        accepted = (
+            f'with {name} the step itself places the collectives; use "shard_map" '
+            "(--layout.mode shard_map)"
+        )
+        raise ConfigError(refusal("layout.mode", layout.mode, accepted))
+    if train.noise_scale is not None:
+        accepted = (
+            "train.noise_scale compares gradients with their mean, which is not made; leave one "
+            "of the two out"
+        )
+        raise ConfigError(refusal("exchange.name", exchange.name, accepted))
+    # What is left of a gradient for the next one would be of another scale, or not finite.
+    is_hiding = isinstance(exchange, TwoBitConfig | TopKConfig)
+    if model.compute_dtype == "float16" and (keeps_state(exchange) or is_hiding):
+        accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
+        raise ConfigError(refusal("model.compute_dtype", "float16", accepted))
+    if isinstance(exchange, LocalSgdConfig):
+        _require_averaged(exchange, model, optimizer, averaging, layout)
+        _require_begun(exchange, batch, train)
+
+
+def _require_averaged(
+    exchange: LocalSgdConfig,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    averaging: AveragingConfig | None,
+    layout: LayoutConfig,
+) -> None:
+    """Refuse what needs the average of the devices in every step."""
+    if has_batch_norm(model):
+        require_own_batch_norm(layout)
+    if averaging is not None:
+        accepted = 'exchange.name="local_sgd" evaluates an average of its own; leave it out'
+        raise ConfigError(refusal("averaging.name", averaging.name, accepted))
+    if isinstance(optimizer, ScheduleFreeConfig):
+        accepted = 'it evaluates an average of its own, as exchange.name="local_sgd"; use another'
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+
+
+def require_own_batch_norm(layout: LayoutConfig) -> None:
+    """Refuse BatchNorm over all devices, where they exchange nothing within a step.
+
+    Raises:
+        ConfigError: saying what to use.
+    """
+    if layout.bn_scope != "local":
+        accepted = 'exchange.name="local_sgd" exchanges nothing within a step; use "local"'
+        raise ConfigError(refusal("layout.bn_scope", layout.bn_scope, accepted))
+
+
+def _require_begun(exchange: LocalSgdConfig, batch: BatchConfig, train: TrainConfig) -> None:
+    """Refuse a beginning when the run is over, and one that is counted in steps of one batch."""
+    if exchange.begin_epoch >= train.epochs:
+        accepted = f"it must be below train.epochs={train.epochs}"
+        raise ConfigError(refusal("exchange.begin_epoch", exchange.begin_epoch, accepted))
+    if exchange.begin_epoch and batch.ramp_epochs:
+        accepted = "its steps are those of one batch; leave batch.ramp_epochs out"
+        raise ConfigError(refusal("exchange.begin_epoch", exchange.begin_epoch, accepted))
+
+
+def require_paired_devices(exchange: ExchangeConfig | None, devices: int) -> None:
+    """Refuse a number of devices along data that cannot be halved down to one, where their
+    gradients are taken in pairs.
+
+    Raises:
+        ConfigError: naming the nearest that can.
+    """
+    if isinstance(exchange, AdasumConfig) and devices & (devices - 1):
+        below = 1 << (devices.bit_length() - 1)
+        accepted = (
+            'exchange.name="adasum" takes devices in pairs, and pairs of pairs: their number must '
+            f"be a power of two (nearest: {below} or {2 * below})"
+        )
+        raise ConfigError(refusal("layout.data", devices, accepted))
+
+
+# What a run may count: its updates are numbers of 32 bits on devices.
+
+MOST_STEPS = 2**31 - 1
+"""That JAX counts in the integers it has by default, int32."""
+MOST_RATES = 2**22
+"""Steps whose learning rates are listed one by one: some seconds, and 0.1 GB of Python's numbers;
+90 epochs of ImageNet, 32 images at a time, are 3.6 million."""
+
+
+def require_counted_steps(
+    schedule: LearningRateConfig, *, epochs: int, steps_per_epoch: int, global_batch: int
+) -> None:
+    """Refuse epochs, of the run or in its schedule, whose steps are beyond `MOST_STEPS`.
+
+    Args:
+        schedule: of the learning rate.
+        epochs: of the run.
+        steps_per_epoch: updates in one pass over the data.
+        global_batch: samples per update.
+
+    Raises:
+        ConfigError: naming the field and the most epochs that it may give.
+    """
+    _require_within("train.epochs", epochs, epochs, steps_per_epoch, MOST_STEPS, "counted")
+    for name, value, last in _epochs_of(schedule, global_batch):
+        _require_within(f"schedule.{name}", value, last, steps_per_epoch, MOST_STEPS, "counted")
+
+
+def require_listed_steps(epochs: int, steps_per_epoch: int) -> None:
+    """Refuse epochs of a run that is too long for the rates of all its steps to be listed.
+
+    Raises:
+        ConfigError: naming the most epochs that are shown.
+    """
+    _require_within("train.epochs", epochs, epochs, steps_per_epoch, MOST_RATES, "shown")
+
+
+def _require_within(
+    field: str, value: object, epochs: float, steps_per_epoch: int, most: int, what: str
+) -> None:
+    if epochs * steps_per_epoch > most:
+        accepted = (
+            f"at most {most:,} steps are {what}, which are {most // steps_per_epoch:,} epochs "
+            f"of {steps_per_epoch:,} steps, as data and batch make them"
+        )
+        raise ConfigError(refusal(field, value, accepted))
+
+
+def _epochs_of(
+    schedule: LearningRateConfig, global_batch: int
+) -> Iterator[tuple[str, object, float]]:
+    """Fields that give epochs, their values, and the last epoch of each."""
+    yield "warmup_epochs", schedule.warmup_epochs, warmup_epochs(schedule, global_batch)
+    match schedule:
+        case ScheduleConfig() if schedule.decay_epochs:
+            yield "decay_epochs", schedule.decay_epochs, schedule.decay_epochs[-1]
+        case PiecewiseScheduleConfig() if schedule.epochs:
+            yield "learning_rates", schedule.learning_rates, schedule.epochs[-1]
+        case HorovodScheduleConfig():
+            for each in schedule.multipliers:
+                yield "multipliers.start_epoch", each.start_epoch, each.start_epoch
+                if each.end_epoch is not None:
+                    yield "multipliers.end_epoch", each.end_epoch, each.end_epoch

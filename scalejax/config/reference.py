@@ -1,0 +1,122 @@
+"""Every field that a `run.toml` may hold, read off the dataclasses that check it.
+
+Knows how dataclasses are written down, and none of the fields.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+import types
+import typing
+from dataclasses import dataclass
+
+from scalejax.config.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldReference:
+    """One field of a `run.toml`."""
+
+    name: str
+    """Dotted name: "schedule.warmup"."""
+    accepted: str
+    """What it takes: a type, or the words it can be."""
+    default: str
+    """What holds if it is left out; "required" if it may not be."""
+    meaning: str
+    """What it says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableReference:
+    """One table of a `run.toml`, in one of its kinds."""
+
+    title: str
+    """Its name and kind: "[model] name = mlp"."""
+    meaning: str
+    """What it says."""
+    fields: tuple[FieldReference, ...]
+    """What may be in it."""
+
+
+def run_reference() -> list[TableReference]:
+    """Every table of a `run.toml`, in order, one after another for each kind of it."""
+    top = _table(RunConfig, "")
+    scalars = tuple(each for each in top.fields if "." not in each.name and each.accepted)
+    tables = [dataclasses.replace(top, title="at the top", fields=scalars)]
+    for field in dataclasses.fields(RunConfig):
+        tables += _tables_of(_hints(RunConfig)[field.name], field.name)
+    return tables
+
+
+def _tables_of(hint: object, name: str) -> list[TableReference]:
+    tables = []
+    for kind in _kinds(hint):
+        tables.append(_table(kind, name))
+        for inner, inner_hint in _hints(kind).items():
+            tables += _tables_of(inner_hint, f"{name}.{inner}")
+    return tables
+
+
+def _table(kind: type, name: str) -> TableReference:
+    hints, meanings = _hints(kind), _meanings(kind)
+    fields = tuple(
+        FieldReference(
+            name=f"{name}.{field.name}".lstrip("."),
+            accepted="" if _kinds(hints[field.name]) else _accepted(hints[field.name]),
+            default=_default(field),
+            meaning=meanings.get(field.name, ""),
+        )
+        for field in dataclasses.fields(kind)
+    )
+    names = typing.get_args(hints.get("name"))
+    title = f"[{name}]" + (f" name = {' | '.join(names)}" if names else "")
+    return TableReference(title=title, meaning=inspect.getdoc(kind) or "", fields=fields)
+
+
+def _hints(kind: type) -> dict[str, object]:
+    return typing.get_type_hints(kind)
+
+
+def _kinds(hint: object) -> list[type]:
+    """The dataclasses that a field may hold: none, one, or those of a union."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return [hint]
+    return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
+
+
+def _accepted(hint: object) -> str:
+    """A type in words: "int", "none | linear | sqrt", "list of float"."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " | ".join(map(str, parts))
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(_accepted(part) for part in parts if part is not type(None))
+    if origin is tuple:
+        return f"list of {_accepted(parts[0])}"
+    if origin is dict:
+        return "table"
+    return {str: "text", bool: "true | false"}.get(hint, getattr(hint, "__name__", str(hint)))  # type: ignore[arg-type]
+
+
+def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
+    if field.default is not dataclasses.MISSING:
+        return "absent" if field.default is None else str(field.default)
+    return "none" if field.default_factory is not dataclasses.MISSING else "required"
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """The docstring beneath each field; Python does not keep it, so it is read off the source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value, ast.Constant)
+        and isinstance(doc.value.value, str)
+    }

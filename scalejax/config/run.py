@@ -1,0 +1,423 @@
+"""One `run.toml`, read, checked and resolved: what `train` and `predict` both start from.
+
+Knows every part of a run, and has `run_checks` see that they agree; builds nothing, and needs no
+JAX.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from scalejax.config.checks import (
+    has_batch_norm,
+    require_begun_average,
+    require_counted_parts,
+    require_counted_steps,
+    require_divided_heads,
+    require_divisible_blocks,
+    require_ending_epochs,
+    require_exchangeable,
+    require_fitting_augmentation,
+    require_fitting_data,
+    require_kept_apart,
+    require_one_average,
+    require_one_rate,
+    require_own_statistics,
+    require_paired_devices,
+    require_pairs,
+    require_reached_ramp,
+    require_same_examples,
+    require_shared_batch,
+    require_tested_devices,
+)
+from scalejax.config.data import DataConfig, DatasetFacts, facts
+from scalejax.config.emulation import EmulationConfig
+from scalejax.config.gradient_sync import ExchangeConfig, LocalSgdConfig
+from scalejax.config.input import InputConfig
+from scalejax.config.model import ImageNetworkConfig, ModelConfig
+from scalejax.config.optimizer import OptimizerConfig
+from scalejax.config.parallelism import (
+    MODEL_AXES,
+    BatchSplit,
+    Layout,
+    bn_group_count,
+    fill_data_axis,
+)
+from scalejax.config.presets import PRESETS, with_preset
+from scalejax.config.scaling_rules import (
+    Change,
+    changes,
+    require_single_precision,
+    scaled_optimizer,
+)
+from scalejax.config.schedule import LearningRateConfig, Phase, ramp
+from scalejax.config.training import (
+    AveragingConfig,
+    BatchConfig,
+    FineTuningConfig,
+    LayoutConfig,
+    LossConfig,
+    TrainConfig,
+)
+from scalejax.core import metrics
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import JsonValue, build, load_toml, plain
+from scalejax.training.noise_scale import require_parts
+
+_BATCHES = ("batch.global_batch", "batch.per_device_batch")
+"""Two ways to give one thing, of which a run has exactly one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that a `run.toml` says: a field for each of its tables."""
+
+    model: ModelConfig
+    """The network."""
+    data: DataConfig
+    """What it learns."""
+    batch: BatchConfig
+    """Samples per update."""
+    optimizer: OptimizerConfig
+    """How an update is made of a gradient."""
+    schedule: LearningRateConfig
+    """How large an update is, step by step."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    """What is made small."""
+    averaging: AveragingConfig | None = None
+    """An average of the parameters, kept beside them; if absent, none."""
+    fine_tuning: FineTuningConfig | None = None
+    """Which parameters learn, and how fast; if absent, all alike."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """Over which devices, and how."""
+    exchange: ExchangeConfig | None = None
+    """How devices along data bring together what each has computed; if absent, by the mean of
+    their gradients. It needs `layout.mode = "shard_map"`."""
+    input: InputConfig = field(default_factory=InputConfig)
+    """The way from the data set to them."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The loop."""
+    emulation: EmulationConfig | None = None
+    """How `scalejax emulate` has many workers train it, in virtual time; `train` does not."""
+    seed: int = 0
+    """Decides initial parameters and the order of the data."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
+            raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
+        model, layout, train = self.model, self.layout, self.train
+        require_divided_heads(model, layout)
+        require_fitting_data(model, self.data)
+        require_fitting_augmentation(self.input.augmentation, self.data)
+        require_divisible_blocks(model, self.data, self.batch, layout)
+        require_kept_apart(model, layout)
+        require_reached_ramp(self.batch, self.averaging, train)
+        require_own_statistics(model, self.optimizer, self.averaging)
+        require_one_average(self.optimizer, self.schedule, self.averaging)
+        require_one_rate(self.optimizer, self.fine_tuning)
+        require_same_examples(self.fine_tuning, self.input)
+        require_begun_average(self.averaging, train)
+        require_counted_parts(self.input, train)
+        require_ending_epochs(self.input, self.data)
+        require_exchangeable(
+            self.exchange, model, self.batch, self.optimizer, self.averaging, layout, train
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedRun:
+    """A config on a number of devices, with all that follows from the two."""
+
+    config: RunConfig
+    """What was asked for."""
+    layout: Layout
+    """Devices along each axis."""
+    split: BatchSplit
+    """Global, per-device and micro batch."""
+    dataset: DatasetFacts
+    """What the data set holds."""
+    bn_groups: int
+    """Groups into which one forward pass (one microbatch of all devices) is cut for BatchNorm."""
+    steps_per_epoch: int
+    """Optimizer updates in one pass over the data."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer updates in the run."""
+        last = self.phases[-1]
+        epochs = self.config.train.epochs - last.first_epoch
+        return last.first_step + epochs * last.steps_per_epoch
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The batches of the run one after another; `split` is the first."""
+        batch = self.config.batch
+        examples = self.dataset.train_examples
+        is_filled = self.config.input.remainder == "pad"
+        return ramp(self.split, batch.ramp_epochs, batch.ramp_factor, examples, is_filled=is_filled)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Rows of all the batches of an epoch, those that fill up the last one included."""
+        return self.steps_per_epoch * self.split.global_batch
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some rows of a batch may count for nothing."""
+        is_filled = self.samples_per_epoch > self.dataset.train_examples
+        return is_filled or self.config.input.unreadable == "skip"
+
+    def phase_of(self, step: int) -> Phase:
+        """The phase of the update after `step` updates."""
+        return [phase for phase in self.phases if phase.first_step <= step][-1]
+
+    def epoch_of(self, step: int) -> float:
+        """Passes over the data after `step` updates."""
+        phase = self.phase_of(step)
+        return phase.first_epoch + (step - phase.first_step) / phase.steps_per_epoch
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the run is evaluated after `step` updates."""
+        wanted = self.config.train
+        every = wanted.evaluate_every_steps
+        is_due = step % every if every else self.epoch_of(step) % wanted.evaluate_every_epochs
+        return is_due == 0 or step == self.total_steps
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether pairs of training examples are mixed."""
+        augmentation = self.config.input.augmentation
+        return augmentation is not None and augmentation.mixup_alpha > 0
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The hyper-parameters that the batch changes, by the rule of the schedule."""
+        config = self.config
+        return changes(config.schedule, config.optimizer, self.split.global_batch)
+
+
+def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
+    """What `config` comes to on `device_count` devices.
+
+    Args:
+        config: the run.
+        device_count: devices to use; if None, those that the config's axes multiply to.
+
+    Raises:
+        ConfigError: if axes, batch or data do not divide, naming the nearest that do.
+    """
+    wanted = config.layout
+    others = {axis: getattr(wanted, axis) for axis in MODEL_AXES}
+    if wanted.data is not None:
+        layout = Layout(data=wanted.data, **others)
+    elif device_count is not None:
+        layout = fill_data_axis(device_count, **others)
+    else:
+        raise ConfigError("layout.data is missing: without it the number of devices is needed.")
+    if device_count is not None and layout.device_count != device_count:
+        accepted = (
+            f"the layout {layout} takes {layout.device_count}; "
+            "leave layout.data out to take all there are"
+        )
+        raise ConfigError(refusal("devices", device_count, accepted))
+    per_device = config.batch.per_device_batch
+    global_batch = config.batch.global_batch or (per_device or 0) * layout.batch_shards
+    split = BatchSplit(
+        global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
+    )
+    require_shared_batch(config.data, config.batch, global_batch)
+    if config.train.noise_scale is not None:
+        keeps = has_batch_norm(config.model)
+        require_parts(split, mode=wanted.mode, has_batch_norm=keeps)
+    dataset = _as_read(facts(config.data), config.model)
+    if per_device is not None and per_device <= dataset.train_examples < global_batch:
+        shards, most = layout.batch_shards, dataset.train_examples // per_device
+        accepted = (
+            f"{per_device} samples x data*fsdp={shards} are {global_batch} a step, more than the "
+            f"{dataset.train_examples} training examples (at most data*fsdp={most})"
+        )
+        raise ConfigError(refusal("devices", layout.device_count, accepted))
+    scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses what cannot be
+    require_single_precision(config.schedule, global_batch)
+    groups = _bn_groups(wanted, split)
+    if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
+        accepted = 'more than a device has; statistics of several need layout.mode="jit"'
+        raise ConfigError(refusal("layout.bn_group_size", wanted.bn_group_size, accepted))
+    run = ResolvedRun(
+        config=config,
+        layout=layout,
+        split=split,
+        dataset=dataset,
+        bn_groups=groups,
+        steps_per_epoch=metrics.steps_per_epoch(
+            dataset.train_examples, global_batch, is_filled=config.input.remainder == "pad"
+        ),
+    )
+    if run.is_mixed:
+        require_pairs(split)
+    require_paired_devices(config.exchange, layout.data)
+    if config.train.metric_average == "devices":
+        require_tested_devices(split, dataset.test_examples)
+    require_counted_steps(
+        config.schedule,
+        epochs=config.train.epochs,
+        steps_per_epoch=run.steps_per_epoch,
+        global_batch=global_batch,
+    )
+    for phase in run.phases[1:]:  # refuses what cannot be
+        _bn_groups(wanted, phase.split)
+    return run
+
+
+def _as_read(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
+    """`dataset`, its pixels scaled as those with which the weights of `model` were trained."""
+    pixels = model.pretrained_pixels if isinstance(model, ImageNetworkConfig) else None
+    if pixels is None:
+        return dataset
+    mean, std = pixels
+    return replace(dataset, pixel_mean=mean, pixel_std=std)
+
+
+def in_phase(run: ResolvedRun, phase: Phase) -> ResolvedRun:
+    """`run` with the batch of `phase`, as its step is built."""
+    groups = _bn_groups(run.config.layout, phase.split)
+    return replace(run, split=phase.split, bn_groups=groups, steps_per_epoch=phase.steps_per_epoch)
+
+
+def _bn_groups(layout: LayoutConfig, split: BatchSplit) -> int:
+    return bn_group_count(
+        split, is_local=layout.bn_scope == "local", group_size=layout.bn_group_size
+    )
+
+
+def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
+    """The config in a `run.toml`, with fields replaced.
+
+    `model.name` may be that of a published size (`scalejax.config.presets`).
+
+    Args:
+        path: the file.
+        overrides: values by dotted field name, such as {"train.epochs": 3}. One of
+            batch.global_batch and batch.per_device_batch also replaces the other of the file.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    try:
+        return _built(_tables(path, overrides))
+    except ConfigError as error:
+        if hints := _hints_of_kind(path, overrides or {}, str(error)):
+            raise ConfigError("\n".join([str(error), *hints])) from error
+        raise
+
+
+def load_kept_config(path: Path) -> RunConfig:
+    """The config in the `run.toml` of a folder that was named in its place.
+
+    Raises:
+        ConfigError: one line per problem, each with the file.
+    """
+    try:
+        return load_config(path)
+    except ConfigError as error:
+        lines = (f"{path}: {line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from error
+
+
+def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
+    """What to do about refused fields that the file gives for another kind than a flag asks for."""
+    hints = []
+    for dotted, kind in overrides.items():
+        table, _, last = dotted.rpartition(".")
+        given = load_toml(path).get(table)
+        if last != "name" or not isinstance(given, dict):
+            continue
+        kept = [name for name in given if f"{table}.{name}" not in overrides]
+        if fields := [name for name in kept if f"{table}.{name} is no field" in refused]:
+            hints.append(
+                f"{path} gives {', '.join(fields)} of [{table}], for another name than {kind!r}: "
+                f"--{table}='{{name = {json.dumps(kind)}}}' replaces the whole table."
+            )
+    return hints
+
+
+def given_name(
+    path: Path, overrides: Mapping[str, JsonValue] | None = None, *, table: str = "model"
+) -> str | None:
+    """What `model.name` is in a `run.toml`, as it was given: that of a published size too.
+
+    Args:
+        path: the file.
+        overrides: as of `load_config`.
+        table: another whose name is wanted.
+
+    Raises:
+        ConfigError: if there is no such file, or it is not TOML.
+    """
+    given = _tables(path, overrides).get(table)
+    name = given.get("name") if isinstance(given, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+    if str(path) in PRESETS and not path.exists():
+        raise ConfigError(
+            f"{str(path)!r} is a published network, and no file: name it in a run.toml "
+            f'(model.name = "{path}") beside data, batch, optimizer and schedule.'
+        )
+    tables, replaced = load_toml(path), dict(overrides or {})
+    given = [name for name in _BATCHES if replaced.get(name) is not None]
+    if len(given) == 1:
+        replaced = dict.fromkeys(_BATCHES) | replaced
+    for name, value in replaced.items():
+        _replace(tables, name.split("."), value)
+    return tables
+
+
+def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunConfig:
+    """A copy of `config` with fields replaced by dotted name, checked again.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    tables = plain(config)
+    assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
+    for name, value in overrides.items():
+        _replace(tables, name.split("."), value)
+    return _built(tables)
+
+
+def _built(tables: dict[str, JsonValue]) -> RunConfig:
+    """The config in `tables`, whose model may be named as it was published."""
+    return build(RunConfig, with_preset(tables))
+
+
+def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) -> None:
+    table = tables
+    for part in path[:-1]:
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            inner = table[part] = {}
+        table = inner
+    table[path[-1]] = value
+
+
+# In which part of the steps of a run its devices exchange what, where it is not in all of them.
+
+AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
+"""Scopes of a step under conditions: of local SGD, and of what comes before it begins."""
+
+
+def begin_step(run: ResolvedRun, config: LocalSgdConfig) -> int:
+    """Updates that are made in step with all devices before local SGD begins."""
+    return round(config.begin_epoch * run.steps_per_epoch)
+
+
+def exchange_shares(run: ResolvedRun) -> dict[str, float]:
+    """In which part of the steps of `run` each scope runs, 0..1; none if it is not local SGD."""
+    config = run.config.exchange
+    if not isinstance(config, LocalSgdConfig):
+        return {}
+    before = config.begin_epoch / run.config.train.epochs
+    return {SYNCHRONOUS: before, AVERAGE: (1 - before) / config.every_steps}

@@ -1,0 +1,155 @@
+"""What a larger batch changes of a recipe: every hyper-parameter that its rule touches.
+
+Arithmetic on descriptions; knows no steps and no arrays.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from scalejax.config.optimizer import AdamWConfig, OptimizerConfig
+from scalejax.config.schedule import (
+    HorovodScheduleConfig,
+    LearningRateConfig,
+    PiecewiseScheduleConfig,
+    ScheduleConfig,
+)
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32 (IEEE 754, binary32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A hyper-parameter that a larger batch changes."""
+
+    name: str
+    """Its field."""
+    before: float
+    """Its value at the reference batch."""
+    after: float
+    """Its value at the batch of the run."""
+
+    def __str__(self) -> str:
+        """In words: "learning_rate scaled from 0.1 to 3.2"."""
+        return f"{self.name} scaled from {self.before:.6g} to {self.after:.6g}"
+
+
+def scaled_schedule(schedule: ScheduleConfig, global_batch: int) -> tuple[float, float]:
+    """The learning rate after warmup and before decay, and the epochs of warmup.
+
+    With k = global_batch / reference_batch the rate is the base times 1 (none), k (linear; Goyal
+    et al. 2017, section 2.1, arXiv 1706.02677) or root k (sqrt, sde, legw; Krizhevsky 2014,
+    section 5, arXiv 1404.5997); "legw" has k times the epochs (You et al. 2019, section 3, arXiv
+    1901.08256).
+    """
+    require_at_least("batch.global_batch", global_batch, 1)
+    k = global_batch / schedule.reference_batch
+    factor = {"none": 1.0, "linear": k, "sqrt": k**0.5, "sde": k**0.5, "legw": k**0.5}
+    stretch = k if schedule.scaling == "legw" else 1.0
+    return schedule.base_learning_rate * factor[schedule.scaling], schedule.warmup_epochs * stretch
+
+
+def require_single_precision(schedule: LearningRateConfig, global_batch: int) -> None:
+    """Refuse learning rates beyond float32, in which they are computed.
+
+    Raises:
+        ConfigError: naming the field that makes them so large.
+    """
+    for name, value, largest in _largest_rates(schedule, global_batch):
+        if not largest <= _LARGEST:
+            accepted = (
+                "learning rates, and what makes them, must stay below "
+                f"{_LARGEST:.2g}, the largest of float32"
+            )
+            raise ConfigError(refusal(f"schedule.{name}", value, accepted))
+
+
+def _largest_rates(
+    schedule: LearningRateConfig, global_batch: int
+) -> Iterator[tuple[str, object, float]]:
+    """Fields that make a rate, their values, and the largest number that is made of them."""
+    match schedule:
+        case ScheduleConfig():
+            peak, _ = scaled_schedule(schedule, global_batch)
+            yield "base_learning_rate", schedule.base_learning_rate, peak
+            yield "end_learning_rate", schedule.end_learning_rate, schedule.end_learning_rate
+            yield "decay_power", schedule.decay_power, schedule.decay_power
+            if schedule.decay_factor > 1 and schedule.decay_epochs:
+                doublings = math.log2(peak) + len(schedule.decay_epochs) * math.log2(
+                    schedule.decay_factor
+                )
+                grown = 2.0 ** min(doublings, 1000)
+                yield "decay_factor", schedule.decay_factor, grown
+        case HorovodScheduleConfig():
+            initial = schedule.initial_learning_rate
+            yield "initial_learning_rate", initial, initial
+            for each in schedule.multipliers:
+                yield "multipliers.multiplier", each.multiplier, initial * each.multiplier
+        case PiecewiseScheduleConfig():
+            yield "learning_rates", schedule.learning_rates, max(schedule.rates)
+
+
+def warmup_epochs(schedule: LearningRateConfig, global_batch: int) -> float:
+    """Epochs of warmup at `global_batch`; 0 without one."""
+    if isinstance(schedule, ScheduleConfig):
+        _, epochs = scaled_schedule(schedule, global_batch)
+        return epochs
+    return schedule.warmup_epochs
+
+
+def scaled_optimizer(
+    schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
+) -> OptimizerConfig:
+    """The optimizer at `global_batch`: as described, but for scaling "sde".
+
+    That changes 1 - beta1 and 1 - beta2 by k and epsilon by 1 / root k (Malladi et al. 2022,
+    definition 5.3, arXiv 2205.10287); weight decay, of which they do not speak, stays.
+
+    Raises:
+        ConfigError: if "sde" is asked of another optimizer than adamw, or k leaves a beta below 0.
+    """
+    if not isinstance(schedule, ScheduleConfig) or schedule.scaling != "sde":
+        return optimizer
+    return _moments_scaled(optimizer, global_batch / schedule.reference_batch, schedule)
+
+
+def changes(
+    schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
+) -> tuple[Change, ...]:
+    """Every hyper-parameter that the scaling rule of `schedule` changes at `global_batch`."""
+    if not isinstance(schedule, ScheduleConfig):
+        return ()
+    peak, warmup_epochs = scaled_schedule(schedule, global_batch)
+    scaled = scaled_optimizer(schedule, optimizer, global_batch)
+    pairs = [
+        ("learning_rate", schedule.base_learning_rate, peak),
+        ("warmup_epochs", schedule.warmup_epochs, warmup_epochs),
+    ]
+    if scaled is not optimizer:
+        names = [each.name for each in fields(optimizer)]
+        pairs += [(name, getattr(optimizer, name), getattr(scaled, name)) for name in names]
+    return tuple(Change(name=n, before=a, after=b) for n, a, b in pairs if a != b)
+
+
+def _moments_scaled(
+    optimizer: OptimizerConfig, k: float, schedule: ScheduleConfig
+) -> OptimizerConfig:
+    if not isinstance(optimizer, AdamWConfig):
+        accepted = f"its rule is that of adamw, not of optimizer.name={optimizer.name!r}"
+        raise ConfigError(refusal("schedule.scaling", "sde", accepted))
+    reference = schedule.reference_batch
+    largest = 1 / (1 - min(optimizer.beta1, optimizer.beta2))
+    if k > largest:
+        accepted = (
+            f"k={k:g} would leave no average of gradients (1 - beta becomes k (1 - beta)); with "
+            f"schedule.reference_batch={reference} it may be at most {int(largest * reference)}"
+        )
+        raise ConfigError(refusal("batch.global_batch", round(k * reference), accepted))
+    return replace(
+        optimizer,
+        beta1=max(1 - k * (1 - optimizer.beta1), 0.0),
+        beta2=max(1 - k * (1 - optimizer.beta2), 0.0),
+        epsilon=optimizer.epsilon / k**0.5,
+    )

@@ -1,0 +1,270 @@
+"""How large an update is, step by step: the schedules of the learning rate. Descriptions only.
+
+Each class checks its own fields when built.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Tag
+
+from scalejax.config.parallelism import BatchSplit
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.metrics import steps_per_epoch
+
+SMOOTH_DECAYS = ("cosine", "polynomial", "one_minus_sqrt")
+"""The decays that end with the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate as a function of the step: scaling, then warmup, then decay."""
+
+    name: Literal["scaled"] = "scaled"
+    """Selects this schedule, which is meant where no name is given."""
+    base_learning_rate: float
+    """Learning rate that suits `reference_batch`."""
+    scaling: Literal["none", "linear", "sqrt", "sde", "legw"] = "none"
+    """What changes with k = global_batch / reference_batch: nothing; the peak by k; by root k; by
+    root k, and the moments of Adam with it (Malladi et al. 2022, arXiv 2205.10287); by root k,
+    and the epochs of warmup by k (You et al. 2019, arXiv 1901.08256)."""
+    reference_batch: int = 256
+    """Global batch for which `base_learning_rate` is right."""
+    warmup: Literal["none", "constant", "gradual"] = "none"
+    """How the peak is reached: at once; held at the start value, then a jump; in a straight
+    line, step by step (Goyal et al. 2017, section 2.2)."""
+    warmup_epochs: float = 0.0
+    """Length of the warmup; with scaling "legw", at `reference_batch`."""
+    warmup_from: Literal["base", "zero"] = "base"
+    """Start value of a warmup: `base_learning_rate`, or zero."""
+    decay: Literal["constant", "step", "cosine", "polynomial", "one_minus_sqrt"] = "constant"
+    """What follows the warmup; one_minus_sqrt: peak (1 - root of the part of the decay that is
+    over) (Haegele et al. 2024, arXiv 2405.18392)."""
+    decay_epochs: tuple[float, ...] = ()
+    """Epochs, from the start of training, at which a step decay multiplies by its factor."""
+    decay_factor: float = 0.1
+    """Factor of a step decay."""
+    decay_power: float = 2.0
+    """Exponent of a polynomial decay; 1 is a straight line."""
+    decay_share: float | None = None
+    """Part of the run, at its end, that a cosine, polynomial or one_minus_sqrt decay takes; before
+    it the peak is held (warmup-stable-decay). If absent, all after the warmup."""
+    end_learning_rate: float = 0.0
+    """Where a cosine, polynomial or one_minus_sqrt decay ends."""
+
+    def __post_init__(self) -> None:
+        require_above("schedule.base_learning_rate", self.base_learning_rate, 0)
+        require_at_least("schedule.reference_batch", self.reference_batch, 1)
+        require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
+        require_at_least("schedule.end_learning_rate", self.end_learning_rate, 0)
+        require_above("schedule.decay_factor", self.decay_factor, 0)
+        require_above("schedule.decay_power", self.decay_power, 0)
+        _require_possible_warmup(self)
+        _require_possible_decay(self)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a longer run has other rates in the steps of a shorter one."""
+        return self.decay in SMOOTH_DECAYS
+
+
+def _require_possible_warmup(config: ScheduleConfig) -> None:
+    if (config.warmup == "none") != (config.warmup_epochs == 0):
+        accepted = f'warmup="{config.warmup}" needs ' + (
+            "it to be 0" if config.warmup == "none" else "it above 0"
+        )
+        raise ConfigError(refusal("schedule.warmup_epochs", config.warmup_epochs, accepted))
+    if config.scaling == "legw" and config.warmup != "gradual":
+        accepted = 'it scales the epochs of a gradual warmup; use warmup="gradual"'
+        raise ConfigError(refusal("schedule.scaling", config.scaling, accepted))
+    if config.warmup == "constant" and config.warmup_from == "zero":
+        accepted = "a constant warmup from zero would not train"
+        raise ConfigError(refusal("schedule.warmup_from", config.warmup_from, accepted))
+    if config.warmup != "none" and config.warmup_from == "base" and config.scaling == "none":
+        accepted = 'with scaling="none" the base is already the peak; use warmup_from="zero"'
+        raise ConfigError(refusal("schedule.warmup_from", config.warmup_from, accepted))
+
+
+def _require_possible_decay(config: ScheduleConfig) -> None:
+    if (config.decay == "step") != bool(config.decay_epochs):
+        accepted = f'decay="{config.decay}" needs ' + (
+            "at least one epoch" if config.decay == "step" else "it empty"
+        )
+        raise ConfigError(refusal("schedule.decay_epochs", config.decay_epochs, accepted))
+    _require_rising("schedule.decay_epochs", config.decay_epochs)
+    share = config.decay_share
+    if share is None:
+        return
+    if not config.depends_on_length:
+        accepted = f"decay={config.decay!r} has no end to count from; use a smooth one"
+        raise ConfigError(refusal("schedule.decay_share", share, accepted))
+    if not 0 < share <= 1:
+        raise ConfigError(refusal("schedule.decay_share", share, "it must be above 0, at most 1"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HorovodMultiplierConfig:
+    """One LearningRateScheduleCallback of Horovod with a number for its multiplier."""
+
+    multiplier: float
+    """Of the initial learning rate."""
+    start_epoch: float = 0.0
+    """First epoch, counted from 0, in which it sets the rate."""
+    end_epoch: float | None = None
+    """First epoch in which it no longer does; the last rate is held. If absent, none."""
+    staircase: bool = True
+    """Whether it sets the rate at the start of an epoch only, or before every update."""
+
+    def __post_init__(self) -> None:
+        require_above("schedule.multipliers.multiplier", self.multiplier, 0)
+        require_at_least("schedule.multipliers.start_epoch", self.start_epoch, 0)
+        if self.end_epoch is not None and self.end_epoch <= self.start_epoch:
+            accepted = f"it must be above start_epoch={self.start_epoch}"
+            raise ConfigError(refusal("schedule.multipliers.end_epoch", self.end_epoch, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HorovodScheduleConfig:
+    """Horovod's LearningRateWarmupCallback, then its LearningRateScheduleCallbacks, exactly."""
+
+    name: Literal["horovod"]
+    """Selects this schedule."""
+    initial_learning_rate: float
+    """The rate after warmup, already multiplied by the workers (Horovod pull request 88)."""
+    workers: int
+    """Horovod's size: warmup begins near a rate of initial over workers."""
+    warmup_epochs: int = 5
+    """Length of the warmup; 0 for none."""
+    multipliers: tuple[HorovodMultiplierConfig, ...] = ()
+    """The callbacks after warmup, in their order; the last that sets a rate counts."""
+    constant_multiplier: Literal["constant", "exponential"] = "constant"
+    """What a number m means: m, as before Horovod's pull request 3135, or m to the power of
+    epoch - start_epoch, as since 3142."""
+
+    def __post_init__(self) -> None:
+        require_above("schedule.initial_learning_rate", self.initial_learning_rate, 0)
+        require_at_least("schedule.workers", self.workers, 1)
+        require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """It counts epochs from the start."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PiecewiseScheduleConfig:
+    """The piecewise schedule of tf_cnn_benchmarks: rates, and the epochs at which they change.
+
+    A slow start (Akiba et al. 2017, arXiv 1711.04325) is one with a lower first rate.
+    """
+
+    name: Literal["piecewise"]
+    """Selects this schedule."""
+    learning_rates: str
+    """Rates and epochs in turn: "0.1;30;0.01;60;0.001" is 0.1 until epoch 30, and so on."""
+    warmup_epochs: float = 0.0
+    """Epochs in which the rate climbs in a straight line from 0 to the first one."""
+
+    def __post_init__(self) -> None:
+        require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
+        field, parts = "schedule.learning_rates", self.learning_rates.split(";")
+        try:
+            numbers = [float(part) for part in parts]
+        except ValueError as error:
+            accepted = "it must be numbers with semicolons between them"
+            raise ConfigError(refusal(field, self.learning_rates, accepted)) from error
+        if len(numbers) % 2 == 0:
+            accepted = 'it must begin and end with a rate, as "0.1;30;0.01"'
+            raise ConfigError(refusal(field, self.learning_rates, accepted))
+        if not all(0 <= rate < math.inf for rate in self.rates):
+            accepted = "rates must be at least 0, and finite"
+            raise ConfigError(refusal(field, self.learning_rates, accepted))
+        _require_rising(field, self.epochs)
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The rates, in their order."""
+        return tuple(float(part) for part in self.learning_rates.split(";")[::2])
+
+    @property
+    def epochs(self) -> tuple[float, ...]:
+        """The epochs at which each but the first begins."""
+        return tuple(float(part) for part in self.learning_rates.split(";")[1::2])
+
+    @property
+    def depends_on_length(self) -> bool:
+        """It counts epochs from the start."""
+        return False
+
+
+def _name_of(schedule: object) -> str:
+    """The tag of a schedule or of the table of one; the composed one needs no name."""
+    found = schedule.get("name") if isinstance(schedule, dict) else getattr(schedule, "name", None)
+    return "scaled" if found is None else str(found)
+
+
+LearningRateConfig = Annotated[
+    Annotated[ScheduleConfig, Tag("scaled")]
+    | Annotated[HorovodScheduleConfig, Tag("horovod")]
+    | Annotated[PiecewiseScheduleConfig, Tag("piecewise")],
+    Discriminator(_name_of),
+]
+"""One of the schedules, told apart by `name`."""
+
+
+def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
+    if list(epochs) != sorted(set(epochs)) or any(not 0 < epoch < math.inf for epoch in epochs):
+        raise ConfigError(refusal(field, epochs, "epochs must be above 0 and rise"))
+
+
+# Batches that grow while a run goes on: which one an update has, as a function of samples seen.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Epochs of one batch."""
+
+    first_epoch: int
+    """The first of them, counted from 0."""
+    first_step: int
+    """Updates made before it."""
+    steps_per_epoch: int
+    """Updates in one pass over the data."""
+    split: BatchSplit
+    """The batch, and how it is divided."""
+
+
+@cache  # asked for before every update
+def ramp(
+    split: BatchSplit,
+    epochs: tuple[int, ...],
+    factor: int,
+    train_examples: int,
+    *,
+    is_filled: bool = False,
+) -> tuple[Phase, ...]:
+    """The phases of a run whose batch is multiplied by `factor` at each of `epochs`; the last batch
+    of an epoch is dropped if it is incomplete, or `is_filled` up.
+
+    Raises:
+        ConfigError: if a batch comes to be larger than the data.
+    """
+    phases: list[Phase] = []
+    for index, first_epoch in enumerate((0, *epochs)):
+        batch = split.global_batch * factor**index
+        first_step = 0
+        if phases:
+            last = phases[-1]
+            first_step = last.first_step + (first_epoch - last.first_epoch) * last.steps_per_epoch
+        phases.append(
+            Phase(
+                first_epoch=first_epoch,
+                first_step=first_step,
+                steps_per_epoch=steps_per_epoch(train_examples, batch, is_filled=is_filled),
+                split=replace(split, global_batch=batch),
+            )
+        )
+    return tuple(phases)

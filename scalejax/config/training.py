@@ -1,0 +1,308 @@
+"""How a run trains: batch, layout, loss, averaging, loop. Descriptions only.
+
+Each class checks its own fields when built; what involves two of them is checked in `config`.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalejax.config.parallelism import MODEL_AXES
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Samples per optimizer update; exactly one of the first two fields is given."""
+
+    global_batch: int | None = None
+    """Samples per update over all devices."""
+    per_device_batch: int | None = None
+    """Samples per update on each device; the global batch then grows with the devices."""
+    microbatches: int = 1
+    """Forward passes per update, their gradients accumulated."""
+    ramp_epochs: tuple[int, ...] = ()
+    """Epochs at which the batch is multiplied by the factor, in place of a decay of the learning
+    rate (Smith et al. 2018, arXiv 1711.00489); rates count samples, as if it had not grown."""
+    ramp_factor: int = 2
+    """By how much the batch grows at each."""
+
+    def __post_init__(self) -> None:
+        if (self.global_batch is None) == (self.per_device_batch is None):
+            raise ConfigError(
+                f"batch.global_batch={self.global_batch} with "
+                f"batch.per_device_batch={self.per_device_batch} is refused: "
+                "exactly one of the two must be given; leave the other out."
+            )
+        for name in ("global_batch", "per_device_batch", "microbatches"):
+            value = getattr(self, name)
+            if value is not None:
+                require_at_least(f"batch.{name}", value, 1)
+        require_at_least("batch.ramp_factor", self.ramp_factor, 2)
+        if list(self.ramp_epochs) != sorted(set(self.ramp_epochs)) or any(
+            epoch < 1 for epoch in self.ramp_epochs
+        ):
+            accepted = "epochs must be at least 1 and rise"
+            raise ConfigError(refusal("batch.ramp_epochs", self.ramp_epochs, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutConfig:
+    """How devices are arranged, and how the step is spread over them."""
+
+    data: int | None = None
+    """Devices along the data axis; if absent, all that the other axes leave."""
+    fsdp: int = 1
+    """Devices along the axis that splits batch and parameters."""
+    tensor: int = 1
+    """Devices along the axis that splits each layer."""
+    context: int = 1
+    """Devices along the axis that splits the tokens of a sample (transformers)."""
+    pipeline: int = 1
+    """Stages along the axis that splits the blocks of a transformer; `batch.microbatches` pass
+    through them in turn."""
+    pipeline_chunks: int = 1
+    """Parts of the blocks of one stage, with blocks of the other stages between them
+    (interleaved stages; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    sequence_parallel: bool = False
+    """Whether devices along tensor each hold a part of the tokens between the layers that they
+    share (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
+    zero_stage: Literal[0, 1, 2] = 0
+    """What the data axis keeps in parts: 0 nothing, 1 parameters and the optimizer's state, each
+    device updating its part and gathering the rest for use, 2 the gradients as well (Rajbhandari
+    et al. 2020, arXiv 1910.02054). Dimensions are divided: one that `data` does not divide stays
+    whole. The fsdp axis is stage 3."""
+    mode: Literal["jit", "shard_map", "pmap"] = "jit"
+    """Who places the collectives: the compiler ("jit"), or the step itself, per device
+    ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
+    bn_scope: Literal["global", "local"] = "global"
+    """Whether BatchNorm sees the samples of all devices, or of its own; of one microbatch."""
+    bn_group_size: int | None = None
+    """Samples that share local BatchNorm statistics, of a part of a device or of several whole
+    ones; if absent, those of one device."""
+    bn_running: Literal["mean", "in_turn"] = "mean"
+    """How running statistics take in those of several groups: once, their mean; or one after the
+    other (ghost batches; Hoffer et al. 2017, algorithm 1, arXiv 1705.08741)."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", *MODEL_AXES, "pipeline_chunks", "bn_group_size"):
+            value = getattr(self, name)
+            if value is not None:
+                require_at_least(f"layout.{name}", value, 1)
+        for name in MODEL_AXES:
+            size = getattr(self, name)
+            if self.mode != "jit" and size > 1:
+                accepted = f'layout.mode="{self.mode}" spreads over the data axis only; use "jit"'
+                raise ConfigError(refusal(f"layout.{name}", size, accepted))
+        if self.mode != "jit" and self.bn_running != "mean":
+            accepted = 'the groups have an order over all devices only; it needs layout.mode="jit"'
+            raise ConfigError(refusal("layout.bn_running", self.bn_running, accepted))
+        if self.mode != "jit" and self.zero_stage:
+            accepted = f'layout.mode="{self.mode}" keeps all state whole; use "jit"'
+            raise ConfigError(refusal("layout.zero_stage", self.zero_stage, accepted))
+        if self.pipeline == 1 and self.pipeline_chunks > 1:
+            accepted = "it needs layout.pipeline above 1"
+            raise ConfigError(refusal("layout.pipeline_chunks", self.pipeline_chunks, accepted))
+        if self.tensor == 1 and self.sequence_parallel:
+            accepted = "it needs layout.tensor above 1, between whose devices tokens are split"
+            raise ConfigError(refusal("layout.sequence_parallel", True, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """What training makes small; evaluation has the plain cross-entropy."""
+
+    label_smoothing: float = 0.0
+    """Part of a target that is spread over all classes alike (Szegedy et al. 2015, section 7,
+    arXiv 1512.00567)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("loss.label_smoothing", self.label_smoothing, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FineTuningConfig:
+    """Which parameters learn, and how fast, of a network most of which has learned before.
+
+    Both fields name parts of the network by the first parts of the paths of their parameters:
+    "blocks/1" means those of the second block, and none of "blocks/10".
+    """
+
+    trainable: tuple[str, ...] = ()
+    """Parts that learn; all else stays as it is, with no gradient and no optimizer state, and its
+    BatchNorm uses the running statistics. If empty, everything learns."""
+    rate_factors: dict[str, float] = field(default_factory=dict)
+    """Learning rate of parts over that of the schedule; of several that fit, the longest counts
+    (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
+    cache_features: bool = False
+    """Compute what the last layer, "head", reads of each example once, keep it on disk (in
+    SCALEJAX_CACHE, or the user's cache folder), and train that layer on it: the same numbers, with
+    no image decoded and no other layer computed again. For networks of which nothing else
+    learns."""
+
+    def __post_init__(self) -> None:
+        for name, factor in self.rate_factors.items():
+            require_above(f"fine_tuning.rate_factors.{name}", factor, 0)
+        if self.cache_features and not self._is_head_alone:
+            accepted = 'features stay the same only if nothing learns but trainable = ["head"]'
+            raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+        if not self.trainable and not self.rate_factors:
+            accepted = "it would change nothing; name parts, or leave fine_tuning out"
+            raise ConfigError(refusal("fine_tuning.trainable", [], accepted))
+
+    @property
+    def _is_head_alone(self) -> bool:
+        parts = {part.split("/")[0] for part in self.trainable}
+        return parts == {"head"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig:
+    """An exponential moving average of parameters and BatchNorm statistics, of every update."""
+
+    name: Literal["ema"]
+    """Selects this average."""
+    decay: float = 0.999
+    """Part of the average that an update keeps."""
+    warms_up: bool = False
+    """Whether the decay after t updates is at most (1 + t) / (10 + t), so that the initial
+    parameters are soon forgotten (as TensorFlow's ExponentialMovingAverage with num_updates)."""
+    is_evaluated: bool = True
+    """Whether evaluations and final weights are those of the average."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("averaging.decay", self.decay, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwaConfig:
+    """The equal average of parameters along the run (Izmailov et al. 2018, arXiv 1803.05407)."""
+
+    name: Literal["swa"]
+    """Selects this average."""
+    start_epoch: float
+    """Epoch after which the first parameters are taken; the average follows them until then."""
+    every_epochs: float = 1.0
+    """Epochs between parameters that are taken."""
+    is_evaluated: bool = True
+    """Whether evaluations and final weights are those of the average."""
+
+    def __post_init__(self) -> None:
+        require_at_least("averaging.start_epoch", self.start_epoch, 0)
+        require_above("averaging.every_epochs", self.every_epochs, 0)
+
+
+AveragingConfig = Annotated[EmaConfig | SwaConfig, Field(discriminator="name")]
+"""One of the averages of parameters, told apart by `name`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlyStoppingConfig:
+    """When to stop before the last epoch; every rule is that of Keras 3 `EarlyStopping`."""
+
+    monitor: Literal["test_loss", "test_accuracy"] = "test_loss"
+    """Evaluation metric that must improve: loss downwards, accuracy upwards."""
+    min_delta: float = 0.0
+    """Smallest change that counts as better."""
+    patience: int = 0
+    """Evaluations without improvement that are borne (Keras: epochs, each evaluated)."""
+    baseline: float | None = None
+    """Value that must be beaten for patience to be renewed."""
+    restores_best_weights: bool = True
+    """Whether the run ends with the weights of its best epoch."""
+    start_from_epoch: int = 0
+    """Epochs that are not watched."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_delta", "baseline"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                accepted = "it must be a finite number"
+                raise ConfigError(refusal(f"train.early_stopping.{name}", value, accepted))
+        require_at_least("train.early_stopping.patience", self.patience, 0)
+        require_at_least("train.early_stopping.start_from_epoch", self.start_from_epoch, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScaleConfig:
+    """How the gradient noise scale is measured (McCandlish et al. 2018, arXiv 1812.06162)."""
+
+    decay: float = 0.99
+    """Part of its moving averages that an update keeps: 0.99 is a mean over about 100 updates."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            accepted = "it must be from 0 to below 1"
+            raise ConfigError(refusal("train.noise_scale.decay", self.decay, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DivergenceConfig:
+    """When a run is given up that will not learn any more."""
+
+    stops_not_finite: bool = True
+    """Whether a training loss that is not finite ends the run."""
+    stops_dead: bool = True
+    """Whether an evaluation in which all test examples get the same output ends the run."""
+    max_gradient_growth: float | None = None
+    """How many times the median of the norms before it a gradient norm may be; beyond, it ends
+    the run. If absent, the norm is not measured. Gradients clipped to half to ten times their
+    mean norm train well (Pascanu et al. 2013, section 3.2, arXiv 1211.5063): well above 10."""
+    patience: int = 3
+    """Lines of the record in a row that must show such a norm."""
+
+    def __post_init__(self) -> None:
+        if self.max_gradient_growth is not None:
+            require_above("train.divergence.max_gradient_growth", self.max_gradient_growth, 1)
+        require_at_least("train.divergence.patience", self.patience, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The training loop."""
+
+    epochs: int = 1
+    """Passes over the training data."""
+    evaluate_every_epochs: int = 1
+    """Epochs between evaluations on the test data; the last epoch is always evaluated."""
+    evaluate_every_steps: int | None = None
+    """Steps between evaluations, in place of epochs: how finely steps to a target are known."""
+    metric_average: Literal["examples", "devices"] = "examples"
+    """Over what test metrics are averaged: all examples; or, for comparison with figures of
+    Horovod's MetricAverageCallback, the averages of the devices that divide a batch, however many
+    examples each has. Training metrics are over all rows of the batch that count."""
+    log_every_steps: int = 10
+    """Steps between lines in the record."""
+    checkpoint_every_steps: int | None = None
+    """Steps between checkpoints; if absent, one at the end of every epoch."""
+    keep_checkpoints: int = 2
+    """Latest checkpoints kept; the best one by test accuracy is kept besides."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """When to stop early; if absent, never."""
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    """When to give up."""
+    noise_scale: NoiseScaleConfig | None = None
+    """How the gradient noise scale is measured; if absent, it is not."""
+
+    @property
+    def measures_gradient_norm(self) -> bool:
+        """Whether the step computes the norm of its gradient."""
+        return self.noise_scale is not None or self.divergence.max_gradient_growth is not None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "evaluate_every_epochs", "log_every_steps", "keep_checkpoints"):
+            require_at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("evaluate_every_steps", "checkpoint_every_steps"):
+            if getattr(self, name) is not None:
+                require_at_least(f"train.{name}", getattr(self, name), 1)
+        if self.evaluate_every_steps is not None and self.early_stopping is not None:
+            accepted = "train.early_stopping counts epochs; use train.evaluate_every_epochs"
+            raise ConfigError(
+                refusal("train.evaluate_every_steps", self.evaluate_every_steps, accepted)
+            )

@@ -1,0 +1,1 @@
+"""Errors, units, files and processes, on which everything else stands."""

@@ -1,0 +1,236 @@
+"""What is shown on standard error while a person waits: a bar on a terminal, plain lines elsewhere.
+
+Knows how far something is, and nothing of what it is.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from scalejax.core.units import UNKNOWN, counted, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from scalejax.xla.batch import OnCase, Stage
+
+
+_LINES = {
+    "begun": "compiling for {} ...",
+    "compiled": "compiled for {}",
+    "remembered": "compiled for {} (remembered)",
+}
+
+
+@contextmanager
+def compiling(case_count: int) -> "Iterator[OnCase]":
+    """A display of which cases are being compiled, on standard error.
+
+    Yields:
+        What to call with each turn of a case, and its name.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield lambda stage, case: console.print(_LINES[stage].format(case))
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling", total=case_count)
+        open_cases: list[str] = []
+
+        def show(stage: "Stage", case: str) -> None:
+            if stage == "begun":
+                open_cases.append(case)
+            elif stage == "compiled":
+                open_cases.remove(case)
+            done = 0 if stage == "begun" else 1
+            progress.update(task, advance=done, description=_open(open_cases))
+
+        yield show
+
+
+def _open(cases: Sequence[str]) -> str:
+    """What is being compiled, on one line."""
+    if not cases:
+        return "compiling"
+    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+    return f"compiling for {cases[0]}{more} (10 to 30 s each)"
+
+
+@contextmanager
+def compiling_programs() -> Iterator[Callable[[int, int], None]]:
+    """A display of how many programs have been compiled, on standard error; none if none is.
+
+    Yields:
+        What to call with the number of programs that are done, and of all there are so far.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda done, total: console.print(f"compiled {done} of {total} programs")
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compiling (10 to 30 s each)", total=None, visible=False)
+        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+
+
+@contextmanager
+def searching() -> Iterator[Callable[[int, int], None]]:
+    """A display of how far a search is, on standard error.
+
+    Yields:
+        What to call with the number of parts that are done, and of all there are.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("searching", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, visible=done < total)
+
+        yield show
+
+
+@contextmanager
+def measuring(stages: int) -> Iterator[Callable[[str], None]]:
+    """A display of what is being measured, on standard error.
+
+    Yields:
+        What to call with the name of each of so many stages as it begins.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        names: set[str] = set()
+
+        def say(name: str) -> None:
+            if name not in names:
+                names.add(name)
+                console.print(f"measuring {name}")
+
+        yield say
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=stages)
+        yield lambda name: progress.update(task, advance=1, description=name)
+
+
+@contextmanager
+def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
+    """A display of how far a sweep is, on standard error.
+
+    Args:
+        jobs: programs that are trained, some side by side.
+        runs: runs in all of them.
+
+    Yields:
+        What to call with the position of a job, and the part of it that is done.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    parts = [0.0] * jobs
+    if not console.is_terminal:
+
+        def say(job: int, part: float) -> None:
+            if part >= 1 > parts[job]:
+                parts[job] = part
+                console.print(f"trained {sum(each >= 1 for each in parts)} of {jobs} programs")
+
+        yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(f"training {counted(runs, 'run')}", total=float(jobs))
+
+        def show(job: int, part: float) -> None:
+            parts[job] = part
+            progress.update(task, completed=sum(parts))
+
+        yield show
+
+
+@contextmanager
+def rows(verb: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """A display of rows that are gone through, their rate and the time left, on standard error;
+    none if there are none.
+
+    Args:
+        verb: what is done with them.
+        total: how many there are.
+        done: how many of them were done before.
+
+    Yields:
+        What to call with the number of rows that are done besides.
+    """
+    console = Console(stderr=True, highlight=False)
+    if not total:
+        yield lambda count: None
+        return
+    if not console.is_terminal:
+        with _row_lines(console, verb, total, done) as say:
+            yield say
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.fields[rate]} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(verb, total=total, completed=done, rate=UNKNOWN)
+
+        def show(count: int) -> None:
+            progress.update(task, advance=count, rate=format_count(progress.tasks[0].speed))
+
+        yield show
+
+
+@contextmanager
+def _row_lines(
+    console: Console, verb: str, total: int, done: int
+) -> Iterator[Callable[[int], None]]:
+    """The same in a line every five seconds."""
+    begin = last = time.monotonic()
+    first = done
+
+    def say(count: int) -> None:
+        nonlocal done, last
+        done, now = done + count, time.monotonic()
+        if now >= last + 5:
+            last, rate = now, (done - first) / (now - begin)
+            left = format_seconds((total - done) / rate) if rate else UNKNOWN
+            console.print(
+                f"{verb}: {done:,} of {total:,} rows, {format_count(rate)} rows/s, {left} left"
+            )
+
+    yield say

@@ -1,0 +1,363 @@
+"""Dataclasses from and to TOML and JSON files; what does not fit is refused in one sentence.
+
+The dataclasses are the schema: this file adds none of its own. It knows files and types, and
+nothing of what the types mean.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import tempfile
+import tomllib
+import typing
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from scalejax.core.errors import ConfigError, nearest_name, refusal, unknown_name
+
+T = TypeVar("T")
+_WHOLE_BOUND = 2**63
+"""TOML's whole numbers have 64 bits (TOML 1.0.0, "Integer"), one of them the sign."""
+_MOST_DEPTH = 50
+"""Of lists and tables in one another: pydantic reads JSON of 200, and no field needs ten."""
+_MOST_NAMES = 100
+"""Of a dotted key."""
+_NAME = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_NAME}[ \t]*+\.[ \t]*+){{{_MOST_NAMES - 1}}}")
+_MOST_SENTENCES = 20
+"""Problems of one document that are told; who mends these may see the others."""
+JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
+
+
+def load_toml(path: Path) -> dict[str, JsonValue]:
+    """The tables of a TOML file.
+
+    Raises:
+        ConfigError: if there is no such file, or it is not TOML (with line and column).
+    """
+    text = _read(path)
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def parse_toml(text: str) -> dict[str, JsonValue]:
+    """The tables of a text in TOML.
+
+    Raises:
+        ValueError: if it is none, with line and column; tables too deep to be read, and whole
+            numbers too long, say no place.
+    """
+    if found := _LONG_KEY.search(text):  # tomllib takes memory by the square of its names
+        line = text.count("\n", 0, found.start()) + 1
+        raise ValueError(f"a key has {_MOST_NAMES} names or more (at line {line})")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("lists and tables lie too deep in one another to be read") from error
+
+
+def parse_value(text: str) -> JsonValue:
+    """The value of a flag: TOML where it is TOML ("3", "true", "[1, 2]"), else the text itself."""
+    try:
+        value = parse_toml(f"value = {text}")["value"]
+        json.dumps(value)
+    except (ValueError, TypeError, RecursionError):
+        return text
+    return value
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        siblings = [p.name for p in path.parent.glob(f"*{path.suffix}")] if path.parent else []
+        closest = nearest_name(path.name, siblings)
+        hint = f" (did you mean {str(path.parent / closest)!r}?)" if closest else ""
+        raise ConfigError(f"{str(path)!r} is no file{hint}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+
+
+def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
+    """A `type_` (a dataclass, or a union of them) from plain data, strictly typed.
+
+    Integers are taken for floats, nothing else is converted; unknown keys are refused.
+
+    Args:
+        type_: what to build.
+        value: tables, lists and scalars, as read from TOML or JSON.
+        where: dotted prefix of the field names in messages.
+
+    Raises:
+        ConfigError: one line per problem: field, value, what is accepted, nearest fix.
+    """
+    _require_plain(value, where)
+    # Through JSON, because strict JSON mode lets a list be a tuple and nothing else.
+    return _validate(type_, json.dumps(value, default=str), where)
+
+
+def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
+    """Refuse what no field takes, and what reading it further would stumble over."""
+    match value:
+        case int() if not -_WHOLE_BOUND <= value < _WHOLE_BOUND:
+            accepted = "a whole number must fit 64 bits, as TOML has it"
+            raise ConfigError(refusal(where or "the whole document", value, accepted))
+        case dict() | list() if depth > _MOST_DEPTH:
+            name = ".".join(where.split(".")[:2])
+            raise ConfigError(
+                f"{name or 'the whole document'} is refused: lists and tables lie more than "
+                f"{_MOST_DEPTH} deep in one another."
+            )
+        case dict():
+            for name, inner in value.items():
+                named = name or '""'
+                _require_plain(inner, f"{where}.{named}" if where else named, depth + 1)
+        case list():
+            for index, inner in enumerate(value):
+                _require_plain(inner, f"{where}.{index}" if where else str(index), depth + 1)
+
+
+def _validate(type_: type[T], text: str, where: str = "") -> T:
+    try:
+        return _adapter(type_).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        sentences = [_sentence(type_, detail, where) for detail in details[:_MOST_SENTENCES]]
+        if more := len(details) - len(sentences):
+            sentences.append(f"And {more:,} more problems of the same document.")
+        raise ConfigError("\n".join(sentences)) from error
+
+
+def plain(value: object) -> JsonValue:
+    """The tables, lists and scalars of a dataclass; the inverse of `build`."""
+    return json.loads(_adapter(type(value)).dump_json(value))
+
+
+def load(type_: type[T], path: Path) -> T:
+    """A `type_` from a JSON file that `save` wrote.
+
+    Raises:
+        ConfigError: if the file is missing, damaged, or holds something else.
+    """
+    try:
+        return _validate(type_, _read(path))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def save(value: object, path: Path) -> None:
+    """Write a dataclass as JSON, all or nothing: a reader never sees half a file."""
+    text = _adapter(type(value)).dump_json(value, indent=1).decode()
+    save_text(text + "\n", path)
+
+
+def save_text(text: str, path: Path) -> None:
+    """Write a text file, all or nothing.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    save_bytes(text.encode(), path)
+
+
+def save_bytes(data: bytes, path: Path) -> None:
+    """Write a file, all or nothing.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    # The process in the name: two that write the same file at once do not mix.
+    draft = path.absolute().parent / f".{path.name}.{os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
+    finally:
+        with contextlib.suppress(OSError):  # what went wrong is told already
+            draft.unlink(missing_ok=True)
+
+
+def require_writable(field: str, path: Path | None) -> None:
+    """Refuse a file that could not be written, before the work is done that it is for.
+
+    Nothing is left on the disk; None is no file, and fine.
+
+    Raises:
+        ConfigError: naming the field and what is in the way.
+    """
+    if path is None:
+        return
+    with _naming(field, path):
+        if path.is_dir():
+            raise ConfigError(refusal(field, str(path), "it is a folder, and must be a file"))
+        _require_room(field, path, path.absolute().parent)
+
+
+def require_writable_folder(field: str, path: Path | None) -> None:
+    """As `require_writable`, of a folder, which may be new.
+
+    Raises:
+        ConfigError: naming the field and what is in the way.
+    """
+    if path is not None:
+        with _naming(field, path):
+            _require_room(field, path, path.absolute())
+
+
+def _require_room(field: str, path: Path, folder: Path) -> None:
+    """Refuse `path` unless files can be made in `folder`, or it in the nearest that is there."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, and no folder"))
+    with tempfile.TemporaryFile(dir=there):  # whose rights alone do not say (a superuser's do not)
+        pass
+
+
+@contextlib.contextmanager
+def _naming(field: str, path: Path) -> Iterator[None]:
+    """Turn what the system says of a path into a refusal."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(refusal(field, str(path), f"it cannot be written ({error})")) from error
+
+
+def save_toml(value: object, path: Path) -> None:
+    """Write a dataclass of tables, scalars and lists as TOML, all or nothing.
+
+    Raises:
+        ConfigError: if the folder cannot be written.
+    """
+    save_text(_toml(plain(value)), path)
+
+
+def _toml(tables: JsonValue, prefix: str = "") -> str:
+    """Nested tables of scalars and lists as TOML; absent values left out.
+
+    JSON's notation of numbers, texts, lists and booleans is TOML's too.
+    """
+    if not isinstance(tables, dict):
+        return ""
+    lines = [
+        f"{_key(name)} = {_list(value)}\n"
+        for name, value in tables.items()
+        if value is not None and not _is_table(value)
+    ]
+    for name, value in tables.items():
+        path = f"{prefix}.{_key(name)}" if prefix else _key(name)
+        if isinstance(value, dict):
+            lines.append(f"\n[{path}]\n{_toml(value, path)}")
+        elif isinstance(value, list) and _is_table(value):
+            lines.extend(f"\n[[{path}]]\n{_toml(item, path)}" for item in value)
+    return "".join(lines)
+
+
+def _is_table(value: JsonValue) -> bool:
+    return isinstance(value, dict) or (
+        isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+    )
+
+
+def _list(value: JsonValue) -> str:
+    """A value on one line, or a list of lists with a line for each."""
+    if isinstance(value, list) and any(isinstance(item, list) for item in value):
+        rows = "".join(f"    {json.dumps(item)},\n" for item in value)
+        return f"[\n{rows}]"
+    return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    """A key, in quotes if TOML needs them."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+@cache
+def _adapter(type_: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(type_)
+
+
+_EXPECTED = {
+    "int_type": "it must be a whole number",
+    "int_from_float": "it must be a whole number",
+    "float_type": "it must be a number",
+    "bool_type": "it must be true or false",
+    "string_type": "it must be a text in quotes",
+    "tuple_type": "it must be a list",
+    "list_type": "it must be a list",
+    "dataclass_type": "it must be a table",
+    "dict_type": "it must be a table",
+}
+
+
+def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
+    """Pydantic's finding in our one sentence: field, value, what is accepted, nearest fix."""
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "json_invalid":
+        return f"this is not valid JSON: {context['error']}."
+    if isinstance(error := context.get("error"), ConfigError):
+        return str(error)  # a dataclass refused itself and named the field
+    owner, path = _descend(type_, detail["loc"])
+    parts = ([where] if where else []) + [part or '""' for part in path]
+    field = ".".join(parts) or "the whole document"
+    if kind == "unexpected_keyword_argument":
+        accepted = [f.name for f in dataclasses.fields(owner)]  # type: ignore[arg-type]
+        closest = nearest_name(path[-1], accepted)
+        hint = f" (did you mean {closest!r}?)" if closest else ""
+        return f"{field} is no field{hint}. Accepted here: {', '.join(sorted(accepted))}."
+    if kind == "missing":
+        return f"{field} is missing."
+    if kind == "literal_error":
+        names = [part.strip("' ") for part in context["expected"].replace(" or ", ", ").split(",")]
+        return unknown_name(field, detail["input"], names)
+    if kind == "union_tag_invalid":
+        names = [part.strip("' ") for part in context["expected_tags"].split(",")]
+        # Where one of the kinds needs no name, pydantic has a function in place of the field.
+        return unknown_name(f"{field}.name", context["tag"], names)
+    if kind == "union_tag_not_found":
+        return f"{field}.{context['discriminator']} is missing.".replace("'", "")
+    message = detail["msg"].removeprefix("Value error, ")
+    return refusal(field, detail["input"], _EXPECTED.get(kind, message[:1].lower() + message[1:]))
+
+
+def _descend(type_: object, location: tuple[int | str, ...]) -> tuple[object, list[str]]:
+    """The dataclass that holds the last part of `location`, and the path without union tags."""
+    owner, path = type_, []
+    for position, part in enumerate(location):
+        options = [t for t in _options(owner) if dataclasses.is_dataclass(t)]
+        tagged = [t for t in options if part in _tags(t)]
+        if len(options) > 1 and tagged:
+            owner = tagged[0]
+            continue
+        path.append(str(part))
+        if position == len(location) - 1:
+            owner = options[0] if options else owner
+        elif isinstance(part, str) and options:
+            owner = typing.get_type_hints(options[0], include_extras=True).get(part, owner)
+    return owner, path
+
+
+def _options(type_: object) -> list[object]:
+    """The members of a (possibly annotated) union; the type itself when it is none."""
+    if typing.get_origin(type_) is typing.Annotated:
+        return _options(typing.get_args(type_)[0])
+    members = typing.get_args(type_)
+    if not members or isinstance(type_, type):
+        return [type_]
+    return [option for member in members for option in _options(member)]
+
+
+def _tags(type_: object) -> tuple[str, ...]:
+    """The discriminating names of a union member, if it has any."""
+    hint = typing.get_type_hints(type_).get("name")
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()

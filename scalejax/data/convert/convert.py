@@ -1,0 +1,268 @@
+"""Any rows into Parquet files, to be killed and called again at any time.
+
+A folder of such files holds the plan they were written by. A second call with the same plan goes on
+with the files that are missing, and so does one that now leaves unreadable rows out; one with
+another plan is refused.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from scalejax.core import serialization
+from scalejax.core.environment import machine_cores
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.units import MIB
+from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images, open_rows
+from scalejax.data.convert.shards import (
+    Compression,
+    Plan,
+    Told,
+    Unreadable,
+    prepared,
+    write_shard,
+    written,
+)
+from scalejax.data.formats.parquet_columns import is_image
+from scalejax.data.transforms.images import UndecodableImage
+
+PLAN = "_conversion.json"
+"""In the folder, what its files are written by; readers of Parquet pass over such names."""
+FILE_BYTES, ROW_GROUP_BYTES = 64 * MIB, 4 * MIB
+"""About what a file and a row group are to take, if their rows are not given: a killed conversion
+loses a file at most; a batch of rows in any order reads a row group for each of its rows."""
+LEAST_ROWS = 16
+"""Rows that a row group has at least, and a file, too."""
+SAMPLED_ROWS = 64
+"""Rows that say how many bytes one takes."""
+NAMED_ROWS = 5
+"""Rows left out that are named; the rest are counted."""
+
+OnRows = Callable[[int], None]
+"""Is told of rows that are done."""
+Shown = Callable[[int, int], contextlib.AbstractContextManager[OnRows]]
+"""Makes a display of all rows, of which some are done."""
+
+
+@contextlib.contextmanager
+def _unseen(total: int, done: int) -> Iterator[OnRows]:
+    yield lambda count: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """How files are to be written; None for what suits the rows."""
+
+    files: int | None = None
+    """Files, of equally many rows."""
+    row_group_rows: int | None = None
+    """Rows of a row group."""
+    image_size: int | None = None
+    """Shorter side to which larger images are brought, once; None for as they are."""
+    jpeg_quality: int = 95
+    """Of JPEG that are written anew: 1 to 95."""
+    compression: Compression = "snappy"
+    """Of columns."""
+    unreadable: Unreadable = "refuse"
+    """What becomes of rows whose image cannot be decoded."""
+    overwrite: bool = False
+    """Whether files of another conversion are removed first."""
+
+    def __post_init__(self) -> None:
+        for name in ("files", "row_group_rows", "image_size"):
+            if (value := getattr(self, name)) is not None:
+                require_at_least(name, value, 1)
+        if not 1 <= self.jpeg_quality <= 95:
+            raise ConfigError(refusal("jpeg_quality", self.jpeg_quality, "it is from 1 to 95"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion has come to."""
+
+    rows: int
+    """Rows in all files."""
+    skipped_rows: int
+    """Rows that were left out because they cannot be read."""
+    files: int
+    """How many there are."""
+    files_before: int
+    """Of which so many had been written before."""
+    skipped: tuple[str, ...]
+    """The first rows that were left out by this call, and why."""
+    size_bytes: int
+    """Of all files."""
+
+
+def plan_for(rows: Rows, options: RowsOptions, wanted: Wanted) -> Plan:
+    """How `rows` are cut and written; nothing of it depends on the machine.
+
+    Raises:
+        ConfigError: if they are fewer than the files, or there are no images to make smaller.
+    """
+    image = next((each.name for each in rows.schema if is_image(each.type)), None)
+    if image is None and wanted.image_size is not None:
+        raise ConfigError(
+            refusal("image_size", wanted.image_size, f"{rows.location} has no images")
+        )
+    if not len(rows):
+        raise ConfigError(refusal("source", rows.location, "it holds no rows"))
+    row_bytes = _row_bytes(rows, image, wanted)
+    most = -(-len(rows) // LEAST_ROWS)
+    files = wanted.files or max(1, min(round(len(rows) * row_bytes / FILE_BYTES), most))
+    if files > len(rows):
+        raise ConfigError(refusal("files", files, f"{rows.location} has {len(rows)} rows"))
+    return Plan(
+        source=os.path.abspath(rows.location) if "://" not in rows.location else rows.location,
+        fingerprint=rows.fingerprint,
+        images=options.images,
+        labels=options.labels,
+        shuffle_seed=options.shuffle_seed,
+        rows=len(rows),
+        files=files,
+        row_group_rows=wanted.row_group_rows or _even_rows(-(-len(rows) // files), row_bytes),
+        image_column=image,
+        image_size=wanted.image_size,
+        jpeg_quality=wanted.jpeg_quality,
+        compression=wanted.compression,
+        unreadable=wanted.unreadable,
+    )
+
+
+def _even_rows(file_rows: int, row_bytes: int) -> int:
+    """Rows of a row group of about the usual bytes, so that those of a file are alike."""
+    usual = max(LEAST_ROWS, ROW_GROUP_BYTES // row_bytes)
+    return -(-file_rows // -(-file_rows // usual))
+
+
+def _row_bytes(rows: Rows, image: str | None, wanted: Wanted) -> int:
+    """What a row takes once it is written, about: the first ones say so."""
+    count, size = min(SAMPLED_ROWS, len(rows)), 0
+    for table in rows.read(0, count):
+        size += table.nbytes
+        for content in encoded_images(table[image]) if image is not None else ():
+            with contextlib.suppress(UndecodableImage):
+                small = prepared(content, wanted.image_size, jpeg_quality=wanted.jpeg_quality)
+                size += len(small) - len(content)
+    return max(1, size // count)
+
+
+def convert(
+    source: str,
+    destination: Path,
+    *,
+    options: RowsOptions | None = None,
+    wanted: Wanted | None = None,
+    workers: int | None = None,
+    shown: Shown = _unseen,
+) -> Converted:
+    """Write the rows of `source` to `destination`: a folder, or a single file, *.parquet.
+
+    Args:
+        source: where the rows are.
+        destination: where they go.
+        options: what the source does not say of itself.
+        wanted: how the files are to be written.
+        workers: threads that prepare images; None for as many as there are cores.
+        shown: makes the display, of all rows and of those that are done already.
+
+    Raises:
+        ConfigError: if a row cannot be read, or a file not written; or if the destination holds
+            something else.
+    """
+    options, wanted = options or RowsOptions(), wanted or Wanted()
+    if workers is not None:
+        require_at_least("workers", workers, 1)
+    rows = open_rows(source, options)
+    is_file = destination.suffix == ".parquet"
+    if is_file:
+        if wanted.files not in (None, 1):
+            accepted = f"{destination} is one file; name a folder, or leave it out"
+            raise ConfigError(refusal("files", wanted.files, accepted))
+        wanted = replace(wanted, files=1)
+    plan = plan_for(rows, options, wanted)
+    paths = _admitted(destination, plan, wanted.overwrite)
+    missing = [index for index, path in enumerate(paths) if not path.exists()]
+    left = sum(end - begin for begin, end in map(plan.bounds, missing))
+    count = workers or machine_cores()
+    skipped: list[str] = []
+
+    def on_skipped(about: str) -> None:
+        if len(skipped) < NAMED_ROWS:
+            skipped.append(about)
+
+    with ThreadPoolExecutor(count) as threads, shown(plan.rows, plan.rows - left) as on_rows:
+        told = Told(rows=on_rows, skipped=on_skipped)
+        for index in missing:
+            write_shard(plan, rows, index, paths[index], threads=threads, told=told)
+    found = [written(path) for path in paths]
+    return Converted(
+        rows=sum(each for each, _ in found),
+        skipped_rows=sum(count for _, count in found),
+        files=plan.files,
+        files_before=plan.files - len(missing),
+        skipped=tuple(skipped),
+        size_bytes=sum(path.stat().st_size for path in paths),
+    )
+
+
+def _admitted(destination: Path, plan: Plan, overwrite: bool) -> list[Path]:
+    """The files to write, in a folder that holds this plan and nothing of another.
+
+    Raises:
+        ConfigError: if there is something else, or it cannot be written.
+    """
+    if destination.suffix == ".parquet":
+        serialization.require_writable("destination", destination)
+        if destination.exists():
+            if not overwrite:
+                accepted = "it is there already; --overwrite writes it anew"
+                raise ConfigError(refusal("destination", str(destination), accepted))
+            destination.unlink()
+        return [destination]
+    serialization.require_writable_folder("destination", destination)
+    paths = [destination / plan.name(index) for index in range(plan.files)]
+    if overwrite:
+        _remove_conversion(destination)
+    if (destination / PLAN).exists():
+        before = serialization.load(Plan, destination / PLAN)
+        if (before.unreadable, plan.unreadable) == ("refuse", "skip"):
+            before = replace(before, unreadable="skip")  # files that are whole left no row out
+        _require_same(before, plan, destination)
+        serialization.save(plan, destination / PLAN)
+    elif found := sorted(destination.glob("**/*.parquet")):
+        accepted = (
+            f"{found[0].relative_to(destination)} is in it, which no conversion known here wrote, "
+            "and which would be read with the new files; name another folder"
+        )
+        raise ConfigError(refusal("destination", str(destination), accepted))
+    else:
+        serialization.save(plan, destination / PLAN)
+    return paths
+
+
+def _remove_conversion(folder: Path) -> None:
+    """Remove what a conversion has written, its plan last."""
+    if (folder / PLAN).exists():
+        for pattern in ("part-*-of-*.parquet", ".part-*-of-*.parquet.draft", PLAN):
+            for path in folder.glob(pattern):
+                path.unlink()
+
+
+def _require_same(before: Plan, plan: Plan, folder: Path) -> None:
+    derived = ("rows", "files", "row_group_rows")  # and so other if something else is: named last
+    for name in sorted((each.name for each in fields(Plan)), key=lambda name: name in derived):
+        old, new = getattr(before, name), getattr(plan, name)
+        if old != new:
+            what = (
+                f"the files of {plan.source} have changed since"
+                if name == "fingerprint"
+                else f"{name}={old!r}, and now it is {new!r}"
+            )
+            accepted = (
+                f"it holds a conversion of another kind ({what}); --overwrite removes that first"
+            )
+            raise ConfigError(refusal("destination", str(folder), accepted))

@@ -1,0 +1,274 @@
+"""How rows are cut into Parquet files, and the writing of one: whole, or not at all.
+
+A file is written under another name, flushed, and renamed, so that one that is there is whole. Its
+content follows from the plan alone.
+"""
+
+import contextlib
+import fcntl
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageOps
+
+from scalejax.core.errors import ConfigError
+from scalejax.data.convert.rows import Rows, encoded_images
+from scalejax.data.transforms.images import NO_IMAGE, UndecodableImage, why_undecodable
+
+# Encoded images checked, and made small once: bytes in, bytes out.
+
+
+def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> bytes:
+    """The image as it is, once it has been decoded; or, if it is larger, one whose shorter side is
+    `shorter_side`, upright, the longer in proportion.
+
+    A JPEG becomes a JPEG; others become PNG, which loses nothing. Scaled as training scales
+    images: bilinear, over all pixels that a new one covers.
+
+    Raises:
+        UndecodableImage: saying why.
+    """
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would cut at 255
+                raise UndecodableImage(f"Pillow's mode {image.mode}: more than 8 bits a pixel")
+            shortest, kind = min(image.size), image.format
+            is_kept = shorter_side is None or shortest <= shorter_side
+            # Of a JPEG to be checked alone, an eighth: all of its bytes are read for that, too.
+            least = 1 if is_kept else 2 * (shorter_side or 1)
+            image.draft(None, (least, least))
+            image.load()
+            if is_kept or shorter_side is None:
+                return encoded
+            upright = ImageOps.exif_transpose(image)
+            kept = upright.convert("L" if upright.mode in ("L", "1") else "RGB")
+    except NO_IMAGE as error:
+        raise UndecodableImage(why_undecodable(error)) from error
+    share = shorter_side / min(kept.size)
+    width, height = (max(shorter_side, round(side * share)) for side in kept.size)
+    kept = kept.resize((width, height), Image.Resampling.BILINEAR)
+    # A file, and not a BytesIO, for which Pillow would hold the lock that keeps threads apart.
+    with os.fdopen(os.memfd_create("image"), "w+b") as file:
+        if kind == "JPEG":
+            kept.save(file, "JPEG", quality=jpeg_quality)
+        else:
+            kept.save(file, "PNG")
+        file.seek(0)
+        return file.read()
+
+
+Compression = Literal["snappy", "zstd", "gzip", "none"]
+"""Of columns; encoded images are hardly smaller for it."""
+Unreadable = Literal["refuse", "skip"]
+"""What becomes of rows whose image cannot be decoded."""
+SKIPPED = "scalejax.skipped_rows"
+"""Name under which a file says how many unreadable rows were left out of it."""
+PIECES_AHEAD = 2
+"""Pieces of some rows that are prepared while one is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What decides the content of every file."""
+
+    source: str
+    """Where the rows come from."""
+    fingerprint: str
+    """Of their files."""
+    images: str | None
+    """Array of images of an .npz."""
+    labels: str | None
+    """Array or file of classes."""
+    shuffle_seed: int | None
+    """Of the order of a folder of images."""
+    rows: int
+    """How many there are."""
+    files: int
+    """Files to cut them into."""
+    row_group_rows: int
+    """Rows of a row group."""
+    image_column: str | None
+    """Column of images; None if there is none."""
+    image_size: int | None
+    """Shorter side to which larger images are brought; None for as they are."""
+    jpeg_quality: int
+    """Of JPEG that are written anew."""
+    compression: Compression
+    """Of columns."""
+    unreadable: Unreadable
+    """What becomes of rows whose image cannot be decoded."""
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """First row of a file, and the row after its last: equally many, or one more in some."""
+        return self.rows * index // self.files, self.rows * (index + 1) // self.files
+
+    def name(self, index: int) -> str:
+        """Name of a file, as Hugging Face `datasets` names them."""
+        return f"part-{index:05d}-of-{self.files:05d}.parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Who hears how the writing goes."""
+
+    rows: Callable[[int], None]
+    """Hears of rows that are done."""
+    skipped: Callable[[str], None]
+    """Hears of each row that is left out: where it is, and why."""
+
+
+def write_shard(
+    plan: Plan,
+    rows: Rows,
+    index: int,
+    path: Path,
+    *,
+    threads: Executor,
+    told: Told,
+) -> None:
+    """Write file `index` of the plan to `path`.
+
+    Raises:
+        ConfigError: if a row cannot be read, naming it, or the file cannot be written.
+    """
+    draft, skipped = path.with_name(f".{path.name}.draft"), 0
+    with _naming(path), _locked(draft, path) as file:
+        try:
+            file.truncate(0)  # what a killed process has left
+            with pq.ParquetWriter(file, rows.schema, compression=plan.compression) as writer:
+                for table, left_out in _groups(plan, rows, index, threads, told):
+                    skipped += left_out
+                    if len(table):
+                        writer.write_table(table, plan.row_group_rows)
+                writer.add_key_value_metadata({SKIPPED: str(skipped)})
+            file.flush()
+            os.fsync(file.fileno())  # a name that outlives a power cut has its content
+            draft.replace(path)
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+
+def _locked(draft: Path, path: Path) -> IO[bytes]:
+    """The draft, open and locked, and still of this name: who had it may have finished it."""
+    while True:
+        file = draft.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), draft.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        except BlockingIOError as error:
+            file.close()
+            raise ConfigError(f"{path} is being written by another process.") from error
+        file.close()
+
+
+def _groups(
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
+) -> Iterator[tuple[pa.Table, int]]:
+    """The rows of a file in whole row groups, the last one smaller; and how many were left out."""
+    held, count = rows.schema.empty_table(), 0
+    for piece, left_out in _pieces(plan, rows, index, threads, told):
+        held, count = pa.concat_tables([held, piece]), count + left_out
+        if whole := len(held) - len(held) % plan.row_group_rows:
+            yield held.slice(0, whole), count
+            held, count = held.slice(whole), 0
+        told.rows(len(piece) + left_out)
+    yield held, count
+
+
+def written(path: Path) -> tuple[int, int]:
+    """Rows of a file, and rows that were left out of it.
+
+    Raises:
+        ConfigError: if it is no such file.
+    """
+    try:
+        about = pq.read_metadata(path)
+        return about.num_rows, int((about.metadata or {})[SKIPPED.encode()])
+    except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not as scalejax data convert wrote it ({error}); remove it, and the same "
+            "command writes it again."
+        ) from error
+
+
+def _pieces(
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
+) -> Iterator[tuple[pa.Table, int]]:
+    """The rows of a file as they are to be written, some at a time, and how many of them were left
+    out; images are prepared side by side, some pieces ahead."""
+    waiting: deque[tuple[pa.Table, int, list[Future[bytes]]]] = deque()
+    begin, end = plan.bounds(index)
+    prepare = partial(prepared, shorter_side=plan.image_size, jpeg_quality=plan.jpeg_quality)
+    try:
+        for table in rows.read(begin, end):
+            images = () if plan.image_column is None else encoded_images(table[plan.image_column])
+            waiting.append((table, begin, [threads.submit(prepare, image) for image in images]))
+            begin += len(table)
+            if len(waiting) > PIECES_AHEAD:
+                yield _finished(plan, rows, told, *waiting.popleft())
+        while waiting:
+            yield _finished(plan, rows, told, *waiting.popleft())
+    finally:
+        for _, _, futures in waiting:
+            for future in futures:
+                future.cancel()
+
+
+def _finished(
+    plan: Plan, rows: Rows, told: Told, table: pa.Table, begin: int, images: list[Future[bytes]]
+) -> tuple[pa.Table, int]:
+    """The table with its images prepared, without the rows that are left out; and their number."""
+    if plan.image_column is None:
+        return table, 0
+    contents: list[bytes | None] = []
+    for row, image in enumerate(images):
+        try:
+            contents.append(image.result())
+        except UndecodableImage as error:
+            about = f"{rows.name(begin + row)}: no image that can be read ({error})"
+            if plan.unreadable == "refuse":
+                raise ConfigError(
+                    f"{about}; mend it, or leave such rows out with --unreadable skip."
+                ) from error
+            told.skipped(about)
+            contents.append(None)
+    column = table.schema.get_field_index(plan.image_column)
+    field = table.schema.field(column)
+    values = pa.array(contents, pa.binary())
+    if pa.types.is_struct(field.type):
+        names = [each.name for each in field.type]
+        old = table[plan.image_column].combine_chunks()
+        parts = [values if name == "bytes" else old.field(name) for name in names]
+        parts = [
+            part.cast(field.type.field(name).type) for part, name in zip(parts, names, strict=True)
+        ]
+        image_values = pa.StructArray.from_arrays(parts, fields=list(field.type))
+    else:
+        image_values = values.cast(field.type)
+    kept = [row for row, content in enumerate(contents) if content is not None]
+    table = table.set_column(column, field, image_values)
+    return (table.take(kept) if len(kept) < len(table) else table), len(contents) - len(kept)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error}). Files that are written stay; once there is "
+            "room, the same command goes on with the others."
+        ) from error

@@ -1,0 +1,229 @@
+"""Records in ArrayRecord files, as TFDS and MaxText write them: files, counts, what a record is."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal, require_at_least, unknown_name
+
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+    from scalejax.core.filesystem import DataFile
+
+_FILE_NAME = re.compile(r".*\.array_?record(-\d+-of-\d+)?")
+"""name.array_record, or name-train.array_record-00000-of-00010 as TFDS has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRecordConfig:
+    """Images and their classes in ArrayRecord files whose records are `tf.train.Example`, as TFDS
+    writes them.
+
+    `train` and `test` are each a file, a folder (every name.array_record and
+    name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files count in
+    the order of their names. TensorFlow is not needed.
+    """
+
+    name: Literal["array_record"] = "array_record"
+    """Selects this data set."""
+    train: str
+    """Files to train on."""
+    test: str
+    """Files to evaluate on."""
+    classes: int
+    """Values of the target; the files do not say it."""
+    image_column: str = "image"
+    """Feature that holds an encoded image (JPEG, PNG, ...)."""
+    label_column: str = "label"
+    """Feature that holds a class, an integer from 0."""
+    image_size: int = 224
+    """Height and width to which images are brought: the shorter side is scaled to it, the middle
+    of the longer kept."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue."""
+    cache_folder: str | None = None
+    """Where files at a URL are copied to, whole, before the first is read; they stay there. The
+    format is read from local disks alone. Refused for files whose store does not say when they
+    were written."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.image_size", self.image_size, 1)
+        require_at_least("data.classes", self.classes, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFile:
+    """A file of records."""
+
+    file: "DataFile"
+    """Where it is."""
+    path: str
+    """It, or its copy on this machine."""
+    count: int
+    """Records in it."""
+
+
+class NoExample(Exception):
+    """Bytes that are no `tf.train.Example`, or one without what is asked for."""
+
+
+def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
+    """Counts of records.
+
+    Raises:
+        ConfigError: as of `record_files`; if the first record of a part is of other features.
+    """
+    counts = []
+    for part in ("train", "test"):
+        files = record_files(config, part)
+        counts.append(sum(file.count for file in files))
+        first = next(file for file in files if file.count)
+        try:
+            (record,) = read_records(first, [0])
+            image_and_class(record, config.image_column, config.label_column)
+        except (NoExample, RuntimeError) as error:
+            raise ConfigError(f"data.{part}: {first.file.path}, record 0: {error}.") from error
+    return DatasetFacts(
+        train_examples=counts[0],
+        test_examples=counts[1],
+        input_shape=(config.image_size, config.image_size, config.channels),
+        target_shape=(),
+        classes=config.classes,
+    )
+
+
+def record_files(
+    config: ArrayRecordConfig, part: Literal["train", "test"]
+) -> tuple[RecordFile, ...]:
+    """The files of one part, in order.
+
+    Raises:
+        ConfigError: if there are none, one is not whole or no ArrayRecord, or there are no
+            records; if they are at a URL, and there is no folder for copies, or their store does
+            not say when they are written anew.
+    """
+    from scalejax.core.filesystem import is_url, listed, local_copy
+
+    field, location = f"data.{part}", getattr(config, part)
+    if is_url(location) and config.cache_folder is None:
+        accepted = f"{field} is a URL, and ArrayRecord is read from local disks; name a folder"
+        raise ConfigError(refusal("data.cache_folder", None, accepted))
+    found = listed(
+        field, location, lambda name: bool(_FILE_NAME.fullmatch(name)), "file *.array_record"
+    )
+    files = []
+    for file in found:
+        path = file.path
+        if is_url(path):
+            _require_version(config, file)
+            path = local_copy(field, file, config.cache_folder or "")
+        files.append(RecordFile(file=file, path=path, count=_count(field, file, path)))
+    if not any(file.count for file in files):
+        raise ConfigError(refusal(field, location, "its files hold no records"))
+    return tuple(files)
+
+
+def _require_version(config: ArrayRecordConfig, file: "DataFile") -> None:
+    """Refuse a copy of which no one could say later that it is what its store holds."""
+    if file.version is None:
+        accepted = (
+            f"the store of {file.path} says neither when it was written nor what its content is; "
+            "copy the files to this machine, and name them there"
+        )
+        raise ConfigError(refusal("data.cache_folder", config.cache_folder, accepted))
+
+
+def read_records(file: RecordFile, positions: Sequence[int]) -> list[bytes]:
+    """The records at `positions` of a file.
+
+    Raises:
+        RuntimeError: if one is damaged, saying where.
+    """
+    return _reader(file.path, file.file).read(positions)
+
+
+@lru_cache(maxsize=65536)
+def _count(field: str, file: "DataFile", path: str) -> int:
+    reader = _reader(path, file)
+    if not reader.ok():
+        raise ConfigError(
+            f"{field}: {file.path} cannot be read as ArrayRecord (its end, where records are "
+            "listed, is damaged or not there); write or copy it again, or leave it out."
+        )
+    return reader.num_records()
+
+
+@lru_cache(maxsize=256)  # each holds a file descriptor
+def _reader(path: str, file: "DataFile") -> Any:
+    """The file, open; another when it is written anew."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    # what lies beside a record is of no use to the next one, which lies anywhere
+    return ArrayRecordReader(path, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
+
+
+def image_and_class(record: bytes, image_column: str, label_column: str) -> tuple[bytes, int]:
+    """The encoded image and the class of a record.
+
+    Raises:
+        NoExample: if it is no `tf.train.Example`, or has no such features.
+    """
+    from google.protobuf.message import DecodeError
+
+    try:
+        features: Mapping[str, Any] = _example_type().FromString(record).features.feature
+    except DecodeError as error:
+        raise NoExample(f"it is no tf.train.Example ({error})") from error
+    values = []
+    for field, name, kind in (
+        ("image_column", image_column, "bytes_list"),
+        ("label_column", label_column, "int64_list"),
+    ):
+        if name not in features:
+            unknown = unknown_name(f"data.{field}", name, features).removesuffix(".")
+            raise NoExample(f"it has no such feature: {unknown}")
+        value = getattr(features[name], kind).value
+        if len(value) != 1:
+            raise NoExample(f"feature {name!r} has {len(value)} values in its {kind}, and not one")
+        values.append(value[0])
+    return values[0], values[1]
+
+
+@cache
+def _example_type() -> Any:
+    """The message `tf.train.Example`.
+
+    In a pool of its own, so that TensorFlow may define it too; field numbers are those of
+    tensorflow/core/example/{example,feature}.proto.
+    """
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    types = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="e", syntax="proto3")
+
+    def add(message: Any, name: str, number: int, kind: int, *, of: str = "", many: bool = False):
+        label = types.LABEL_REPEATED if many else types.LABEL_OPTIONAL
+        message.field.add(name=name, number=number, type=kind, label=label, type_name=of or None)
+
+    lists = {"BytesList": types.TYPE_BYTES, "FloatList": types.TYPE_FLOAT}
+    for name, kind in (lists | {"Int64List": types.TYPE_INT64}).items():
+        add(file.message_type.add(name=name), "value", 1, kind, many=True)
+    feature = file.message_type.add(name="Feature")
+    feature.oneof_decl.add(name="kind")
+    for number, name in enumerate(("BytesList", "FloatList", "Int64List"), 1):
+        snake = name.replace("List", "_list").lower()
+        add(feature, snake, number, types.TYPE_MESSAGE, of=f".e.{name}")
+        feature.field[-1].oneof_index = 0
+    features = file.message_type.add(name="Features")
+    entry = features.nested_type.add(name="FeatureEntry")
+    entry.options.map_entry = True
+    add(entry, "key", 1, types.TYPE_STRING)
+    add(entry, "value", 2, types.TYPE_MESSAGE, of=".e.Feature")
+    add(features, "feature", 1, types.TYPE_MESSAGE, of=".e.Features.FeatureEntry", many=True)
+    example = file.message_type.add(name="Example")
+    add(example, "features", 1, types.TYPE_MESSAGE, of=".e.Features")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("e.Example"))

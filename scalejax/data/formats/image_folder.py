@@ -1,0 +1,213 @@
+"""Images in a folder for each class, as torchvision's ImageFolder reads them; opens none."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp"),
+    *(".pgm", ".tif", ".tiff", ".webp"),
+)
+"""Ends of the names of images, in small or capital letters (those of torchvision)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderConfig:
+    """Images in a folder for each class: root/class/**/name.jpg, as torchvision's ImageFolder has
+    them, by the same indices.
+
+    `train` and `test` are each a folder or a URL of `fsspec`. Classes are the folders in `train`,
+    sorted by name; an image lies in one, or in any folder below it, also by a link. Files whose
+    names do not end as an image's, and files and folders whose names begin with ".", are left out.
+    """
+
+    name: Literal["image_folder"] = "image_folder"
+    """Selects this data set."""
+    train: str
+    """Folder to train on."""
+    test: str
+    """Folder to evaluate on; its classes are among those of `train`."""
+    image_size: int = 224
+    """Height and width to which images are brought: the shorter side is scaled to it, the middle
+    of the longer kept."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.image_size", self.image_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFiles:
+    """The images of a folder, class by class; in memory their names are as long as on the disk."""
+
+    location: str
+    """The folder."""
+    classes: tuple[str, ...]
+    """Names of its folders that hold images, sorted."""
+    counts: tuple[int, ...]
+    """Images of each."""
+    names: bytes
+    """Paths below the folder, a 0 between two."""
+    ends: np.ndarray
+    """Where each ends in `names`, int64."""
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def path(self, index: int) -> str:
+        """Path below the folder."""
+        begin = self.ends[index - 1] + 1 if index else 0
+        return os.fsdecode(self.names[begin : self.ends[index]])
+
+
+def image_folder_facts(config: ImageFolderConfig) -> DatasetFacts:
+    """Counts of images and classes.
+
+    Raises:
+        ConfigError: as of `image_files`.
+    """
+    train = image_files(config, "train")
+    return DatasetFacts(
+        train_examples=len(train),
+        test_examples=len(image_files(config, "test")),
+        input_shape=(config.image_size, config.image_size, config.channels),
+        target_shape=(),
+        classes=len(train.classes),
+    )
+
+
+def image_files(config: ImageFolderConfig, split: Literal["train", "test"]) -> ImageFiles:
+    """The images of one part. Folders are listed again once one of them changed; URLs once.
+
+    Raises:
+        ConfigError: if there is no such folder, it has no class, a class has no image, or the
+            test part has one that the training part has not.
+    """
+    files = _files(f"data.{split}", getattr(config, split))
+    if split == "test":
+        known = image_files(config, "train").classes
+        unknown = sorted(set(files.classes) - set(known))
+        if unknown:
+            accepted = (
+                f"it holds the class {unknown[0]!r}, and data.train={config.train!r} does not"
+            )
+            raise ConfigError(refusal("data.test", config.test, accepted))
+    return files
+
+
+_listings: dict[str, tuple[tuple[tuple[str, int], ...], ImageFiles]] = {}
+"""By location: when each of its folders was written, and what was in them."""
+_MOST_LISTINGS = 8
+
+
+def _files(field: str, location: str) -> ImageFiles:
+    # Imported here because other data sets need no Arrow, and commands start sooner without.
+    from scalejax.core.filesystem import is_url, naming
+
+    with naming(field, location):
+        key = location if is_url(location) else os.path.abspath(location)
+        if key in _listings:
+            written, files = _listings[key]
+            if all(_written(folder) == when for folder, when in written):
+                return files
+        if is_url(location):
+            written, below = (), _below_url(field, location)
+        else:
+            if not os.path.isdir(location):
+                accepted = f"there is no such folder; it must hold one for each class of {field}"
+                raise ConfigError(refusal(field, location, accepted))
+            when, below = [], {}
+            for path, names in _folders(location):
+                when.append((os.path.join(location, path), _written(os.path.join(location, path))))
+                below[path] = names
+            written = tuple(when)
+        files = _ordered(field, location, below)
+    _listings.pop(key, None)
+    while len(_listings) >= _MOST_LISTINGS:
+        del _listings[next(iter(_listings))]
+    _listings[key] = written, files
+    return files
+
+
+def _written(folder: str) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return -1
+
+
+def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below `root`, and `root` as "", with the names of the files in it.
+
+    Asks the system for no more than names and kinds: a call for each file would take longer than
+    all else.
+    """
+    waiting = [""]
+    while waiting:
+        path = waiting.pop()
+        names = []
+        with os.scandir(os.path.join(root, path)) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    waiting.append(os.path.join(path, entry.name))
+                else:
+                    names.append(entry.name)
+        yield path, names
+
+
+def _below_url(field: str, location: str) -> dict[str, list[str]]:
+    """As `_folders`, of a URL."""
+    from scalejax.core.filesystem import opened_filesystem
+
+    filesystem, root = opened_filesystem(field, location)
+    below: dict[str, list[str]] = {}
+    start = len(root.rstrip("/")) + 1
+    for path in filesystem.handler.fs.find(root):
+        parts = path[start:].split("/")
+        if not any(part.startswith(".") for part in parts):
+            below.setdefault("/".join(parts[:-1]), []).append(parts[-1])
+    if not below:
+        accepted = f"there is no such folder; it must hold one for each class of {field}"
+        raise ConfigError(refusal(field, location, accepted))
+    return below
+
+
+def _ordered(field: str, location: str, below: dict[str, list[str]]) -> ImageFiles:
+    """The images among the files of each folder, as torchvision orders them."""
+    counts: dict[str, int] = {}
+    paths: list[str] = []
+    for folder in sorted(below, key=lambda folder: (folder.split("/")[0], folder)):
+        if not folder:  # beside the classes, not in one
+            continue
+        names = sorted(n for n in below[folder] if n.lower().endswith(IMAGE_SUFFIXES))
+        paths += [f"{folder}/{name}" for name in names]
+        of_class = folder.split("/")[0]
+        counts[of_class] = counts.get(of_class, 0) + len(names)
+    if not counts:
+        accepted = "it holds no folders; each class has one, with its images in it"
+        raise ConfigError(refusal(field, location, accepted))
+    empty = [name for name, count in counts.items() if not count]
+    if empty:
+        accepted = (
+            f"its folder {empty[0]!r} is a class without an image "
+            f"({', '.join(IMAGE_SUFFIXES)}); remove it, or fill it"
+        )
+        raise ConfigError(refusal(field, location, accepted))
+    joined = os.fsencode("\0".join(paths))
+    zeros = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
+    return ImageFiles(
+        location=location,
+        classes=tuple(counts),
+        counts=tuple(counts.values()),
+        names=joined,
+        ends=np.append(zeros, len(joined)).astype(np.int64),
+    )

@@ -1,0 +1,207 @@
+"""Images or numbers, and their classes, in NumPy's files: which arrays they are."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal, require_at_least, unknown_name
+from scalejax.data.formats.npy_headers import ArrayHeader, headers_at, loaded_array
+
+Part = Literal["train", "test"]
+PAIRS = (
+    ("x_{part}", "y_{part}"),  # keras.datasets
+    ("{part}_images", "{part}_labels"),  # MedMNIST
+    ("inputs", "targets"),
+    ("images", "labels"),
+    ("x", "y"),
+)
+"""Names of inputs and targets that are looked for, in this order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumpyConfig:
+    """Images or numbers, and their classes, in NumPy's files.
+
+    `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
+    arrays (an .npz that was unzipped). Arrays in .npy files are mapped into memory, or, at a URL,
+    read in the ranges that a batch needs; those of an .npz are loaded whole, in every process that
+    makes batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or
+    numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
+    spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
+    """
+
+    name: Literal["numpy"] = "numpy"
+    """Selects this data set."""
+    train: str
+    """Arrays to train on."""
+    test: str
+    """Arrays to evaluate on; it may be the same file, with other arrays in it."""
+    inputs: str | None = None
+    """Name of the array to learn from, "{part}" in it standing for train or test; if absent, the
+    first of x_{part}, {part}_images, inputs, images and x that is there with its targets."""
+    targets: str | None = None
+    """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
+    classes: int | None = None
+    """Values of the target; if absent, one more than the largest."""
+    memory_bytes: int = 4 * 2**30
+    """Most that arrays of .npz files take in all processes of a host's `input.workers`."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.memory_bytes", self.memory_bytes, 1)
+        if self.classes is not None:
+            require_at_least("data.classes", self.classes, 1)
+        if (self.inputs is None) != (self.targets is None):
+            given = "inputs" if self.targets is None else "targets"
+            accepted = "data.inputs and data.targets are named both or neither"
+            raise ConfigError(refusal(f"data.{given}", getattr(self, given), accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartHeaders:
+    """The two arrays of one part of a data set."""
+
+    inputs: ArrayHeader
+    """Examples."""
+    targets: ArrayHeader
+    """Their classes."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether examples are rows of numbers."""
+        return len(self.inputs.shape) == 2
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Of one example, with the channels of an image."""
+        shape = self.inputs.shape[1:]
+        return (*shape, 1) if len(shape) == 2 else shape
+
+
+def numpy_facts(config: NumpyConfig) -> DatasetFacts:
+    """Counts, shapes and classes.
+
+    Raises:
+        ConfigError: as of `part_headers` and `targets_of`; if the parts differ in shape, or
+            arrays of .npz files take more than `config.memory_bytes`.
+    """
+    train, test = part_headers(config, "train"), part_headers(config, "test")
+    if train.input_shape != test.input_shape:
+        raise ConfigError(
+            f"data.test: {test.inputs.where} holds examples of {test.input_shape}, and "
+            f"{train.inputs.where} of {train.input_shape}; they must be of one shape."
+        )
+    require_room(config)
+    classes = [int(targets_of(config, part).max()) + 1 for part in ("train", "test")]
+    return DatasetFacts(
+        train_examples=train.inputs.shape[0],
+        test_examples=test.inputs.shape[0],
+        input_shape=train.input_shape,
+        target_shape=(),
+        classes=config.classes or max(classes),
+        is_table=train.is_table,
+    )
+
+
+def require_room(config: NumpyConfig, processes: int = 1) -> None:
+    """Refuse arrays of .npz files that `processes` of a host cannot hold: one holds all, and each
+    of the others the inputs to train on.
+
+    Raises:
+        ConfigError: if they take more than `config.memory_bytes`.
+    """
+    train, test = part_headers(config, "train"), part_headers(config, "test")
+    held = [*{train.inputs, train.targets, test.inputs, test.targets}]
+    held += [train.inputs] * (processes - 1)
+    loaded = sum(array.size_bytes for array in held if array.member is not None)
+    if loaded > config.memory_bytes:
+        of = f" in {processes} processes (input.workers)" if processes > 1 else ""
+        accepted = (
+            f"the arrays take {loaded}{of}; unzip the .npz into a folder, whose .npy files are not "
+            "loaded but mapped"
+        )
+        raise ConfigError(refusal("data.memory_bytes", config.memory_bytes, accepted))
+
+
+def part_headers(config: NumpyConfig, part: Part) -> PartHeaders:
+    """The arrays of one part.
+
+    Raises:
+        ConfigError: if files cannot be read or are not whole, arrays are not there, hold Python
+            objects, or are of types and shapes that are no examples and classes.
+    """
+    field, location = f"data.{part}", getattr(config, part)
+    found = headers_at(field, location)
+    given = (config.inputs, config.targets)
+    pairs = PAIRS if config.inputs is None else (given,)
+    pairs = [tuple((name or "").replace("{part}", part) for name in pair) for pair in pairs]
+    pair = next((pair for pair in pairs if set(pair) <= set(found)), None)
+    if pair is None and config.inputs is None:
+        tried = ", ".join(f"{x} with {y}" for x, y in pairs)
+        accepted = (
+            f"it holds {', '.join(sorted(found))}, and none of {tried}; name its arrays in "
+            "data.inputs and data.targets"
+        )
+        raise ConfigError(refusal(field, location, accepted))
+    if pair is None:
+        field, name = next(
+            (name, value)
+            for name, value in zip(("inputs", "targets"), pairs[0], strict=True)
+            if value not in found
+        )
+        unknown = unknown_name(f"data.{field}", name, found)
+        raise ConfigError(f"{location} has no such array: {unknown}")
+    headers = PartHeaders(inputs=found[pair[0]], targets=found[pair[1]])
+    for header in (headers.inputs, headers.targets):
+        if header.dtype.hasobject:
+            raise ConfigError(
+                f"{field}: {header.where} holds Python objects, and unpickling them could run any "
+                "program; write it as an array of numbers."
+            )
+    _require_examples(headers.inputs)
+    _require_classes(headers)
+    return headers
+
+
+def _require_examples(inputs: ArrayHeader) -> None:
+    accepted = "inputs are uint8 images [n, height, width(, 1 or 3)], or numbers [n, features]"
+    shape, kind = inputs.shape, inputs.dtype.kind
+    if len(shape) == 4 and shape[3] not in (1, 3):
+        accepted += "; channels come last"
+    is_image = len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3))
+    fits = inputs.dtype == np.uint8 if is_image else len(shape) == 2 and kind in "fiub"
+    if not fits or 0 in shape:
+        raise ConfigError(f"{inputs.where} holds {inputs.dtype} {list(shape)}: {accepted}.")
+
+
+def _require_classes(headers: PartHeaders) -> None:
+    targets, count = headers.targets, headers.inputs.shape[0]
+    if targets.shape not in ((count,), (count, 1)) or targets.dtype.kind not in "iub":
+        raise ConfigError(
+            f"{targets.where} holds {targets.dtype} {list(targets.shape)}: targets are integers "
+            f"[{count}], one for each of {headers.inputs.where}."
+        )
+
+
+def targets_of(config: NumpyConfig, part: Part) -> np.ndarray:
+    """The classes of a part, int32 [n].
+
+    Raises:
+        ConfigError: if one is below 0, or not below `config.classes`, naming file and row.
+    """
+    return _targets(f"data.{part}", part_headers(config, part).targets, config.classes)
+
+
+@lru_cache(maxsize=4)
+def _targets(field: str, header: ArrayHeader, classes: int | None) -> np.ndarray:
+    values = loaded_array(field, header).reshape(-1)
+    most = 2**31 - 1 if classes is None else classes
+    wrong = np.flatnonzero((values < 0) | (values >= most))
+    if wrong.size:
+        count = "from 0" if classes is None else f"0 to {classes - 1} (data.classes)"
+        raise ConfigError(
+            f"{header.where}, row {wrong[0]}: {values[wrong[0]]} is no class; they are {count}."
+        )
+    return values.astype(np.int32)

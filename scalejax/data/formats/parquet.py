@@ -1,0 +1,271 @@
+"""Parquet files and the row groups in them, from their footers.
+
+Knows files, columns and rows; nothing of what the columns mean to a network.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.core.filesystem import DataFile, listed, opened_filesystem
+
+Filter = tuple[str, str, object]
+"""Column, comparison and value: the rows for which it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowGroup:
+    """Rows that are read together."""
+
+    file: DataFile
+    """Where they are."""
+    index: int
+    """Which of the file's row groups they are."""
+    first_row: int
+    """Rows of the file before them."""
+    rows: int
+    """How many they are."""
+    column_bytes: tuple[tuple[str, int], ...]
+    """Bytes of each column when it is decompressed."""
+    column_bounds: tuple[tuple[str, int, int], ...]
+    """Lowest and highest value of each column of integers whose bounds the footer has."""
+
+    def bytes_of(self, columns: Sequence[str]) -> int:
+        """Bytes that `columns` take in memory; at least, if they were written as a dictionary."""
+        return sum(size for name, size in self.column_bytes if name in columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParquetFiles:
+    """The row groups of some files of one schema, in order."""
+
+    field: str
+    """Field of the config that names them."""
+    location: str
+    """Its value."""
+    schema: pa.Schema
+    """Columns of every file (those asked for are equal in all)."""
+    groups: tuple[RowGroup, ...]
+    """In the order of file names, and in a file as they lie."""
+    kept: tuple[np.ndarray, ...] | None = None
+    """For each row group the rows that filters keep, int32, in order; None for all."""
+    filters: tuple[Filter, ...] = ()
+    """What keeps them."""
+
+    @property
+    def kept_counts(self) -> np.ndarray:
+        """Rows of each group that filters keep."""
+        if self.kept is None:
+            return np.array([group.rows for group in self.groups])
+        return np.array([len(rows) for rows in self.kept])
+
+    @property
+    def kept_count(self) -> int:
+        """Rows of all groups that filters keep."""
+        return int(self.kept_counts.sum())
+
+
+def find_files(field: str, location: str, columns: Sequence[str]) -> ParquetFiles:
+    """The row groups of the files at `location`, a file, folder, glob or URL.
+
+    Footers are read once in a process for as long as their files stay the same.
+
+    Args:
+        field: field of the config that names the location.
+        location: where.
+        columns: columns that every file must have, of the same type.
+
+    Raises:
+        ConfigError: if there are no files or rows, one cannot be read or is not whole, or lacks a
+            column.
+    """
+    wanted = "Parquet file (*.parquet)"
+    footers = [_footer(field, file) for file in listed(field, location, _is_parquet, wanted)]
+    first = footers[0]
+    for file, schema, _ in footers:
+        for column in columns:
+            if column not in schema.names:
+                unknown = unknown_name("column", column, schema.names)
+                raise ConfigError(f"{file.path} has no such column: {unknown}")
+            if schema.field(column).type != (type_ := first[1].field(column).type):
+                raise ConfigError(
+                    f"{file.path} holds {column!r} as {schema.field(column).type}, and "
+                    f"{first[0].path} as {type_}: {field} must name files of one schema."
+                )
+    groups = tuple(group for _, _, groups in footers for group in groups if group.rows)
+    if not groups:
+        raise ConfigError(refusal(field, location, "its files hold no rows"))
+    return ParquetFiles(field=field, location=location, schema=first[1], groups=groups)
+
+
+def _is_parquet(name: str) -> bool:
+    return name.endswith(".parquet")
+
+
+@lru_cache(maxsize=65536)
+def _footer(field: str, file: DataFile) -> tuple[DataFile, pa.Schema, tuple[RowGroup, ...]]:
+    with opened(field, file) as parquet:
+        about = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
+        schema = parquet.schema_arrow
+    firsts = np.cumsum([0, *(each.num_rows for each in about)])
+    groups = tuple(
+        RowGroup(
+            file=file,
+            index=index,
+            first_row=int(firsts[index]),
+            rows=each.num_rows,
+            column_bytes=_column_bytes(each, schema),
+            column_bounds=_column_bounds(each, schema),
+        )
+        for index, each in enumerate(about)
+    )
+    return file, schema, groups
+
+
+def _column_bytes(about: pq.RowGroupMetaData, schema: pa.Schema) -> tuple[tuple[str, int], ...]:
+    sizes = dict.fromkeys(schema.names, 0)
+    for index in range(about.num_columns):
+        column = about.column(index)
+        sizes[column.path_in_schema.split(".")[0]] += column.total_uncompressed_size
+    for field in schema:  # numbers that repeat are written shorter than they are
+        if pa.types.is_primitive(field.type):
+            sizes[field.name] = about.num_rows * field.type.bit_width // 8
+    return tuple(sizes.items())
+
+
+def _column_bounds(
+    about: pq.RowGroupMetaData, schema: pa.Schema
+) -> tuple[tuple[str, int, int], ...]:
+    integers = {field.name for field in schema if pa.types.is_integer(field.type)}
+    columns = [about.column(index) for index in range(about.num_columns)]
+    known = [
+        (column.path_in_schema, column.statistics)
+        for column in columns
+        if column.path_in_schema in integers and column.statistics is not None
+    ]
+    return tuple((name, found.min, found.max) for name, found in known if found.has_min_max)
+
+
+@contextmanager
+def opened(field: str, file: DataFile, *, is_streamed: bool = False) -> Iterator[pq.ParquetFile]:
+    """The file, open; if streamed, a row group is read as its rows are asked for, and not whole.
+
+    Raises:
+        ConfigError: if it cannot be opened or read, or is not whole.
+    """
+    filesystem, path = opened_filesystem(field, file.path)
+    try:
+        with filesystem.open_input_file(path) as stream:
+            # Arrow 26 reads whole row groups ahead unless it is told not to.
+            streaming = {"pre_buffer": False, "buffer_size": 2**20} if is_streamed else {}
+            yield pq.ParquetFile(stream, **streaming)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).strip().rstrip(".")
+        raise ConfigError(
+            f"{field}: {file.path} cannot be read as Parquet ({reason}); "
+            "write or copy it again, or leave it out."
+        ) from error
+
+
+def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+    """Columns of a row group, each in one piece; of a struct, its field "bytes" in its place.
+
+    Raises:
+        ConfigError: if the file cannot be read, is damaged, or is another than it was.
+    """
+    with opened(field, group.file) as parquet:
+        groups = parquet.num_row_groups
+        if groups <= group.index or parquet.metadata.row_group(group.index).num_rows != group.rows:
+            raise ConfigError(f"{field}: {group.file.path} was written anew while it was read.")
+        types = {name: parquet.schema_arrow.field(name).type for name in columns}  # each once
+        structs = {name for name, type_ in types.items() if pa.types.is_struct(type_)}
+        leaves = [f"{name}.bytes" if name in structs else name for name in types]
+        table = parquet.read_row_group(group.index, columns=leaves)
+    return pa.table({name: _in_one_piece(table[name], name in structs) for name in types})
+
+
+def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:
+    chunks = [chunk.field("bytes") if is_struct else chunk for chunk in column.chunks]
+    if pa.types.is_dictionary(column.type):
+        chunks = [chunk.dictionary_decode() for chunk in chunks]
+    type_ = chunks[0].type
+    if pa.types.is_binary(type_):  # of which one piece would end at 2 GiB
+        chunks, type_ = [chunk.cast(pa.large_binary()) for chunk in chunks], pa.large_binary()
+    if pa.types.is_string(type_):
+        chunks, type_ = [chunk.cast(pa.large_string()) for chunk in chunks], pa.large_string()
+    return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
+
+
+# Which rows of Parquet files filters keep; no other columns are read than those they compare.
+
+
+def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
+    """`files` with the rows that `filters` keep.
+
+    Raises:
+        ConfigError: if a value does not compare with its column, or no row is kept.
+    """
+    if not filters:
+        return files
+    kept = kept_rows(files.field, files.groups, filters)
+    if not any(rows.size for rows in kept):
+        raise ConfigError(refusal("data.filters", filters, f"they keep no row of {files.location}"))
+    return replace(files, kept=kept, filters=filters)
+
+
+@lru_cache(maxsize=8)
+def kept_rows(
+    field: str, groups: tuple[RowGroup, ...], filters: tuple[Filter, ...]
+) -> tuple[np.ndarray, ...]:
+    """For each row group the rows that `filters` keep, int32.
+
+    Raises:
+        ConfigError: if a value does not compare with its column.
+    """
+    columns = sorted({column for column, _, _ in filters})
+    kept = []
+    for group in groups:
+        table = read_columns(field, group, columns)
+        mask = np.ones(group.rows, bool)
+        for each in filters:
+            mask &= _matches(table[each[0]], each)
+        kept.append(np.flatnonzero(mask).astype(np.int32))
+    return tuple(kept)
+
+
+_COMPARISONS = {
+    "==": "equal",
+    "!=": "not_equal",
+    "<": "less",
+    "<=": "less_equal",
+    ">": "greater",
+    ">=": "greater_equal",
+}
+"""What Arrow calls each."""
+
+
+def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:
+    """For which `values` the comparison holds; a missing one fits none."""
+    _, comparison, wanted = each
+    try:
+        if isinstance(wanted, tuple):
+            options = pc.SetLookupOptions(pa.array(wanted).cast(values.type))
+            mask = pc.call_function("is_in", [values], options)
+        else:
+            is_fraction = isinstance(wanted, float) and not wanted.is_integer()
+            if is_fraction and pa.types.is_integer(values.type):
+                # integers that are rounded here are further from 0 than any bound with a fraction
+                values = values.cast(pa.float64(), safe=False)
+            bound = pa.scalar(wanted).cast(values.type)
+            mask = pc.call_function(_COMPARISONS[comparison], [values, bound])
+    except (pa.ArrowException, OverflowError) as error:
+        accepted = f"the column is {values.type}, which does not compare so ({error})"
+        raise ConfigError(refusal("data.filters", list(each), accepted)) from error
+    return mask.fill_null(False).to_numpy()

@@ -1,0 +1,181 @@
+"""Tokens in files, one after the other: how many, of which type, and where they begin."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.data.formats.npy_headers import header_of_file
+
+if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
+    from scalejax.core.filesystem import DataFile
+
+SUFFIXES = (".bin", ".npy", ".txt")
+"""Ends of the names of files of tokens."""
+LLM_C_TYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
+"""First number of a file of llm.c, and the type of the tokens after its header: the 256 int32
+number, version, count of tokens and nothing (its dev/data/data_common.py)."""
+LLM_C_HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensConfig:
+    """Text as tokens in flat files, one after the other: .bin of unsigned integers, as nanoGPT
+    (no header) and llm.c (its header) write them, .npy of integers, or .txt, read by bytes.
+
+    `train` and `test` are each a file, a folder, a glob, or a URL of `fsspec`; the files make one
+    stream, in the order of their names. They are mapped into memory, or, at a URL, read in the
+    ranges that a batch needs. An example is the next `tokens` of the stream, its targets the same
+    one place on: in an epoch each token is a target once, but for the first and for those at the
+    end that fill no example. Examples run over the ends of documents, and attention sees across
+    them: there is no mask.
+    """
+
+    name: Literal["tokens"] = "tokens"
+    """Selects this data set."""
+    train: str
+    """Files to train on."""
+    test: str | None = None
+    """Files to evaluate on; if absent, the end of `train`, which is not trained on then."""
+    test_fraction: float = 0.05
+    """Part of the tokens of `train` that is its end, where `test` is absent."""
+    tokens: int = 1024
+    """Tokens in an example."""
+    vocabulary: int = 50_304
+    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    """Type of a token in .bin files without a header; if absent, uint16. Files that say theirs
+    are refused if it is another."""
+    packing: Literal["concatenate", "documents"] = "concatenate"
+    """Concatenate: the stream is cut as it lies, and its examples are shuffled. Documents: they are
+    put in another order in every epoch of training, one after the other, and then cut (as
+    Megatron-LM's GPT data sets): what stands beside a document in an example changes too."""
+    end_of_document: int | None = None
+    """Token that ends a document; the end of a file does too. For packing by documents: their
+    files are read once to find it, and a document takes 40 bytes of memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vocabulary"):
+            require_at_least(f"data.{name}", getattr(self, name), 1)
+        if not 0 < self.test_fraction < 1:
+            raise ConfigError(
+                refusal("data.test_fraction", self.test_fraction, "it must be between 0 and 1")
+            )
+        if self.end_of_document is not None and self.packing != "documents":
+            accepted = 'it is for packing = "documents"; leave it out'
+            raise ConfigError(refusal("data.end_of_document", self.end_of_document, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """A file of tokens."""
+
+    file: "DataFile"
+    """Where it is."""
+    dtype: np.dtype
+    """Type of a token."""
+    offset: int
+    """Bytes before the first."""
+    count: int
+    """Tokens in it."""
+
+
+def tokens_facts(config: TokensConfig) -> DatasetFacts:
+    """Counts of examples.
+
+    Raises:
+        ConfigError: as of `token_files`; if a part has too few tokens for an example.
+    """
+    examples = {}
+    for part in ("train", "test"):
+        begin, end = token_span(config, part)
+        # An example needs one token more than it has: the target of its last place.
+        examples[part] = (end - begin - 1) // config.tokens
+        if examples[part] < 1:
+            of = config.test if part == "test" and config.test is not None else config.train
+            accepted = f"the {part} part of {of} has {end - begin}; an example needs one more"
+            raise ConfigError(refusal("data.tokens", config.tokens, accepted))
+    return DatasetFacts(
+        train_examples=examples["train"],
+        test_examples=examples["test"],
+        input_shape=(config.tokens,),
+        target_shape=(config.tokens,),
+        classes=config.vocabulary,
+    )
+
+
+def token_span(config: TokensConfig, part: Literal["train", "test"]) -> tuple[int, int]:
+    """Where the tokens of a part begin and end in the stream of its files."""
+    total = sum(file.count for file in token_files(config, part))
+    if config.test is not None:
+        return 0, total
+    of_test = int(total * config.test_fraction)
+    return (0, total - of_test) if part == "train" else (total - of_test, total)
+
+
+def token_files(config: TokensConfig, part: Literal["train", "test"]) -> tuple[TokenFile, ...]:
+    """The files of one part, in order; of both, where `config.test` is absent.
+
+    Raises:
+        ConfigError: if there are none, one is not whole, or its type is another than said.
+    """
+    from scalejax.core.filesystem import listed
+
+    is_test = part == "test" and config.test is not None
+    field, location = ("data.test", config.test) if is_test else ("data.train", config.train)
+    files = listed(
+        field, location or "", lambda name: name.endswith(SUFFIXES), f"file of {SUFFIXES}"
+    )
+    found = tuple(_token_file(field, file, config.dtype) for file in files)
+    for each in found:
+        is_said = config.dtype is not None or each.offset or each.file.path.endswith(".npy")
+        if not is_said and each.dtype.itemsize > 1 and config.vocabulary > 2**16:
+            accepted = f"{each.file.path} does not say its type; name uint16 or uint32"
+            raise ConfigError(refusal("data.dtype", config.dtype, accepted))
+    return found
+
+
+@lru_cache(maxsize=65536)
+def _token_file(field: str, file: "DataFile", given: str | None) -> TokenFile:
+    if file.path.endswith(".npy"):
+        header = header_of_file(field, file)
+        if len(header.shape) != 1 or header.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{field}: {file.path} holds {header.dtype} {list(header.shape)}: tokens are "
+                "integers in one dimension."
+            )
+        found = TokenFile(
+            file=file, dtype=header.dtype, offset=header.offset, count=header.shape[0]
+        )
+    elif file.path.endswith(".txt"):
+        found = TokenFile(file=file, dtype=np.dtype("u1"), offset=0, count=file.size_bytes)
+    else:
+        found = _binary_file(field, file, np.dtype(given or "uint16").newbyteorder("<"))
+    if given is not None and found.dtype != np.dtype(given):
+        accepted = f"{file.path} holds {found.dtype}; leave it out"
+        raise ConfigError(refusal("data.dtype", given, accepted))
+    return found
+
+
+def _binary_file(field: str, file: "DataFile", dtype: np.dtype) -> TokenFile:
+    from scalejax.core.filesystem import opened
+
+    with opened(field, file) as stream:
+        first = np.frombuffer(stream.read(12).ljust(12, b"\0"), "<i4")
+    if (said := LLM_C_TYPES.get(int(first[0]))) is not None:
+        count, needed = int(first[2]), LLM_C_HEADER_BYTES + int(first[2]) * said.itemsize
+        if count < 0 or file.size_bytes != needed:
+            raise ConfigError(
+                f"{field}: {file.path} is not whole: its header says {count} tokens, which are "
+                f"{needed} bytes with it, and it has {file.size_bytes}; write or copy it again."
+            )
+        return TokenFile(file=file, dtype=said, offset=LLM_C_HEADER_BYTES, count=count)
+    if file.size_bytes % dtype.itemsize:
+        raise ConfigError(
+            f"{field}: {file.path} has {file.size_bytes} bytes, and tokens of {dtype} take "
+            f"{dtype.itemsize} each: it is not whole, or data.dtype is another."
+        )
+    return TokenFile(file=file, dtype=dtype, offset=0, count=file.size_bytes // dtype.itemsize)

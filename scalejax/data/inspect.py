@@ -1,0 +1,446 @@
+"""What is in a data set: rows, columns, classes, images, and whether it is cut well for training.
+
+Knows rows and what a run asks of them; prints nothing.
+"""
+
+import io
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from scalejax.config.parquet import ParquetConfig, ReadingConfig
+from scalejax.core.units import MIB, counted, format_bytes
+from scalejax.data.convert.image_folder import ImageFolderRows
+from scalejax.data.convert.parquet import ParquetRows
+from scalejax.data.convert.rows import Rows, encoded_images
+from scalejax.data.formats.parquet import opened
+from scalejax.data.formats.parquet_columns import hugging_face_names, is_class, is_image
+from scalejax.data.suggest_config import data_table, parts_advice
+from scalejax.data.transforms.images import UndecodableImage, decoded, in_threads
+
+# The classes in a data set: which column they are, how many rows each has, and how they lie.
+
+SCANNED_BYTES = 64 * MIB
+"""Largest column of classes, decompressed, that is read to count them."""
+LABEL_NAMES = ("label", "labels", "target", "class", "fine_label", "y")
+"""What a column of classes is called; else it is the last that could be one."""
+
+GroupClasses = list[Counter[object]]
+"""Rows of each class, of one row group after the other."""
+
+
+def image_column(schema: pa.Schema) -> str | None:
+    """The first column of images; None if there is none."""
+    return next((each.name for each in schema if is_image(each.type)), None)
+
+
+def label_column(schema: pa.Schema) -> str | None:
+    """The column of classes, as far as can be told."""
+    image = image_column(schema)
+    fitting = [each.name for each in schema if each.name != image and is_class(each.type)]
+    named = [name for name in LABEL_NAMES if name in fitting]
+    if named or image is None:  # of a table, any column may be what is to be learned
+        return named[0] if named else None
+    return fitting[-1] if fitting else None
+
+
+def group_classes(rows: Rows, label: str) -> GroupClasses | None:
+    """The classes in each row group, or in all rows where there are none; None if counting them
+    would read too much."""
+    if isinstance(rows, ParquetRows):
+        if sum(group.bytes_of([label]) for group in rows.found.groups) > SCANNED_BYTES:
+            return None
+        return [_counts(table[label]) for table in rows.columns([label])]
+    if isinstance(rows, ImageFolderRows):
+        return [_counts(pa.chunked_array([rows.labels]))]
+    return None
+
+
+def _counts(column: pa.ChunkedArray) -> Counter[object]:
+    found = column.value_counts()
+    return Counter({each["values"].as_py(): each["counts"].as_py() for each in found})
+
+
+def named_classes(
+    schema: pa.Schema, label: str, groups: GroupClasses
+) -> tuple[tuple[str, int], ...]:
+    """Rows of each class by its name, the most frequent first."""
+    names = hugging_face_names(schema, label)
+    total = _total(groups)
+    return tuple((_class_name(value, names), count) for value, count in total.most_common())
+
+
+def _class_name(value: object, names: tuple[str, ...]) -> str:
+    if isinstance(value, int) and 0 <= value < len(names):
+        return names[value]
+    return str(value)
+
+
+def _total(groups: GroupClasses) -> Counter[object]:
+    total: Counter[object] = Counter()
+    for each in groups:
+        total.update(each)
+    return total
+
+
+def order_advice(groups: GroupClasses) -> str | None:
+    """What to do if classes lie one after the other, so that row groups are no sample of them."""
+    total, alike = _total(groups), sum(len(each) == 1 for each in groups)
+    rows = total.total()
+    # Small row groups of a frequent class are of one class in any order: so many, on average.
+    by_chance = sum((count / rows) ** each.total() for each in groups for count in total.values())
+    if len(total) < 2 or 2 * alike <= len(groups) or 2 * by_chance >= alike:
+        return None
+    return (
+        f"classes lie one after the other: {alike:,} of {len(groups):,} row groups hold a single "
+        f'class of {len(total):,}. data.reading.shuffle = "row_groups" would train badly; "rows", '
+        "the default, mixes them, and scalejax data convert --shuffle-seed N writes a folder of "
+        "images in mixed order."
+    )
+
+
+def written_order_advice(location: str) -> str | None:
+    """The same of Parquet files, if a column of classes is found in them.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    rows = ParquetRows(location)
+    label = label_column(rows.schema)
+    groups = group_classes(rows, label) if label is not None else None
+    return order_advice(groups) if groups is not None else None
+
+
+SAMPLED_IMAGES = 64
+"""Images of which format and size are looked at, evenly spread."""
+PLACES = 8
+"""In so many places, which takes but a little of a large data set."""
+NAMED_ROWS = 10
+"""Unreadable rows that are named; the rest are counted."""
+SMALL_GROUP_BYTES, MANY_GROUPS = 64 * 2**10, 1000
+"""Opening a row group takes about as long as reading so much of it; many such are slow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnFacts:
+    """One column."""
+
+    name: str
+    """Its name."""
+    type: str
+    """Its type, in Arrow's words."""
+    decompressed_bytes: int | None = None
+    """Bytes of it in memory; None if the files do not say."""
+    stored_bytes: int | None = None
+    """Bytes of it in the files; None if they do not say."""
+    compression: str | None = None
+    """How it is compressed; None if it is not, or the files do not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """The row groups of Parquet files."""
+
+    count: int
+    """How many."""
+    fewest_rows: int
+    """Of the smallest."""
+    most_rows: int
+    """Of the largest."""
+    largest_bytes: int
+    """Decompressed, of the largest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFacts:
+    """Some images, evenly spread over the rows."""
+
+    column: str
+    """Where they are."""
+    sampled: int
+    """How many were looked at."""
+    formats: tuple[str, ...]
+    """Such as JPEG, the most frequent first."""
+    smallest: tuple[int, int]
+    """Width and height of the one with the fewest pixels."""
+    median: tuple[int, int]
+    """Likewise of the middle."""
+    largest: tuple[int, int]
+    """Likewise of the one with the most."""
+    mean_bytes: float
+    """Encoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A row that cannot be read."""
+
+    where: str
+    """File and row."""
+    why: str
+    """What is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What is in a data set."""
+
+    location: str
+    """Where it is."""
+    kind: str
+    """What it is in."""
+    files: int
+    """How many."""
+    size_bytes: int
+    """Of all files."""
+    rows: int
+    """Examples."""
+    columns: tuple[ColumnFacts, ...]
+    """In their order."""
+    groups: GroupFacts | None
+    """None if it is not Parquet."""
+    label_column: str | None
+    """The column of classes, as far as can be told."""
+    classes: tuple[tuple[str, int], ...] | None
+    """Rows of each class, the most frequent first; None if counting them would read too much."""
+    images: ImageFacts | None
+    """None if there are none."""
+    advice: tuple[str, ...]
+    """What to change before training, and why."""
+    table: str | None
+    """The [data] table of a run.toml, to be completed; None if `convert` must come first."""
+    verified_rows: int | None = None
+    """Rows that were read and decoded; None if that was not asked for."""
+    unreadable_rows: int = 0
+    """Of which so many could not be."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """The first of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspections:
+    """What is in the parts of a data set."""
+
+    inspections: tuple[Inspection, ...]
+    """One for each location."""
+
+
+OnRows = Callable[[int], None]
+"""Is told of rows that are done."""
+
+
+def inspect(
+    rows: Rows,
+    *,
+    run: ParquetConfig | None = None,
+    verify: bool = False,
+    on_rows: OnRows = lambda count: None,
+) -> Inspection:
+    """What `rows` hold.
+
+    Args:
+        rows: all of them.
+        run: what a run asks of them, if they are those of one.
+        verify: whether every one of them is read and decoded.
+        on_rows: is told of rows that are.
+
+    Raises:
+        ConfigError: if files cannot be read at all.
+    """
+    schema = rows.schema
+    image, label = image_column(schema), label_column(schema)
+    if run is not None:
+        image, label = None if run.feature_columns else run.image_column, run.label_column
+    groups = _groups(rows) if isinstance(rows, ParquetRows) else None
+    images = _images(rows, image) if image is not None else None
+    classes = group_classes(rows, label) if label is not None else None
+    # Filters keep rows away from a run, and only the run knows which.
+    never_null = label if run is None or not run.filters else None
+    broken = list(_unreadable(rows, image, never_null, on_rows)) if verify else []
+    advice = list(_advice(rows, groups, images, run.reading if run else ReadingConfig()))
+    is_mixed = run is not None and run.reading.shuffle == "rows" and run.reading.petastorm is None
+    if about := parts_advice(rows.location):
+        advice.append(about)
+    if classes is not None and not is_mixed and (about := order_advice(classes)):
+        advice.append(about)
+    return Inspection(
+        location=rows.location,
+        kind=rows.kind,
+        files=rows.files,
+        size_bytes=rows.size_bytes,
+        rows=len(rows),
+        columns=_columns(rows),
+        groups=groups,
+        label_column=label,
+        classes=named_classes(schema, label, classes) if label and classes else None,
+        images=images,
+        advice=tuple(advice),
+        table=data_table(rows, image, label, min([224, *(images.median if images else ())])),
+        verified_rows=len(rows) if verify else None,
+        unreadable_rows=len(broken),
+        unreadable=tuple(broken[:NAMED_ROWS]),
+    )
+
+
+def _columns(rows: Rows) -> tuple[ColumnFacts, ...]:
+    if not isinstance(rows, ParquetRows):
+        return tuple(ColumnFacts(name=each.name, type=str(each.type)) for each in rows.schema)
+    stored: Counter[str] = Counter()
+    compressions: dict[str, set[str]] = {}
+    for file in dict.fromkeys(group.file for group in rows.found.groups):
+        with opened("source", file) as parquet:
+            for column in _chunks(parquet.metadata):
+                name = column.path_in_schema.split(".")[0]
+                stored[name] += column.total_compressed_size
+                compressions.setdefault(name, set()).add(column.compression.lower())
+    return tuple(
+        ColumnFacts(
+            name=each.name,
+            type=str(each.type),
+            decompressed_bytes=sum(group.bytes_of([each.name]) for group in rows.found.groups),
+            stored_bytes=stored[each.name],
+            compression="/".join(sorted(compressions.get(each.name, set()) - {"uncompressed"}))
+            or None,
+        )
+        for each in rows.schema
+    )
+
+
+def _chunks(metadata: pq.FileMetaData) -> Iterator[pq.ColumnChunkMetaData]:
+    for index in range(metadata.num_row_groups):
+        group = metadata.row_group(index)
+        yield from (group.column(column) for column in range(group.num_columns))
+
+
+def _groups(rows: ParquetRows) -> GroupFacts:
+    groups = rows.found.groups
+    return GroupFacts(
+        count=len(groups),
+        fewest_rows=min(group.rows for group in groups),
+        most_rows=max(group.rows for group in groups),
+        largest_bytes=max(group.bytes_of(rows.schema.names) for group in groups),
+    )
+
+
+def _images(rows: Rows, column: str) -> ImageFacts | None:
+    formats: Counter[str] = Counter()
+    sizes, lengths = [], []
+    bounds = [len(rows) * place // PLACES for place in range(PLACES + 1)]
+    for begin, next_begin in pairwise(bounds):
+        each = min(SAMPLED_IMAGES // PLACES, next_begin - begin)
+        for table in rows.read(begin, begin + each):
+            for content in encoded_images(table[column]):
+                lengths.append(len(content))
+                try:
+                    with Image.open(io.BytesIO(content)) as image:
+                        formats[image.format or "?"] += 1
+                        sizes.append(image.size)
+                except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+                    formats["unreadable"] += 1
+    if not sizes:
+        return None
+    sizes.sort(key=lambda size: size[0] * size[1])
+    return ImageFacts(
+        column=column,
+        sampled=len(lengths),
+        formats=tuple(name for name, _ in formats.most_common()),
+        smallest=sizes[0],
+        median=sizes[len(sizes) // 2],
+        largest=sizes[-1],
+        mean_bytes=float(np.mean(lengths)),
+    )
+
+
+def _unreadable(
+    rows: Rows, image: str | None, label: str | None, on_rows: OnRows
+) -> Iterator[Unreadable]:
+    """Every row without an image that can be decoded, or without a class."""
+    at = 0
+    for table in rows.read(0, len(rows)):
+        reasons = [None] * len(table) if image is None else _undecodable(table[image])
+        if label is not None and table[label].null_count:
+            nulls = table[label].is_null().to_pylist()
+            about = f"its class (column {label!r}) is null"
+            reasons = [
+                reason or (about if is_null else None)
+                for reason, is_null in zip(reasons, nulls, strict=True)
+            ]
+        for row, reason in enumerate(reasons):
+            if reason is not None:
+                yield Unreadable(where=rows.name(at + row), why=reason)
+        at += len(table)
+        on_rows(len(table))
+
+
+def _undecodable(column: pa.ChunkedArray) -> list[str | None]:
+    """Why each image cannot be decoded; None of one that can."""
+    content = list(encoded_images(column))
+    reasons: list[str | None] = [None] * len(content)
+
+    def decode(part: slice) -> None:
+        for row in range(len(content))[part]:
+            try:
+                decoded(content[row], 1, 3)
+            except UndecodableImage as error:
+                reasons[row] = str(error)
+
+    in_threads(decode, len(content))
+    return reasons
+
+
+def _advice(
+    rows: Rows, groups: GroupFacts | None, images: ImageFacts | None, reading: ReadingConfig
+) -> Iterator[str]:
+    if groups is None:
+        mixed = " --shuffle-seed 0" if isinstance(rows, ImageFolderRows) else ""
+        yield (
+            f"scalejax data convert SOURCE DESTINATION{mixed} writes this as Parquet, of which "
+            "training reads many rows at once, mixed or in order."
+        )
+    elif isinstance(rows, ParquetRows):
+        yield from _group_advice(rows, groups, reading)
+    if images is not None and min(images.median) > 2 * 224:
+        yield (
+            f"images are {images.median[0]} x {images.median[1]} in the middle: decoding them "
+            "takes most of the input's time. scalejax data convert --image-size 256 makes them "
+            "small once."
+        )
+
+
+def _group_advice(rows: ParquetRows, groups: GroupFacts, reading: ReadingConfig) -> Iterator[str]:
+    total = sum(group.bytes_of(rows.schema.names) for group in rows.found.groups)
+    kept = reading.memory_bytes // 2
+    fewer = max(1, groups.most_rows * reading.memory_bytes // 64 // max(groups.largest_bytes, 1))
+    if 2 * groups.largest_bytes > reading.memory_bytes:
+        yield (
+            f"a row group of {format_bytes(groups.largest_bytes)} is too large for "
+            f"data.reading.memory_bytes ({format_bytes(reading.memory_bytes)}): "
+            f"scalejax data convert --row-group-rows {fewer} makes them smaller."
+        )
+    elif total > kept and groups.largest_bytes > kept // 16:
+        yield (
+            f"row groups of {format_bytes(groups.largest_bytes)} are large: the "
+            f"{format_bytes(total)} do not stay in memory, and a random row reads all of its "
+            f'group. shuffle = "row_groups", or scalejax data convert --row-group-rows {fewer}.'
+        )
+    if groups.count < reading.window and len(rows) > 10 * reading.window:
+        yield (
+            f"{counted(groups.count, 'row group')}: fewer than the window of "
+            f'{reading.window} that shuffle = "row_groups" mixes, and no more than so many '
+            "processes can each read their own; scalejax data convert --row-group-rows "
+            f"{max(1, len(rows) // (8 * reading.window))} makes more."
+        )
+    middle = median(group.bytes_of(rows.schema.names) for group in rows.found.groups)
+    if groups.count > MANY_GROUPS and middle < SMALL_GROUP_BYTES:
+        rows_wanted = int(groups.most_rows * 16 * SMALL_GROUP_BYTES / max(middle, 1))
+        yield (
+            f"{groups.count} row groups of {format_bytes(middle)}: opening them takes longer than "
+            f"reading them; scalejax data convert --row-group-rows {rows_wanted} makes fewer."
+        )

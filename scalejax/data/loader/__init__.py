@@ -1,0 +1,1 @@
+"""Examples as global batches: order, batching, worker processes, prefetching."""

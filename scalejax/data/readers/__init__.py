@@ -1,0 +1,1 @@
+"""Data sets as examples by index: files, tables, arrays and generated ones."""

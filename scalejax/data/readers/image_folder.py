@@ -1,0 +1,71 @@
+"""Images in a folder for each class: a file is opened when its example is taken."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from scalejax.core.filesystem import is_url, opened_filesystem
+from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
+from scalejax.data.source import Split
+from scalejax.data.transforms.augmentation import AS_IS, Augmentation
+from scalejax.data.transforms.images import decoded_all
+
+
+class ImageFolder:
+    """Images, uint8 of [height, width, channels], and the places of their folders among the
+    classes."""
+
+    def __init__(
+        self, config: ImageFolderConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
+        self._augmentation = augmentation
+        self._config = config
+        self._field = f"data.{split}"
+        self._files = image_files(config, split)
+        classes = image_files(config, "train").classes
+        numbers = [classes.index(name) for name in self._files.classes]
+        self._classes = np.repeat(np.array(numbers, np.int32), self._files.counts)
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self._files)
+
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
+        """The images and classes at `indices`.
+
+        Raises:
+            UnreadableExample: if a file is gone or holds no image, naming it.
+            ConfigError: if one cannot be read.
+        """
+        location = self._files.location
+        paths = [os.path.join(location, self._files.path(int(index))) for index in indices]
+        changes = self._augmentation.of(indices, epoch)
+        images = decoded_all(
+            _contents(self._field, location, paths),
+            len(paths),
+            size=self._config.image_size,
+            channels=self._config.channels,
+            named=paths.__getitem__,
+            changes=changes,
+        )
+        return {"inputs": images, "targets": self._classes[indices], **changes.beside()}
+
+
+def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], bytes]:
+    """What gives the content of one of `paths`, of a URL asked for all at once."""
+    if not is_url(location):
+        return lambda number: Path(paths[number]).read_bytes()
+    filesystem, root = opened_filesystem(field, location)
+    below = [root + path.removeprefix(location) for path in paths]
+    found = filesystem.handler.fs.cat_ranges(below, None, None, on_error="return")
+
+    def content(number: int) -> bytes:
+        if isinstance(value := found[number], FileNotFoundError):
+            raise value
+        if isinstance(value, Exception):
+            raise OSError(str(value)) from value
+        return value
+
+    return content

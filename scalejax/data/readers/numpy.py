@@ -1,0 +1,104 @@
+"""Arrays in NumPy's files, by row."""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+
+from scalejax.data.formats.npy_headers import ArrayHeader, loaded_array
+from scalejax.data.formats.numpy import NumpyConfig, part_headers, require_room, targets_of
+from scalejax.data.readers.memmap import FlatFile
+from scalejax.data.source import Split, UnreadableExample
+from scalejax.data.transforms.augmentation import AS_IS, Augmentation
+
+MOST_SAMPLED_ROWS = 2**16
+"""Rows from which mean and deviation of features are taken."""
+
+
+class NumpyArrays:
+    """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
+
+    def __init__(
+        self, config: NumpyConfig, split: Split, augmentation: Augmentation = AS_IS
+    ) -> None:
+        self._config = config
+        self._augmentation = augmentation
+        self._field = f"data.{split}"
+        self._headers = part_headers(config, split)
+        self._targets = targets_of(config, split)
+        if self._headers.is_table:
+            self._moments = _moments("data.train", part_headers(config, "train").inputs)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return len(self._targets)
+
+    def share_of(self, processes: int) -> "NumpyArrays":
+        """These examples, for one of `processes`: each loads the arrays of an .npz for itself.
+
+        Raises:
+            ConfigError: if they take too much memory together.
+        """
+        require_room(self._config, processes)
+        return self
+
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
+        """The inputs and classes at `indices`.
+
+        Raises:
+            UnreadableExample: if a row of numbers has one that is not finite, naming it.
+            ConfigError: if a file cannot be read.
+        """
+        inputs = _rows(self._field, self._headers.inputs)(indices, 1)
+        if self._headers.is_table:
+            inputs = self._normalized(inputs, indices)
+        else:
+            inputs = inputs.reshape(-1, *self._headers.input_shape)
+        examples = {"inputs": inputs, "targets": self._targets[indices]}
+        return self._augmentation.of(indices, epoch).applied(examples)
+
+    def _normalized(self, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        rows = rows.astype(np.float64)
+        wrong = np.argwhere(~np.isfinite(rows))
+        if wrong.size:
+            row, column = wrong[0].tolist()
+            raise UnreadableExample(
+                f"{self._headers.inputs.where}, row {indices[row]}, column {column}: "
+                f"{rows[row, column]} is no finite number."
+            )
+        mean, deviation = self._moments
+        return ((rows - mean) / deviation).astype(np.float32)
+
+
+def _rows(field: str, header: ArrayHeader) -> Callable[[np.ndarray, int], np.ndarray]:
+    """What gives, for each of some rows, it and those after it, so many as asked for, [rows, all
+    elements of them]."""
+    width = int(np.prod(header.shape[1:]))
+    if header.member is not None:
+        flat = loaded_array(field, header).reshape(-1)
+        view = np.lib.stride_tricks.sliding_window_view
+        return lambda indices, together: view(flat, together * width)[indices * width]
+    numbers = FlatFile(
+        field=field,
+        file=header.file,
+        dtype=header.dtype,
+        offset=header.offset,
+        count=header.shape[0] * width,
+    )
+    return lambda indices, together: numbers.windows(indices * width, together * width)
+
+
+@lru_cache(maxsize=8)
+def _moments(field: str, header: ArrayHeader) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation of each feature over rows evenly spread over the training part."""
+    count, features = header.shape
+    begins, together = np.array([0]), count
+    if count > MOST_SAMPLED_ROWS:  # in a few runs, of which a URL is asked for each at once
+        together = 1024
+        begins = np.linspace(0, count - together, MOST_SAMPLED_ROWS // together).astype(np.int64)
+    rows = _rows(field, header)(begins, together).reshape(-1, features).astype(np.float64)
+    known = np.isfinite(rows)
+    counts = np.maximum(known.sum(axis=0), 1)
+    mean = rows.sum(axis=0, where=known) / counts
+    deviation = np.sqrt(((rows - mean) ** 2).sum(axis=0, where=known) / counts)
+    return mean, np.where(deviation > 0, deviation, 1)

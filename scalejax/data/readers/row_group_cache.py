@@ -1,0 +1,229 @@
+"""Tables by key in files on a local disk, mapped into memory; the least recently used leave first.
+
+Any number of processes share a folder. A file appears whole or not at all, whenever a process is
+killed: it is written under another name, flushed, and renamed. Knows nothing of what tables hold.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
+
+import pyarrow as pa
+
+from scalejax.config.parquet import ReadingConfig
+from scalejax.core.errors import ConfigError
+from scalejax.core.filesystem import absolute_location
+from scalejax.data.formats.parquet import RowGroup, read_columns
+
+_KEY = b"scalejax key"
+"""Name under which a file holds its key."""
+
+
+class DiskCache:
+    """Tables in `folder`, of `limit_bytes` at most; one larger than that is not kept."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limit_bytes: int,
+        *,
+        field: str = "data.reading.cache_folder",
+        remedy: str = "make room, lower data.reading.cache_bytes, or leave the folder out",
+    ) -> None:
+        """Open it, and remove what is too much.
+
+        Args:
+            folder: where; made if it is not there.
+            limit_bytes: most that files take.
+            field: of the config, that asks for it.
+            remedy: what to do where the folder cannot be written.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._field = field
+        self._remedy = remedy
+        self._host = socket.gethostname()
+        with self._naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._remove_drafts()
+                self._make_room(0)
+
+    def of(self, key: str, load: Callable[[], pa.Table]) -> pa.Table:
+        """The table of `key`; `load` gives it if it is not here.
+
+        Raises:
+            ConfigError: if the disk is full, or the folder cannot be written.
+        """
+        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.arrow"
+        table = _mapped(path, key, self._field)
+        if table is None:
+            table = load().replace_schema_metadata({_KEY: key.encode()})
+            with self._naming(path):
+                self._keep(path, table)
+        return table
+
+    def _keep(self, path: Path, table: pa.Table) -> None:
+        if table.nbytes > self._limit_bytes:  # its file would take more still
+            return
+        draft = path.with_name(
+            f".{path.stem}.{self._host}.{os.getpid()}.{threading.get_ident()}.draft"
+        )
+        try:
+            with draft.open("wb") as file:
+                with pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table)
+                file.flush()
+                os.fsync(file.fileno())  # a name that outlives a power cut has its content
+            size_bytes = draft.stat().st_size
+            if size_bytes <= self._limit_bytes:
+                with self._locked():
+                    self._make_room(size_bytes)
+                    draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _make_room(self, wanted_bytes: int) -> None:
+        """Remove the files used longest ago, until `wanted_bytes` more are within the limit."""
+        files = []
+        for path in self._folder.glob("*.arrow"):
+            with contextlib.suppress(FileNotFoundError):
+                about = path.stat()
+                files.append((about.st_mtime_ns, about.st_size, path))
+        held_bytes = sum(size for _, size, _ in files)
+        for _, size_bytes, path in sorted(files):
+            if held_bytes + wanted_bytes <= self._limit_bytes:
+                return
+            path.unlink(missing_ok=True)  # who has it mapped keeps what it reads
+            held_bytes -= size_bytes
+
+    def _remove_drafts(self) -> None:
+        """Remove what killed processes of this machine left half written."""
+        for draft in self._folder.glob(f".*.{self._host}.*.draft"):
+            process = int(draft.name.split(".")[-3])
+            try:
+                os.kill(process, 0)
+            except ProcessLookupError:
+                draft.unlink(missing_ok=True)
+            except PermissionError:  # it lives, and is another user's
+                continue
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Alone among processes; the system unlocks what a killed one had locked."""
+        with (self._folder / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _naming(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"{self._field}: {path} cannot be written ({error}); {self._remedy}."
+            ) from error
+
+
+def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
+    """The table of a file, read as its rows are; None if it is not there, or is not this table."""
+    try:
+        with pa.memory_map(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        with contextlib.suppress(PermissionError):  # another user's: it leaves sooner, no more
+            os.utime(path)  # used now; the access time of a file is not to be relied on
+    except (FileNotFoundError, pa.ArrowInvalid):
+        return None
+    except OSError as error:
+        raise ConfigError(f"{field}: {path} cannot be read ({error}).") from error
+    return table if (table.schema.metadata or {}).get(_KEY) == key.encode() else None
+
+
+# Row groups as tables, from memory, from a local disk, or from their files.
+
+Value = TypeVar("Value")
+
+
+class BoundedMemory(Generic[Value]):
+    """Values by key, of `limit_bytes` at most, the least recently used leaving first.
+
+    A value larger than the limit is handed out and not kept. Safe with several threads, which may
+    load the same value twice.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, key: Hashable, load: Callable[[], tuple[Value, int]]) -> Value:
+        """The value of `key`; `load` gives it, and its bytes, if it is not here."""
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value, size_bytes = load()
+        with self._lock:
+            if key not in self._values and size_bytes <= self.limit_bytes:
+                self._values[key] = value, size_bytes
+                self.held_bytes += size_bytes
+            while self.held_bytes > self.limit_bytes:
+                _, (_, gone_bytes) = self._values.popitem(last=False)
+                self.held_bytes -= gone_bytes
+        return value
+
+
+class RowGroups:
+    """Columns of row groups, as `reading` says where to keep them."""
+
+    def __init__(self, reading: ReadingConfig) -> None:
+        self._memory = _shared_memory(reading.memory_bytes // 2)
+        self._disk = None
+        if reading.cache_folder is not None:
+            self._disk = DiskCache(Path(reading.cache_folder), reading.cache_bytes)
+
+    def table(self, field: str, group: RowGroup, columns: Sequence[str]) -> pa.Table:
+        """The columns of `group`, in one piece each.
+
+        Raises:
+            ConfigError: if they cannot be read, or not be kept on the disk.
+        """
+        key = (group, tuple(columns))
+        return self._memory.of(key, partial(self._read, field, group, columns))
+
+    def _read(self, field: str, group: RowGroup, columns: Sequence[str]) -> tuple[pa.Table, int]:
+        read = partial(read_columns, field, group, columns)
+        if self._disk is None:
+            table = read()
+        else:
+            file = group.file
+            path = absolute_location(file.path)  # others share the cache, from other folders
+            parts = (path, file.size_bytes, file.version, group.index, *columns)
+            table = self._disk.of(repr(parts), read)
+        return table, table.nbytes
+
+
+def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
+    """Of this process: the parts of a data set, and runs side by side, share it."""
+    memory = _memories.get(limit_bytes)
+    if memory is None:
+        memory = _memories[limit_bytes] = BoundedMemory(limit_bytes)
+    return memory
+
+
+_memories: WeakValueDictionary[int, BoundedMemory[pa.Table]] = WeakValueDictionary()
+"""By their limit, for as long as someone reads with them."""

@@ -1,0 +1,129 @@
+"""Tokens in files as examples of one length, by index; documents in a new order every epoch."""
+
+from functools import lru_cache
+
+import numpy as np
+
+from scalejax.data.formats.tokens import TokensConfig, token_files, token_span
+from scalejax.data.readers.memmap import FlatFile, gathered
+from scalejax.data.source import Split, UnreadableExample
+
+SCANNED_TOKENS = 2**22
+"""Tokens read at once to find where documents end."""
+
+
+class TokenExamples:
+    """Consecutive pieces of a stream of tokens, int32; the target of each place is the token that
+    follows it."""
+
+    def __init__(self, config: TokensConfig, split: Split, *, seed: int) -> None:
+        self._config = config
+        self._seed = seed
+        field = "data.test" if split == "test" and config.test is not None else "data.train"
+        self._files = tuple(
+            FlatFile(
+                field=field, file=each.file, dtype=each.dtype, offset=each.offset, count=each.count
+            )
+            for each in token_files(config, split)
+        )
+        self._file_ends = np.cumsum([file.count for file in self._files])
+        self._begin, self._end = token_span(config, split)
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._documents: np.ndarray | None = None
+        if config.packing == "documents":
+            ends = _document_ends(self._files, config.end_of_document)
+            first, last = np.searchsorted(ends, [self._begin, self._end], side="right")
+            inner = ends[first:last]
+            self._documents = np.unique(np.concatenate([[self._begin], inner, [self._end]]))
+
+    def __len__(self) -> int:
+        """Number of examples."""
+        return (self._end - self._begin - 1) // self._config.tokens
+
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
+        """The pieces at `indices`, and the same one token on.
+
+        To evaluate, documents are in the order of the files.
+
+        Raises:
+            UnreadableExample: if a token is beyond the vocabulary, naming file and token.
+            ConfigError: if a file cannot be read.
+        """
+        begins = np.asarray(indices, np.int64) * self._config.tokens
+        ends = begins + self._config.tokens + 1
+        if self._documents is None or epoch is None:
+            begins, ends = begins + self._begin, ends + self._begin
+        else:
+            starts, places = self._order(epoch)
+            documents, begins, ends = cut(begins, ends, places[1:])
+            shift = starts[documents] - places[documents]
+            begins, ends = begins + shift, ends + shift
+        which, begins, ends = cut(begins, ends, self._file_ends)
+        before = (self._file_ends - [file.count for file in self._files])[which]
+        tokens = gathered(self._files, which, begins - before, ends - before)
+        wrong = np.flatnonzero((tokens < 0) | (tokens >= self._config.vocabulary))
+        if wrong.size:
+            ranges = np.cumsum(ends - begins)
+            each = int(np.searchsorted(ranges, wrong[0], side="right"))
+            place = int(wrong[0] - ranges[each] + ends[each] - before[each])
+            raise UnreadableExample(
+                f"{self._files[which[each]].file.path}, token {place}: {tokens[wrong[0]]} is "
+                f"beyond data.vocabulary={self._config.vocabulary} (or data.dtype is another)."
+            )
+        tokens = tokens.astype(np.int32).reshape(len(indices), -1)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each document of the epoch begins in the files, and, with where the last ends, in
+        the order of the epoch."""
+        found = self._orders.get(epoch)
+        if found is None:
+            assert self._documents is not None  # noqa: S101  the caller has seen it
+            order = np.random.default_rng([self._seed, epoch, 1]).permutation(
+                len(self._documents) - 1
+            )
+            lengths = np.diff(self._documents)[order]
+            found = self._documents[order], np.concatenate([[0], np.cumsum(lengths)])
+            # reading ahead crosses from one epoch into the next
+            self._orders = {**dict([*self._orders.items()][-1:]), epoch: found}
+        return found
+
+
+def cut(
+    begins: np.ndarray, ends: np.ndarray, piece_ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ranges, in their order, cut where one piece of a line ends and the next begins.
+
+    Args:
+        begins: where each range begins, int64.
+        ends: where it ends, above its begin.
+        piece_ends: where each piece ends, ascending, the last at or after every end; the first
+            piece begins at 0.
+
+    Returns:
+        Piece, begin and end of each range that comes of it.
+    """
+    first = np.searchsorted(piece_ends, begins, side="right")
+    counts = np.searchsorted(piece_ends, ends, side="left") - first + 1
+    owner = np.repeat(np.arange(len(begins)), counts)
+    pieces = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts) + first[owner]
+    piece_begins = np.where(pieces > 0, piece_ends[pieces - 1], 0)
+    cut_begins = np.maximum(begins[owner], piece_begins)
+    cut_ends = np.minimum(ends[owner], piece_ends[pieces])
+    is_some = cut_begins < cut_ends  # a piece may be empty
+    return pieces[is_some], cut_begins[is_some], cut_ends[is_some]
+
+
+@lru_cache(maxsize=4)
+def _document_ends(files: tuple[FlatFile, ...], end_of_document: int | None) -> np.ndarray:
+    """Where documents end in the stream of the files, ascending."""
+    ends, before = [], 0
+    for file in files:
+        if end_of_document is not None:
+            for begin in range(0, file.count, SCANNED_TOKENS):
+                end = np.array([min(begin + SCANNED_TOKENS, file.count)])
+                tokens = gathered([file], np.array([0]), np.array([begin]), end)
+                ends.append(before + begin + np.flatnonzero(tokens == end_of_document) + 1)
+        before += file.count
+        ends.append(np.array([before]))
+    return np.unique(np.concatenate(ends))

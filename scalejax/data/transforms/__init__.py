@@ -1,0 +1,1 @@
+"""What is done to an example before it is in a batch."""

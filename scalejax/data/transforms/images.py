@@ -1,0 +1,208 @@
+"""Encoded images (JPEG, PNG, ...) as uint8 arrays of one size.
+
+Knows no files and no columns: bytes in, pixels out.
+"""
+
+import contextlib
+import io
+import math
+import os
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+
+from scalejax.core.environment import usable_cores
+from scalejax.core.errors import ConfigError
+from scalejax.data.source import UnreadableExample
+
+_DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
+"""What Pillow raises of an EXIF that it cannot read."""
+
+NO_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+"""What Pillow raises of bytes that hold no whole image."""
+
+if "PILLOW_BLOCKS_MAX" not in os.environ:  # which is how a user says it
+    # Pillow gives the memory of each image back, and a process that does little else gets new pages
+    # for the next.
+    Image.core.set_block_size(2**20)
+    Image.core.set_blocks_max(16)
+
+
+class UndecodableImage(Exception):
+    """Bytes that hold no whole image of 8 bits a channel in a format that Pillow knows."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    left: float
+    """Where it begins."""
+    top: float
+    """Likewise."""
+    width: float
+    """Above 0."""
+    height: float
+    """Above 0."""
+
+
+Crop = Callable[[int, int], Box | None]
+"""The part to keep of an image of this width and height; None for the usual one."""
+
+
+class ImageChanges(Protocol):
+    """What is done to some images, each a row."""
+
+    def crop(self, row: int, width: int, height: int) -> Box | None:
+        """As `Crop`, of the image of this row."""
+        ...
+
+    def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """The images of `rows`, uint8 [rows, height, width, channels], changed after the crop."""
+        ...
+
+
+def _usual(width: int, height: int) -> None:
+    """The largest square in the middle."""
+
+
+def decoded(
+    encoded: bytes | memoryview, size: int, channels: int, crop: Crop = _usual
+) -> np.ndarray:
+    """The image, uint8 [size, size, channels].
+
+    It is turned upright, as its EXIF says, and cropped; what is left is scaled to `size` (bilinear,
+    over all pixels that a new one covers).
+
+    Args:
+        encoded: a file's content.
+        size: height and width to give.
+        channels: 1 for grey, 3 for red, green and blue.
+        crop: given the size of the upright image, what to keep of it; by default its middle, as
+            wide as it is high.
+
+    Raises:
+        UndecodableImage: saying why.
+    """
+    mode = "L" if channels == 1 else "RGB"
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            upright_size = _upright_size(image)
+            box = crop(*upright_size)
+            # A JPEG is decoded at a half, a quarter or an eighth, if that is still twice the size,
+            # or, of a random part, no less than the size: none of its pixels is made up.
+            if box is None:
+                image.draft(mode, (2 * size, 2 * size))
+            else:
+                image.draft(mode, _least_size(image.size, box, size))
+            if image.mode == "F" or image.mode.startswith("I"):  # which Pillow would cut at 255
+                raise UndecodableImage(f"Pillow's mode {image.mode}: more than 8 bits a pixel")
+            image.load()
+            _turn_upright(image)
+            if image.mode != mode:  # else it would be copied
+                image = image.convert(mode)
+    except NO_IMAGE as error:
+        raise UndecodableImage(why_undecodable(error)) from error
+    if box is not None:
+        right, bottom = box.left + box.width, box.top + box.height
+        across, down = (new / old for new, old in zip(image.size, upright_size, strict=True))
+        part = (box.left * across, box.top * down, right * across, bottom * down)
+        image = image.resize((size, size), Image.Resampling.BILINEAR, part)
+    elif image.size != (size, size):
+        image = ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+    return np.asarray(image).reshape(size, size, channels)
+
+
+def why_undecodable(error: Exception) -> str:
+    """What Pillow says of an image in an error of `NO_IMAGE`."""
+    if isinstance(error, UnidentifiedImageError):  # whose own words name an object in memory
+        return "its format is none that Pillow knows"
+    return str(error) or type(error).__name__
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as its EXIF, if it can be read, would turn it."""
+    width, height = image.size
+    orientation = None
+    with contextlib.suppress(*_DAMAGED_EXIF):
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+    return (height, width) if orientation in (5, 6, 7, 8) else (width, height)
+
+
+def _least_size(image: tuple[int, int], box: Box, size: int) -> tuple[int, int]:
+    """To which an image may be reduced while `box` is no smaller than `size` either way."""
+    share = max(size / box.width, size / box.height)
+    return math.ceil(image[0] * share), math.ceil(image[1] * share)
+
+
+def _turn_upright(image: Image.Image) -> None:
+    """Turn and mirror `image` as its EXIF says; one whose EXIF is damaged stays as it is."""
+    with contextlib.suppress(*_DAMAGED_EXIF):
+        ImageOps.exif_transpose(image, in_place=True)
+
+
+def decoded_all(
+    contents: Callable[[int], bytes | memoryview],
+    count: int,
+    *,
+    size: int,
+    channels: int,
+    named: Callable[[int], str],
+    changes: ImageChanges,
+) -> np.ndarray:
+    """Images, uint8 [count, size, size, channels], as `decoded` makes each, in threads.
+
+    Args:
+        contents: the content of the file of image 0 ... `count` - 1, as it is asked for.
+        count: how many.
+        size: height and width to give.
+        channels: 1 for grey, 3 for red, green and blue.
+        named: where an image is, for the refusal.
+        changes: what happens to each.
+
+    Raises:
+        UnreadableExample: if one is gone or cannot be decoded, saying which and why.
+        ConfigError: if its file cannot be read, as when a disk fails or too many files are open:
+            that says nothing of the example.
+    """
+    images = np.empty((count, size, size, channels), np.uint8)
+
+    def decode(part: slice) -> None:
+        for number in range(count)[part]:
+            try:
+                crop = partial(changes.crop, number)
+                images[number] = decoded(contents(number), size, channels, crop)
+            except (UndecodableImage, FileNotFoundError) as error:
+                raise UnreadableExample(
+                    f"{named(number)}: no image that can be read ({error})."
+                ) from error
+            except OSError as error:
+                raise ConfigError(f"{named(number)} cannot be read ({error}).") from error
+        images[part] = changes.finished(images[part], np.arange(count)[part])
+
+    in_threads(decode, count)
+    return images
+
+
+def in_threads(function: Callable[[slice], None], count: int) -> None:
+    """Call `function` with parts of 0 ... `count` - 1; Pillow lets threads decode side by side."""
+    threads = usable_cores()
+    # Several at once, as a small one takes but 50 us; few, as all wait for the last of the threads.
+    width = max(1, min(16, count // (16 * threads)))
+    parts = iter([slice(begin, begin + width) for begin in range(0, count, width)])
+
+    def work() -> None:
+        for part in parts:  # whoever is done takes the next
+            function(part)
+
+    for working in [_executor(threads).submit(work) for _ in range(threads)]:
+        working.result()
+
+
+@cache
+def _executor(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="decode")

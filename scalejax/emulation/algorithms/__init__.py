@@ -1,0 +1,83 @@
+"""Which algorithm a config names, ready to start.
+
+Each is a small file with its source; they share the world, the tape and the servers.
+"""
+
+from typing import Protocol
+
+from scalejax.config.emulation import (
+    AlgorithmConfig,
+    DelayedConfig,
+    DownpourConfig,
+    EasgdConfig,
+    EmulationConfig,
+    HogwildConfig,
+    IndependentConfig,
+    LocalSgdConfig,
+    SandblasterConfig,
+    StaleSynchronousConfig,
+    SynchronousConfig,
+    core_of,
+)
+from scalejax.emulation.algorithms.delayed import Delayed
+from scalejax.emulation.algorithms.downpour import Downpour
+from scalejax.emulation.algorithms.easgd import Easgd
+from scalejax.emulation.algorithms.hogwild import Hogwild
+from scalejax.emulation.algorithms.independent import Independent
+from scalejax.emulation.algorithms.local_sgd import LocalSgd
+from scalejax.emulation.algorithms.sandblaster import Sandblaster
+from scalejax.emulation.algorithms.stale_synchronous import StaleSynchronous
+from scalejax.emulation.algorithms.synchronous import AllReduced, Served
+from scalejax.emulation.instructions import Tape
+from scalejax.emulation.parameter_servers import Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import World
+
+
+class Algorithm(Protocol):
+    """A way in which workers train together."""
+
+    dropped_gradients: int
+    """Gradients that came too late to count."""
+
+    def start(self) -> None:
+        """Begin the lives of all workers."""
+        ...
+
+
+def algorithm_of(
+    config: AlgorithmConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+) -> Algorithm:
+    """The algorithm that `config` names, in `world`."""
+    match core_of(config):
+        case DownpourConfig() as core:
+            return Downpour(core, world, tape, servers, progress)
+        case SynchronousConfig(exchange="parameter_server") as core:
+            return Served(core, world, tape, servers, progress)
+        case SynchronousConfig() as core:
+            return AllReduced(core, world, tape, servers, progress)
+        case StaleSynchronousConfig() as core:
+            return StaleSynchronous(core, world, tape, servers, progress)
+        case EasgdConfig() as core:
+            return Easgd(core, world, tape, servers, progress)
+        case HogwildConfig():
+            return Hogwild(world, tape, servers, progress)
+        case LocalSgdConfig() as core:
+            return LocalSgd(core, world, tape, servers, progress)
+        case DelayedConfig() as core:
+            return Delayed(core, world, tape, servers, progress)
+        case IndependentConfig():
+            return Independent(world, tape, servers, progress)
+        case SandblasterConfig() as core:
+            return Sandblaster(core, world, tape, servers, progress)
+
+
+def minibatches_per_update(emulation: EmulationConfig) -> int:
+    """Steps of the run for each update of one optimizer, by which the learning rate goes."""
+    match emulation.core:
+        case DownpourConfig(n_push=n_push):
+            return n_push
+        case EasgdConfig():  # every worker has an optimizer, for its part of all steps
+            return emulation.workers
+        case _:
+            return 1

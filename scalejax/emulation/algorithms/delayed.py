@@ -1,0 +1,63 @@
+"""Synchronous SGD whose exchange is hidden behind the next gradient, or the next one's reading.
+
+Source: tf_cnn_benchmarks (2023-10-05): `variable_consistency=relaxed` applies the mean gradient of
+the step before, at the first step zeros; `staged_vars` has each step read the parameters that were
+there one update ago.
+"""
+
+from scalejax.config.emulation import DelayedConfig
+from scalejax.emulation.barrier import Meeting
+from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.parameter_servers import Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import Body, World
+
+
+class Delayed:
+    """Workers in step, of which something is one step old."""
+
+    def __init__(
+        self, config: DelayedConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+    ) -> None:
+        self.dropped_gradients = 0
+        """None: all are waited for."""
+        self._delays_gradients = config.delayed == "gradients"
+        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._meeting = Meeting[tuple[Shards, Value]](world, self._left_seconds, self._exchanged)
+        self._step, self._began_seconds = 0, 0.0
+        self._read = servers.whole()
+        self._before: Shards = ()
+
+    def start(self) -> None:
+        """Begin."""
+        self._world.start(self._worker)
+
+    def _worker(self, worker: int) -> Body:
+        workers = self._world.workers
+        while True:
+            rows = Rows(worker=worker, index=self._step, workers=workers, way="part")
+            made = self._tape.gradient(self._read, rows)
+            yield self._world.computing(worker)
+            yield from self._meeting.wait(worker, made)
+
+    def _left_seconds(self) -> float:
+        """Of the exchange, which, or half of which, has begun with the step, and may take longer
+        (ignores that a worker which failed meanwhile was missing there)."""
+        exchange, passed = self._world.durations.exchange_seconds, self._world.now
+        passed -= self._began_seconds
+        hidden, paid = (exchange, 0.0) if self._delays_gradients else (exchange / 2, exchange / 2)
+        return max(0.0, hidden - passed) + paid
+
+    def _exchanged(self, arrived: list[tuple[Shards, Value]]) -> None:
+        share = [1 / len(arrived)] * len(arrived)
+        mean = self._tape.combine_shards(share, [gradient for gradient, _ in arrived])
+        applied = mean
+        if self._delays_gradients:
+            applied = self._before or self._tape.combine_shards([0.0], [mean])
+            self._before = mean
+        read = self._servers.whole()
+        for server, part in enumerate(applied):
+            self._servers.update(server, part)
+        self._read = self._servers.whole() if self._delays_gradients else read
+        self._step, self._began_seconds = self._step + 1, self._world.now
+        self._progress.made(1, [each for _, each in arrived], self._servers.whole)

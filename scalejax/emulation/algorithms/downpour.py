@@ -1,0 +1,118 @@
+"""Downpour SGD: replicas that fetch parameters and push gradients without waiting for others.
+
+Source: Dean et al. 2012, "Large scale distributed deep networks", NIPS 25, section 4.1 and
+appendix, algorithm 7.1.
+"""
+
+from itertools import count
+
+import simpy
+
+from scalejax.config.emulation import DownpourConfig
+from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.parameter_servers import Copy, Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import Body, World
+
+
+class Downpour:
+    """Replicas, each with its part of the examples, and the servers that they share."""
+
+    def __init__(
+        self, config: DownpourConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+    ) -> None:
+        self.dropped_gradients = 0
+        """None: every push counts."""
+        self._config, self._world, self._tape = config, world, tape
+        self._servers, self._progress = servers, progress
+        self._minibatches = [0] * world.workers
+        self._warm = world.env.event()
+        self._warming = simpy.Resource(world.env)  # whose turn it is until then
+
+    def start(self) -> None:
+        """Begin; with one replica, if the others are to find warm parameters."""
+        self._warm_up()
+        self._world.start(self._replica)
+
+    def _replica(self, worker: int) -> Body:
+        """The life of a replica, which begins when the parameters are warm, or when it is its turn
+        to warm them up: that of the first, and when one dies that has it, of the next."""
+        with self._warming.request() as turn:
+            yield turn | self._warm
+            yield from self._trains(worker)
+
+    def _trains(self, worker: int) -> Body:
+        config, tape, replica = self._config, self._tape, _Replica()
+        for step in count():
+            if step % config.n_fetch == 0:
+                arrived = self._fetch(worker, replica)
+                if config.waits_for_fetch or not replica.copy:
+                    yield arrived
+            (copy,) = replica.copy
+            gradient, metrics = tape.gradient(copy.params, self._next_rows(worker))
+            yield self._world.computing(worker)
+            replica.add(tape, gradient, metrics, copy)
+            replica.step(tape, gradient, config.local_learning_rate)
+            if step % config.n_push == 0:
+                self._push(worker, replica)
+
+    def _fetch(self, worker: int, replica: "_Replica") -> simpy.Event:
+        arrived = self._world.env.event()
+
+        def take(copy: Copy) -> None:
+            replica.copy = [copy]
+            arrived.succeed()
+
+        self._servers.fetch(worker, take)
+        return arrived
+
+    def _push(self, worker: int, replica: "_Replica") -> None:
+        gradient, metrics, versions = replica.accrued, replica.metrics, replica.versions
+        replica.accrued, replica.metrics = (), []
+
+        def apply(server: int, part: Value) -> None:
+            self._servers.staleness[self._servers.versions[server] - versions[server]] += 1
+            self._servers.update(server, part)
+
+        def applied() -> None:
+            self._progress.made(len(metrics), metrics, self._servers.whole)
+            self._warm_up()
+
+        self._servers.push(worker, gradient, apply, applied)
+
+    def _next_rows(self, worker: int) -> Rows:
+        index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
+        return Rows(worker=worker, index=index, workers=self._world.workers, way="own")
+
+    def _warm_up(self) -> None:
+        if not self._warm.triggered and self._servers.versions[0] >= self._config.warmstart_updates:
+            self._warm.succeed()
+
+
+class _Replica:
+    """What a replica has in its memory."""
+
+    def __init__(self) -> None:
+        self.copy: list[Copy] = []
+        """The parameters, once they have come."""
+        self.accrued: Shards = ()
+        """Gradients added up since the last push."""
+        self.metrics: list[Value] = []
+        """Of their minibatches."""
+        self.versions: tuple[int, ...] = ()
+        """Of the servers when the oldest of the parameters were read that they are of."""
+
+    def add(self, tape: Tape, gradient: Shards, metrics: Value, copy: Copy) -> None:
+        """Add a gradient to those that wait to be pushed."""
+        if not self.accrued:
+            self.accrued, self.versions = gradient, copy.versions
+        else:
+            self.accrued = tape.combine_shards((1.0, 1.0), (self.accrued, gradient))
+        self.metrics.append(metrics)
+
+    def step(self, tape: Tape, gradient: Shards, learning_rate: float) -> None:
+        """Apply a gradient to the replica's own copy."""
+        if learning_rate:
+            (copy,) = self.copy
+            params = tape.combine_shards((1.0, -learning_rate), (copy.params, gradient))
+            self.copy = [Copy(params=params, versions=copy.versions)]

@@ -1,0 +1,122 @@
+"""Local SGD: workers that train by themselves for some steps, and then meet at their average.
+
+Sources: Stich 2018, arXiv 1805.09767, algorithm 1; synchronous steps before, Lin et al. 2018,
+arXiv 1808.07217, section 3; an outer step with Nesterov momentum towards the average, Douillard et
+al. 2023 (DiLoCo), arXiv 2311.08105, algorithm 1; one average at the end, Zinkevich et al. 2010.
+"""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from scalejax.config.emulation import LocalSgdConfig
+from scalejax.emulation.barrier import Meeting
+from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.parameter_servers import Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import Body, World
+
+
+class LocalSgd:
+    """Workers that each hold all parameters and the state of an optimizer, in rounds."""
+
+    def __init__(
+        self, config: LocalSgdConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+    ) -> None:
+        self.dropped_gradients = 0
+        """None: all are waited for."""
+        self._config, self._world, self._tape = config, world, tape
+        self._servers, self._progress = servers, progress
+        self._states = [tuple(servers.states)] * world.workers
+        self._velocity: list[Value | None] = [None for _ in servers.params]
+        seconds = world.durations.exchange_seconds
+        self._meeting = Meeting[_Local](world, lambda: seconds, self._exchanged)
+        self._step = 0
+
+    def start(self) -> None:
+        """Begin."""
+        self._world.start(self._worker)
+
+    @property
+    def _is_local(self) -> bool:
+        return self._step >= self._config.begin_step
+
+    @property
+    def _round_steps(self) -> int:
+        """Until the next exchange."""
+        left = self._progress.total_steps - self._step
+        every = left if self._config.every_steps is None else self._config.every_steps
+        return min(every, left) if self._is_local else 1
+
+    def _worker(self, worker: int) -> Body:
+        while True:
+            local = yield from self._round(worker)
+            yield from self._meeting.wait(worker, local)
+
+    def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
+        """The steps of a round, from what all began with; one that failed makes them again."""
+        tape, world = self._tape, self._world
+        local = _Local(params=self._servers.whole(), states=self._states[worker])
+        for step in range(self._step, self._step + self._round_steps):
+            rows = Rows(worker=worker, index=step, workers=world.workers, way="part")
+            local.gradient, metrics = tape.gradient(local.params, rows)
+            local.metrics.append(metrics)
+            yield world.computing(worker)
+            if self._is_local:
+                local.update(tape, local.gradient)
+        return local
+
+    def _exchanged(self, locals_: list["_Local"]) -> None:
+        if self._is_local:
+            self._meet(locals_)
+        else:
+            self._update_together(locals_)
+        steps, self._step = self._round_steps, self._step + self._round_steps
+        self._states = [local.states for local in locals_]
+        metrics = [each for local in locals_ for each in local.metrics]
+        self._progress.made(steps, metrics, self._servers.whole)
+
+    def _update_together(self, locals_: list["_Local"]) -> None:
+        """A step of synchronous SGD, after which all have the same state too."""
+        together = locals_[0]
+        together.update(self._tape, self._mean([local.gradient for local in locals_]))
+        for server, params in enumerate(together.params):
+            self._servers.put(server, params)
+        for local in locals_:
+            local.states = together.states
+
+    def _meet(self, locals_: list["_Local"]) -> None:
+        """An outer step: with D the way from the average back to where all began,
+        v = m v + D, and parameters go by - r (D + m v)."""
+        rate, momentum = self._config.outer_learning_rate, self._config.outer_momentum
+        for server, mean in enumerate(self._mean([local.params for local in locals_])):
+            begin, velocity = self._servers.params[server], self._velocity[server]
+            pull = rate * (1 + momentum)
+            factors, values = [1 - pull, pull], [begin, mean]
+            moved, parts = [1.0, -1.0], [begin, mean]
+            if velocity is not None:
+                factors, values = [*factors, -rate * momentum**2], [*values, velocity]
+                moved, parts = [*moved, momentum], [*parts, velocity]
+            if momentum:
+                self._velocity[server] = self._tape.combine(moved, parts)
+            self._servers.put(server, self._tape.combine(factors, values))
+
+    def _mean(self, several: list[Shards]) -> Shards:
+        return self._tape.combine_shards([1 / len(several)] * len(several), several)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Local:
+    """What a worker has made of the parameters since the last exchange."""
+
+    params: Shards
+    states: tuple[Value, ...]
+    metrics: list[Value] = field(default_factory=list)
+    gradient: Shards = ()
+
+    def update(self, tape: Tape, gradient: Shards) -> None:
+        """Apply a gradient to the worker's own parameters."""
+        made = [
+            tape.update(*parts) for parts in zip(self.params, self.states, gradient, strict=True)
+        ]
+        self.params, self.states = (tuple(each) for each in zip(*made, strict=True))

@@ -1,0 +1,213 @@
+"""Sandblaster L-BFGS: a coordinator, servers that hold every vector, replicas that hold nothing.
+
+Source: Dean et al. 2012, "Large scale distributed deep networks", NIPS 25, section 4.2 and
+appendix, algorithm 7.2. Unlike there, a replica sends the gradient of each portion by itself, and
+servers add them up in the order of the portions: so the result is the same, bit for bit, whoever
+computed them, and however often.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import simpy
+
+from scalejax.config.emulation import SandblasterConfig
+from scalejax.emulation.algorithms.lbfgs import SUFFICIENT_DECREASE, History, Vectors
+from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.parameter_servers import Copy, Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import Body, World, after
+from scalejax.emulation.work_queue import Portions
+
+_ADDED_AT_ONCE = 16
+"""Portions of which servers add up the gradients when all of them have come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """Parameters, and what is known of the loss there."""
+
+    params: Shards
+    loss: float
+    gradient: Shards
+    metrics: Sequence[Value]
+
+
+class Sandblaster:
+    """The coordinator, and the replicas that compute portions for it."""
+
+    def __init__(
+        self,
+        config: SandblasterConfig,
+        world: World,
+        tape: Tape,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
+        self.dropped_gradients = 0
+        """Of portions that another replica had been faster with."""
+        self._config, self._world, self._tape = config, world, tape
+        self._servers, self._progress = servers, progress
+        self._vectors = Vectors(dot=self._dot, combine=self._combine)
+        self._batch: _Batch | None = None
+        self._work = world.env.event()
+
+    def start(self) -> None:
+        """Begin."""
+        self._world.start(self._replica)
+        self._world.env.process(self._coordinate())
+
+    # --- the coordinator ---
+
+    def _coordinate(self) -> Body:
+        history = History(self._vectors, self._config.memory_size)
+        here = yield from self._evaluated(self._servers.whole())
+        self._progress.made(len(here.metrics), here.metrics, lambda: here.params)
+        while True:
+            direction = yield from history.direction(here.gradient)
+            there = yield from self._search(here, direction)
+            if there is not None:
+                step = self._combine([1.0, -1.0], [there.params, here.params])
+                change = self._combine([1.0, -1.0], [there.gradient, here.gradient])
+                yield from history.add(step, change)
+                here = there
+            elif len(history):  # it may have been misled
+                history.clear()
+            else:  # as low as float32 can tell
+                self._progress.end(here.params)
+                return
+
+    def _search(self, here: _Point, direction: Shards) -> Generator[Any, Any, _Point | None]:
+        """The first point, at half the distance each time, that is low enough; None if none is."""
+        slope, length = (yield from self._dot(direction, here.gradient)), 1.0
+        if not slope < 0:  # rounding is all that is left
+            return None
+        for _ in range(self._config.line_search_trials):
+            tried = self._combine([1.0, length], [here.params, direction])
+            there = yield from self._evaluated(tried)
+            is_lower = there.loss <= here.loss + SUFFICIENT_DECREASE * length * slope
+            kept = there if is_lower else here
+            if is_lower:
+                self._servers.versions = [version + 1 for version in self._servers.versions]
+            self._progress.made(len(kept.metrics), kept.metrics, lambda kept=kept: kept.params)
+            if is_lower:
+                return there
+            length /= 2
+        return None
+
+    def _evaluated(self, params: Shards) -> Generator[Any, Any, _Point]:
+        """`params` with the loss and its gradient, for which the replicas compute all portions."""
+        self._servers.params = list(params)
+        count, copies = self._progress.steps_per_epoch, self._config.backup_copies
+        portions = Portions(count, self._world.workers, backup_copies=copies)
+        self._batch = batch = _Batch(portions, count, self._world.env.event())
+        self._call()
+        yield batch.done
+        metrics = [batch.metrics[portion] for portion in range(batch.count)]
+        losses = [float(self._tape.read(each)[0]) for each in metrics]
+        loss = math.fsum(losses) / batch.count if all(map(math.isfinite, losses)) else math.inf
+        return _Point(params=params, loss=loss, gradient=batch.total, metrics=metrics)
+
+    def _dot(self, first: Shards, second: Shards) -> Generator[Any, Any, float]:
+        answered = self._world.env.event()
+        self._servers.operate(answered.succeed)
+        yield answered
+        return self._tape.dot(first, second)
+
+    def _combine(self, factors: Sequence[float], vectors: Sequence[Shards]) -> Shards:
+        """Nobody waits for it: servers do what they are told in the order in which they are."""
+        self._servers.operate()
+        return self._tape.combine_shards(factors, vectors)
+
+    def _call(self) -> None:
+        """Tell replicas that have nothing to do that there is something."""
+        self._work, called = self._world.env.event(), self._work
+        called.succeed()
+
+    # --- the replicas ---
+
+    def _replica(self, worker: int) -> Body:
+        env, latency_seconds = self._world.env, self._world.durations.latency_seconds
+        of, copy = None, ()
+        while True:
+            batch = self._batch
+            portion = batch.portions.take(worker) if batch else None
+            if batch is None or portion is None:
+                yield self._work
+                continue
+            try:
+                yield env.timeout(2 * latency_seconds)  # it has asked, and was told
+                if of is not batch:
+                    arrived = env.event()
+                    self._servers.fetch(worker, arrived.succeed)
+                    whole: Copy = yield arrived
+                    of, copy = batch, whole.params
+                if batch is not self._batch:  # what came may be of both
+                    continue
+                made = batch.gradient(self._tape, portion, copy)
+                yield self._world.computing(worker)
+            except simpy.Interrupt:
+                if batch.portions.give_back(portion, worker) and batch is self._batch:
+                    self._call()
+                raise
+            batch.portions.finish(portion)
+            self._send(worker, batch, portion, *made)
+            del made  # a replica keeps none, and there may be thousands
+
+    def _send(
+        self, worker: int, batch: "_Batch", portion: int, gradient: Shards, metrics: Value
+    ) -> None:
+        def applied() -> None:
+            after(self._world.env, self._world.durations.latency_seconds, answered)
+
+        def answered() -> None:
+            if portion in batch.metrics:
+                self.dropped_gradients += 1
+            else:
+                batch.add(self._tape, portion, gradient, metrics)
+
+        self._servers.push(worker, gradient, lambda server, part: None, applied)
+
+
+class _Batch:
+    """One evaluation of the loss and its gradient."""
+
+    def __init__(self, portions: Portions, count: int, done: simpy.Event) -> None:
+        self.portions = portions
+        """Who has which."""
+        self.count = count
+        """How many there are."""
+        self.done = done
+        """All have come, and are added up."""
+        self.metrics: dict[int, Value] = {}
+        """[loss, accuracy] of each portion that has come."""
+        self.total: Shards = ()
+        """The mean gradient, once it is done."""
+        self._begun: dict[int, tuple[Shards, Value]] = {}
+        self._gradients: dict[int, Shards] = {}
+        self._added = 0
+
+    def gradient(self, tape: Tape, portion: int, params: Shards) -> tuple[Shards, Value]:
+        """What comes of a portion; who has a copy of it gets the same, so that nothing is computed
+        twice here."""
+        if portion not in self._begun:
+            rows = Rows(worker=0, index=portion, workers=1, way="part")
+            self._begun[portion] = tape.gradient(params, rows)
+        return self._begun[portion]
+
+    def add(self, tape: Tape, portion: int, gradient: Shards, metrics: Value) -> None:
+        """Take what came of a portion; what has come without a gap is added up, so many at once."""
+        self._gradients[portion], self.metrics[portion] = gradient, metrics
+        del self._begun[portion]
+        while self._added < self.count:
+            several = range(self._added, min(self._added + _ADDED_AT_ONCE, self.count))
+            if not all(each in self._gradients for each in several):
+                return
+            vectors = [self._gradients.pop(each) for each in several]
+            factors = [1 / self.count] * len(vectors)
+            if self.total:
+                vectors, factors = [self.total, *vectors], [1.0, *factors]
+            self.total, self._added = tape.combine_shards(factors, vectors), several[-1] + 1
+        self.done.succeed()

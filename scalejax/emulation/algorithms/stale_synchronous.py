@@ -1,0 +1,108 @@
+"""Stale synchronous parallel: workers at their own pace, of which none gets too far ahead.
+
+A worker at clock c sees every update of clocks up to c - s - 1, its own, and of the others' some
+up to c + s - 1: what comes sooner waits at the server. With s = 0 that is bulk synchronous.
+
+Source: Ho et al. 2013, "More effective distributed ML via a stale synchronous parallel parameter
+server", NIPS 26, section 3. Parameters are read at every clock, not kept from one to the next.
+"""
+
+from dataclasses import dataclass, field
+
+from scalejax.config.emulation import StaleSynchronousConfig
+from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.parameter_servers import Copy, Servers
+from scalejax.emulation.progress import Progress
+from scalejax.emulation.virtual_cluster import Body, World
+
+
+class StaleSynchronous:
+    """Workers, each with its part of the examples, and the servers that hold back the fastest."""
+
+    def __init__(
+        self,
+        config: StaleSynchronousConfig,
+        world: World,
+        tape: Tape,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
+        self.dropped_gradients = 0
+        """None: every push counts."""
+        self._bound = config.staleness_bound
+        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._sent = [0] * world.workers
+        self._clocks = [0] * world.workers  # of which every server has all updates
+        self._held: list[_Update] = []
+        self._advanced = world.env.event()
+
+    def start(self) -> None:
+        """Begin."""
+        self._world.start(self._worker)
+
+    def _worker(self, worker: int) -> Body:
+        while True:
+            while self._sent[worker] - min(self._clocks) > self._bound:
+                yield self._advanced
+            arrived = self._world.env.event()
+            self._servers.fetch(worker, arrived.succeed)
+            copy: Copy = yield arrived
+            clock = self._sent[worker]
+            rows = Rows(worker=worker, index=clock, workers=self._world.workers, way="own")
+            gradient, metrics = self._tape.gradient(copy.params, rows)
+            yield self._world.computing(worker)
+            self._sent[worker] += 1
+            update = _Update(
+                clock=clock,
+                worker=worker,
+                gradient=gradient,
+                metrics=metrics,
+                versions=copy.versions,
+            )
+            self._push(update)
+
+    def _push(self, update: "_Update") -> None:
+        def arrived(server: int, part: Value) -> None:
+            update.waiting.append((server, part))
+            if update not in self._held:
+                self._held.append(update)
+            self._apply(update)
+
+        def arrived_everywhere() -> None:
+            slowest, self._clocks[update.worker] = min(self._clocks), update.clock + 1
+            if min(self._clocks) > slowest:
+                for held in sorted(self._held, key=lambda each: (each.clock, each.worker)):
+                    self._apply(held)
+                self._advanced, following = self._world.env.event(), self._advanced
+                following.succeed()
+
+        self._servers.push(update.worker, update.gradient, arrived, arrived_everywhere)
+
+    def _apply(self, update: "_Update") -> None:
+        """Apply what has come of `update`, if the slowest worker may see it."""
+        if update.clock >= min(self._clocks) + self._bound:
+            return
+        servers = self._servers
+        for server, part in update.waiting:
+            servers.staleness[servers.versions[server] - update.versions[server]] += 1
+            servers.update(server, part)
+            update.applied += 1
+        update.waiting.clear()
+        if update.applied == len(update.gradient):
+            self._held.remove(update)
+            self._progress.made(1, [update.metrics], servers.whole)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Update:
+    """A gradient on its way into the parameters."""
+
+    clock: int
+    worker: int
+    gradient: Shards
+    metrics: Value
+    versions: tuple[int, ...]
+    waiting: list[tuple[int, Value]] = field(default_factory=list)
+    """Servers that have their part and have not applied it, with that."""
+    applied: int = 0
+    """Servers that have."""

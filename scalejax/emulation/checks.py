@@ -1,0 +1,195 @@
+"""What a run must be for its training to be emulated: every refusal, before anything is computed.
+
+Knows configs; nothing of how a run is emulated.
+"""
+
+import math
+
+from scalejax.config.checks import has_batch_norm
+from scalejax.config.emulation import (
+    EmulationConfig,
+    LocalSgdConfig,
+    SandblasterConfig,
+    SynchronousConfig,
+)
+from scalejax.config.optimizer import LambConfig, LarsConfig, ScheduleFreeConfig
+from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.emulation.virtual_cluster import Durations, are_returning
+
+_MOST_TRIES = 10_000
+"""Of a round, in the mean: each computes its gradients again."""
+
+
+def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
+    """What each worker trains, on a device of its own, and how they do it together.
+
+    A `batch.per_device_batch` is that of a worker: the global batch of synchronous workers has as
+    many for each of them that counts.
+
+    Raises:
+        ConfigError: if the run cannot be emulated, naming the field.
+    """
+    emulation = config.emulation
+    if emulation is None:
+        raise ConfigError(
+            "emulation.algorithm is missing: give --algorithm NAME (downpour, synchronous, ...), "
+            "or an [emulation] table."
+        )
+    _require_plain(config)
+    counted = emulation.sharing_workers
+    if isinstance(emulation.algorithm, SynchronousConfig) and counted < 1:
+        accepted = f"it must leave one of emulation.workers={emulation.workers}"
+        backup = emulation.algorithm.backup_workers
+        raise ConfigError(refusal("emulation.algorithm.backup_workers", backup, accepted))
+    if config.batch.per_device_batch is not None:
+        samples = config.batch.per_device_batch * counted
+        config = with_fields(
+            config, {"batch.per_device_batch": None, "batch.global_batch": samples}
+        )
+    run = resolve(config, 1)
+    if run.split.global_batch % counted:
+        accepted = (
+            f"it must be a multiple of {counted}, the workers whose gradients an update is of"
+        )
+        raise ConfigError(refusal("batch.global_batch", run.split.global_batch, accepted))
+    if emulation.divides_examples:
+        require_enough(
+            emulation.workers, run.split.global_batch // counted, run.dataset.train_examples
+        )
+    _require_parts(config, emulation)
+    _require_loss_alone(config, emulation)
+    _require_returning(emulation)
+    return run, emulation
+
+
+def require_enough(workers: int, minibatch: int, examples: int) -> None:
+    """Refuse workers of which some have less than a minibatch of the examples for themselves.
+
+    Raises:
+        ConfigError: naming the most workers for whom there are enough.
+    """
+    if workers * minibatch > examples:
+        most = max(1, examples // minibatch)
+        accepted = (
+            f"each has a part of the {examples} training examples for itself, and takes "
+            f"{minibatch} of it at a time (nearest: {most})"
+        )
+        raise ConfigError(refusal("emulation.workers", workers, accepted))
+
+
+def _require_plain(config: RunConfig) -> None:
+    """Refuse what a single device trains, and workers with servers between them do not."""
+    layout, model = config.layout, config.model
+    for axis in ("data", "fsdp", "tensor", "context", "pipeline"):
+        if getattr(layout, axis) not in (None, 1):
+            accepted = "each worker of an emulation has one device; say how many by --workers"
+            raise ConfigError(refusal(f"layout.{axis}", getattr(layout, axis), accepted))
+    if has_batch_norm(model):
+        accepted = (
+            "its BatchNorm has running statistics that no server holds; networks without are "
+            "mlp, alexnet, vgg, gpt, llama, bert, vit"
+        )
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    if model.compute_dtype == "float16":
+        accepted = 'its loss scale is of one optimizer; take "bfloat16" or "float32"'
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+    if config.exchange is not None:
+        accepted = (
+            "it is of devices that train here; an emulation has --algorithm, and its compression"
+        )
+        raise ConfigError(refusal("exchange.name", config.exchange.name, accepted))
+    for name in ("averaging", "fine_tuning"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"[{name}] is refused: emulate trains all parameters, and keeps none."
+            )
+    if config.batch.microbatches != 1 or config.batch.ramp_epochs:
+        field = "microbatches" if config.batch.microbatches != 1 else "ramp_epochs"
+        accepted = "a worker of an emulation takes its minibatch at once, and always as large"
+        raise ConfigError(refusal(f"batch.{field}", getattr(config.batch, field), accepted))
+    if config.input.remainder == "pad" or config.input.unreadable == "skip":
+        field = "remainder" if config.input.remainder == "pad" else "unreadable"
+        accepted = "all samples of a minibatch count in an emulation; leave it out"
+        raise ConfigError(refusal(f"input.{field}", getattr(config.input, field), accepted))
+    _require_plain_training(config)
+    if isinstance(config.optimizer, ScheduleFreeConfig):
+        accepted = "servers hold no average; take sgd, adagrad or adamw"
+        raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
+
+
+def _require_plain_training(config: RunConfig) -> None:
+    """Refuse what is told of minibatches, or of evaluations, only where one device has them all."""
+    augmentation, train = config.input.augmentation, config.train
+    if augmentation is not None and augmentation.mixup_alpha:
+        accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
+        raise ConfigError(
+            refusal("input.augmentation.mixup_alpha", augmentation.mixup_alpha, accepted)
+        )
+    if train.noise_scale is not None:
+        raise ConfigError("[train.noise_scale] is refused: emulate does not measure it.")
+    if train.early_stopping is not None:
+        raise ConfigError(
+            "[train.early_stopping] is refused: an emulation makes all of train.epochs; leave it "
+            "out, and read the curve for where it would stop."
+        )
+    if train.metric_average == "devices":
+        accepted = 'an emulation evaluates on one device; take "examples"'
+        raise ConfigError(refusal("train.metric_average", "devices", accepted))
+
+
+def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
+    """Refuse an optimizer that looks at whole layers, where servers hold parts of them."""
+    if emulation.server_shards > 1 and isinstance(config.optimizer, LarsConfig | LambConfig):
+        accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
+        raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
+
+
+def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
+    """Refuse weight decay where it would be left out: L-BFGS has no optimizer."""
+    decay = getattr(config.optimizer, "weight_decay", 0.0)
+    if isinstance(emulation.algorithm, SandblasterConfig) and decay:
+        accepted = "sandblaster steps by the gradient of the loss, and has no optimizer; leave it 0"
+        raise ConfigError(refusal("optimizer.weight_decay", decay, accepted))
+
+
+def _require_returning(emulation: EmulationConfig) -> None:
+    """Refuse workers that never come back where others wait for them."""
+    if emulation.waits_for_all and not are_returning(emulation.failures):
+        raise ConfigError(
+            "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
+            "fails, and it must come back."
+        )
+
+
+def require_progress(run: ResolvedRun, emulation: EmulationConfig, times: Durations) -> None:
+    """Refuse workers that fail so often that a round would hardly ever be whole.
+
+    One worker that fails every M seconds in the mean makes a round of L seconds again until it
+    lives through one, exp(L / M) times (times to failures are exponential). In a collective all N
+    are needed at once, each of which is there for M of M + R + L seconds, with R for its restart:
+    ((M + R + L) / M)^N tries.
+
+    Raises:
+        ConfigError: if that is more than 10,000, naming the shortest mean time between failures.
+    """
+    failures, core = emulation.failures, emulation.core
+    if failures.worker_mtbf_seconds is None:
+        return
+    steps = 1
+    if isinstance(core, LocalSgdConfig):
+        steps = min(core.every_steps or run.total_steps, run.total_steps)
+    stragglers = emulation.stragglers
+    slowest = max(1.0, stragglers.slow_factor) if stragglers.slow_share else 1.0
+    round_seconds = steps * times.gradient_seconds * slowest
+    least = round_seconds / math.log(_MOST_TRIES)
+    if emulation.is_all_reduced:
+        away = (failures.worker_restart_seconds or 0.0) + round_seconds
+        least = max(least, away / math.expm1(math.log(_MOST_TRIES) / emulation.workers))
+    if failures.worker_mtbf_seconds < least:
+        accepted = (
+            f"a round of {round_seconds:.4g} s would be tried more than {_MOST_TRIES} times before "
+            f"workers live through it (at least {least:.4g} s)"
+        )
+        field = "emulation.failures.worker_mtbf_seconds"
+        raise ConfigError(refusal(field, failures.worker_mtbf_seconds, accepted))

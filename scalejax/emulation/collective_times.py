@@ -1,0 +1,185 @@
+"""Seconds that the reductions of an `all_reduce_spec` take, by the plain formulas.
+
+With n members, tensors of P bytes, a latency a and a rate B of each way:
+    ring                 2 (n - 1) (a + P / (n B))
+    halving and doubling 2 log2(n) a + 2 (n - 1) / n P / B
+    servers              2 a + 2 (bytes that come to the fullest) / B: 2 (n - 1) P / S of S equal
+                         ones that are members, 2 n P of a host's memory
+A ring or halving takes one tensor after the other, but NCCL all in one group. Servers take all at
+once, each tensor cut into `shards` and dealt out in turn, but devices and memory of one host copy
+one tensor after the other. What leaves a host shares its wires, and passes beside what stays.
+Knows formulas and wires; no events, no values.
+
+Sources: Patarasuk & Yuan 2009, JPDC 69(2); Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Li et
+al. 2014, OSDI. Ignores how small tensors are packed together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.config.emulation import EmulationConfig
+from scalejax.config.emulation_modes import KvStoreConfig, ReduceRange, VariableUpdateConfig
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.emulation.virtual_cluster import Durations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceWires:
+    """What joins the workers."""
+
+    workers: int
+    """All of them."""
+    workers_per_host: int
+    """Those that share a host."""
+    latency_seconds: float
+    """Of a message between hosts."""
+    hop_seconds: float
+    """Of a message within a host."""
+    network_bytes_per_second: float | None
+    """From one host to the others, each way; None: nothing is ever slow there."""
+    link_bytes_per_second: float | None
+    """From one device to the others of its host, each way; None likewise."""
+    host_bytes_per_second: float | None
+    """Of all devices of a host together to its memory, each way; None likewise."""
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that have workers."""
+        return -(-self.workers // self.workers_per_host)
+
+
+def with_reduction(
+    durations: Durations, emulation: EmulationConfig, tensor_elements: Sequence[int]
+) -> Durations:
+    """`durations` with the exchange of a mode that another program names, if nobody gives it.
+
+    Raises:
+        ConfigError: if workers cannot be reduced in that way.
+    """
+    mode = emulation.algorithm
+    is_given = emulation.timing.exchange_seconds is not None
+    is_mode = isinstance(mode, VariableUpdateConfig | KvStoreConfig)
+    if not is_mode or is_given or not emulation.is_all_reduced:
+        return durations
+    hop = durations.hop_seconds
+    wires = ReduceWires(
+        workers=emulation.workers,
+        workers_per_host=durations.workers_per_host,
+        latency_seconds=durations.latency_seconds,
+        hop_seconds=durations.latency_seconds if hop is None else hop,
+        network_bytes_per_second=durations.worker_bytes_per_second,
+        link_bytes_per_second=mode.host_bytes_per_second or durations.link_bytes_per_second,
+        host_bytes_per_second=mode.host_bytes_per_second or durations.host_bytes_per_second,
+    )
+    seconds = reduction_seconds(mode.reduction, tensor_elements, wires)
+    return replace(durations, exchange_seconds=seconds)
+
+
+def reduction_seconds(
+    ranges: Sequence[ReduceRange],
+    tensor_elements: Sequence[int],
+    wires: ReduceWires,
+    *,
+    element_bytes: int = 4,
+) -> float:
+    """Time until every worker has the sum of all tensors.
+
+    Args:
+        ranges: how tensors are reduced, by their sizes.
+        tensor_elements: numbers in each tensor.
+        wires: what joins the workers.
+        element_bytes: size of a number.
+
+    Raises:
+        ConfigError: if workers cannot be reduced in that way.
+    """
+    total, below = 0.0, -1
+    for each in ranges:
+        most = each.most_elements
+        sizes = [
+            element_bytes * elements
+            for elements in tensor_elements
+            if elements > below and (most is None or elements <= most)
+        ]
+        total += _range_seconds(each, sizes, wires) if sizes and wires.workers > 1 else 0.0
+        below = below if most is None else most
+    return total
+
+
+def _range_seconds(each: ReduceRange, sizes: list[int], wires: ReduceWires) -> float:
+    inside, _, between = each.algorithm.partition("/")
+    per_host = min(wires.workers, wires.workers_per_host)
+    hop, link = wires.hop_seconds, wires.link_bytes_per_second
+    latency, network = wires.latency_seconds, wires.network_bytes_per_second
+    if not between:  # all workers alike
+        if inside == "nccl":
+            if wires.hosts > 1:
+                accepted = "nccl alone reduces within one host; take nccl/xring or nccl/pscpu"
+                field = "emulation.algorithm.all_reduce_spec"
+                raise ConfigError(refusal(field, inside, accepted))
+            return _ring([sum(sizes)], wires.workers, hop, link)
+        if inside in ("pscpu", "psgpu"):
+            return _served(sizes, each.shards, inside == "psgpu", wires)
+        if wires.hosts == 1:
+            return _ring(sizes, wires.workers, hop, link)
+        return _ring(sizes, wires.workers, latency, network)
+    local = (
+        _ring([sum(sizes)], per_host, hop, link)
+        if inside == "nccl"
+        else _served(sizes, 1, False, replace(wires, workers=per_host))
+    )
+    if between == "rechd":
+        return local + _halved(sizes, wires.hosts, latency, network)
+    if between == "xring":
+        return local + _ring(sizes, wires.hosts, latency, network)
+    # One worker of each host, whose gradient is in its memory already.
+    hosts = replace(wires, workers=wires.hosts, workers_per_host=1, host_bytes_per_second=None)
+    return local + _served(sizes, each.shards, False, hosts)
+
+
+def _ring(sizes: list[int], members: int, latency: float, rate: float | None) -> float:
+    moved = sum(sizes) / members / rate if rate else 0.0
+    return 2 * (members - 1) * (len(sizes) * latency + moved)
+
+
+def _halved(sizes: list[int], members: int, latency: float, rate: float | None) -> float:
+    if members & (members - 1):
+        accepted = "nccl/rechd halves: the hosts must be a power of two"
+        raise ConfigError(refusal("emulation.algorithm.all_reduce_spec", "nccl/rechd", accepted))
+    moved = (members - 1) / members * sum(sizes) / rate if rate else 0.0
+    return 2 * ((members.bit_length() - 1) * len(sizes) * latency + moved)
+
+
+def _served(sizes: list[int], shards: int, on_devices: bool, wires: ReduceWires) -> float:
+    """Tensors go to groups of `shards` servers in turn, as tf_cnn_benchmarks groups devices: to
+    the devices of all workers, or to the memories of their hosts."""
+    if wires.workers == 1:
+        return 0.0
+    servers = wires.workers if on_devices else wires.hosts
+    if shards > servers:
+        accepted = f"there are {servers} devices to reduce on, and no more shards than those"
+        raise ConfigError(refusal("emulation.algorithm.all_reduce_spec", f"#{shards}", accepted))
+    groups = -(-servers // shards)
+    loads, copies = [0.0] * servers, [0] * servers
+    for tensor, size in enumerate(sizes):
+        for place in range(tensor % groups, groups * shards, groups):
+            loads[place % servers] += size / shards
+            copies[place % servers] += 1
+    per_host = wires.workers_per_host
+    slowest = 0.0
+    for host in range(wires.hosts):
+        members = min(per_host, wires.workers - host * per_host)
+        own = (
+            slice(host * per_host, host * per_host + members)
+            if on_devices
+            else slice(host, host + 1)
+        )
+        senders = members - on_devices  # a device has its own gradient
+        rate = wires.link_bytes_per_second if on_devices else wires.host_bytes_per_second
+        within = senders * max(loads[own]) / rate if rate else 0.0
+        within += wires.hop_seconds * max(copies[own]) if senders else 0.0
+        network = wires.network_bytes_per_second
+        remote = (wires.workers - members) * sum(loads[own])
+        from_others = wires.latency_seconds + (remote / network if network else 0.0)
+        slowest = max(slowest, within, from_others if wires.hosts > 1 else 0.0)
+    return 2 * slowest

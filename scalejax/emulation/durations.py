@@ -1,0 +1,212 @@
+"""How long the parts of an emulated step take, from the compiled step on the cluster.
+
+What trains here is what is costed: a worker's gradient takes what `predict` says of the step that
+is compiled for its chip. Knows programs and clusters; nothing of events.
+"""
+
+from dataclasses import replace
+
+from scalejax.config.emulation import AlgorithmConfig, EmulationConfig, HogwildConfig, TimingConfig
+from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
+from scalejax.config.run import ResolvedRun, resolve, with_fields
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.emulation.virtual_cluster import Durations
+from scalejax.hardware import Cluster, load_library
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.reliability import step_deviation_seconds
+from scalejax.simulator.site_effects import step_terms
+from scalejax.simulator.timeline.timeline import what_if
+from scalejax.xla import ProfileJob
+from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+
+# On how many hosts the workers of an algorithm can be, and what must be known of one of them.
+
+
+def is_of_one_machine(algorithm: AlgorithmConfig) -> bool:
+    """Whether all workers must share a host."""
+    return _elsewhere(algorithm) is not None
+
+
+def require_one_machine(emulation: EmulationConfig, workers_per_host: int) -> None:
+    """Refuse several hosts where there can be but one.
+
+    Raises:
+        ConfigError: naming what works on several.
+    """
+    found = _elsewhere(emulation.algorithm)
+    if found is None or emulation.workers <= workers_per_host:
+        return
+    field, value, instead = found
+    accepted = (
+        f"it is of one machine, and of emulation.workers={emulation.workers} a host has "
+        f"{workers_per_host}: take {instead}, or at most {workers_per_host} workers"
+    )
+    raise ConfigError(refusal(f"emulation.algorithm.{field}", value, accepted))
+
+
+def require_rates(emulation: EmulationConfig, workers_per_host: int) -> None:
+    """Refuse an exchange within a host of which nobody says how fast it is.
+
+    Raises:
+        ConfigError: naming what is missing.
+    """
+    mode = emulation.algorithm
+    if (
+        isinstance(mode, VariableUpdateConfig | KvStoreConfig)
+        and emulation.is_all_reduced
+        and emulation.timing.exchange_seconds is None
+        and mode.host_bytes_per_second is None
+        and min(workers_per_host, emulation.workers) > 1
+    ):
+        raise ConfigError(
+            "emulation.algorithm.host_bytes_per_second is missing: workers share a host, "
+            "and exchange at its rate. Give it, emulation.timing.exchange_seconds, or --cluster."
+        )
+
+
+def _elsewhere(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
+    """Field and value of what is of one machine, and what to take on several."""
+    match algorithm:
+        case KvStoreConfig(type="local"):
+            return "type", "local", '"dist_sync"'
+        case KvStoreConfig(type="device" | "nccl" as kind):
+            return "type", kind, '"dist_device_sync"'
+        case VariableUpdateConfig(variable_update="replicated"):
+            return "variable_update", "replicated", '"distributed_all_reduce" or "horovod"'
+        case HogwildConfig():
+            return "name", "hogwild", '"downpour"'
+        case _:
+            return None
+
+
+def durations_of(
+    run: ResolvedRun,
+    emulation: EmulationConfig,
+    cluster: Cluster | None,
+    *,
+    on_case: OnCase = nothing_said,
+) -> Durations:
+    """How long everything takes that the workers of `emulation` do.
+
+    Workers that keep step by an all-reduce go by the step that is compiled for all of them: its
+    exchange is what the collectives take that no arithmetic hides, the gradient is the rest. Else
+    a worker goes by the step that is compiled for one device, and its minibatch; its update is
+    part of that (ignores that servers make it: < 5 % of a step). A message between a worker and a
+    server passes the wires of the worker's node, the latency of a remote call, and the wires of
+    the server's host, one after the other, as a server begins with what has wholly come.
+
+    Args:
+        run: what trains, on one device.
+        emulation: by which workers.
+        cluster: where; if None, `emulation.timing` says everything.
+        on_case: told when the step is compiled.
+
+    Raises:
+        ConfigError: if neither says how long a gradient takes, or how fast workers of one host
+            exchange; or if the algorithm is of one machine, and the workers are on several.
+        DoesNotFit: if the cluster has fewer devices than workers.
+        ProfileError: if the compiler refuses the step.
+    """
+    given = emulation.timing
+    if cluster is None:
+        if given.gradient_seconds is None:
+            raise ConfigError(
+                "emulation.cluster is missing: give --cluster NAME (see scalejax hardware), or say "
+                "how long a gradient takes by --emulation.timing.gradient_seconds SECONDS."
+            )
+        alone = emulation.workers if is_of_one_machine(emulation.algorithm) else 1
+        per_host = given.workers_per_host or alone
+        require_one_machine(emulation, per_host)
+        require_rates(emulation, per_host)
+        placed = replace(given, workers_per_host=per_host)
+        return _given(placed, emulation, gradient=given.gradient_seconds)
+    _require_room(emulation, cluster)
+    require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
+    gradient, exchange = _compiled(run, emulation, cluster, on_case)
+    method = load_library("parameter-server").methods[0]
+    network, link = cluster.network, cluster.link
+    link_rate = link.bytes_per_second * link.attainable_fraction
+    host_rate = link.host_bytes_per_second or link_rate
+    if network is None:
+        rate = host_rate
+        latency = method.link_hop_seconds
+    else:
+        rate = network.bytes_per_second * network.attainable_fraction
+        latency = method.network_hop_seconds + network.message_seconds
+    found = TimingConfig(
+        gradient_seconds=gradient,
+        exchange_seconds=exchange,
+        latency_seconds=latency,
+        worker_bytes_per_second=rate,
+        server_bytes_per_second=rate,
+        workers_per_host=cluster.devices_per_node,
+        update_seconds=given.update_seconds,
+    )
+    names = TimingConfig.__dataclass_fields__
+    stated = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    both = replace(found, **stated)
+    if given.gradient_seconds is not None:
+        gradient = given.gradient_seconds
+    deviation = step_deviation_seconds(cluster, gradient + exchange) or 0.0
+    durations = _given(both, emulation, gradient=gradient, deviation=deviation)
+    return replace(
+        durations,
+        link_bytes_per_second=link_rate,
+        host_bytes_per_second=host_rate,
+        hop_seconds=_hop_seconds(cluster),
+    )
+
+
+def _hop_seconds(cluster: Cluster) -> float:
+    """Of a message within a node, by the method that is fastest for large ones."""
+    methods = [
+        each for each in cluster.library.methods if each.algorithm not in ("nvls", "pairwise")
+    ]
+    return max(methods, key=lambda method: method.bandwidth_fraction).link_hop_seconds
+
+
+def _given(
+    timing: TimingConfig, emulation: EmulationConfig, *, gradient: float, deviation: float = 0.0
+) -> Durations:
+    """What `timing` says, and nothing for what it does not say."""
+    if emulation.stragglers.cv is not None:
+        deviation = gradient * emulation.stragglers.cv
+    return Durations(
+        gradient_seconds=gradient,
+        gradient_deviation_seconds=deviation,
+        exchange_seconds=timing.exchange_seconds or 0.0,
+        update_seconds=timing.update_seconds,
+        latency_seconds=timing.latency_seconds or 0.0,
+        worker_bytes_per_second=timing.worker_bytes_per_second,
+        server_bytes_per_second=timing.server_bytes_per_second,
+        workers_per_host=timing.workers_per_host or 1,
+    )
+
+
+def _compiled(
+    run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
+) -> tuple[float, float]:
+    """Seconds of a gradient, and of the exchange that it does not hide."""
+    devices, samples = 1, run.split.global_batch
+    if emulation.is_all_reduced:
+        devices = emulation.workers
+    else:
+        samples //= emulation.sharing_workers
+    fields = {"layout.data": devices, "batch.global_batch": samples, "emulation": None}
+    job = ProfileJob(run=resolve(with_fields(run.config, fields), devices), cluster=cluster)
+    (program,) = compile_cases([job], [in_words(devices)], on_case)
+    cluster = as_used(cluster, program)
+    times = what_if(program).timeline(cluster)
+    terms = step_terms(program, cluster, times.step_seconds)
+    exchange = times.exposed_seconds + times.contention_seconds
+    gradient = times.step_seconds - exchange + (terms.input_seconds or 0.0)
+    return gradient, exchange
+
+
+def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and emulation.workers > most:
+        accepted = f"{cluster.name} has at most {most} devices, one for each"
+        raise DoesNotFit(refusal("emulation.workers", emulation.workers, accepted))

@@ -1,0 +1,110 @@
+"""The log of an emulated run: every instruction of its arithmetic, in a Parquet file.
+
+Knows instructions and columns; nothing of what is computed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalejax.core.errors import ConfigError
+from scalejax.emulation.instructions import Instruction, Rows
+
+_SCHEMA = pa.schema(
+    [
+        ("at_seconds", pa.float64()),
+        ("operation", pa.dictionary(pa.int8(), pa.string())),
+        ("inputs", pa.list_(pa.int32())),
+        ("outputs", pa.int32()),  # how many: values are numbered in the order of the instructions
+        ("factors", pa.list_(pa.float64())),
+        ("worker", pa.int32()),
+        ("index", pa.int32()),
+        ("workers", pa.int32()),
+        ("way", pa.dictionary(pa.int8(), pa.string())),
+        ("sharing", pa.int32()),
+    ]
+)
+_ROWS = ("worker", "index", "workers", "way", "sharing")
+_AT_ONCE = 20_000
+"""Instructions in a row group, about 0.2 MB."""
+
+
+class EventLog:
+    """Takes the instructions of a run, and writes them down, so many at once."""
+
+    def __init__(self, path: Path) -> None:
+        """An empty file at `path`, which can be read once this is closed."""
+        self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
+        self._waiting: list[Instruction] = []
+
+    def write(self, instruction: Instruction) -> None:
+        """Write it down, now or later."""
+        self._waiting.append(instruction)
+        if len(self._waiting) == _AT_ONCE:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what waits; the file is whole."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        several, self._waiting = self._waiting, []
+        columns: dict[str, list[Any]] = {
+            "at_seconds": [each.at_seconds for each in several],
+            "operation": [each.operation for each in several],
+            "inputs": [each.inputs for each in several],
+            "outputs": [len(each.outputs) for each in several],
+            "factors": [each.factors for each in several],
+        }
+        for name in _ROWS:
+            columns[name] = [each.rows and getattr(each.rows, name) for each in several]
+        self._writer.write_table(pa.table(columns, schema=_SCHEMA))
+
+
+@contextmanager
+def write_events(path: Path) -> Iterator[EventLog]:
+    """The log of a run in the file `path`; its `write` takes the instructions.
+
+    Where the run fails, what was logged by then is there.
+    """
+    log = EventLog(path)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def read_events(path: Path) -> list[Instruction]:
+    """The instructions in the file `path`, in their order.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds something else.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(
+            f"{path} cannot be read as the log of an emulated run: {error}."
+        ) from error
+    if not table.schema.equals(_SCHEMA):
+        raise ConfigError(f"{path} is no log of an emulated run: it has other columns.")
+    instructions, first = [], 0
+    for row in table.to_pylist():
+        outputs = tuple(range(first, first + row["outputs"]))
+        first += row["outputs"]
+        instructions.append(
+            Instruction(
+                at_seconds=row["at_seconds"],
+                operation=row["operation"],
+                inputs=tuple(row["inputs"]),
+                outputs=outputs,
+                factors=tuple(row["factors"]),
+                rows=Rows(**{name: row[name] for name in _ROWS}) if row["way"] else None,
+            )
+        )
+    return instructions

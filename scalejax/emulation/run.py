@@ -1,0 +1,152 @@
+"""One emulated run: its parts put together, time let pass, and what came of it.
+
+Knows every part, and the lines of a record; the algorithms know neither.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from scalejax.config.emulation import EmulationConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.data.source import open_source
+from scalejax.emulation.algorithms import algorithm_of, minibatches_per_update
+from scalejax.emulation.checks import require_progress
+from scalejax.emulation.collective_times import with_reduction
+from scalejax.emulation.compression import Compression
+from scalejax.emulation.executor import JaxArithmetic
+from scalejax.emulation.instructions import Instruction, Tape
+from scalejax.emulation.parameter_servers import Servers
+from scalejax.emulation.progress import Moment, Progress
+from scalejax.emulation.record import Emulation
+from scalejax.emulation.virtual_cluster import Durations, World
+from scalejax.training.logger import evaluation_measurement, train_measurement
+from scalejax.training.mesh import build_mesh
+from scalejax.training.record import Measurement
+from scalejax.training.setup import schedule_of
+
+Write = Callable[[Measurement], None]
+"""Takes a line of the record."""
+
+
+def emulate_run(
+    run: ResolvedRun,
+    emulation: EmulationConfig,
+    durations: Durations,
+    *,
+    cluster: str | None = None,
+    write: Write = lambda measurement: None,
+    log: Callable[[Instruction], None] | None = None,
+) -> Emulation:
+    """Train `run` as `emulation` says, in virtual time.
+
+    The same arguments give the same figures, bit for bit, on the same kind of machine.
+
+    Args:
+        run: what trains, on one device; it can be emulated (`require_emulated`).
+        emulation: how, and by how many workers.
+        durations: how long things take.
+        cluster: whose durations they are, for the record.
+        write: takes the lines of the record, whose seconds are virtual.
+        log: takes each instruction of the arithmetic.
+
+    Raises:
+        ConfigError: if examples cannot be read, or are too few for so many workers; or if workers
+            fail too often to get anywhere.
+    """
+    require_progress(run, emulation, durations)
+    began = time.perf_counter()
+    arithmetic = arithmetic_of(run, emulation)
+    durations = with_reduction(durations, emulation, arithmetic.tensor_elements)
+    world = World(emulation, durations, seed=run.config.seed)
+    tape = Tape(arithmetic, lambda: world.now, emulation.server_shards, log)
+    servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
+    if emulation.compression is not None:
+        samples = run.split.global_batch // emulation.sharing_workers
+        pieces = arithmetic.shard_layers
+        servers.compression = Compression(emulation.compression, tape, pieces, samples=samples)
+    progress = Progress(
+        world,
+        tape,
+        Lines(run, arithmetic, write),
+        total_steps=run.total_steps,
+        steps_per_epoch=run.steps_per_epoch,
+        log_every_steps=run.config.train.log_every_steps,
+        is_evaluated=run.is_evaluated,
+    )
+    training = algorithm_of(emulation.algorithm, world, tape, servers, progress)
+    training.start()
+    world.run()
+    return Emulation(
+        config=emulation,
+        cluster=cluster,
+        gradient_seconds=durations.gradient_seconds,
+        exchange_seconds=durations.exchange_seconds,
+        virtual_seconds=world.now,
+        gradients=progress.step,
+        updates=servers.versions[0],
+        staleness=tuple(sorted(servers.staleness.items())),
+        sent_bytes=servers.sent_bytes,
+        dropped_gradients=training.dropped_gradients,
+        worker_failures=world.worker_failures,
+        server_failures=servers.failures,
+        wall_seconds=time.perf_counter() - began,
+    )
+
+
+def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic:
+    """What computes the gradients and updates of an emulated run."""
+    config = run.config
+    train, test = (
+        open_source(config.data, split, seed=config.seed, augmentation=config.input.augmentation)
+        for split in ("train", "test")  # which leaves those of the test as they are
+    )
+    return JaxArithmetic(
+        run,
+        build_mesh(run.layout),
+        (train, test),
+        shards=emulation.server_shards,
+        gradients_per_update=minibatches_per_update(emulation),
+    )
+
+
+class Lines:
+    """Makes lines of a record of what an emulated run comes to."""
+
+    def __init__(self, run: ResolvedRun, arithmetic: JaxArithmetic, write: Write) -> None:
+        self._run, self._arithmetic, self._write = run, arithmetic, write
+        self._schedule = schedule_of(run)
+        self._step, self._seconds = 0, 0.0
+
+    def trained(self, moment: Moment) -> None:
+        """A line on the training loss, and the virtual time of an update."""
+        values = [self._arithmetic.value(each.content) for each in moment.metrics]
+        loss, accuracy = np.mean(values, axis=0)
+        updates, seconds = moment.step - self._step, moment.at_seconds - self._seconds
+        if seconds <= 0:  # several were made at once
+            updates, seconds = moment.step, moment.at_seconds
+        self._step, self._seconds = moment.step, moment.at_seconds
+        rate = self._schedule(moment.step - 1)
+        self._write(
+            train_measurement(
+                self._run,
+                {"loss": loss, "accuracy": accuracy, "learning_rate": rate},
+                step=moment.step,
+                step_seconds=seconds / updates,
+                elapsed_seconds=moment.at_seconds,
+            )
+        )
+
+    def evaluated(self, moment: Moment) -> None:
+        """A line on the test data, which takes no virtual time."""
+        (sums,) = moment.metrics
+        self._write(
+            evaluation_measurement(
+                self._run,
+                self._arithmetic.value(sums.content),
+                step=moment.step,
+                seconds=0.0,
+                elapsed_seconds=moment.at_seconds,
+            )
+        )

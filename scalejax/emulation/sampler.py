@@ -1,0 +1,60 @@
+"""Which examples the minibatches of an emulated run hold.
+
+A worker of its own pace has a part of the examples for itself, in the order of every epoch's
+shuffle; workers that keep step share the global batches that `train` would take. One worker takes
+what `train` takes, either way. Knows indices and epochs.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from scalejax.config.run import ResolvedRun
+from scalejax.data.loader.sampler import TrainingOrder
+from scalejax.data.source import Source
+from scalejax.emulation.checks import require_enough
+from scalejax.emulation.instructions import Rows
+
+
+class Samples:
+    """The training examples of a run, by minibatch."""
+
+    def __init__(self, run: ResolvedRun, source: Source) -> None:
+        self._source, self._global_batch = source, run.split.global_batch
+        self._whole = TrainingOrder(
+            source,
+            self._global_batch,
+            seed=run.config.seed,
+            steps=run.total_steps,
+            first_epoch=0,
+        )
+        self._epochs = TrainingOrder(
+            source, len(source), seed=run.config.seed, steps=run.config.train.epochs, first_epoch=0
+        )
+        self._dealt = lru_cache(maxsize=8)(self._deal)
+
+    def take(self, rows: Rows) -> dict[str, np.ndarray]:
+        """The examples of a minibatch, "inputs" and "targets", as the step takes them.
+
+        Raises:
+            ConfigError: if a part of the examples is less than a minibatch.
+        """
+        if rows.way == "part":
+            global_rows = self._whole[rows.index]
+            size = self._global_batch // rows.workers
+            part = slice(rows.worker * size, (rows.worker + 1) * size)
+            return self._source.take(global_rows.indices[part], global_rows.epoch)
+        size = self._global_batch // rows.sharing
+        require_enough(rows.workers, size, len(self._source))
+        own = len(range(rows.worker, len(self._source), rows.workers))
+        epoch, place = divmod(rows.index, own // size)
+        mine = self._dealt(epoch, rows.workers)[rows.worker]
+        return self._source.take(mine[place * size : (place + 1) * size], epoch)
+
+    def _deal(self, epoch: int, workers: int) -> list[np.ndarray]:
+        """The examples of each worker in the order of the epoch: those whose index leaves its
+        number when divided by the workers, so that it has the same in every epoch."""
+        shuffled = self._epochs[epoch].indices
+        owners = shuffled % workers
+        ordered = shuffled[np.argsort(owners, kind="stable")]
+        return np.split(ordered, np.cumsum(np.bincount(owners, minlength=workers))[:-1])

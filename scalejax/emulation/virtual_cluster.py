@@ -1,0 +1,282 @@
+"""Where an emulated run takes place: virtual time, workers that differ, wires that are shared.
+
+Knows delays and who waits for whom; nothing of what is computed or sent.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import simpy
+from simpy.core import EmptySchedule
+
+from scalejax.config.emulation import EmulationConfig, FailuresConfig, StragglersConfig
+from scalejax.core.errors import ConfigError
+
+Then = Callable[[], object]
+"""What happens next; at once, if nothing delays it."""
+Body = Generator[simpy.Event, Any, None]
+"""The life of a worker, which yields what it waits for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """How long everything takes that an algorithm does, on average."""
+
+    gradient_seconds: float
+    """One worker's gradient."""
+    gradient_deviation_seconds: float
+    """Standard deviation of it, from one to the next."""
+    exchange_seconds: float
+    """What an all-reduce over all workers adds to their arithmetic."""
+    update_seconds: float
+    """A server's update of all parameters."""
+    latency_seconds: float
+    """A message between worker and server, however small."""
+    worker_bytes_per_second: float | None
+    """What joins a host of workers to the servers, each way; None: nothing is ever slow there."""
+    server_bytes_per_second: float | None
+    """What joins a server to the workers, each way; None likewise."""
+    workers_per_host: int
+    """Workers that share it."""
+    link_bytes_per_second: float | None = None
+    """What joins a worker to the others of its host, each way; None likewise."""
+    host_bytes_per_second: float | None = None
+    """What joins all workers of a host to its memory, each way; None likewise."""
+    hop_seconds: float | None = None
+    """A message between workers of one host, however small; None: `latency_seconds`."""
+
+
+class Line:
+    """Something that serves one after the other, in the order in which they come."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._free_at = 0.0
+        self._waiting: deque[_Service] = deque()
+        self.busy_seconds = 0.0
+        """For which it has served."""
+        self.waited_seconds = 0.0
+        """For which those it has served have waited before."""
+        self.served = 0
+        """How many it has served."""
+
+    def serve(self, seconds: float, then: Then) -> None:
+        """Call `then` when everyone before is served, and `seconds` have passed."""
+        now = self._env.now
+        begin = max(now, self._free_at)
+        self._free_at = begin + seconds
+        self.busy_seconds += seconds
+        self.waited_seconds += begin - now
+        self.served += 1
+        if begin > now:
+            while self._waiting and self._waiting[0].begin_at <= now:
+                self._waiting.popleft()
+            service = _Service(begin, seconds, then)
+            self._waiting.append(service)
+            then = partial(service.end, begin)
+        after(self._env, self._free_at - now, then)
+
+    def close(self, seconds: float) -> None:
+        """Begin with nobody for so long from now on; who is being served is served to the end, and
+        those who wait keep their order."""
+        now = self._env.now
+        waiting = [each for each in self._waiting if each.begin_at > now]
+        opens_at = now + seconds
+        if (waiting[0].begin_at if waiting else self._free_at) >= opens_at:
+            return
+        self._free_at = opens_at
+        for each in waiting:
+            self.waited_seconds += self._free_at - each.begin_at
+            each.begin_at = self._free_at
+            self._free_at += each.seconds
+            after(self._env, self._free_at - now, partial(each.end, each.begin_at))
+
+
+@dataclass(slots=True)
+class _Service:
+    """Of one who waits in a line."""
+
+    begin_at: float
+    seconds: float
+    then: Then
+
+    def end(self, began_at: float) -> None:
+        """It has ended, unless it was put off since that was foreseen."""
+        if began_at == self.begin_at:
+            self.then()
+
+
+def after(env: simpy.Environment, seconds: float, then: Then) -> None:
+    """Call `then` in so many seconds; at once, if it is none."""
+    if seconds <= 0:
+        then()
+        return
+    timeout = env.timeout(seconds)
+    assert timeout.callbacks is not None  # noqa: S101  a new event has them
+
+    def happen(_: simpy.Event) -> None:
+        then()
+
+    timeout.callbacks.append(happen)
+
+
+class World:
+    """The workers of an emulation, their delays and failures, and the clock."""
+
+    def __init__(self, config: EmulationConfig, durations: Durations, *, seed: int) -> None:
+        """All at virtual second 0.
+
+        Args:
+            config: workers and what befalls them.
+            durations: how long things take.
+            seed: of everything that is random here.
+        """
+        self.env = simpy.Environment()
+        self.durations = durations
+        self.workers = config.workers
+        self.done = self.env.event()
+        """The run has ended."""
+        self.living = config.workers
+        """Workers that have not failed for good."""
+        self.worker_failures = 0
+        """Times that a worker failed."""
+        self._failures = config.failures
+        self._streams = Streams(seed)
+        self._slowness = slowness(config.stragglers, config.workers, self._streams.of("slowness"))
+        self._times = [
+            gradient_times(
+                config.stragglers,
+                durations.gradient_seconds * factor,
+                durations.gradient_deviation_seconds * factor,
+                self._streams.of("gradient", worker),
+            )
+            for worker, factor in enumerate(self._slowness)
+        ]
+        hosts = -(-config.workers // durations.workers_per_host)
+        self._sending = [Line(self.env) for _ in range(hosts)]
+        self._receiving = [Line(self.env) for _ in range(hosts)]
+
+    @property
+    def now(self) -> float:
+        """The virtual time, in seconds."""
+        return self.env.now
+
+    def computing(self, worker: int) -> simpy.Event:
+        """Until the gradient is there that `worker` begins now."""
+        return self.env.timeout(next(self._times[worker]))
+
+    def start(self, life: Callable[[int], Body], *, count: int | None = None) -> None:
+        """Begin the life of each worker, or of the first `count`; after a failure one begins
+        anew, if it ever does."""
+        for worker in range(self.workers if count is None else count):
+            self.env.process(self._lives(worker, life))
+
+    def send(self, worker: int, payload_bytes: float, then: Then) -> None:
+        """Call `then` when so much of `worker` is on its way past the wires of its host."""
+        self._pass(self._sending[worker // self.durations.workers_per_host], payload_bytes, then)
+
+    def receive(self, worker: int, payload_bytes: float, then: Then) -> None:
+        """Call `then` when so much has come in through the wires of its host."""
+        self._pass(self._receiving[worker // self.durations.workers_per_host], payload_bytes, then)
+
+    def run(self) -> None:
+        """Let time pass until the run is done.
+
+        Raises:
+            ConfigError: if it never will be, as too many workers have failed for good.
+        """
+        try:
+            while not self.done.processed:
+                self.env.step()
+        except EmptySchedule as error:
+            raise ConfigError(
+                f"the run does not end: {self.workers - self.living} of {self.workers} workers "
+                f"have failed for good by virtual second {self.env.now:.6g}, and nothing goes on. "
+                "With emulation.failures.worker_restart_seconds they come back."
+            ) from error
+
+    def random(self, *name: str | int) -> np.random.Generator:
+        """A stream of random numbers of its own."""
+        return self._streams.of(*name)
+
+    def _pass(self, line: Line, payload_bytes: float, then: Then) -> None:
+        rate = self.durations.worker_bytes_per_second
+        line.serve(payload_bytes / rate if rate else 0.0, then)
+
+    def _lives(self, worker: int, life: Callable[[int], Body]) -> Body:
+        failures, generator = self._failures, self.random("failures", worker)
+        if failures.worker_mtbf_seconds is None:
+            yield from life(worker)
+            return
+        while True:
+            process = self.env.process(_until_interrupted(life(worker)))
+            yield process | self.env.timeout(generator.exponential(failures.worker_mtbf_seconds))
+            if not process.is_alive:
+                return
+            process.interrupt()
+            self.worker_failures += 1
+            if failures.worker_restart_seconds is None:
+                self.living -= 1
+                return
+            yield self.env.timeout(failures.worker_restart_seconds)
+
+
+def _until_interrupted(life: Body) -> Body:
+    try:
+        yield from life
+    except simpy.Interrupt:  # it has failed: what it was at is lost
+        return
+
+
+class Streams:
+    """Random numbers that depend on a seed and a name alone."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def of(self, *name: str | int) -> np.random.Generator:
+        """The stream of this name, from its beginning."""
+        words = [part if isinstance(part, int) else int.from_bytes(part.encode()) for part in name]
+        return np.random.default_rng([self._seed, *words])
+
+
+def slowness(
+    config: StragglersConfig, workers: int, generator: np.random.Generator
+) -> tuple[float, ...]:
+    """By how much the mean time of each worker is longer; who is slow is drawn."""
+    slow = set(generator.permutation(workers)[: round(config.slow_share * workers)].tolist())
+    return tuple(config.slow_factor if worker in slow else 1.0 for worker in range(workers))
+
+
+def gradient_times(
+    config: StragglersConfig,
+    mean_seconds: float,
+    deviation_seconds: float,
+    generator: np.random.Generator,
+) -> Generator[float, None, None]:
+    """Times of one gradient after another, float seconds at least 0.
+
+    A normal time below 0 counts as 0, which lifts the mean by less than 0.1 % where the standard
+    deviation is a third of it, and by 8 % where it is all of it: take a lognormal one there.
+    """
+    if config.distribution == "exponential":
+        while True:
+            yield generator.exponential(mean_seconds)
+    if deviation_seconds == 0 or mean_seconds == 0:
+        while True:
+            yield mean_seconds
+    if config.distribution == "lognormal":
+        sigma = np.sqrt(np.log1p((deviation_seconds / mean_seconds) ** 2))
+        while True:
+            yield mean_seconds * float(np.exp(sigma * generator.standard_normal() - sigma**2 / 2))
+    while True:
+        yield max(0.0, float(generator.normal(mean_seconds, deviation_seconds)))
+
+
+def are_returning(failures: FailuresConfig) -> bool:
+    """Whether every worker comes back, however often it fails."""
+    return failures.worker_mtbf_seconds is None or failures.worker_restart_seconds is not None

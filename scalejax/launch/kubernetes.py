@@ -1,0 +1,207 @@
+"""A run as a JobSet of Kubernetes: one pod for each node, the first of which the others meet.
+
+Words a manifest and applies nothing. The pods are told by variables where the first of them is,
+under the name that JobSet gives it, so that no right to ask the cluster is needed: JAX's own
+detection needs the package `kubernetes` and a service account that may read pods and jobs.
+
+Source: JobSet v1alpha2 (jobset.sigs.k8s.io), Job and Pod of Kubernetes 1.31 (indexed jobs, pod
+failure policy).
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from scalejax.core import process_group
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.launch.watchdog import REFUSED
+
+PORT = 29400
+"""Where the first process listens; every pod has an address of its own, so any would do."""
+
+_REPLICA = "train"
+_CONFIG_FOLDER, _FILE = "/etc/scalejax", "run.toml"
+_RUNS_FOLDER = "/runs"
+_LONGEST_NAME = 40
+"""Of a JobSet, so that those of its pods, NAME-train-0-1234-abcde, stay within 63 letters."""
+_SECONDS_TO_SAVE = 600
+"""For processes that are asked to stop, as in `launch.local`."""
+_GPU = "nvidia.com/gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSetRun:
+    """What to run, in what, and where its record goes."""
+
+    name: str
+    """Of the JobSet; its folder in the volume has the same."""
+    run_toml: str
+    """Content of the run.toml."""
+    arguments: tuple[str, ...] = ()
+    """Further arguments of `scalejax train`."""
+    slots: int
+    """GPUs in all; processes, where no GPUs are asked for."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, all driven by its one process; None for one process a pod on CPU."""
+    image: str
+    """The container image, with scalejax in it."""
+    volume: str
+    """Where the record and the checkpoints outlive the pods: the name of a PersistentVolumeClaim,
+    or a path that all nodes see."""
+    namespace: str | None = None
+    """Namespace; None for that of whoever applies the manifest."""
+    most_restarts: int = 0
+    """How often to start all again when one is lost."""
+
+    def __post_init__(self) -> None:
+        require_at_least("np", self.slots, 1)
+        if self.gpus_per_node is not None:
+            require_at_least("gpus_per_node", self.gpus_per_node, 1)
+            if self.slots % self.gpus_per_node:
+                accepted = f"it must be a multiple of gpus_per_node={self.gpus_per_node}"
+                raise ConfigError(refusal("np", self.slots, accepted))
+        _require_label("name", self.name, _LONGEST_NAME)
+        if self.namespace is not None:
+            _require_label("namespace", self.namespace, 63)
+        if not self.volume.startswith("/"):
+            _require_label("volume", self.volume, 253)
+        if not self.image.strip() or re.search(r"\s", self.image):
+            raise ConfigError(refusal("image", self.image, "it must be that of a container"))
+
+    @property
+    def pods(self) -> int:
+        """How many, each with one process."""
+        return self.slots // (self.gpus_per_node or 1)
+
+
+def manifest(run: JobSetRun) -> str:
+    """The YAML of `run`, for `kubectl apply -f`."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        """Writes text of several lines as it reads."""
+
+    def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+    Dumper.add_representer(str, block)
+    parts = (_config_map(run), _job_set(run))
+    return yaml.dump_all(parts, Dumper=Dumper, sort_keys=False, width=100, explicit_start=True)
+
+
+def _config_map(run: JobSetRun) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(run),
+        "data": {_FILE: run.run_toml},
+    }
+
+
+def _job_set(run: JobSetRun) -> dict[str, Any]:
+    job = {"name": _REPLICA, "replicas": 1, "template": {"spec": _job(run)}}
+    refused = {
+        "name": "refused",
+        "action": "FailJobSet",  # input that was refused will be again
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(run),
+        "spec": {
+            "network": {
+                "enableDNSHostnames": True,
+                "publishNotReadyAddresses": True,  # they meet before any of them is ready
+                "subdomain": run.name,
+            },
+            "failurePolicy": {"maxRestarts": run.most_restarts, "rules": [refused]},
+            "replicatedJobs": [job],
+        },
+    }
+
+
+def _job(run: JobSetRun) -> dict[str, Any]:
+    """All pods of a job, none of which goes on without the others."""
+    codes = {"containerName": _REPLICA, "operator": "In", "values": [REFUSED]}
+    return {
+        "completionMode": "Indexed",
+        "completions": run.pods,
+        "parallelism": run.pods,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": codes}]},
+        "template": {"spec": _pod(run)},
+    }
+
+
+def _pod(run: JobSetRun) -> dict[str, Any]:
+    is_path = run.volume.startswith("/")
+    kept = (
+        {"hostPath": {"path": run.volume, "type": "Directory"}}
+        if is_path
+        else {"persistentVolumeClaim": {"claimName": run.volume}}
+    )
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": _SECONDS_TO_SAVE,
+        "enableServiceLinks": False,  # dozens of variables about services of others
+        "containers": [_container(run)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": run.name}},
+            {"name": "runs", **kept},
+            # A container has 64 MiB, too little for batches of worker processes and for NCCL.
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+
+
+def _container(run: JobSetRun) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "name": _REPLICA,
+        "image": run.image,
+        "command": ["sh", "-c", _shell(run)],
+        "env": [
+            {"name": process_group.COORDINATOR, "value": coordinator(run)},
+            {"name": process_group.PROCESSES, "value": str(run.pods)},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "ports": [{"containerPort": PORT, "protocol": "TCP"}],
+        "volumeMounts": [
+            {"name": "config", "mountPath": _CONFIG_FOLDER, "readOnly": True},
+            {"name": "runs", "mountPath": _RUNS_FOLDER},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if run.gpus_per_node is not None:
+        found["resources"] = {"limits": {_GPU: run.gpus_per_node}}
+    return found
+
+
+def coordinator(run: JobSetRun) -> str:
+    """Host and port of the first pod: job 0 of the replicated job, index 0, in the subdomain."""
+    return f"{run.name}-{_REPLICA}-0-0.{run.name}:{PORT}"
+
+
+def _shell(run: JobSetRun) -> str:
+    """Trains, or goes on with what an earlier attempt began: all look before any of them writes."""
+    folder = PurePosixPath(_RUNS_FOLDER) / run.name
+    words = ("scalejax", "train", f"{_CONFIG_FOLDER}/{_FILE}", "--folder", str(folder))
+    command = shlex.join((*words, *run.arguments))
+    return f"if [ -e {folder}/run.toml ]; then resume=--resume; fi\nexec {command} $resume\n"
+
+
+def _metadata(run: JobSetRun) -> dict[str, str]:
+    namespace = {} if run.namespace is None else {"namespace": run.namespace}
+    return {"name": run.name, **namespace}
+
+
+def _require_label(field: str, value: str, longest: int) -> None:
+    if len(value) > longest or not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", value):
+        accepted = (
+            f"Kubernetes takes up to {longest} small letters, digits and hyphens, a letter first "
+            "and no hyphen last"
+        )
+        raise ConfigError(refusal(field, value, accepted))

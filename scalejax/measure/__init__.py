@@ -1,0 +1,1 @@
+"""This machine, measured: devices, steps, input, and what is wrong with it."""

@@ -1,0 +1,162 @@
+"""What this process and those it has started take of the machine, sampled while steps are timed.
+
+Reads /proc, as `top` does; where there is none, nothing is sampled. Knows nothing of JAX:
+memory of devices is asked for through a function.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalejax.core.units import KIB
+
+_PROC = Path("/proc")
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_UTIME, _STIME, _THREADS, _RSS = 11, 12, 17, 21  # of /proc/PID/stat after the name: proc(5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """One sample of one process of a benchmark, its own processes included."""
+
+    process: int
+    """Which process of the benchmark."""
+    seconds: float
+    """Since the first timed step began; negative while warming up."""
+    cpu_percent: float | None
+    """Of one core, since the sample before; None in the first."""
+    rss_bytes: int
+    """Memory held, what is shared counted in every process that shares it."""
+    pss_bytes: int | None
+    """Memory held, what is shared counted in parts; None where the system does not say."""
+    threads: int
+    """Threads."""
+    device_bytes: int | None
+    """Memory in use on the fullest device of this process; None where it does not say."""
+
+
+def no_device_bytes() -> None:
+    """The memory of devices that say nothing of it."""
+    return None
+
+
+class Monitor:
+    """Samples every so often, in a thread, from `begin` to `end`; once at either end."""
+
+    def __init__(
+        self,
+        period_seconds: float,
+        *,
+        process: int = 0,
+        device_bytes: Callable[[], int | None] = no_device_bytes,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Sample nothing yet.
+
+        Args:
+            period_seconds: between samples; 0 for none at all.
+            process: which one of the benchmark this is.
+            device_bytes: memory in use on the fullest device.
+            clock: seconds since some moment.
+        """
+        self._period = period_seconds
+        self._process = process
+        self._device_bytes = device_bytes
+        self._clock = clock
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._samples: list[tuple[float, Usage]] = []
+        self._last: tuple[float, float] | None = None
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Samples are taken within."""
+        if not self._period or not (_PROC / "self" / "stat").exists():
+            yield
+            return
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            self._thread.join()
+
+    def samples(self, begin: float) -> tuple[Usage, ...]:
+        """What was sampled, by the seconds since the clock showed `begin`."""
+        return tuple(
+            Usage(
+                process=each.process,
+                seconds=round(at - begin, 4),
+                cpu_percent=each.cpu_percent,
+                rss_bytes=each.rss_bytes,
+                pss_bytes=each.pss_bytes,
+                threads=each.threads,
+                device_bytes=each.device_bytes,
+            )
+            for at, each in self._samples
+        )
+
+    def _run(self) -> None:
+        self._sample()
+        while not self._end.wait(self._period):
+            self._sample()
+        self._sample()
+
+    def _sample(self) -> None:
+        now = self._clock()
+        cpu_seconds, rss_bytes, pss_bytes, threads = 0.0, 0, 0, 0
+        says_pss = True
+        for number in _family(os.getpid()):
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = _stat(number)
+                cpu_seconds += (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_SECOND
+                threads += int(fields[_THREADS])
+                rss_bytes += int(fields[_RSS]) * _PAGE_BYTES
+                own = _pss_bytes(number)
+                says_pss = says_pss and own is not None
+                pss_bytes += own or 0
+        percent = None
+        if self._last is not None and now > self._last[0]:
+            # A process that has ended takes its time with it.
+            percent = max(0.0, 100 * (cpu_seconds - self._last[1]) / (now - self._last[0]))
+        self._last = now, cpu_seconds
+        usage = Usage(
+            process=self._process,
+            seconds=0.0,
+            cpu_percent=None if percent is None else round(percent, 1),
+            rss_bytes=rss_bytes,
+            pss_bytes=pss_bytes if says_pss else None,
+            threads=threads,
+            device_bytes=self._device_bytes(),
+        )
+        self._samples.append((now, usage))
+
+
+def _family(process: int) -> list[int]:
+    """`process`, those that it has started, and those that they have."""
+    found = [process]
+    for parent in found:
+        for path in (_PROC / str(parent) / "task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += [int(child) for child in path.read_text().split()]
+    return found
+
+
+def _stat(process: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name, which may hold blanks."""
+    return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+
+
+def _pss_bytes(process: int) -> int | None:
+    try:
+        lines = (_PROC / str(process) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = (line.split()[1] for line in lines if line.startswith("Pss:"))
+    return next((int(size) * KIB for size in sizes), None)

@@ -1,0 +1,220 @@
+"""A bench before its first benchmark: which ones, on which devices, with which batch.
+
+Everything that can be refused without devices is refused here. Knows configs and files; no
+processes, and needs no JAX.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.run import ResolvedRun, load_config
+from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.core.serialization import JsonValue, build, load_toml, plain
+from scalejax.measure.bench.statistics import warmup_steps
+from scalejax.measure.bench.tables import Scaling
+from scalejax.planning.scaling_study import resolve_all
+from scalejax.sweep.plan import in_words, require_known_conditions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a benchmark is made: fields of -P, -V and -E beside those of a run.toml."""
+
+    devices: int = 1
+    """Devices, over all processes."""
+    processes: int = 1
+    """Processes of this machine, between which the devices are divided evenly."""
+    scaling: Scaling = "weak"
+    """What stays as devices are added: the batch of each device, or that of all."""
+    batches: Literal["synthetic", "real"] = "synthetic"
+    """The first batch of the data, which stays on the devices; or batches as training gets them."""
+    steps: int = 100
+    """Steps that are timed; 100 as in DLBS and tf_cnn_benchmarks."""
+    warmup_steps: int = warmup_steps()
+    """Steps before them, which count for nothing."""
+
+    def __post_init__(self) -> None:
+        require_at_least("devices", self.devices, 1)
+        require_at_least("processes", self.processes, 1)
+        require_at_least("steps", self.steps, 1)
+        require_at_least("warmup_steps", self.warmup_steps, 1)
+        require_multiple("devices", self.devices, self.processes, "processes")
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
+"""Names of the fields that are none of a run.toml."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What the processes of a benchmark are told."""
+
+    settings: Settings
+    """How steps are timed."""
+    run: ResolvedRun
+    """Whose steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """One step to time."""
+
+    settings: Settings
+    """How."""
+    fields: Fields
+    """What is replaced in the run.toml."""
+    varied: Fields
+    """Its values of the fields, settings included, in which benchmarks of the bench differ."""
+    run: ResolvedRun
+    """What trains."""
+
+    @property
+    def document(self) -> dict[str, JsonValue]:
+        """All that decides what is timed."""
+        return {
+            "settings": plain(self.settings),
+            "fields": dict(self.fields),
+            "config": plain(self.run.config),
+        }
+
+    @property
+    def name(self) -> str:
+        """Of its folder: the same for the same benchmark of any plan."""
+        text = json.dumps([self.document["settings"], self.document["config"]], sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        place = f"-{self.settings.processes}p" if self.settings.processes > 1 else ""
+        return f"{self.settings.devices}{place}-{digest}"
+
+    @property
+    def label(self) -> str:
+        """What sets it apart, for people."""
+        return in_words(self.varied) or f"devices={self.settings.devices}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """All benchmarks of a bench."""
+
+    text: str
+    """The run.toml that they start from."""
+    benchmarks: tuple[Benchmark, ...]
+    """In order."""
+    repeats: int
+    """Rounds: how often all of them are timed, one after the other."""
+
+    @property
+    def rounds(self) -> list[tuple[int, Benchmark]]:
+        """(round, benchmark) in the order in which they are timed.
+
+        Every second round goes backwards: a machine that slows down all along is as slow, on
+        average, for the first benchmark as for the last.
+        """
+        return [
+            (number, each)
+            for number in range(self.repeats)
+            for each in (self.benchmarks if number % 2 == 0 else reversed(self.benchmarks))
+        ]
+
+    def document(self) -> dict[str, JsonValue]:
+        """The plan as it is written."""
+        return {
+            "repeats": self.repeats,
+            "benchmarks": [
+                {
+                    "name": each.name,
+                    "varied": dict(each.varied),
+                    "global_batch": each.run.split.global_batch,
+                    "per_device_batch": each.run.split.per_device_batch,
+                    **each.document,
+                }
+                for each in self.benchmarks
+            ],
+        }
+
+
+def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPlan:
+    """The benchmarks of `grammar` over `run_file`, every one built and checked.
+
+    Args:
+        run_file: what they start from.
+        grammar: fields of the run.toml, and `SETTINGS`.
+        repeats: rounds.
+
+    Raises:
+        ConfigError: if one cannot work, naming it, or two are the same.
+    """
+    require_at_least("repeats", repeats, 1)
+    require_known_conditions(grammar, SETTINGS)
+    known = {**flat_fields(load_toml(run_file)), **flat_fields(_table(Settings()))}
+    expanded = grammar.expanded(known)
+    grammar.require_met_conditions(known)
+    split = [_split(values) for values in expanded]
+    fewest = min(settings.devices for settings, _ in split)
+    varied = _varied([{**known, **values} for values in expanded], grammar.named_fields())
+    benchmarks = tuple(
+        Benchmark(
+            settings=settings,
+            fields=replaced,
+            varied=differing,
+            run=_resolved(run_file, replaced, settings, fewest, differing),
+        )
+        for (settings, replaced), differing in zip(split, varied, strict=True)
+    )
+    _require_different(benchmarks)
+    return BenchPlan(
+        text=run_file.read_text(encoding="utf-8"), benchmarks=benchmarks, repeats=repeats
+    )
+
+
+def _table(settings: Settings) -> dict[str, JsonValue]:
+    table = plain(settings)
+    assert isinstance(table, dict)  # noqa: S101  a dataclass is a table
+    return table
+
+
+def _split(values: Fields) -> tuple[Settings, Fields]:
+    """The settings among the fields of a benchmark, and those of the run.toml."""
+    settings = {name: value for name, value in values.items() if name in SETTINGS}
+    rest = {name: value for name, value in values.items() if name not in SETTINGS}
+    return build(Settings, settings), rest
+
+
+def _varied(known: list[Fields], names: list[str]) -> list[Fields]:
+    """For each benchmark its values of those of `names` in which any two differ."""
+    differing = [
+        name for name in names if len({json.dumps(values.get(name)) for values in known}) > 1
+    ]
+    return [{name: values.get(name) for name in differing} for values in known]
+
+
+def _resolved(
+    run_file: Path, replaced: Fields, settings: Settings, fewest: int, varied: Mapping
+) -> ResolvedRun:
+    """The run on its devices; of a run.toml that gives the batch of all devices, weak scaling
+    keeps what that is for each of the `fewest`."""
+    try:
+        config = load_config(run_file, replaced)
+        if epochs := config.batch.ramp_epochs:
+            accepted = "a benchmark is of one batch; leave it out with -P batch.ramp_epochs=[]"
+            raise ConfigError(refusal("batch.ramp_epochs", list(epochs), accepted))
+        counts = (fewest, settings.devices)
+        return resolve_all(config, counts, settings.scaling)[-1]
+    except ConfigError as error:
+        where = f"{in_words(varied)}: " if varied else ""
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{where}{line}" for line in lines)) from error
+
+
+def _require_different(benchmarks: tuple[Benchmark, ...]) -> None:
+    """Refuse two that are the same: they would be one cell of a table."""
+    first: dict[str, int] = {}
+    for index, each in enumerate(benchmarks):
+        other = first.setdefault(each.name, index)
+        if other != index:
+            accepted = "they come to the same; --repeats times one more often"
+            raise ConfigError(refusal("-V", f"benchmarks {other} and {index}", accepted))

@@ -1,0 +1,54 @@
+"""What the programs of a bench are predicted to take on a cluster, beside what they took."""
+
+from collections.abc import Sequence
+
+from scalejax.core import serialization
+from scalejax.hardware import Cluster
+from scalejax.measure.bench.folder import BenchFolder
+from scalejax.measure.bench.plan import Settings
+from scalejax.measure.bench.results import Summary
+from scalejax.measure.trace import refuse_other_kind
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import Program
+
+
+def predictions(
+    summaries: Sequence[Summary], folder: BenchFolder, clusters: Sequence[Cluster]
+) -> list[tuple[Summary, Prediction | None, bool]]:
+    """Each measured benchmark, its prediction, and whether the cluster was fitted to it.
+
+    The prediction is None where the program could not be read, or no cluster has devices as the
+    benchmark had them: several processes are nodes, whose devices are those of a process.
+
+    Args:
+        summaries: of the bench in `folder`; those that are not measured are left out.
+        folder: where the programs are.
+        clusters: what predicts; of those that have such devices, the first.
+
+    Raises:
+        ConfigError: if a cluster has another kind of chip than the benchmarks ran on.
+    """
+    rows = []
+    for each in summaries:
+        if not each.is_measured:
+            continue
+        name, prediction, is_fitted = each.benchmark.name, None, False
+        cluster = next((one for one in clusters if _has_such(one, each.benchmark.settings)), None)
+        if cluster is not None and folder.program(name).is_file():
+            program = serialization.load(Program, folder.program(name))
+            refuse_other_kind(
+                "cluster", name, cluster, backend=program.backend, target=program.target
+            )
+            prediction = predict(program, cluster)
+            fitted = cluster.calibrated.sources.get("*", "") if cluster.calibrated else ""
+            is_fitted = str(folder.benchmark(name)) in fitted.split()
+        rows.append((each, prediction, is_fitted))
+    return rows
+
+
+def _has_such(cluster: Cluster, settings: Settings) -> bool:
+    of_process = settings.devices // settings.processes
+    if settings.processes > 1:
+        return of_process == cluster.devices_per_node
+    is_enough = cluster.max_device_count is None or of_process <= cluster.max_device_count
+    return is_enough and of_process <= cluster.devices_per_node

@@ -1,0 +1,394 @@
+"""What a bench has measured, read from its folder: a summary of each benchmark.
+
+Knows files, and the statistics that are made of them; no processes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import mean, median, quantiles
+
+from scalejax.core import metrics, serialization
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import JsonValue, plain
+from scalejax.measure.bench.folder import BenchFolder
+from scalejax.measure.bench.monitor import Usage
+from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
+from scalejax.measure.bench.statistics import Speed, median_interval, speed
+from scalejax.measure.bench.tables import Scaling, ScalingTable, column_of
+from scalejax.measure.fit import MeasuredRun
+from scalejax.simulator.program import Program
+from scalejax.sweep.plan import in_words
+
+_QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
+_FEWEST_STEPS = 8  # from which quartiles are taken
+_PLACES = ("devices", "processes", "scaling")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """One benchmark in one round."""
+
+    platform: str
+    """Kind of its devices: cpu, gpu, tpu."""
+    device_kind: str
+    """Their name."""
+    versions: str
+    """Of what computed."""
+    started: str
+    """When, by the clock of the machine: ISO 8601."""
+    load_average: float
+    """Of the machine over the minute before."""
+    compile_seconds: float
+    """Time to trace and compile the step."""
+    global_batch: int
+    """Samples of a step, over all devices."""
+    warmup_seconds: tuple[float, ...]
+    """Times of the steps before those that are timed."""
+    step_seconds: tuple[float, ...]
+    """Times of the timed steps: from the end of the one before to its own."""
+    wait_seconds: tuple[float, ...]
+    """Of each, how long the devices waited for a batch."""
+    usage: tuple[Usage, ...]
+    """What the processes took of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A benchmark, and all its rounds that are finished."""
+
+    benchmark: Benchmark
+    """What was to be timed."""
+    results: tuple[BenchResult, ...]
+    """By round; empty if none is finished."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a round is finished."""
+        return bool(self.results)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step, over all devices."""
+        return self.benchmark.run.split.global_batch
+
+    @cached_property
+    def step_seconds(self) -> tuple[float, ...]:
+        """The timed steps of all rounds."""
+        return tuple(each for result in self.results for each in result.step_seconds)
+
+    @cached_property
+    def median_seconds(self) -> float:
+        """Median time of a step, over all rounds."""
+        return median(self.step_seconds)
+
+    @cached_property
+    def mean_seconds(self) -> float:
+        """Mean time of a step, over all rounds."""
+        return mean(self.step_seconds)
+
+    @cached_property
+    def interval(self) -> tuple[float, float]:
+        """Between what the median lies, with 95 % confidence."""
+        return median_interval([result.step_seconds for result in self.results])
+
+    @cached_property
+    def speed(self) -> Speed:
+        """Throughput as tf_cnn_benchmarks reports it, over all rounds."""
+        return speed(self.global_batch, self.step_seconds)
+
+    @property
+    def wait_share(self) -> float:
+        """Part of the time for which the devices waited for a batch, 0..1."""
+        waited = sum(each for result in self.results for each in result.wait_seconds)
+        return waited / sum(self.step_seconds)
+
+    @property
+    def step_cv(self) -> float | None:
+        """Spread of single steps over their median, by the quartiles; None of a few steps."""
+        if len(self.step_seconds) < _FEWEST_STEPS:
+            return None
+        low, middle, high = quantiles(self.step_seconds, n=4)
+        return (high - low) / _QUARTILES_APART / middle
+
+    def seconds(self, statistic: str) -> float:
+        """The "median" or "mean" time of a step."""
+        return self.mean_seconds if statistic == "mean" else self.median_seconds
+
+
+def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
+    """What is finished of each benchmark of `plan`; a damaged result is as none.
+
+    Raises:
+        ConfigError: if results are of several kinds of devices.
+    """
+    found = [
+        Summary(
+            benchmark=each,
+            results=tuple(
+                result
+                for repeat in range(plan.repeats)
+                if (result := read_result(each, folder, repeat)) is not None
+            ),
+        )
+        for each in plan.benchmarks
+    ]
+    kinds = sorted({result.device_kind for each in found for result in each.results})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{folder.path} holds results of {' and of '.join(kinds)}, which are no speedup of "
+            "each other; give each a --folder of its own, or --rerun to time all on this one."
+        )
+    return found
+
+
+def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> BenchResult | None:
+    """The result of a round; None if there is none that can be read."""
+    path = folder.result(benchmark.name, repeat)
+    if not path.is_file():
+        return None
+    try:
+        return serialization.load(BenchResult, path)
+    except ConfigError:  # of an earlier version, or cut off: it is measured again
+        return None
+
+
+def read_plan(folder: BenchFolder) -> BenchPlan:
+    """The plan that was measured last in `folder`: those of its benchmarks that have begun.
+
+    Raises:
+        ConfigError: if there is none, or it is damaged.
+    """
+    written = serialization.load(dict, folder.plan)
+    entries, repeats = written.get("benchmarks"), written.get("repeats")
+    if not isinstance(entries, list) or not isinstance(repeats, int):
+        raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")
+    benchmarks = []
+    for entry in entries:
+        path = folder.job(str(entry["name"]))
+        if path.is_file():
+            job = serialization.load(Job, path)
+            benchmarks.append(
+                Benchmark(
+                    settings=job.settings,
+                    fields=dict(entry["fields"]),
+                    varied=dict(entry["varied"]),
+                    run=job.run,
+                )
+            )
+    text = folder.run_file.read_text(encoding="utf-8")
+    return BenchPlan(text=text, benchmarks=tuple(benchmarks), repeats=repeats)
+
+
+def groups(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """Benchmarks that differ in devices alone, by what sets them apart from the others.
+
+    Processes set apart only where two would otherwise be the same.
+    """
+    for places in (_PLACES, ("devices", "scaling")):
+        found: dict[str, list[Summary]] = {}
+        for each in summaries:
+            found.setdefault(_label(each, places), []).append(each)
+        if all(len({s.benchmark.settings.devices for s in g}) == len(g) for g in found.values()):
+            break
+    return found
+
+
+def _label(summary: Summary, places: Sequence[str]) -> str:
+    benchmark = summary.benchmark
+    split, scaling = benchmark.run.split, benchmark.settings.scaling
+    batch = ("batch.global_batch", "batch.per_device_batch")
+    rest = {n: v for n, v in benchmark.varied.items() if n not in (*places, *batch)}
+    kept = (
+        f"{split.per_device_batch} per device"
+        if scaling == "weak"
+        else f"{split.global_batch} in all"
+    )
+    words = in_words(rest)
+    return f"{words} {kept}".strip()
+
+
+def scaling_table(
+    summaries: Sequence[Summary],
+    scaling: Scaling,
+    *,
+    baseline: int | None = None,
+    clamps: bool = False,
+    statistic: str = "median",
+) -> ScalingTable | None:
+    """The benchmarks of one kind of scaling over numbers of devices; None if there are none.
+
+    Args:
+        summaries: of a bench.
+        scaling: which of them.
+        baseline: devices to compare with; if None, the fewest.
+        clamps: put efficiencies above 100 down as 100.
+        statistic: "median" or "mean" time of a step.
+
+    Raises:
+        ConfigError: if nothing was measured on the baseline.
+    """
+    chosen = [s for s in summaries if s.benchmark.settings.scaling == scaling and s.is_measured]
+    if not chosen:
+        return None
+    counts = sorted({each.benchmark.settings.devices for each in chosen})
+    milliseconds, throughputs, labels = [], [], []
+    for label, members in groups(chosen).items():
+        by_count = {each.benchmark.settings.devices: each for each in members}
+        row = [by_count.get(count) for count in counts]
+        labels.append(label)
+        milliseconds.append(tuple(s and 1e3 * s.seconds(statistic) for s in row))
+        throughputs.append(tuple(s and s.global_batch / s.seconds(statistic) for s in row))
+    return ScalingTable(
+        scaling=scaling,
+        device_counts=tuple(counts),
+        labels=tuple(labels),
+        milliseconds=tuple(milliseconds),
+        samples_per_second=tuple(throughputs),
+        baseline=column_of(baseline, counts),
+        clamps=clamps,
+    )
+
+
+def kept_share(
+    summary: Summary, summaries: Sequence[Summary], baseline: int | None = None
+) -> float | None:
+    """Throughput per device kept since the baseline, 0..1 and above, by the medians.
+
+    Unlike the tables of DLBS, it compares several processes with one, where the baseline was
+    measured in one alone.
+
+    Args:
+        summary: a measured benchmark.
+        summaries: those of its bench, among which is its baseline.
+        baseline: devices of it; if None, the fewest of the bench.
+
+    Returns:
+        None if there is no baseline that differs from it in devices and processes alone.
+    """
+    settings = summary.benchmark.settings
+    measured = [each for each in summaries if each.is_measured]
+    count = baseline or min(each.benchmark.settings.devices for each in measured)
+    alike = [
+        each
+        for each in measured
+        if each.benchmark.settings.devices == count
+        and each.benchmark.settings.scaling == settings.scaling
+        and _label(each, _PLACES) == _label(summary, _PLACES)
+    ]
+    if not alike:
+        return None
+    # One of as many processes if there is, else of the fewest.
+    base = min(
+        alike,
+        key=lambda each: (
+            each.benchmark.settings.processes != settings.processes,
+            each.benchmark.settings.processes,
+        ),
+    )
+    if settings.scaling == "weak":
+        return metrics.weak_scaling_efficiency(base.median_seconds, summary.median_seconds)
+    return metrics.strong_scaling_efficiency(
+        base.median_seconds, count, summary.median_seconds, settings.devices
+    )
+
+
+def row_of(summary: Summary) -> dict[str, JsonValue]:
+    """What `results.json` says of a benchmark."""
+    benchmark = summary.benchmark
+    row: dict[str, JsonValue] = {
+        "name": benchmark.name,
+        "varied": dict(benchmark.varied),
+        **_settings(benchmark),
+        "global_batch": benchmark.run.split.global_batch,
+        "per_device_batch": benchmark.run.split.per_device_batch,
+        "rounds": len(summary.results),
+    }
+    if not summary.is_measured:
+        return row
+    low, high = summary.interval
+    return {
+        **row,
+        "median_step_seconds": summary.median_seconds,
+        "median_low_seconds": low,
+        "median_high_seconds": high,
+        "mean_step_seconds": summary.mean_seconds,
+        "samples_per_second": summary.global_batch / summary.median_seconds,
+        "speed": plain(summary.speed),
+        "wait_share": summary.wait_share,
+        "compile_seconds": median(each.compile_seconds for each in summary.results),
+    }
+
+
+def _settings(benchmark: Benchmark) -> dict[str, JsonValue]:
+    table = plain(benchmark.settings)
+    assert isinstance(table, dict)  # noqa: S101  a dataclass is a table
+    return table
+
+
+def measured_runs(
+    summaries: Sequence[Summary],
+    folder: BenchFolder,
+    device_counts: Sequence[int] | None = None,
+    *,
+    processes: int = 1,
+) -> list[MeasuredRun]:
+    """The benchmarks on so many devices, for a fit of a cluster's constants.
+
+    Args:
+        summaries: of the bench in `folder`.
+        folder: where their programs are.
+        device_counts: which; if None, all.
+        processes: of each benchmark that is meant.
+
+    Raises:
+        ConfigError: if nothing was measured on one of them.
+    """
+    measured = [
+        each
+        for each in summaries
+        if each.is_measured and each.benchmark.settings.processes == processes
+    ]
+    counts = {each.benchmark.settings.devices for each in measured}
+    for wanted in device_counts or ():
+        if wanted not in counts:
+            there = ", ".join(map(str, sorted(counts))) or "none"
+            place = "1 process" if processes == 1 else f"{processes} processes"
+            accepted = f"in {place}, {folder.path} has measured {there}"
+            raise ConfigError(refusal("devices", wanted, accepted))
+    return [
+        _as_run(each, folder)
+        for each in measured
+        if device_counts is None or each.benchmark.settings.devices in device_counts
+    ]
+
+
+def is_benchmark(path: Path) -> bool:
+    """Whether `path` is the folder of a benchmark, in that of a bench."""
+    folder = BenchFolder(path=path.parent.parent)
+    return folder.plan.is_file() and folder.job(path.name).is_file()
+
+
+def measured_run(path: Path) -> MeasuredRun:
+    """The benchmark in the folder `path`, for a fit of a cluster's constants.
+
+    Raises:
+        ConfigError: if it is not measured, or not in the plan that was measured last.
+    """
+    folder = BenchFolder(path=path.parent.parent)
+    for each in read_summaries(read_plan(folder), folder):
+        if each.benchmark.name == path.name and each.is_measured:
+            return _as_run(each, folder)
+    accepted = f"it has no finished round in the plan of {folder.path}"
+    raise ConfigError(refusal("from", str(path), accepted))
+
+
+def _as_run(summary: Summary, folder: BenchFolder) -> MeasuredRun:
+    name = summary.benchmark.name
+    return MeasuredRun(
+        name=str(folder.benchmark(name)),
+        program=serialization.load(Program, folder.program(name)),
+        step_seconds=summary.median_seconds,
+        step_cv=summary.step_cv,
+    )

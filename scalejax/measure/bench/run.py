@@ -1,0 +1,211 @@
+"""Has the benchmarks of a plan timed, one at a time, round by round.
+
+Knows processes, and how far it is; what they time is theirs.
+"""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from scalejax.core import serialization
+from scalejax.core.environment import has_accelerator
+from scalejax.core.errors import ConfigError
+from scalejax.launch import Launch, launch
+from scalejax.launch.gpus import VISIBLE, visible_gpus
+from scalejax.measure.bench.folder import BenchFolder
+from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job, Settings
+from scalejax.measure.bench.results import BenchResult, read_result
+
+OnBenchmark = Callable[[str], None]
+"""Called with the words for each benchmark as it begins."""
+
+_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+@dataclass(slots=True)
+class Progress:
+    """What became of the rounds of a bench, as DLBS's progress file counts benchmarks."""
+
+    total: int
+    """Rounds of all benchmarks together."""
+    skipped: int = 0
+    """Finished before, and not timed again."""
+    finished: int = 0
+    """Timed now."""
+    failed: list[str] = field(default_factory=list)
+    """What went wrong, a line for each benchmark that did; its later rounds are left out."""
+    active: str | None = None
+    """What is being timed."""
+
+    def save(self, folder: BenchFolder, status: str) -> None:
+        """Write it: "running", "completed" or "interrupted"."""
+        table = {
+            "status": status,
+            "total": self.total,
+            "skipped": self.skipped,
+            "finished": self.finished,
+            "failed": len(self.failed),
+            "left": self.total - self.skipped - self.finished - len(self.failed),
+            "active": self.active,
+            "problems": self.failed,
+        }
+        serialization.save_text(json.dumps(table, indent=1) + "\n", folder.progress)
+
+
+def begin_bench(plan: BenchPlan, folder: BenchFolder) -> None:
+    """Write `plan` into `folder`, beside what is there: results are found again by what they are
+    of."""
+    serialization.save_text(plan.text, folder.run_file)
+    serialization.save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
+
+
+def run_bench(
+    plan: BenchPlan,
+    folder: BenchFolder,
+    *,
+    reruns: bool = False,
+    monitor_seconds: float = 0.5,
+    on_benchmark: OnBenchmark = lambda words: None,
+) -> list[str]:
+    """Time every benchmark of `plan` that has no finished result.
+
+    All are timed once before any is timed again, so that a machine that is busy for a while is
+    so for all of them alike.
+
+    Args:
+        plan: the benchmarks.
+        folder: where results go.
+        reruns: time those again that have a result.
+        monitor_seconds: between two samples of what a benchmark takes; 0 for none.
+        on_benchmark: told of each that begins.
+
+    Returns:
+        What went wrong, a sentence for each benchmark that did; the others are done.
+
+    Raises:
+        ConfigError: if another process measures in `folder`.
+        KeyboardInterrupt: on SIGINT or SIGTERM; finished results stay.
+    """
+    with _locked(folder), _Interrupts() as interrupts:
+        begin_bench(plan, folder)
+        progress = Progress(total=len(plan.rounds))
+        lost: set[str] = set()
+        try:
+            for repeat, each in plan.rounds:
+                if each.name in lost:
+                    progress.total -= 1
+                    continue
+                if not reruns and _is_timed_here(read_result(each, folder, repeat)):
+                    progress.skipped += 1
+                    continue
+                progress.active = f"{each.label}, round {repeat + 1} of {plan.repeats}"
+                progress.save(folder, "running")
+                on_benchmark(progress.active)
+                problem = _time(each, folder, repeat, monitor_seconds)
+                interrupts.raise_if_any()
+                if problem is None:
+                    progress.finished += 1
+                else:
+                    lost.add(each.name)
+                    progress.failed.append(f"{each.label}: {problem}")
+        except KeyboardInterrupt:
+            progress.save(folder, "interrupted")
+            raise
+        progress.active = None
+        progress.save(folder, "completed")
+        return progress.failed
+
+
+def _is_timed_here(result: BenchResult | None) -> bool:
+    """Whether there is a result, and of devices such as are here: a folder may be on a disk that
+    machines with GPUs and without share."""
+    return result is not None and (result.platform != "cpu") == has_accelerator()
+
+
+def _time(
+    benchmark: Benchmark, folder: BenchFolder, repeat: int, monitor_seconds: float
+) -> str | None:
+    """Have one round of a benchmark timed; what went wrong, if something did."""
+    settings, name = benchmark.settings, benchmark.name
+    serialization.save(Job(settings=settings, run=benchmark.run), folder.job(name))
+    folder.result(name, repeat).unlink(missing_ok=True)
+    said = io.StringIO()
+    code = launch(
+        Launch(
+            # -P: the working folder may hold a json.py of the user's.
+            command=(
+                *(sys.executable, "-P", "-m", "scalejax.measure.bench.worker"),
+                *(str(folder.path), name, str(repeat), str(monitor_seconds)),
+            ),
+            processes=settings.processes,
+            folder=folder.logs(name),
+            environment=_environment(settings),
+        ),
+        said,
+    )
+    if code in _STOPPED:
+        raise KeyboardInterrupt
+    if code == 0 and read_result(benchmark, folder, repeat) is not None:
+        return None
+    lines = [line for line in said.getvalue().splitlines() if line.strip()]
+    reason = lines[-1] if lines else "it said nothing"
+    return f"ended with exit code {code}: {reason} (logs: {folder.logs(name)})"
+
+
+def _environment(settings: Settings) -> dict[str, str]:
+    """Of the processes, which share the devices evenly."""
+    found = {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
+    if not has_accelerator():
+        devices = settings.devices // settings.processes
+        return found | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    gpus = visible_gpus(os.environ)[: settings.devices]
+    return found | ({VISIBLE: ",".join(gpus)} if gpus else {})
+
+
+class _Interrupts:
+    """Signals that `launch` took and passed on: a benchmark that was about to end ended well, or
+    died of it, and either way the bench is not to go on."""
+
+    def __enter__(self) -> "_Interrupts":
+        self._previous: int | None = None
+        self._seen, self._seeing = socket.socketpair()
+        for end in (self._seen, self._seeing):
+            end.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.set_wakeup_fd(self._seeing.fileno())
+        return self
+
+    def raise_if_any(self) -> None:
+        """Raise KeyboardInterrupt if SIGINT or SIGTERM has come."""
+        with contextlib.suppress(BlockingIOError):
+            received = self._seen.recv(64)
+            if {signal.SIGINT, signal.SIGTERM} & set(received):
+                raise KeyboardInterrupt
+
+    def __exit__(self, *unused: object) -> None:
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous)
+        self._seen.close()
+        self._seeing.close()
+
+
+@contextlib.contextmanager
+def _locked(folder: BenchFolder) -> Iterator[None]:
+    """Hold the bench in `folder`: two at once would measure each other."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with folder.lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another process measures in {str(folder.path)!r}: wait for it, or stop it."
+            ) from error
+        yield

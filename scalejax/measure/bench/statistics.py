@@ -1,0 +1,131 @@
+"""What a list of step times says: throughput, its scatter, and an interval about the median.
+
+Arithmetic on numbers; knows nothing of where they come from.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+
+CONFIDENCE = 0.95
+"""Of the intervals about a median."""
+_RESAMPLES = 2000
+_SEED = 0  # an interval is a figure of the data, and not of when it was asked for
+_TO_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
+
+
+def warmup_steps(autotune_threshold: int = 1) -> int:
+    """Steps that tf_cnn_benchmarks leaves out before it measures.
+
+    warmup = max(10, 5 autotune_threshold^2): 10 unless its autotuner was asked to try more often.
+
+    Raises:
+        ConfigError: if autotune_threshold < 0.
+    Source: tf_cnn_benchmarks, `benchmark_cnn.py`, 2023.
+    """
+    require_at_least("autotune_threshold", autotune_threshold, 0)
+    return max(10, 5 * autotune_threshold**2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Throughput as tf_cnn_benchmarks reports it."""
+
+    mean: float
+    """Samples per second: the batch over the mean time of a step."""
+    uncertainty: float
+    """Standard error of the speeds of single steps: population deviation over sqrt(n)."""
+    jitter: float
+    """Their scatter: 1.4826 times the median absolute deviation from their median."""
+    steps: int
+    """How many steps it is of."""
+
+    def __str__(self) -> str:
+        """The line that tf_cnn_benchmarks prints."""
+        return (
+            f"images/sec: {self.mean:.1f} +/- {self.uncertainty:.1f} (jitter = {self.jitter:.1f})"
+        )
+
+
+def speed(global_batch: int, step_seconds: Sequence[float]) -> Speed:
+    """The throughput of steps of `global_batch` samples.
+
+    Raises:
+        ConfigError: if there are no steps, or one took no time.
+    Source: tf_cnn_benchmarks, `get_perf_timing` of `benchmark_cnn.py`, 2023.
+    """
+    times = _times(step_seconds)
+    speeds = global_batch / times
+    return Speed(
+        mean=float(global_batch / np.mean(times)),
+        uncertainty=float(np.std(speeds) / math.sqrt(len(speeds))),
+        jitter=float(_TO_DEVIATION * np.median(np.abs(speeds - np.median(speeds)))),
+        steps=len(speeds),
+    )
+
+
+def median_interval(
+    rounds: Sequence[Sequence[float]], confidence: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Between what the median of the step times lies, by the bootstrap.
+
+    Rounds are drawn with replacement, and of each, blocks of steps one after another that are
+    n^(1/3) long, for steps that another program holds up come together. The ends are percentiles
+    of the medians of 2,000 such draws. Of a single round, it holds what varies within that
+    process alone; of two or three, it is rather too narrow.
+
+    Args:
+        rounds: step times in seconds of each round.
+        confidence: part of such intervals that hold the true median, 0..1.
+
+    Raises:
+        ConfigError: if there are no rounds, or one is empty.
+    Source: Efron & Tibshirani 1993, "An Introduction to the Bootstrap", ch. 8 and 13;
+        Politis & Romano 1992 for blocks that go round.
+    """
+    if not rounds:
+        raise ConfigError(refusal("rounds", [], "at least one is needed"))
+    times = [_times(each) for each in rounds]
+    random = np.random.default_rng(_SEED)
+    medians = np.empty(_RESAMPLES)
+    for draw in range(_RESAMPLES):
+        chosen = random.integers(len(times), size=len(times))
+        medians[draw] = np.median(
+            np.concatenate([_blocks(times[index], random) for index in chosen])
+        )
+    tail = 50 * (1 - confidence)
+    low, high = np.percentile(medians, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _blocks(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """As many times as there are, in blocks that begin anywhere and go round."""
+    count = len(times)
+    length = max(1, math.ceil(count ** (1 / 3)))
+    begins = random.integers(count, size=math.ceil(count / length))
+    return times[(begins[:, None] + np.arange(length)).ravel()[:count] % count]
+
+
+def moving_average(values: Sequence[float], width: int) -> list[float]:
+    """Means of `width` neighbours each, len(values) - width + 1 of them; none if they are fewer.
+
+    Raises:
+        ConfigError: if width < 1.
+    """
+    require_at_least("width", width, 1)
+    if len(values) < width:
+        return []
+    sums = np.cumsum(np.concatenate([[0.0], np.asarray(values, float)]))
+    return ((sums[width:] - sums[:-width]) / width).tolist()
+
+
+def _times(step_seconds: Sequence[float]) -> np.ndarray:
+    times = np.asarray(step_seconds, float)
+    if not times.size or not np.all(times > 0):
+        accepted = "it must hold at least one time, all above 0"
+        raise ConfigError(refusal("step_seconds", list(step_seconds), accepted))
+    return times

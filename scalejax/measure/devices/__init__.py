@@ -1,0 +1,213 @@
+"""Measures the devices that are here and writes them down as hardware of the catalogue.
+
+The files in a folder: `cluster.toml` for the devices of one process, `processes.toml` for
+processes of one device each that exchange over loopback, and the chips that both name.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import JsonValue, plain, save_toml
+from scalejax.core.units import counted
+from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
+from scalejax.measure.devices import collectives, host, machine, probes
+from scalejax.measure.devices.collectives import Exchange
+from scalejax.measure.devices.probes import GRID, TINY_GRID, Grid
+from scalejax.measure.devices.processes import Between, Probe, between_processes
+
+__all__ = ["GRID", "TINY_GRID", "Calibration", "Grid", "calibrate", "stage_count"]
+
+NAME = "this-machine"
+_STORED_BYTES = 2**26
+_COPIED_BYTES = 2**26
+_PROCESS_COUNTS = (2, 4)
+
+OnStage = Callable[[str], None]
+"""Called with the name of each piece of work as it begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured."""
+
+    cluster: Cluster
+    """The devices of one process as a cluster of one node."""
+    processes: Cluster | None
+    """Processes of one device each as nodes; None if they were not measured."""
+    host_to_device_bytes_per_second: float
+    """Rate of a copy to a device."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and why."""
+
+    def save(self, folder: Path) -> tuple[Path, ...]:
+        """Write the files; returns their paths.
+
+        Raises:
+            ConfigError: if the folder cannot be written.
+        """
+        save_toml(self.cluster.chip, folder / "chip.toml")
+        names = ["cluster.toml", "chip.toml", *_save(self.cluster, folder, "cluster")]
+        if self.processes is not None:
+            names += ["processes.toml", *_save(self.processes, folder, "processes")]
+        return tuple(folder / name for name in names)
+
+
+def _save(cluster: Cluster, folder: Path, name: str) -> list[str]:
+    """Write `cluster` and, in files of their own, its shared chips; returns the chips' files."""
+    shared: list[JsonValue] = []
+    for each in cluster.shared:
+        file = f"{name}-chip-{each.device_count}.toml"
+        save_toml(each.chip, folder / file)
+        shared.append({"device_count": each.device_count, "chip": file})
+    tables: dict[str, JsonValue] = plain(cluster)  # type: ignore[assignment]
+    save_toml({**tables, "chip": "chip.toml", "shared": shared}, folder / f"{name}.toml")
+    return [str(each["chip"]) for each in shared]  # type: ignore[index]
+
+
+def busy_counts() -> list[int]:
+    """Numbers of busy devices that are measured: one, and as many as share the cores."""
+    if jax.default_backend() != "cpu":
+        return [len(jax.local_devices())]
+    return sorted({1, min(len(jax.local_devices()), os.cpu_count() or 1)})
+
+
+def stage_count(grid: Grid) -> int:
+    """How often `on_stage` will be called."""
+    each = machine.probe_count(grid, jax.devices()[0])
+    inside = len(_exchange_counts()) * len(collectives.SIZES)
+    between = len(_process_counts()) * (each + len(collectives.SIZES))
+    return len(busy_counts()) * each + inside + between + 2
+
+
+def calibrate(
+    folder: Path, grid: Grid = GRID, on_stage: OnStage = lambda name: None
+) -> Calibration:
+    """The devices of this process, measured.
+
+    Args:
+        folder: on the storage that is to be measured.
+        grid: which shapes are timed.
+        on_stage: called as each piece of work begins.
+
+    Raises:
+        ConfigError: if `folder` cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    source = _source()
+    chips = {}
+    for count in busy_counts():
+        where = f"on {counted(count, 'device')}"
+        mesh = machine.mesh_of(jax.local_devices()[:count])
+        chips[count] = machine.measure_chip(
+            mesh, grid, source, lambda what, where=where: on_stage(f"{what} {where}")
+        )
+    on_stage("storage")
+    storage = host.storage_bytes_per_second(folder, _STORED_BYTES)
+    on_stage("copies between host and device")
+    to_device, to_host = host.copy_bytes_per_second(_COPIED_BYTES)
+    conditions = RunConditions(
+        storage_bytes_per_second=storage, device_to_host_bytes_per_second=to_host
+    )
+    inside = _inside(grid.calls, on_stage)
+    notes: tuple[str, ...] = ()
+    try:
+        between = _between(grid, source, on_stage)
+    except ConfigError as error:  # the rest is good without
+        between, notes = {}, (f"nothing was measured between processes: {error}",)
+    processes = None
+    if between:
+        alone, _ = min(chips.items())
+        process_chips = {alone: chips[alone]} | {n: each.chip for n, each in between.items()}
+        exchanges = [found for each in between.values() for found in each.exchanges]
+        processes = _cluster(process_chips, exchanges, conditions, source, nodes=True)
+    return Calibration(
+        cluster=_cluster(chips, inside, conditions, source),
+        processes=processes,
+        host_to_device_bytes_per_second=to_device,
+        notes=notes,
+    )
+
+
+def _source() -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("scalejax", "jax", "jaxlib"))
+    return (
+        f"scalejax calibrate, {now}, {platform.machine()} with {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}, {versions}"
+    )
+
+
+def _exchange_counts() -> list[int]:
+    """Devices between which all-reduces are timed within this process."""
+    counts = {2, 4, len(jax.local_devices())}
+    return sorted(count for count in counts if 1 < count <= len(jax.local_devices()))
+
+
+def _process_counts() -> list[int]:
+    if jax.default_backend() != "cpu":
+        return []  # their devices are this process's
+    return [count for count in _PROCESS_COUNTS if count <= max(2, os.cpu_count() or 1)]
+
+
+def _inside(calls: int, on_stage: OnStage) -> list[Exchange]:
+    found = []
+    for count in _exchange_counts():
+        mesh = machine.mesh_of(jax.local_devices()[:count])
+        for size in collectives.SIZES:
+            on_stage(f"collectives between {count} devices")
+            seconds = probes.all_reduce_seconds(mesh, size, 4 * calls)
+            found.append(Exchange(device_count=count, size_bytes=size, seconds=seconds))
+    return found
+
+
+def _between(grid: Grid, source: str, on_stage: OnStage) -> dict[int, Between]:
+    found = {}
+    for count in _process_counts():
+        probe = Probe(grid=grid, calls=4 * grid.calls, sizes=collectives.SIZES, source=source)
+        found[count] = between_processes(count, probe, on_stage)
+    return found
+
+
+def _cluster(
+    chips: dict[int, Chip],
+    exchanges: list[Exchange],
+    conditions: RunConditions,
+    source: str,
+    *,
+    nodes: bool = False,
+) -> Cluster:
+    """One process of many devices, or (`nodes`) many processes of one."""
+    (_, first), *others = sorted(chips.items())
+    memory = first.memory_bytes_per_second
+    ring = collectives.fit_ring(exchanges) if exchanges else None
+    rate = ring.bytes_per_second if ring else memory
+    is_shared = jax.default_backend() == "cpu"
+    most = None if is_shared else len(jax.local_devices())
+    return Cluster(
+        name=f"{NAME}-processes" if nodes else NAME,
+        title=f"{first.title}, {'processes' if nodes else 'devices of one process'}, as measured",
+        chip=first,
+        devices_per_node=1 if nodes else max(len(jax.local_devices()), 1 if most else 512),
+        link=Link(kind="host", bytes_per_second=memory if nodes else rate),
+        network=Network(bytes_per_second=rate) if nodes else None,
+        library=collectives.library_of(
+            f"{NAME}-{'gloo' if nodes else 'shared-memory'}",
+            "all-reduce of this machine, as measured",
+            ring
+            or collectives.Ring(base_seconds=0, hop_seconds=0, bytes_per_second=rate, residual=0),
+            source,
+            runs_buffers_one_by_one=is_shared,  # what XLA's CPU runtime does
+        ),
+        max_device_count=most,
+        conditions=conditions,
+        shared=tuple(SharedChip(device_count=count, chip=chip) for count, chip in others),
+        sources={"*": source},
+    )

@@ -1,0 +1,90 @@
+"""All-reduces timed at several sizes and device counts, and the ring that explains them.
+
+Knows no devices: what is timed where is `probes` and `processes`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from scalejax.core.errors import ConfigError
+from scalejax.hardware import CollectiveMethod, CommunicationLibrary
+
+SIZES = (64, 2**14, 2**18, 2**20, 2**22, 2**24)
+"""Bytes that are summed: a scalar's worth up to the gradients of a small network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """One all-reduce, as timed."""
+
+    device_count: int
+    """Devices that take part."""
+    size_bytes: int
+    """Bytes of the sum."""
+    seconds: float
+    """Median time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ring:
+    """seconds = base + 2 (n - 1) hop + 2 (n - 1)/n bytes / rate."""
+
+    base_seconds: float
+    """Time before the first message."""
+    hop_seconds: float
+    """Time of one message."""
+    bytes_per_second: float
+    """Rate of each device to the next."""
+    residual: float
+    """Standard deviation of the logarithm of measured over fitted times."""
+
+
+def fit_ring(exchanges: Sequence[Exchange]) -> Ring:
+    """The ring that is nearest to `exchanges`, by relative error.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    if not exchanges:
+        raise ConfigError("exchanges=[] is refused: at least one is needed.")
+    rows = [
+        (1.0, 2 * (e.device_count - 1), 2 * (e.device_count - 1) / e.device_count * e.size_bytes)
+        for e in exchanges
+    ]
+    seconds = np.array([e.seconds for e in exchanges])
+    scales = np.array([1.0, 1.0, 1e-9])  # nanoseconds a byte: columns of like size
+    weighted = np.array(rows) * scales / seconds[:, None]
+    base, hop, per_byte = nnls(weighted, np.ones(len(rows)))[0] * scales
+    fitted = np.array(rows) @ np.array([base, hop, per_byte])
+    return Ring(
+        base_seconds=float(base),
+        hop_seconds=float(hop),
+        # No cost per byte to be seen: as fast as would have been seen in the largest.
+        bytes_per_second=float(1 / max(per_byte, 1e-3 * seconds.max() / max(SIZES))),
+        residual=float(np.std(np.log(seconds / fitted))),
+    )
+
+
+def library_of(
+    name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool
+) -> CommunicationLibrary:
+    """`ring` as a library of one method, within nodes and between them."""
+    method = CollectiveMethod(
+        algorithm="ring",
+        protocol="simple",
+        bandwidth_fraction=1.0,
+        base_seconds=ring.base_seconds,
+        link_hop_seconds=ring.hop_seconds,
+        network_hop_seconds=ring.hop_seconds,
+    )
+    return CommunicationLibrary(
+        name=name,
+        title=title,
+        methods=(method,),
+        runs_buffers_one_by_one=runs_buffers_one_by_one,
+        residual=ring.residual,
+        sources={"*": source},
+    )

@@ -1,0 +1,54 @@
+"""The host beside its devices: how fast it writes to storage, and copies to and from them."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from scalejax.core.errors import ConfigError
+
+_REPEATS = 3
+
+
+def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:
+    """Rate at which a file in `folder` is written and reaches the disk.
+
+    Raises:
+        ConfigError: if nothing can be written there.
+    """
+    path = folder / f".scalejax-{os.getpid()}"
+    block = os.urandom(min(size_bytes, 2**20))
+    times = []
+    try:
+        for _ in range(_REPEATS):
+            start = time.perf_counter()
+            with path.open("wb") as file:
+                for _ in range(max(1, size_bytes // len(block))):
+                    file.write(block)
+                file.flush()
+                os.fsync(file.fileno())
+            times.append(time.perf_counter() - start)
+    except OSError as error:
+        raise ConfigError(f"{str(folder)!r} cannot be written: {error}.") from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+    return max(1, size_bytes // len(block)) * len(block) / min(times)
+
+
+def copy_bytes_per_second(size_bytes: int) -> tuple[float, float]:
+    """(to the device, from it): rates of copies of so many bytes."""
+    values = np.ones(size_bytes // 4, np.float32)
+    to_device, to_host = [], []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        there = jax.device_put(values, jax.devices()[0], may_alias=False)
+        jax.block_until_ready(there)
+        middle = time.perf_counter()
+        np.array(there, copy=True)
+        to_device.append(middle - start)
+        to_host.append(time.perf_counter() - middle)
+    return size_bytes / min(to_device), size_bytes / min(to_host)

@@ -1,0 +1,275 @@
+"""What is timed on devices to learn their rates: products, convolutions, memory, launches.
+
+Every probe is a small program of the kind that training steps are made of. Rates are those of
+one device of a mesh while all of them do the same.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from scalejax.measure.devices.timing import ALL, filled, seconds_of_call, seconds_of_function
+
+MatmulRow = tuple[int, int, int, int, float]
+ConvolutionRow = tuple[int, int, int, int, int, float]
+
+_STREAM_PASSES = 16  # within one program, so that no memory is asked for while it runs
+_TILE = 64  # rows and columns of what changes its layout: heads and their size, say
+_WRITTEN_BYTES_PER_SECOND = 100e9  # of memory that is in the caches: little beside first touch
+_CHAIN = 33  # products too small to take time but for being launched
+_STEP_PRODUCT = 1024  # a computation of milliseconds
+_BUFFERS = 8  # that are reduced after it: parameters of a small network
+_LEAST_SECONDS = 1e-6  # what a clock and a median of several calls still tell from nothing
+_STATE = 24  # arrays of a step that does nothing: parameters and moments of a small network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convolution:
+    """A convolution to be timed: square images and windows, padded so that strides divide."""
+
+    samples: int
+    """Images."""
+    size: int
+    """Height and width of each."""
+    channels_in: int
+    """Channels of the input."""
+    channels_out: int
+    """Channels of the output."""
+    window: int
+    """Height and width of the window."""
+    stride: int
+    """Pixels from one window to the next."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """As of `program.Operation.shape`."""
+        outputs = -(-self.size // self.stride)
+        return self.samples, outputs**2, self.channels_in, self.channels_out, self.window**2
+
+    @property
+    def flop(self) -> int:
+        """Of each of its three passes, padding counted."""
+        samples, outputs, channels_in, channels_out, window = self.shape
+        return 2 * samples * outputs * channels_in * channels_out * window
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Which shapes are timed."""
+
+    matmul: tuple[tuple[int, int, int, int], ...]
+    """(batch, m, n, k) of products."""
+    convolutions: tuple[Convolution, ...]
+    """Convolutions, each in all three passes."""
+    stream_bytes: tuple[int, ...]
+    """Bytes read and written by element-wise operations."""
+    touched_bytes: tuple[int, ...]
+    """Bytes of temporary memory of a program."""
+    calls: int
+    """How often each program is timed."""
+
+
+def _convolutions() -> Iterator[Convolution]:
+    sizes = (
+        (32, 1, 16, 3, 2),
+        (32, 3, 64, 3, 1),
+        (32, 16, 32, 3, 1),
+        (16, 32, 64, 3, 2),
+        (16, 64, 64, 3, 1),
+        (8, 64, 128, 3, 2),
+        (8, 128, 128, 3, 1),
+        (16, 64, 128, 1, 1),
+    )
+    for samples, (size, channels_in, channels_out, window, stride) in product((8, 64), sizes):
+        yield Convolution(
+            samples=samples,
+            size=size,
+            channels_in=channels_in,
+            channels_out=channels_out,
+            window=window,
+            stride=stride,
+        )
+
+
+GRID = Grid(
+    matmul=(
+        *((1, m, n, k) for m, n, k in product((16, 128, 1024), repeat=3)),
+        *((64, m, n, k) for m, n, k in product((16, 64), repeat=3)),
+        (8, 256, 256, 64),
+        (8, 256, 64, 256),
+    ),
+    convolutions=tuple(_convolutions()),
+    stream_bytes=tuple(2**power for power in (15, 18, 20, 22, 24)),
+    touched_bytes=tuple(2**20 * size for size in (4, 16, 30, 34, 64, 128)),
+    calls=12,
+)
+"""What a training step on a CPU is made of, in powers of two."""
+TINY_GRID = Grid(
+    matmul=((1, 64, 64, 64), (1, 256, 256, 256)),
+    convolutions=(
+        Convolution(samples=4, size=8, channels_in=8, channels_out=8, window=3, stride=1),
+    ),
+    stream_bytes=(2**16, 2**22),
+    touched_bytes=(2**22,),
+    calls=3,
+)
+"""Enough to see that all of it works."""
+
+
+def call_seconds(mesh: Mesh, calls: int) -> float:
+    """Time of calling a program that does next to nothing."""
+    return seconds_of_function(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
+
+
+def matmul_row(
+    mesh: Mesh, shape: tuple[int, int, int, int], dtype: Any, empty_seconds: float, calls: int
+) -> MatmulRow:
+    """The rate of matrix products of (batch, m, n, k).
+
+    Where k is the largest, the left operand lies the other way round, as it does in gradients of
+    weights, which contract over all samples.
+    """
+    batch, m, n, k = shape
+    is_gradient = k > max(m, n)
+    left = (batch, k, m) if is_gradient else (batch, m, k)
+    formula = "bkm,bkn->bmn" if is_gradient else "bmk,bkn->bmn"
+    seconds = seconds_of_function(
+        lambda x, y: jnp.einsum(formula, x, y),
+        mesh,
+        [left, (batch, k, n)],
+        calls=calls,
+        dtype=dtype,
+    )
+    return (*shape, 2 * batch * m * n * k / _beyond(seconds, empty_seconds))
+
+
+def convolution_row(
+    mesh: Mesh, convolution: Convolution, kind: str, empty_seconds: float, calls: int
+) -> ConvolutionRow:
+    """The rate of one pass: forward, input_gradient or filter_gradient."""
+    c = convolution
+    outputs = -(-c.size // c.stride)
+    image = (c.samples, c.size, c.size, c.channels_in)
+    kernel = (c.window, c.window, c.channels_in, c.channels_out)
+    cotangent = (c.samples, outputs, outputs, c.channels_out)
+
+    def forward(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x, y, (c.stride, c.stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def input_gradient(y: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: forward(x, y), jnp.ones(image))[1](out)[0]
+
+    def filter_gradient(x: jax.Array, out: jax.Array) -> jax.Array:
+        return jax.vjp(lambda y: forward(x, y), jnp.ones(kernel))[1](out)[0]
+
+    function, shapes = {
+        "forward": (forward, [image, kernel]),
+        "input_gradient": (input_gradient, [kernel, cotangent]),
+        "filter_gradient": (filter_gradient, [image, cotangent]),
+    }[kind]
+    seconds = seconds_of_function(function, mesh, shapes, calls=calls)
+    return (*c.shape, c.flop / _beyond(seconds, empty_seconds))
+
+
+def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) -> float:
+    """Bytes/s of an operation that reads and writes so many bytes, half of them each.
+
+    The geometric mean over what fusions of a step do: simple arithmetic, a transcendental
+    function, a change of layout.
+    """
+    count = max(1, moved_bytes // (8 * _TILE**2))
+    logs = []
+    for function in (lambda y: 2 * y + 1, jnp.tanh, lambda y: jnp.swapaxes(y, 1, 2) + 1):
+
+        def passes(x: jax.Array, function: Any = function) -> jax.Array:
+            return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)
+
+        seconds = seconds_of_function(passes, mesh, [(count, _TILE, _TILE)], calls=calls)
+        moved = _STREAM_PASSES * 8 * _TILE**2 * count
+        logs.append(math.log(moved / _beyond(seconds, empty_seconds)))
+    return math.exp(math.fsum(logs) / len(logs))
+
+
+def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls: int) -> float:
+    """Time to be given so many bytes of memory for the time of a step.
+
+    Where the system takes memory back at the end of a program and hands it out page by page,
+    writing it for the first time costs far more than writing it again.
+    """
+    count = size_bytes // 4
+
+    def write(x: jax.Array) -> jax.Array:
+        return x[0] + jnp.arange(count, dtype=jnp.float32)
+
+    seconds = seconds_of_function(write, mesh, [(4,)], calls=min(calls, 5))
+    return max(seconds - empty_seconds - size_bytes / _WRITTEN_BYTES_PER_SECOND, 0.0)
+
+
+def launch_seconds(mesh: Mesh, calls: int) -> float:
+    """Time of one operation that has nothing to do, among others."""
+
+    def chain(x: jax.Array, length: int) -> jax.Array:
+        y = x
+        for _ in range(length):
+            y = y @ x
+        return y
+
+    one, many = (
+        seconds_of_function(lambda x, n=n: chain(x, n), mesh, [(4, 4)], calls=5 * calls)
+        for n in (1, _CHAIN)
+    )
+    return max(many - one, 0.0) / (_CHAIN - 1)
+
+
+def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
+    """Time of a step that does next to nothing, its few operations left out.
+
+    What the host does for a step: it checks the arguments, hands them over and takes results.
+    """
+    state = [filled(mesh, (4,), jnp.float32) for _ in range(_STATE)]
+    step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
+    seconds = seconds_of_call(step, state, calls=5 * calls)
+    return max(seconds - _STATE * launch, 0.0)
+
+
+def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
+    """Time in which every device comes to hold the sum of `size_bytes` of each, within a step.
+
+    The median, behind a product. On idle cores a sum can be ten times faster; in a step, it
+    waits for its threads to be given a core by those that have computed, and for the slowest of
+    the devices. A CPU runs one for each of several buffers, a GPU one for all of them.
+    """
+    count = _BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
+    shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), *[(max(1, size_bytes // 4),)] * count]
+    arguments = [filled(mesh, shape, jnp.float32) for shape in shapes]
+
+    def step(x: jax.Array, *values: jax.Array, product: bool, sums: bool) -> list[jax.Array]:
+        computed = (x[0] @ x[0] if product else x[0])[0, 0]
+        mine = [value[0] + computed for value in values]
+        found = jax.lax.psum(mine, ALL) if sums else mine
+        return [each[None] for each in found]
+
+    def seconds(**parts: bool) -> float:
+        spec = PartitionSpec(ALL)
+        each = jax.shard_map(partial(step, **parts), mesh=mesh, in_specs=spec, out_specs=spec)
+        compiled = jax.jit(each).lower(*arguments).compile()
+        return seconds_of_call(compiled, arguments, calls=calls, statistic=median)
+
+    beyond_product = seconds(product=True, sums=True) - seconds(product=True, sums=False)
+    alone = seconds(product=False, sums=True) - seconds(product=False, sums=False)
+    return max(beyond_product, alone, _LEAST_SECONDS) / count
+
+
+def _beyond(seconds: float, empty_seconds: float) -> float:
+    """Time of an operation, that of calling a program left out; at least a tenth is its own."""
+    return max(seconds - empty_seconds, seconds / 10)

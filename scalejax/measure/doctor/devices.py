@@ -1,0 +1,331 @@
+"""The devices that JAX sees, and their rates, against those of a cluster of the catalogue."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from scalejax.core.environment import nvidia_gpus
+from scalejax.core.errors import ScalejaxError
+from scalejax.core.units import TFLOP, counted, format_bytes, format_bytes_per_second
+from scalejax.hardware import Chip, Cluster, RateType, chip_names, load_chip
+from scalejax.measure.doctor.finding import Finding, OnStage, found
+from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.program import Collective, DeviceGroup, Operation
+
+GOOD, BAD = 0.8, 0.5
+"""Parts of the expected rate from which on a device is as it should be, and below which it is not
+worth a run: it would take twice as long."""
+STAGES = 4
+"""How often `measure` says what it measures, at most."""
+
+_WIDTH = {"cpu": 1024}
+_STREAM_BYTES = {"cpu": 2**24}
+_REDUCED_BYTES = {"cpu": 2**22}
+_LARGE_WIDTH, _LARGE_STREAM, _LARGE_REDUCED = 8192, 2**30, 2**26
+_CALLS = 5
+_GPU_FIX = (
+    "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER says whether it is throttled; nvidia-smi whether "
+    "another program runs on it"
+)
+_CPU_FIX = "other programs at work? Else scalejax calibrate measures what this machine now does"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Devices:
+    """What JAX sees."""
+
+    platform: str
+    """As JAX names it: "cpu", "gpu", "tpu"."""
+    kind: str
+    """As the device names itself."""
+    count: int
+    """In all processes."""
+    local_count: int
+    """In this process."""
+    processes: int
+    """Of the run."""
+    memory_bytes: int | None
+    """Of one; None where it shares the machine's."""
+    driver_gpus: int
+    """NVIDIA GPUs that the driver knows on this machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """An all-reduce between a group of devices."""
+
+    axis: str
+    """Who takes part, as the axis of a mesh of nodes by devices."""
+    group: DeviceGroup
+    """The same as places on the cluster."""
+    seconds: float
+    """Time until every member has the sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What was measured on them."""
+
+    rate_type: RateType
+    """Of the products."""
+    width: int
+    """Rows and columns of the products."""
+    flop_per_second: float
+    """In products, of one device while all of this process do the same."""
+    moved_bytes: int
+    """Read and written by the operation that was timed."""
+    memory_bytes_per_second: float
+    """Read and written, of one device, likewise."""
+    reduced_bytes: int
+    """That the exchanges sum."""
+    exchanges: tuple[Exchange, ...]
+    """By axis."""
+
+
+def driver_gpus() -> int:
+    """NVIDIA GPUs that the driver offers here; in a container, those that were given to it."""
+    return nvidia_gpus() or int(Path("/dev/dxg").exists())  # WSL does not say how many
+
+
+def read_devices() -> Devices:
+    """Those of this process, and how many there are in all."""
+    import jax
+
+    first = jax.local_devices()[0]
+    statistics = first.memory_stats() or {}
+    return Devices(
+        platform=first.platform,
+        kind=first.device_kind,
+        count=jax.device_count(),
+        local_count=jax.local_device_count(),
+        processes=jax.process_count(),
+        memory_bytes=statistics.get("bytes_limit"),
+        driver_gpus=driver_gpus(),
+    )
+
+
+def measure(on_stage: OnStage) -> Rates:
+    """The rates of the devices of this process, and between them."""
+    import jax
+    import jax.numpy as jnp
+
+    from scalejax.measure.devices import machine, probes
+
+    platform = jax.default_backend()
+    mesh = machine.mesh_of(jax.local_devices())
+    width = _WIDTH.get(platform, _LARGE_WIDTH)
+    stream = _STREAM_BYTES.get(platform, _LARGE_STREAM)
+    reduced = _REDUCED_BYTES.get(platform, _LARGE_REDUCED)
+    rate_type = _rate_type(jax.local_devices()[0])
+    dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[rate_type]
+    on_stage("launches")
+    empty = probes.call_seconds(mesh, _CALLS)
+    on_stage("matrix products")
+    row = probes.matmul_row(mesh, (1, width, width, width), dtype, empty, _CALLS)
+    on_stage("memory")
+    memory = probes.stream_rate(mesh, stream, empty, _CALLS)
+    on_stage("all-reduces")
+    exchanges = []
+    local = jax.local_device_count()
+    if local > 1:
+        group = DeviceGroup(extents=((local, 1),), axes=())
+        seconds = probes.all_reduce_seconds(mesh, reduced, _CALLS)
+        exchanges.append(Exchange(axis="devices of a process", group=group, seconds=seconds))
+    return Rates(
+        rate_type=rate_type,
+        width=width,
+        flop_per_second=row[-1],
+        moved_bytes=stream,
+        memory_bytes_per_second=memory,
+        reduced_bytes=reduced,
+        exchanges=tuple(exchanges),
+    )
+
+
+def measure_exchange(rates: Rates) -> Rates:
+    """`rates`, and that of the exchange between processes; every process must ask."""
+    import jax
+
+    from scalejax.measure.devices import machine, probes
+
+    local, processes = jax.local_device_count(), jax.process_count()
+    by_process = {device.process_index: device for device in reversed(jax.devices())}
+    firsts = machine.mesh_of([by_process[index] for index in range(processes)])
+    group = DeviceGroup(extents=((processes, local),), axes=())
+    seconds = probes.all_reduce_seconds(firsts, rates.reduced_bytes, _CALLS)
+    between = Exchange(axis="processes", group=group, seconds=seconds)
+    return replace(rates, exchanges=(*rates.exchanges, between))
+
+
+def no_rates(reason: str) -> Finding:
+    """The devices did not do what was to be timed, for a reason that JAX gave."""
+    said = (reason.strip().splitlines() or ["JAX does not say why."])[0]
+    return found("rates", "devices at work", "failed", "a rate", bad=True, fix=said)
+
+
+def no_devices(reason: str) -> Finding:
+    """JAX did not start, for a reason that it gave."""
+    said = (reason.strip().splitlines() or ["JAX found none that it can use."])[0]
+    fix = f"{said} See JAX_PLATFORMS and the CUDA plug-in in this table, or unset JAX_PLATFORMS"
+    return found("devices", "devices", "none", "some", bad=True, fix=fix)
+
+
+def device_findings(devices: Devices, cluster: Cluster | None) -> Iterator[Finding]:
+    """What is there, and whether it is all."""
+    per_process = f", {devices.local_count} in each process" if devices.processes > 1 else ""
+    value = f"{devices.count} x {devices.kind}{per_process}"
+    expected, is_missing, fix = None, False, ""
+    if devices.driver_gpus and devices.platform == "cpu":
+        is_missing = True
+        expected = counted(devices.driver_gpus, "GPU")
+        fix = "JAX does not use them: see JAX_PLATFORMS and the CUDA plug-in in this table"
+    elif cluster is not None:
+        expected = f"{cluster.devices_per_node} x {cluster.chip.title} a node"
+        is_other = not _is_of(devices, cluster.chip)
+        # One process for each device has fewer, as has a part of a calibrated machine.
+        few = devices.platform != "cpu" and devices.count < cluster.devices_per_node
+        is_missing = is_other or few
+        fix = (
+            f"{cluster.name} has other devices: give --cluster what is here (scalejax hardware)"
+            if is_other
+            else "see CUDA_VISIBLE_DEVICES, what the scheduler gave, and nvidia-smi -L"
+        )
+    yield found("devices", "devices", value, expected, bad=is_missing, fix=fix)
+    if devices.memory_bytes is not None:
+        least = None if cluster is None else cluster.chip.memory_bytes
+        yield found(
+            "devices",
+            "memory of each",
+            format_bytes(devices.memory_bytes),
+            None if least is None else f"of {format_bytes(least)}",
+            # JAX takes three quarters unless told otherwise.
+            warn=least is not None and devices.memory_bytes < 0.7 * least,
+            fix="another program holds memory, or XLA_PYTHON_CLIENT_MEM_FRACTION is small",
+        )
+
+
+def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> Iterator[Finding]:
+    """Each rate beside the one that predictions go by.
+
+    Args:
+        rates: as measured.
+        chip: what one device is expected to be, as busy as it was; None if unknown.
+        cluster: what the exchanges are expected to be; None if unknown.
+    """
+    width, kind = rates.width, rates.rate_type
+    product = Operation(
+        name="product",
+        kind="matmul",
+        dtype=kind,
+        flop=2 * width**3,
+        read_bytes=2 * width**2 * (4 if kind == "f32" else 2),
+        write_bytes=width**2 * (4 if kind == "f32" else 2),
+        shape=(1, width, width, width),
+    )
+    stream = Operation(
+        name="stream",
+        kind="fusion",
+        dtype="f32",
+        read_bytes=rates.moved_bytes // 2,
+        write_bytes=rates.moved_bytes // 2,
+    )
+    fix = _CPU_FIX if kind == "f32" else _GPU_FIX
+    expected = _rate_of(product, chip, product.flop)
+    name = f"{kind} products of {width:,}"
+    yield _rate(name, rates.flop_per_second, expected, _flop, fix)
+    expected = _rate_of(stream, chip, rates.moved_bytes)
+    rate = rates.memory_bytes_per_second
+    yield _rate("memory", rate, expected, format_bytes_per_second, fix)
+    for exchange in rates.exchanges:
+        # What each device sends, whatever their number: the rate of its wire.
+        count = exchange.group.size
+        sent = 2 * (count - 1) / count * rates.reduced_bytes
+        seconds = _expected_seconds(exchange, rates.reduced_bytes, cluster)
+        yield _rate(
+            f"all-reduce, {count} {exchange.axis}",
+            sent / exchange.seconds,
+            seconds and sent / seconds,
+            format_bytes_per_second,
+            fix
+            if kind == "f32"
+            else "NCCL_DEBUG=INFO says over what it goes: look for NVLS or P2P within a node and "
+            "for IB between nodes; nvidia-smi topo -m, ibstat",
+        )
+
+
+def detected_chip(devices: Devices) -> Chip | None:
+    """The chip of the catalogue that the devices are by name and memory; None if none is."""
+    chips = [load_chip(name) for name in chip_names()]
+    alike = [chip for chip in chips if _is_of(devices, chip)]
+    if not alike or devices.memory_bytes is None:
+        return None
+    # By default JAX takes three quarters of the memory.
+    total = devices.memory_bytes / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+    return min(alike, key=lambda chip: abs(chip.memory_bytes - total))
+
+
+def chip_when_busy(cluster: Cluster, count: int) -> Chip:
+    """The chip while `count` devices of a machine are."""
+    larger = [each.chip for each in cluster.shared if each.device_count >= count]
+    if count == 1 or not cluster.shared:
+        return cluster.chip
+    return larger[0] if larger else cluster.shared[-1].chip
+
+
+def _rate(
+    name: str, rate: float, expected: float | None, worded: Callable[[float], str], fix: str
+) -> Finding:
+    part = None if expected is None else rate / expected
+    return found(
+        "rates",
+        name,
+        worded(rate),
+        None if expected is None else f"{worded(expected)} ({part:.0%})",
+        warn=part is not None and part < GOOD,
+        bad=part is not None and part < BAD,
+        fix=fix,
+    )
+
+
+def _rate_of(operation: Operation, chip: Chip | None, amount: float) -> float | None:
+    return None if chip is None else amount / operation_time(operation, chip).busy_seconds
+
+
+def _expected_seconds(exchange: Exchange, size: int, cluster: Cluster | None) -> float | None:
+    if cluster is None:
+        return None
+    collective = Collective(
+        name="all_reduce", payload_bytes=size, group=exchange.group, is_async=False
+    )
+    try:
+        return collective_seconds(collective, cluster) or None
+    except ScalejaxError:  # the cluster is of one node, and this is not
+        return None
+
+
+def _is_of(devices: Devices, chip: Chip) -> bool:
+    """Whether a device may be such a chip, by the name that it gives itself."""
+    if devices.platform == "cpu":
+        return chip.name == "cpu"
+    words = devices.kind.lower().replace("-", " ").split()
+    parts = chip.name.split("-")
+    # GPUs of one name differ in memory, which the name here says last: a100-40gb.
+    return set(parts if parts[0] == "tpu" else parts[:1]) <= {*words}
+
+
+def _rate_type(device: Any) -> RateType:
+    """What training computes in there: GPUs before Ampere have no bf16."""
+    if device.platform == "cpu":
+        return "f32"
+    # AMD's have a name there, such as gfx90a, and JAX runs on none without bf16.
+    generation = re.match(r"\d+", str(getattr(device, "compute_capability", "")))
+    return "f16" if generation and int(generation[0]) < 8 else "bf16"
+
+
+def _flop(rate: float) -> str:
+    tera = rate / TFLOP
+    return f"{tera:,.0f} TFLOP/s" if tera >= 100 else f"{tera:.3g} TFLOP/s"

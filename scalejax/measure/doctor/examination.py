@@ -1,0 +1,170 @@
+"""All checks, in this process and in those that it has met."""
+
+import json
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scalejax.core.process_group import Place, is_lost_contact
+from scalejax.core.serialization import build, plain
+from scalejax.hardware import Cluster
+from scalejax.measure.doctor import devices as device_checks
+from scalejax.measure.doctor.finding import Finding, OnStage, found
+from scalejax.measure.doctor.host import host_findings, read_host
+from scalejax.measure.doctor.network import (
+    clock_finding,
+    measure_clock_offsets,
+    network_findings,
+    read_network,
+)
+from scalejax.measure.doctor.storage import read_storage, storage_findings
+from scalejax.measure.doctor.variables import Surroundings, variable_findings
+from scalejax.measure.doctor.versions import read_versions, version_findings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What to look at."""
+
+    run_folder: Path
+    """Where runs write."""
+    cache_folder: Path
+    """Where compiled programs and calibrations are kept."""
+    environment: Mapping[str, str]
+    """The variables as the user has set them."""
+    cluster: Cluster | None = None
+    """What the devices should be; None to go by what they call themselves."""
+    place: Place | None = None
+    """Of this process among others, which it has met; None if it is alone."""
+
+
+def stage_count() -> int:
+    """How often `on_stage` will be called, at most."""
+    return device_checks.STAGES + 4
+
+
+def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[Finding, ...]:
+    """Every finding, those of all processes together; every process must ask.
+
+    One whose JAX has no devices can tell the others nothing: it gives its own findings, with its
+    number, and the others wait for it until it leaves.
+
+    Args:
+        asked: what to look at.
+        on_stage: called as each piece of work begins.
+    """
+    processes = 1 if asked.place is None else asked.place.processes
+    on_stage("versions")
+    mine = [*version_findings(read_versions())]
+    on_stage("devices")
+    try:
+        seen = device_checks.read_devices()
+    except (RuntimeError, AssertionError) as error:
+        if is_lost_contact(error):  # with one that has no devices: that one says why
+            raise
+        # JAX could not start (it asserts so for some plug-ins); what can be seen without may say
+        # why.
+        hosts, processes = 1, 1
+        mine.append(device_checks.no_devices(str(error)))
+    else:
+        hosts = len(set(_said_by_all(socket.gethostname(), processes)))
+        mine += _of_devices(asked.cluster, seen, hosts, on_stage)
+    host = read_host()
+    mine += host_findings(host)
+    on_stage("storage")
+    for role, folder in (("run folder", asked.run_folder), ("cache folder", asked.cache_folder)):
+        mine += storage_findings(read_storage(role, folder), hosts)
+    on_stage("network")
+    mine += network_findings(read_network(), asked.place)
+    around = Surroundings(
+        cores=host.allowed_cores,
+        gpus=device_checks.driver_gpus(),
+        processes=processes,
+        coordinator=asked.place and asked.place.coordinator,
+    )
+    variables = variable_findings(asked.environment, around)
+    if processes == 1:
+        alone = () if asked.place is None else (asked.place.process,)
+        return tuple(replace(each, processes=alone) for each in (*mine, *variables))
+    clocks = clock_finding(measure_clock_offsets())
+    if asked.place is not None and asked.place.process == 0:  # by whose clock all are judged
+        mine.append(clocks)
+    return tuple(together(_of_all([*mine, *variables], processes)))
+
+
+def _of_devices(
+    cluster: Cluster | None, seen: device_checks.Devices, hosts: int, on_stage: OnStage
+) -> Iterator[Finding]:
+    yield from device_checks.device_findings(seen, cluster)
+    rates = None
+    try:
+        rates = device_checks.measure(on_stage)
+    except RuntimeError as error:
+        if is_lost_contact(error):
+            raise
+        yield device_checks.no_rates(str(error))
+    # One that failed may not get through an exchange, for which the others would wait.
+    said = _said_by_all("failed" if rates is None else "measured", seen.processes)
+    if rates is None:
+        return
+    if seen.processes > 1 and "failed" not in said:
+        rates = device_checks.measure_exchange(rates)
+    if cluster is None:
+        chip = device_checks.detected_chip(seen)
+    else:
+        chip = device_checks.chip_when_busy(cluster, seen.count // hosts)
+    yield from device_checks.rate_findings(rates, chip, cluster)
+
+
+def together(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
+    """The findings of all processes, each said once.
+
+    Where all is as it should be, the first process speaks for the others. What is not is said
+    with the processes of which it holds. Versions must be the same in all.
+    """
+    keys = list(dict.fromkeys(_key(each) for findings in by_process for each in findings))
+    for key in keys:
+        having = [
+            (process, each)
+            for process, findings in enumerate(by_process)
+            for each in findings
+            if _key(each) == key
+        ]
+        first = having[0][1]
+        values = {each.value for _, each in having}
+        if first.topic == "versions" and (len(values) > 1 or len(having) < len(by_process)):
+            yield found(
+                "versions",
+                first.name,
+                ", ".join(sorted(values)),
+                "the same in all processes",
+                bad=True,
+                fix="give all processes one environment: they run one program together",
+            )
+            continue
+        troubled = [(process, each) for process, each in having if each.verdict != "ok"]
+        if not troubled:
+            yield first
+        for fix in dict.fromkeys(each.fix for _, each in troubled):
+            alike = [(process, each) for process, each in troubled if each.fix == fix]
+            processes = tuple(process for process, _ in alike)
+            worst = min((each for _, each in alike), key=lambda each: each.verdict != "bad")
+            yield replace(worst, processes=() if len(alike) == len(by_process) else processes)
+
+
+def _key(finding: Finding) -> tuple[str, str]:
+    return finding.topic, finding.name
+
+
+def _of_all(mine: Iterable[Finding], processes: int) -> list[list[Finding]]:
+    said = _said_by_all(json.dumps(plain(tuple(mine))), processes)
+    return [list(build(tuple[Finding, ...], json.loads(each))) for each in said]
+
+
+def _said_by_all(text: str, processes: int) -> tuple[str, ...]:
+    if processes == 1:
+        return (text,)
+    from scalejax.training.multihost import all_say
+
+    return all_say(text)

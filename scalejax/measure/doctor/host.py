@@ -1,0 +1,212 @@
+"""The machine as its processes are let use it: cores, memory, shared memory, open files."""
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalejax.core.units import GIB, MIB, format_bytes
+from scalejax.measure.doctor.finding import Finding, found
+
+_CONTAINER = "docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
+_UNLIMITED = 2**60
+"""From so many bytes on a limit of memory is none: cgroups of version 1 write 2**63 - 4096."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What was read of it; None where the system does not say."""
+
+    cores: int
+    """Of the machine."""
+    allowed_cores: int
+    """On which this process may run."""
+    quota_cores: float | None
+    """Time of how many cores its control group may use; None without a limit."""
+    load: float
+    """Processes that ran or wanted to, over the last minute."""
+    memory_bytes: int
+    """Of the machine."""
+    available_bytes: int | None
+    """That may be asked for without swapping."""
+    limit_bytes: int | None
+    """Of its control group; None without a limit."""
+    used_of_limit_bytes: int | None
+    """Of that, in use."""
+    shared_memory_bytes: int | None
+    """Size of /dev/shm."""
+    shared_memory_free_bytes: int | None
+    """What is left of it."""
+    open_files: int
+    """How many a process may have (ulimit -n)."""
+    most_open_files: int
+    """To how many it may raise that itself."""
+    huge_pages: str | None
+    """Setting of transparent huge pages."""
+
+
+def read_host() -> Host:
+    """That of this process."""
+    shared = _statistics("/dev/shm")
+    open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = getattr(os, "sched_getaffinity", None)
+    return Host(
+        cores=os.cpu_count() or 1,
+        allowed_cores=len(allowed(0)) if allowed else os.cpu_count() or 1,
+        quota_cores=_quota_cores(),
+        load=os.getloadavg()[0],
+        memory_bytes=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        available_bytes=_available_bytes(),
+        limit_bytes=_limit_bytes(),
+        used_of_limit_bytes=_number("/sys/fs/cgroup/memory.current")
+        or _number("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        shared_memory_bytes=shared and shared.f_blocks * shared.f_frsize,
+        shared_memory_free_bytes=shared and shared.f_bavail * shared.f_frsize,
+        open_files=open_files if open_files >= 0 else 2**31,
+        most_open_files=most if most >= 0 else 2**31,
+        huge_pages=_huge_pages(),
+    )
+
+
+def host_findings(host: Host) -> Iterator[Finding]:
+    """A line for each."""
+    yield _cores(host)
+    yield found(
+        "host",
+        "load",
+        f"{host.load:.1f}",
+        f"below {host.cores}, the cores",
+        warn=host.load > host.cores,
+        fix="other programs are at work: rates measured beside them are too low",
+    )
+    yield _memory(host)
+    if host.shared_memory_bytes is not None:
+        yield _shared_memory(host.shared_memory_bytes, host.shared_memory_free_bytes or 0)
+    fix = f"ulimit -n {min(65536, host.most_open_files)}, before the run or in its container"
+    yield found(
+        "host",
+        "open files",
+        f"{host.open_files:,}",
+        "at least 4,096",
+        warn=host.open_files < 4096,
+        bad=host.open_files < 1024,
+        fix=fix,
+    )
+    if host.huge_pages is not None:
+        fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield found(
+            "host",
+            "huge pages",
+            host.huge_pages,
+            "always or madvise",
+            warn=host.huge_pages == "never",
+            fix=fix,
+        )
+
+
+def _cores(host: Host) -> Finding:
+    usable = min(host.allowed_cores, host.quota_cores or host.cores)
+    if host.allowed_cores < host.cores:
+        value = f"{host.allowed_cores} of {host.cores} allowed"
+    elif host.quota_cores is not None and host.quota_cores < host.cores:
+        value = f"{host.cores}, time of {host.quota_cores:g}"
+    else:
+        value = str(host.cores)
+    fix = (
+        "as many threads as cores are seen wait for those allowed: raise the quota (docker "
+        f"--cpus, resources.limits.cpu), or keep input.workers at {max(1, int(usable))} or fewer"
+    )
+    # A set of whole cores is what threads are counted by; a quota of time is not.
+    has_quota = host.quota_cores is not None and host.quota_cores < host.allowed_cores
+    return found(
+        "host", "cores", value, "time of all that are seen", warn=has_quota, bad=usable < 1, fix=fix
+    )
+
+
+def _memory(host: Host) -> Finding:
+    free = [host.available_bytes] if host.available_bytes is not None else []
+    total = host.memory_bytes
+    if host.limit_bytes is not None and host.limit_bytes < total:
+        total = host.limit_bytes
+        free.append(max(0, total - (host.used_of_limit_bytes or 0)))
+    left = min(free, default=None)
+    limited = " (limit)" if total < host.memory_bytes else ""
+    value = f"{format_bytes(left)} of {format_bytes(total)}{limited}"
+    fix = "end other programs, or raise the limit (docker --memory, resources.limits.memory)"
+    few = left is not None and left < 2 * GIB
+    return found(
+        "host",
+        "free memory",
+        value,
+        "at least 2 GiB",
+        warn=few,
+        bad=few and (left or 0) < GIB // 2,
+        fix=fix,
+    )
+
+
+def _shared_memory(size: int, free: int) -> Finding:
+    """Batches of worker processes, and NCCL between GPUs of a node, go through it."""
+    value = format_bytes(size) if free > size // 2 else f"{format_bytes(free)} free"
+    return found(
+        "host",
+        "/dev/shm",
+        value,
+        "at least 1 GiB",
+        warn=free < GIB,
+        bad=free <= 64 * MIB,
+        fix=_CONTAINER,
+    )
+
+
+def _statistics(path: str) -> os.statvfs_result | None:
+    try:
+        return os.statvfs(path)
+    except OSError:
+        return None
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kilobytes[0]) * 1024 if kilobytes else None
+
+
+def _limit_bytes() -> int | None:
+    limits = (
+        _number("/sys/fs/cgroup/memory.max"),
+        _number("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    )
+    return min((limit for limit in limits if limit and limit < _UNLIMITED), default=None)
+
+
+def _quota_cores() -> float | None:
+    """Of cgroups of version 2, or else of 1."""
+    words = _text("/sys/fs/cgroup/cpu.max").split()
+    if len(words) == 2 and words[0].isdecimal():
+        return int(words[0]) / int(words[1])
+    quota = _number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = _number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    return quota / period if quota and period else None
+
+
+def _huge_pages() -> str | None:
+    words = _text("/sys/kernel/mm/transparent_hugepage/enabled").split()
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+
+
+def _number(path: str) -> int | None:
+    """None for what is no whole number: "max", -1."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""How processes reach each other: names, ports, and clocks that may differ."""
+
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from scalejax.core.process_group import LOOPBACK, Place
+from scalejax.core.units import counted, format_seconds
+from scalejax.measure.doctor.finding import Finding, found
+
+_ROUNDS = 12
+_STAMP = struct.Struct("<d")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What was tried."""
+
+    host_name: str
+    """Of this machine, by its own word."""
+    address: str | None
+    """That the name leads to; None if to none."""
+    loopback_problem: str | None
+    """Why no port of the loopback address can be listened at; None if one can."""
+
+
+def read_network() -> Network:
+    """That of this machine."""
+    name = socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        address = None
+    problem = None
+    try:
+        with socket.socket() as listener, socket.socket() as caller:
+            listener.bind((LOOPBACK, 0))
+            listener.listen(1)
+            caller.settimeout(5)
+            caller.connect(listener.getsockname())
+    except OSError as error:
+        problem = str(error)
+    return Network(host_name=name, address=address, loopback_problem=problem)
+
+
+def network_findings(network: Network, place: Place | None) -> Iterator[Finding]:
+    """A line for each.
+
+    Args:
+        network: as read.
+        place: of this process among others, which it has met; None if it is alone.
+    """
+    yield found(
+        "network",
+        "loopback ports",
+        network.loopback_problem or "open",
+        "open",
+        bad=network.loopback_problem is not None,
+        fix="bring the interface up (ip link set lo up), or allow it in the sandbox",
+    )
+    yield found(
+        "network",
+        f"name {network.host_name}",
+        network.address or "leads nowhere",
+        "an address",
+        bad=network.address is None,
+        fix=f"processes find each other by name: add '127.0.0.1 {network.host_name}' to "
+        "/etc/hosts, on several machines the address that the others see",
+    )
+    if place is not None:
+        where = place.coordinator or "said by the scheduler"
+        value = f"met by {counted(place.processes, 'process').replace('ss' + 's', 'sses')}"
+        yield found("network", f"coordinator {where}", value, fix="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """By how much the clock of another process is ahead of this one's."""
+
+    least_seconds: float
+    """At least by so much; negative where it is behind."""
+    most_seconds: float
+    """At most."""
+
+    @property
+    def seconds(self) -> float:
+        """The middle."""
+        return (self.least_seconds + self.most_seconds) / 2
+
+
+def clock_offsets(
+    stamps: Sequence[Sequence[float]], ends: Sequence[float], mine: int
+) -> list[ClockOffset]:
+    """Bounds for the clocks of all processes, from exchanges that none leaves before all enter.
+
+    Process j stamps round k at s_j(k) after it has left round k - 1, so after I stamped that one,
+    and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so j is
+    ahead by an amount in [s_j(k) - e(k), s_j(k) - s_i(k - 1)]: a round trip, in each round anew,
+    and what all of them allow is the bound.
+
+    Args:
+        stamps: by round, the time by the clock of each process just before it, seconds.
+        ends: by round, the time by my clock just after it.
+        mine: which process I am.
+
+    Source: Cristian 1989, "Probabilistic clock synchronization", Distributed Computing 3.
+    """
+    found_ = []
+    for other in range(len(stamps[0])):
+        rounds = range(1, len(stamps))
+        least = max(stamps[k][other] - ends[k] for k in rounds)
+        most = min(stamps[k][other] - stamps[k - 1][mine] for k in rounds)
+        found_.append(ClockOffset(least_seconds=least, most_seconds=most))
+    return found_
+
+
+def measure_clock_offsets() -> list[ClockOffset]:
+    """Those of all processes from this one's; every process must ask."""
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    stamps, ends = [], []
+    for _ in range(_ROUNDS):
+        packed = np.frombuffer(_STAMP.pack(time.time()), np.uint8)  # JAX has no float64 here
+        rows = np.asarray(multihost_utils.process_allgather(packed))
+        ends.append(time.time())
+        stamps.append([_STAMP.unpack(row.tobytes())[0] for row in rows])
+    return clock_offsets(stamps, ends, jax.process_index())
+
+
+def clock_finding(offsets: Sequence[ClockOffset]) -> Finding:
+    """The clock that is furthest off."""
+    process = max(range(len(offsets)), key=lambda each: abs(offsets[each].seconds))
+    offset = offsets[process]
+    # So much it is off whatever the exchange took.
+    sure = max(offset.least_seconds, -offset.most_seconds, 0.0)
+    within = (offset.most_seconds - offset.least_seconds) / 2
+    value = f"{format_seconds(abs(offset.seconds))} +- {format_seconds(within)}"
+    return found(
+        "network",
+        f"clock of process {process}" if sure > 0 else "clocks",
+        value,
+        "within 1 s of each other",
+        warn=sure > 1,
+        bad=sure > 60,
+        fix="set the clocks by NTP (chronyc makestep): times of logs and of files rest on them",
+    )

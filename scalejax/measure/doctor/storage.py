@@ -1,0 +1,183 @@
+"""The folders that runs write to: room, speed, and whether other machines see them."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from scalejax.core.errors import ConfigError
+from scalejax.core.units import GIB, format_bytes, format_bytes_per_second, format_seconds
+from scalejax.measure.doctor.finding import Finding, found
+
+_NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "9p",
+            "glusterfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.sshfs", "fuse.glusterfs", "afs",
+            "orangefs", "pvfs2", "wekafs", "virtiofs")  # fmt: skip
+_IN_MEMORY = ("tmpfs", "ramfs")
+_WRITTEN_BYTES = 2**24
+_SYNCS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What a folder was seen to be."""
+
+    role: str
+    """What it is for, as in "run folder"."""
+    file_system: str | None
+    """Its type, as the system names it; None if unknown."""
+    free_bytes: int
+    """What may still be written."""
+    size_bytes: int
+    """Of the whole file system."""
+    write_bytes_per_second: float | None
+    """Rate at which a file reaches the disk; None if nothing can be written."""
+    sync_seconds: float | None
+    """Time in which a few bytes do."""
+    problem: str | None = None
+    """Why nothing can be written."""
+
+
+def read_storage(role: str, folder: Path) -> Storage:
+    """The storage of `folder`, or of the nearest folder above that exists."""
+    from scalejax.measure.devices.host import storage_bytes_per_second
+
+    folder = folder.absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    about = os.statvfs(folder)
+    rate = sync = problem = None
+    try:
+        rate = storage_bytes_per_second(folder, _WRITTEN_BYTES)
+        sync = _sync_seconds(folder)
+    except (ConfigError, OSError) as error:
+        problem = str(error)
+    return Storage(
+        role=role,
+        file_system=file_system_of(folder, _mounts()),
+        free_bytes=about.f_bavail * about.f_frsize,
+        size_bytes=about.f_blocks * about.f_frsize,
+        write_bytes_per_second=rate,
+        sync_seconds=sync,
+        problem=problem,
+    )
+
+
+def storage_findings(storage: Storage, hosts: int = 1) -> Iterator[Finding]:
+    """A line for each figure.
+
+    Args:
+        storage: as read.
+        hosts: machines on which the processes of the run are.
+    """
+    role = storage.role
+    is_run = role == "run folder"
+    yield found(
+        "storage",
+        f"{role}: free",
+        f"{format_bytes(storage.free_bytes)} of {format_bytes(storage.size_bytes)}",
+        "at least 10 GiB",
+        warn=storage.free_bytes < 10 * GIB,
+        bad=storage.free_bytes < GIB,
+        fix="make room; a checkpoint holds parameters and optimizer state, three are kept"
+        if is_run
+        else "make room, or set SCALEJAX_CACHE to a folder on another disk",
+    )
+    if storage.problem is not None:
+        yield found(
+            "storage",
+            f"{role}: writing",
+            "refused",
+            "allowed",
+            bad=True,
+            fix=f"{storage.problem} Give --folder, or SCALEJAX_CACHE, one that can be",
+        )
+        return
+    yield _kind(storage, hosts)
+    rate, sync = storage.write_bytes_per_second, storage.sync_seconds
+    yield found(
+        "storage",
+        f"{role}: writing",
+        format_bytes_per_second(rate),
+        "at least 100 MB/s",
+        warn=rate is not None and rate < 100e6,
+        bad=rate is not None and is_run and rate < 10e6,
+        fix="checkpoints wait for it: write to a faster disk, or checkpoint less often",
+    )
+    yield found(
+        "storage",
+        f"{role}: fsync",
+        format_seconds(sync),
+        "at most 50 ms",
+        warn=sync is not None and sync > 0.05,
+        bad=sync is not None and is_run and sync > 1,
+        fix="the disk is busy or far: write to a nearer one, or log and checkpoint less often",
+    )
+
+
+def _kind(storage: Storage, hosts: int) -> Finding:
+    """Whether the other machines see it, and whether it outlives this one."""
+    kind = storage.file_system
+    is_run = storage.role == "run folder"
+    is_network, is_memory = kind in _NETWORK, kind in _IN_MEMORY
+    expected = None
+    if hosts > 1 and is_run:
+        expected = f"one that {hosts} machines see"
+        fix = "give --folder a folder that all machines see: each writes its part of a checkpoint"
+        return found(
+            "storage", f"{storage.role}: kind", kind or "n/a", expected, bad=not is_network, fix=fix
+        )
+    if is_memory:
+        expected, fix = "a disk", "it is memory, and lost with the machine: give another folder"
+    else:
+        expected, fix = ("a disk of this machine", "set SCALEJAX_CACHE to one, such as /tmp/cache")
+    is_far = is_network and not is_run
+    return found(
+        "storage",
+        f"{storage.role}: kind",
+        kind or "n/a",
+        expected if is_memory or is_far else None,
+        warn=is_memory or is_far,
+        fix=fix,
+    )
+
+
+def file_system_of(folder: Path, mounts: str) -> str | None:
+    """Type of the file system that holds `folder`.
+
+    Args:
+        folder: an absolute path.
+        mounts: content of /proc/mounts: device, folder, type, ... a line; the later over the
+            earlier.
+    """
+    kind, longest = None, -1
+    for line in mounts.splitlines():
+        where, type_ = line.split()[1:3]
+        path = Path(where.replace("\\040", " "))
+        if (folder == path or path in folder.parents) and len(path.parts) >= longest:
+            kind, longest = type_, len(path.parts)
+    return kind
+
+
+def _mounts() -> str:
+    try:
+        return Path("/proc/mounts").read_text()
+    except OSError:
+        return ""
+
+
+def _sync_seconds(folder: Path) -> float:
+    path = folder / f".scalejax-sync-{os.getpid()}"
+    times = []
+    try:
+        with path.open("wb") as file:
+            for _ in range(_SYNCS):
+                begin = time.perf_counter()
+                file.write(b"x")
+                file.flush()
+                os.fsync(file.fileno())
+                times.append(time.perf_counter() - begin)
+    finally:
+        path.unlink(missing_ok=True)
+    return median(times)

@@ -1,0 +1,383 @@
+"""Constants of a cluster fitted to runs that were measured on it.
+
+A run folder holds the program of its step and the time that each step took. The factors on what
+the cluster's own rates predict are fitted by least squares of the logarithms, so that 10 % counts
+as much in a short step as in a long one. Arithmetic on plain data; knows no JAX.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from scalejax.core.errors import ConfigError, nearest_name, refusal
+from scalejax.core.serialization import load
+from scalejax.hardware import CalibratedRange, Chip, Cluster, Link, Network, load_cluster
+from scalejax.measure.trace import refuse_other_kind
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.program import Program
+from scalejax.simulator.site_effects import step_terms
+from scalejax.simulator.timeline.timeline import timeline
+from scalejax.training.record import RunFolder, RunRecord, TrainMeasurement
+
+FEWEST, MOST = 2, 5
+"""Runs that are fitted to."""
+FITTED_FILE = "cluster-fitted.toml"
+"""Where a fitted cluster is written: beside the measured one, which stays as it is."""
+WIDE_ERROR = 0.25
+"""Error of the run held out beyond which the fit is not to be trusted far."""
+_LOW, _HIGH = 1 / 8, 8.0  # beyond these factors it is another machine
+_PRIOR = 0.5  # standard deviation of the logarithm of a factor before anything was measured
+_NOISE = 0.05  # of a measured step: how near the fit is to come to the runs
+_MOST_CONTENTION = 0.5  # beyond it compute would all but stop beside a collective
+_WIDEST = 0.5  # spread of steps beyond which it says nothing of stragglers
+_FEWEST_LINES = 8  # from which quartiles are taken
+_QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
+_SLOW_LINES = 1  # lines of the record left out: the first steps warm up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRun:
+    """One run: what its step does, and how long it took."""
+
+    name: str
+    """Its folder."""
+    program: Program
+    """The compiled step."""
+    step_seconds: float
+    """Median time of a step."""
+    step_cv: float | None
+    """Standard deviation of the time of a step over its mean; None if too few were measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """By what the constants of a cluster are multiplied."""
+
+    compute: float = 1.0
+    """Times of operations that arithmetic limits."""
+    memory: float = 1.0
+    """Times of operations that memory limits."""
+    launch: float = 1.0
+    """Times between operations, and the overhead of a step."""
+    communication: float = 1.0
+    """Times of collectives."""
+    contention: float | None = None
+    """Share of its speed that compute loses beside a collective, in place of the chip's own; None
+    leaves that as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunError:
+    """One run, predicted with the fitted constants."""
+
+    name: str
+    """Its folder."""
+    device_count: int
+    """Devices."""
+    measured_seconds: float
+    """Median time of a step."""
+    predicted_seconds: float
+    """What it is predicted to take."""
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Constants fitted to runs."""
+
+    cluster: Cluster
+    """The cluster with them, fitted to all the runs."""
+    factors: Factors
+    """What its constants were multiplied by."""
+    errors: tuple[RunError, ...]
+    """Every run, predicted by `cluster`, the largest last."""
+    held_out: RunError
+    """The largest run, predicted by constants fitted to the others alone."""
+
+
+def read_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
+    """The runs in folders that `scalejax train` wrote.
+
+    Raises:
+        ConfigError: if there are too few or too many, one is named twice, or one holds no
+            program, or too few measured steps.
+    """
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        _require_run_folder(folder)
+        other = seen.setdefault(folder.resolve(), folder)
+        if other is not folder:
+            again = "named twice" if other == folder else f"the same folder as {str(other)!r}"
+            raise ConfigError(refusal("from", str(folder), f"it is {again}; name each run once"))
+    _require_count(len(folders))
+    return [read_run(folder) for folder in folders]
+
+
+def _require_run_folder(folder: Path) -> None:
+    if RunFolder(path=folder).holds_run:
+        return
+    siblings = [path.name for path in folder.parent.glob("*") if RunFolder(path=path).holds_run]
+    closest = nearest_name(folder.name, siblings)
+    hint = f" (did you mean {str(folder.parent / closest)!r}?)" if closest else ""
+    accepted = f"it is no run folder, as scalejax train writes them{hint}"
+    raise ConfigError(refusal("from", str(folder), accepted))
+
+
+def _require_count(count: int) -> None:
+    if not FEWEST <= count <= MOST:
+        folders = "1 folder" if count == 1 else f"{count} folders"
+        raise ConfigError(refusal("from", folders, f"it must be {FEWEST} to {MOST} run folders"))
+
+
+def read_run(folder: Path) -> MeasuredRun:
+    """The run in a folder that `scalejax train` wrote.
+
+    Raises:
+        ConfigError: if it holds no program, or too few measured steps.
+    """
+    files = RunFolder(path=folder)
+    program = load(Program, files.program)
+    lines = [m for m in RunRecord.load(folder).measurements if isinstance(m, TrainMeasurement)]
+    kept = lines[_SLOW_LINES:]
+    seconds = [line.step_seconds for line in kept]
+    if not seconds:
+        accepted = (
+            f"it has {len(lines)} lines of measured steps, and the first is left out; train "
+            "longer, or with a smaller train.log_every_steps"
+        )
+        raise ConfigError(refusal("from", str(folder), accepted))
+    return MeasuredRun(
+        name=str(folder),
+        program=program,
+        step_seconds=median(seconds),
+        step_cv=_step_cv(kept),
+    )
+
+
+def measured_cluster(folder: Path) -> Cluster:
+    """The cluster that `scalejax calibrate` wrote into `folder`.
+
+    Raises:
+        ConfigError: if it has not done so yet.
+    """
+    path = folder / "cluster.toml"
+    if not path.is_file():
+        raise ConfigError(
+            f"nothing was measured here: there is no {path}. Name a --cluster, or run "
+            "scalejax calibrate first."
+        )
+    return load_cluster(str(path))
+
+
+def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:
+    """Spread of single steps over their median, from lines that are means over several.
+
+    By the quartiles, since a step that another program held up is no straggler of this one.
+    """
+    if len(lines) < _FEWEST_LINES:
+        return None
+    low, middle, high = quantiles([line.step_seconds for line in lines], n=4)
+    steps_per_line = (lines[-1].step - lines[0].step) / (len(lines) - 1)
+    return (high - low) / _QUARTILES_APART / middle * math.sqrt(max(1.0, steps_per_line))
+
+
+def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
+    """`cluster` with its constants fitted to `runs`, and how far off the largest is without it.
+
+    The largest run has the most devices, then the longest steps. The constants that come back
+    are fitted to all; the error of the largest is told twice, by them and by a fit to the others.
+
+    Raises:
+        ConfigError: if there are fewer than 2 runs or more than 5, or one ran on another kind of
+            chip than that of `cluster`.
+    """
+    _require_count(len(runs))
+    for run in runs:
+        program = run.program
+        refuse_other_kind("from", run.name, cluster, backend=program.backend, target=program.target)
+    ordered = sorted(runs, key=lambda run: (run.program.device_count, run.step_seconds))
+    *others, largest = ordered
+    held_out = _error(adjusted(*_fitted(cluster, others)), largest)
+    start, factors = _fitted(cluster, runs)
+    fitted = adjusted(start, factors)
+    sources = {"*": "scalejax calibrate --from " + " ".join(run.name for run in runs)}
+    return Fit(
+        cluster=replace(
+            fitted,
+            calibrated=CalibratedRange(
+                device_counts=tuple(sorted(run.program.device_count for run in runs)),
+                held_out_error=held_out.error,
+                sources=sources,
+            ),
+        ),
+        factors=factors,
+        errors=tuple(_error(fitted, run) for run in ordered),
+        held_out=held_out,
+    )
+
+
+def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Factors]:
+    """`cluster` with the spread of steps that the runs have, and factors fitted on top of it.
+
+    The spread is that of the runs on the fewest devices, where the slowest of many is least of it.
+    """
+    fewest = min(run.program.device_count for run in runs)
+    spreads = [
+        run.step_cv
+        for run in runs
+        if run.step_cv is not None and run.program.device_count == fewest
+    ]
+    if spreads:
+        conditions = replace(cluster.conditions, step_cv=min(median(spreads), _WIDEST))
+        cluster = replace(cluster, conditions=conditions)
+    return cluster, _factors(cluster, runs)
+
+
+def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
+    """`cluster` with its constants multiplied by `factors`.
+
+    Left out: the ramps of products, and the time of the smallest message where a link has a table
+    of measured collectives; both stay as they are.
+    """
+    library = cluster.library
+    methods = tuple(
+        replace(
+            method,
+            base_seconds=method.base_seconds * factors.communication,
+            link_hop_seconds=method.link_hop_seconds * factors.communication,
+            network_hop_seconds=method.network_hop_seconds * factors.communication,
+        )
+        for method in library.methods
+    )
+    return replace(
+        cluster,
+        chip=_adjusted_chip(cluster.chip, factors),
+        shared=tuple(
+            replace(each, chip=_adjusted_chip(each.chip, factors)) for each in cluster.shared
+        ),
+        library=replace(library, methods=methods),
+        link=_adjusted_link(cluster.link, factors.communication),
+        network=cluster.network and _adjusted_network(cluster.network, factors.communication),
+    )
+
+
+def _adjusted_link(link: Link, factor: float) -> Link:
+    host_rate = link.host_bytes_per_second
+    return replace(
+        link,
+        bytes_per_second=link.bytes_per_second / factor,
+        host_bytes_per_second=None if host_rate is None else host_rate / factor,
+        ramp_seconds=link.ramp_seconds * factor,
+        in_switch_ramp_seconds=link.in_switch_ramp_seconds * factor,
+    )
+
+
+def _adjusted_network(network: Network, factor: float) -> Network:
+    return replace(
+        network,
+        bytes_per_second=network.bytes_per_second / factor,
+        message_seconds=network.message_seconds * factor,
+        ramp_seconds=network.ramp_seconds * factor,
+    )
+
+
+def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
+    attainable, measured, contention = chip.attainable, chip.measured, factors.contention
+    if measured is not None:
+        measured = replace(
+            measured,
+            compute_scale=measured.compute_scale * factors.compute,
+            memory_scale=measured.memory_scale * factors.memory,
+        )
+    else:
+        f32_fraction = attainable.convolution_f32_fraction
+        # Shares of a peak; the other shares are of these, and follow them.
+        attainable = replace(
+            attainable,
+            matmul_fraction=_scaled(attainable.matmul_fraction, factors.compute),
+            convolution_fraction=_scaled(attainable.convolution_fraction, factors.compute),
+            convolution_f32_fraction=f32_fraction and _scaled(f32_fraction, factors.compute),
+            depthwise_fraction=_scaled(attainable.depthwise_fraction, factors.compute),
+            attention_fraction=_scaled(attainable.attention_fraction, factors.compute),
+            memory_fraction=_scaled(attainable.memory_fraction, factors.memory),
+        )
+    return replace(
+        chip,
+        measured=measured,
+        attainable=replace(
+            attainable,
+            launch_seconds=attainable.launch_seconds * factors.launch,
+            dispatch_seconds=attainable.dispatch_seconds * factors.launch,
+            step_overhead_seconds=attainable.step_overhead_seconds * factors.launch,
+            contention_fraction=(
+                attainable.contention_fraction if contention is None else contention
+            ),
+        ),
+    )
+
+
+def _scaled(fraction: float, time_factor: float) -> float:
+    """The share of a peak at which work takes so many times as long, at most all of it."""
+    return min(1.0, fraction / time_factor)
+
+
+def _step_seconds(cluster: Cluster, program: Program) -> float:
+    used = as_used(cluster, program)
+    seconds = timeline(program, used).step_seconds
+    terms = step_terms(program, used, seconds)
+    return seconds + (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
+
+
+def _error(cluster: Cluster, run: MeasuredRun) -> RunError:
+    return RunError(
+        name=run.name,
+        device_count=run.program.device_count,
+        measured_seconds=run.step_seconds,
+        predicted_seconds=_step_seconds(cluster, run.program),
+    )
+
+
+def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
+    """The factors that bring the predictions nearest to what was measured.
+
+    There may be more factors than runs, so each is drawn to 1 (contention to the chip's own) as
+    if it had been measured there with a standard deviation of `_PRIOR`: what no run tells stays
+    as it is.
+    """
+    own_contention = cluster.chip.attainable.contention_fraction
+    as_it_is = np.array([0.0, 0.0, 0.0, 0.0, own_contention])
+    communicates = any(
+        item.collective is not None for run in runs for item, _ in run.program.walk()
+    )
+
+    def factors_of(place: np.ndarray) -> Factors:
+        compute, memory, launch, communication = np.exp(place[:4]).tolist()
+        return Factors(
+            compute=compute,
+            memory=memory,
+            launch=launch,
+            communication=communication if communicates else 1.0,
+            contention=float(place[4]) if communicates else None,
+        )
+
+    def residuals(place: np.ndarray) -> np.ndarray:
+        guessed = adjusted(cluster, factors_of(place))
+        misses = [
+            math.log(_step_seconds(guessed, run.program) / run.step_seconds) / _NOISE
+            for run in runs
+        ]
+        return np.array([*misses, *((place - as_it_is) / _PRIOR)])
+
+    low, high = math.log(_LOW), math.log(_HIGH)
+    bounds = ([low] * 4 + [0.0], [high] * 4 + [max(_MOST_CONTENTION, own_contention)])
+    found = least_squares(residuals, as_it_is, bounds=bounds, max_nfev=40)
+    return factors_of(found.x)

@@ -1,0 +1,1 @@
+"""How fast this host makes batches."""

@@ -1,0 +1,260 @@
+"""Measures what this host needs to make batches of a run's data, stage by stage.
+
+Images are taken in several sizes, their own and others made of them, to several sizes, so that
+what is fitted holds for images and sizes that were not measured. Knows no program and no step.
+"""
+
+import io
+import os
+import pickle
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from PIL import Image, JpegImagePlugin
+
+from scalejax.config.data import DataConfig
+from scalejax.config.parquet import ParquetConfig
+from scalejax.config.run import RunConfig
+from scalejax.core.environment import machine_cores
+from scalejax.data.source import open_source
+from scalejax.hardware import CopyRates, HostInput, InputRates, ReadRates, Speedups, TakeRates
+from scalejax.measure.input import probes
+from scalejax.measure.input.probes import TAKEN, ReadyBatches
+from scalejax.measure.input.work import encoded_images, is_of_images, sample_work, stored_share
+from scalejax.simulator.input import InputPace, input_pace
+
+# Images of another size, encoded as those they are made of: what `input_bench` measures on.
+
+
+def write_sized(images: Sequence[bytes], factor: float, path: Path) -> None:
+    """A Parquet file of `images`, their edges `factor` times as long, in one row group.
+
+    Args:
+        images: encoded.
+        factor: of width and height; 1 leaves them as they are.
+        path: where it goes.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    encoded = [each if factor == 1 else sized(each, factor) for each in images]
+    table = pa.table({"image": encoded, "label": pa.array([0] * len(encoded), pa.int64())})
+    pq.write_table(table, path)
+
+
+def sized(encoded: bytes, factor: float) -> bytes:
+    """The image with edges `factor` times as long; a JPEG as fine as it is, by its own tables."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        form = image.format or "PNG"
+        how: dict[str, Any] = {}
+        if isinstance(image, JpegImagePlugin.JpegImageFile):
+            how = {"qtables": image.quantization}
+            if (sampling := JpegImagePlugin.get_sampling(image)) >= 0:
+                how["subsampling"] = sampling
+        width, height = (max(1, round(edge * factor)) for edge in image.size)
+        mode = image.mode if image.mode in ("L", "RGB", "CMYK") else "RGB"
+        resized = image.convert(mode).resize((width, height), Image.Resampling.BICUBIC)
+    written = io.BytesIO()
+    resized.save(written, form, **how)
+    return written.getvalue()
+
+
+OnStage = Callable[[str], None]
+"""Called with the name of each piece of work as it begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What is measured, and for how long."""
+
+    images: int = 64
+    """Images that are taken again and again."""
+    source_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
+    """Their edges over those they have."""
+    size_factors: tuple[float, ...] = (0.5, 1.0, 1.75)
+    """Edges of examples over that of the run."""
+    repeats: int = 3
+    """How often each is measured; one after the other, so that a disturbance is in all."""
+    seconds: float = 0.4
+    """Time of each measurement."""
+
+
+GRID = Grid()
+
+
+def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: None) -> InputRates:
+    """What this host needs for batches of `data`.
+
+    Args:
+        data: the data set.
+        grid: what is measured.
+        on_stage: called as each piece of work begins.
+
+    Raises:
+        ConfigError: if files of the data set cannot be read.
+    """
+    read, cores = None, machine_cores()
+    if isinstance(data, ParquetConfig):
+        on_stage("row groups")
+        read = _read_rates(data, grid)
+    take, threads = _take_rates(data, grid, on_stage)
+    on_stage("processes side by side")
+    workers, work = _worker_speedups(data, cores, grid), sample_work(data)
+    on_stage("batches handed over")
+    return InputRates(
+        data=data.name,
+        is_of_images=work.is_of_images,
+        cores=cores,
+        memory_bytes=float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")),
+        read=read,
+        take=take,
+        threads=threads,
+        hand_over=_hand_over(work.batch_bytes, grid),
+        worker_speedups=workers,
+        input_shape=work.input_shape,
+        columns=work.columns,
+        sources={"*": _source()},
+    )
+
+
+def stage_count(data: DataConfig, grid: Grid = GRID) -> int:
+    """How often `on_stage` will be called."""
+    return grid.repeats + 2 + isinstance(data, ParquetConfig)
+
+
+def paces(rates: InputRates, config: RunConfig) -> list[tuple[int, InputPace]]:
+    """(workers, pace) of this host for the data of a run, once it was read."""
+    samples = config.batch.global_batch or config.batch.per_device_batch or TAKEN
+    work = sample_work(config.data)
+    counts = [0, *_counts(rates.cores), 2 * rates.cores]
+    return [
+        (count, input_pace(HostInput(rates=rates, work=work, workers=count), samples))
+        for count in counts
+    ]
+
+
+def _source() -> str:
+    now = datetime.now(UTC).strftime("%Y-%m-%d")
+    names = ("scalejax", "jax", "grain", "pillow", "pyarrow")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return (
+        f"scalejax data bench, {now}, {platform.machine()} with {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}, {versions}"
+    )
+
+
+def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
+    """Processor time by the group and the byte, and the rate of storage where one waits for it."""
+    from scalejax.data.formats.parquet_columns import parquet_part
+
+    files = parquet_part(data, "train")
+    groups = list(files.groups[:: -(-len(files.groups) // 4)])
+    times = probes.read_times(files, groups, data.columns, grid.repeats)
+    per_byte = max(0.0, times.processor_seconds - times.least_processor_seconds) / max(
+        1.0, times.bytes - times.least_bytes
+    )
+    waited, stored = times.waiting_seconds, times.bytes * stored_share(files)
+    shows = waited > 0.1 * times.processor_seconds
+    return ReadRates(
+        seconds_per_row_group=max(0.0, times.processor_seconds - per_byte * times.bytes),
+        seconds_per_byte=per_byte,
+        storage_bytes_per_second=stored / waited if shows else None,
+    )
+
+
+def _take_rates(data: DataConfig, grid: Grid, on_stage: OnStage) -> tuple[TakeRates, TakeRates]:
+    """By one worker process, and by threads: by bytes and pixels of images, else a constant."""
+    with TemporaryDirectory(prefix="scalejax-") as folder:
+        cases: Sequence[DataConfig] = [data]
+        if isinstance(data, ParquetConfig) and is_of_images(data):
+            cases = _cases(data, Path(folder), grid)
+        sources = [open_source(case, "train", seed=0) for case in cases]
+        times = []
+        for _ in range(grid.repeats):
+            on_stage("images of several sizes" if len(cases) > 1 else "examples")
+            times.append(
+                [
+                    [probes.sample_seconds(each, count, TAKEN, grid.seconds) for each in sources]
+                    for count in (1, 0)
+                ]
+            )
+        by_worker, by_threads = np.median(times, axis=0)
+        if len(cases) == 1:
+            worker, threads = (float(each[0]) for each in (by_worker, by_threads))
+            return TakeRates(seconds_per_sample=worker), TakeRates(seconds_per_sample=threads)
+        works = [sample_work(case) for case in cases]
+        return fit_take(works, by_worker), fit_take(works, by_threads)
+
+
+def _cases(data: ParquetConfig, folder: Path, grid: Grid) -> list[ParquetConfig]:
+    """The data set with images of other sizes, brought to other sizes."""
+    images = encoded_images(data, grid.images)
+    cases = []
+    for factor in grid.source_factors:
+        path = str(folder / f"{factor}.parquet")
+        write_sized(images, factor, Path(path))
+        for size in grid.size_factors:
+            cases.append(
+                ParquetConfig(
+                    train=path,
+                    test=path,
+                    image_size=max(1, round(size * data.image_size)),
+                    channels=data.channels,
+                    classes=1,
+                )
+            )
+    return cases
+
+
+def fit_take(works: list, seconds: np.ndarray) -> TakeRates:
+    """The times of a sample, byte and pixel that explain `seconds` of these samples best: least
+    squares of relative errors, none below 0."""
+    from scipy.optimize import nnls
+
+    amounts = np.array(
+        [(1.0, w.encoded_bytes, w.full_pixels, w.reduced_pixels, w.resized_pixels) for w in works]
+    )
+    fitted, _ = nnls(amounts / seconds[:, None], np.ones(len(works)))
+    names = ("seconds_per_sample", "seconds_per_encoded_byte", "seconds_per_full_pixel")
+    more = ("seconds_per_reduced_pixel", "seconds_per_resized_pixel")
+    return TakeRates(**dict(zip((*names, *more), fitted.tolist(), strict=True)))
+
+
+def _counts(cores: int) -> list[int]:
+    """One, its doubles, and all of the cores."""
+    return sorted({*(2**power for power in range(cores.bit_length()) if 2**power <= cores), cores})
+
+
+def _worker_speedups(data: DataConfig, cores: int, grid: Grid) -> Speedups:
+    job = pickle.dumps(data)
+    rates: dict[int, list[float]] = {count: [] for count in _counts(cores)}
+    for _ in range(grid.repeats):
+        for count, found in rates.items():
+            found.append(probes.side_by_side(count, job, 4 * grid.seconds))
+    return _over_first({count: median(found) for count, found in rates.items()})
+
+
+def _over_first(rates: dict[int, float]) -> Speedups:
+    alone = rates[1]
+    return tuple((count, min(rate / alone, float(count))) for count, rate in rates.items())
+
+
+def _hand_over(example_bytes: float, grid: Grid) -> CopyRates:
+    """Batches that cost a worker nothing to make, small and large, on their way to a device."""
+    (small, large), found = (1, max(2, round(example_bytes))), []
+    for size in (small, large):
+        times = [
+            TAKEN * probes.sample_seconds(ReadyBatches(size), 1, TAKEN, grid.seconds)
+            for _ in range(grid.repeats)
+        ]
+        found.append(median(times))
+    per_byte = max(0.0, found[1] - found[0]) / (TAKEN * (large - small))
+    return CopyRates(seconds_per_batch=min(found), seconds_per_byte=per_byte)

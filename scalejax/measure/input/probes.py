@@ -1,0 +1,210 @@
+"""Times of single stages of the input: rows read, images decoded, batches handed to devices.
+
+Each gives seconds; what they are fitted to is `input_bench`'s business.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalejax.config.input import InputConfig
+from scalejax.config.parallelism import DATA
+from scalejax.core.environment import limit_cores
+from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
+from scalejax.data.loader.loader import training_batches
+from scalejax.data.source import Source, open_source
+
+_LEAST_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadTimes:
+    """Row groups read."""
+
+    processor_seconds: float
+    """Of all threads, from the page cache."""
+    least_processor_seconds: float
+    """The same, of their classes alone."""
+    waiting_seconds: float
+    """For storage: what a row group takes more than from the page cache, and, where no page cache
+    holds it (at a URL), all time that no thread was busy."""
+    bytes: float
+    """Of a row group, decompressed."""
+    least_bytes: float
+    """Of its classes alone."""
+
+
+def read_times(
+    files: ParquetFiles, groups: list[RowGroup], columns: tuple[str, ...], repeats: int
+) -> ReadTimes:
+    """Medians over `groups` and repeats."""
+
+    def seconds(group: RowGroup, wanted: tuple[str, ...]) -> tuple[float, float]:
+        begin, of_processor = time.perf_counter(), time.process_time()
+        read_columns(files.field, group, wanted)
+        return time.perf_counter() - begin, time.process_time() - of_processor
+
+    cold, warm, least = [], [], []
+    for _ in range(repeats):
+        for group in groups:
+            forget(group.file.path)
+            cold.append(seconds(group, columns))
+            warm.append(seconds(group, columns))
+            least.append(seconds(group, columns[-1:]))
+    warm_seconds, processor_seconds = np.median(warm, axis=0).tolist()
+    cold_seconds, _ = np.median(cold, axis=0).tolist()
+    return ReadTimes(
+        processor_seconds=processor_seconds,
+        least_processor_seconds=median(of_processor for _, of_processor in least),
+        # Threads of Arrow side by side are busy for longer than it takes: they wait for nothing.
+        waiting_seconds=max(0.0, cold_seconds - min(warm_seconds, processor_seconds)),
+        bytes=median(group.bytes_of(columns) for group in groups),
+        least_bytes=median(group.bytes_of(columns[-1:]) for group in groups),
+    )
+
+
+def forget(path: str) -> None:
+    """Ask the system to drop the pages of a local file from memory."""
+    if "://" in path:
+        return
+    with Path(path).open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def sample_seconds(source: Source, workers: int, samples: int, seconds: float) -> float:
+    """Time from one sample to the next, in batches of `samples` on the first device.
+
+    Args:
+        source: the examples.
+        workers: processes that make them; 0 for threads of this one.
+        samples: of a batch, or as many as there are.
+        seconds: for how long batches are counted, once every process has made some and what was
+            made ahead is used up.
+    """
+    samples = min(samples, len(source))
+    shapes = on_first_device(source.take(np.arange(1), 0), samples)
+    how = InputConfig(workers=workers)
+    batches = training_batches(source, shapes, seed=0, start_step=0, stop_step=10**9, how=how)
+    try:
+        for _ in range(8 + 4 * max(1, workers)):
+            jax.block_until_ready(next(batches))
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds or count < _LEAST_BATCHES:
+            jax.block_until_ready(next(batches))
+            count += 1
+        return (time.perf_counter() - begin) / count / samples
+    finally:
+        batches.close()
+
+
+def on_first_device(
+    examples: Mapping[str, np.ndarray], samples: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of `samples` such examples, all on the first device."""
+    mesh = Mesh(tuple(jax.devices()[:1]), (DATA,), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(DATA))
+    return {
+        name: jax.ShapeDtypeStruct((samples, *each.shape[1:]), each.dtype, sharding=sharding)
+        for name, each in examples.items()
+    }
+
+
+def side_by_side(count: int, job: bytes, seconds: float) -> float:
+    """Samples per second of `count` processes that take examples at the same time.
+
+    Args:
+        count: processes.
+        job: what `input_taker` reads: the data set, pickled.
+        seconds: how long they go on.
+    """
+    processes = [_taker() for _ in range(count)]
+    try:
+        for process in processes:
+            _pipe(process.stdin).write(len(job).to_bytes(8, "big") + job)
+            _pipe(process.stdin).flush()
+        for process in processes:
+            if _pipe(process.stdout).readline() != b"ready\n":
+                raise RuntimeError("a process that was to take examples ended early")
+        for process in processes:
+            _pipe(process.stdin).write(f"{seconds}\n".encode())
+            _pipe(process.stdin).flush()
+        return sum(float(_pipe(process.stdout).readline()) for process in processes)
+    finally:
+        for process in processes:
+            with process:  # closes its pipes
+                process.kill()
+
+
+def _taker() -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-P", "-m", "scalejax.measure.input.probes"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+
+
+def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+    if stream is None:
+        raise RuntimeError("a process without pipes")
+    return stream
+
+
+# A process that takes examples for as long as it is told to: one of several, side by side.
+
+TAKEN = 64
+"""Examples that are taken at once."""
+_READY = 8
+
+
+class ReadyBatches:
+    """A source whose examples cost nothing: a few batches, more than caches hold, in turn."""
+
+    def __init__(self, example_bytes: int) -> None:
+        self._bytes = example_bytes
+        self._ready: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self._taken = 0
+
+    def __len__(self) -> int:
+        """As good as endless."""
+        return 2**20
+
+    def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
+        """A batch of as many as are asked for, each time."""
+        self._taken += 1
+        which = len(indices), self._taken % _READY
+        if which not in self._ready:
+            inputs = np.full((len(indices), self._bytes), 7, np.uint8)
+            self._ready[which] = {"inputs": inputs, "targets": np.zeros(len(indices), np.int32)}
+        return self._ready[which]
+
+
+def main() -> None:
+    """Take examples, as one worker does: on one core."""
+    limit_cores(1)
+    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
+    source = open_source(pickle.loads(sys.stdin.buffer.read(size)), "train", seed=0)
+    generator = np.random.default_rng(os.getpid())
+    for _ in range(3):
+        source.take(generator.integers(0, len(source), TAKEN))
+    print("ready", flush=True)
+    seconds = float(sys.stdin.buffer.readline())
+    begin = now = time.perf_counter()
+    taken = 0
+    while now - begin < seconds:
+        source.take(generator.integers(0, len(source), TAKEN))
+        taken, now = taken + TAKEN, time.perf_counter()
+    print(taken / (now - begin), flush=True)
+
+
+if __name__ == "__main__":
+    main()

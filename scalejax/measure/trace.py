@@ -1,0 +1,99 @@
+"""Which kind of chip a step ran on, and which one a cluster has: times of one say nothing of
+the other.
+
+Knows clusters; costs nothing.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import load
+from scalejax.core.units import counted
+from scalejax.hardware import Chip, Cluster
+from scalejax.simulator.perfetto import MeasuredTrace, read_trace, trace_file
+from scalejax.simulator.program import Program
+from scalejax.training.record import RunFolder
+
+ChipKind = Literal["cuda", "tpu", "cpu"]
+
+_KINDS: dict[str, ChipKind] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
+"""Kind of a chip by the name that JAX has for its platform, as `scalejax calibrate` writes it."""
+_TITLES: dict[str, str] = {"cuda": "NVIDIA GPUs", "tpu": "TPUs", "cpu": "CPUs"}
+
+
+def chip_kind(chip: Chip) -> ChipKind | None:
+    """Which kind of chip it is; None if its description does not say."""
+    if chip.cuda is not None:
+        return "cuda"
+    return "tpu" if chip.tpu is not None else _KINDS.get(chip.name)
+
+
+def refuse_other_kind(
+    field: str, where: str, cluster: Cluster, *, backend: str, target: str | None = None
+) -> None:
+    """Refuse what ran on another kind of chip than that of `cluster`.
+
+    What the description of the chip does not say is let pass.
+
+    Args:
+        field: what named the run.
+        where: its value, for the message.
+        cluster: what its times are to be held against.
+        backend: whose compiler made the step that ran: "cuda".
+        target: chip that it was compiled for, as `Program.target`; None if unknown.
+
+    Raises:
+        ConfigError: if the kinds differ, or the instruction sets of two GPUs.
+    """
+    kind, cuda = chip_kind(cluster.chip), cluster.chip.cuda
+    own = "" if cuda is None else "sm_{}{}".format(*cuda.compute_capability)
+    is_other_kind = kind is not None and kind != backend
+    is_other_gpu = kind == "cuda" and bool(own) and target is not None and target != own
+    if is_other_kind or is_other_gpu:
+        has = f"{_TITLES[kind or 'cpu']}{f' ({own})' if own else ''}"
+        ran = _TITLES.get(backend, backend)
+        instructions = f" ({target})" if backend == "cuda" and target else ""
+        accepted = (
+            f"its step ran on {ran}{instructions}, and {cluster.name} has {has}; "
+            "--cluster must be what it ran on"
+        )
+        raise ConfigError(refusal(field, where, accepted))
+
+
+# A recorded trace that a prediction is to be held against: of so many devices, of the same kind.
+
+
+def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredTrace:
+    """The trace at `path`, if it can be of a step on `device_count` devices of `cluster`.
+
+    A trace holds the devices of one process. On how many the step ran in all is known where the
+    trace lies in the folder of its run; elsewhere so many processes are taken to have run as
+    make up `device_count`.
+
+    Raises:
+        ConfigError: if there is no trace, or it is of another number or kind of devices.
+    """
+    trace = read_trace(path)
+    program = _program_of_run(trace_file(path))
+    devices = trace.device_count if program is None else program.device_count
+    may_be_more = program is None and device_count % devices == 0
+    if devices != device_count and not may_be_more:
+        accepted = (
+            f"{str(path)!r} is of {counted(devices, 'device')}; compare it with --devices {devices}"
+        )
+        raise ConfigError(refusal("devices", device_count, accepted))
+    backend = trace.platform if program is None else program.backend
+    if backend is not None:
+        target = None if program is None else program.target
+        refuse_other_kind("trace", str(path), cluster, backend=backend, target=target)
+    return trace
+
+
+def _program_of_run(file: Path) -> Program | None:
+    """The step of the run in whose folder `file` lies; None if it lies in none."""
+    for folder in file.resolve().parents:
+        files = RunFolder(path=folder)
+        if files.program.is_file() and files.holds_run:
+            return load(Program, files.program)
+    return None

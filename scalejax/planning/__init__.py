@@ -1,0 +1,1 @@
+"""Decisions from predictions: how far to scale, which layout, when a target is reached."""

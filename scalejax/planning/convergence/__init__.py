@@ -1,0 +1,29 @@
+"""How many samples a network needs to reach its target, by the batch that it trains with.
+
+In order: `Point` is what was measured; `read_data`, `read_run` and `published_data` read points
+from files and folders; `fit` draws the hyperbola through them, `batch_limit` says up to which
+batch a recipe works.
+Arithmetic on plain data; knows no clock, no device and no JAX.
+"""
+
+from scalejax.planning.convergence.from_run import read_run
+from scalejax.planning.convergence.hyperbola import Estimate, Hyperbola, fit
+from scalejax.planning.convergence.limits import BatchLimit, Trial, batch_limit
+from scalejax.planning.convergence.points import ConvergenceData, Point, parse_target
+from scalejax.planning.convergence.sources import published_data, published_names, read_data
+
+__all__ = [
+    "BatchLimit",
+    "ConvergenceData",
+    "Estimate",
+    "Hyperbola",
+    "Point",
+    "Trial",
+    "batch_limit",
+    "fit",
+    "parse_target",
+    "published_data",
+    "published_names",
+    "read_data",
+    "read_run",
+]

@@ -1,0 +1,88 @@
+"""Up to which batch a rule for the learning rate still reaches the target.
+
+Knows what was tried with each batch, and nothing of why it failed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+
+_WIDEST = 4
+"""Factor between two batches beyond which a straight line between their errors says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Runs with one batch under one rule, and the error that they ended with."""
+
+    global_batch: int
+    """Samples per update over all devices."""
+    error: float
+    """Error at the end of training, in the units of the target; inf for runs that diverged."""
+    standard_error: float = 0.0
+    """Standard error of its mean over runs."""
+
+    def __post_init__(self) -> None:
+        require_at_least("trials.global_batch", self.global_batch, 1)
+        require_at_least("trials.standard_error", self.standard_error, 0)
+        if math.isnan(self.error):
+            raise ConfigError(refusal("trials.error", self.error, "inf says that it diverged"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimit:
+    """Where a rule breaks."""
+
+    reached: int | None
+    """Largest batch up to which every batch tried reached the target; None if the least did not."""
+    failed: int | None
+    """Next larger batch that was tried, which did not; None if all did."""
+    breaking_batch: float | None
+    """Batch at which the error crosses the target, on a straight line in ln(batch) between the two;
+    None if nothing failed, nothing was reached, a run diverged, or they are too far apart, so that
+    there is no line."""
+    breaking_factor: float | None
+    """Factor by which a standard deviation of the two errors moves it; None likewise."""
+
+
+def batch_limit(trials: Sequence[Trial], *, target_error: float) -> BatchLimit:
+    """The batch up to which `trials` of one rule end with at most `target_error`.
+
+    Batches above the first that failed are not looked at: one that succeeds there by luck of
+    its hyperparameters is no promise for those between.
+
+    Raises:
+        ConfigError: if there is no trial, or two have one batch.
+    """
+    ordered = sorted(trials, key=lambda trial: trial.global_batch)
+    batches = [trial.global_batch for trial in ordered]
+    if not batches or len(set(batches)) < len(batches):
+        raise ConfigError(refusal("trials", batches, "one for each of at least one batch"))
+    good: Trial | None = None
+    for trial in ordered:
+        if trial.error > target_error:
+            crossing = _crossing(good, trial, target_error)
+            return BatchLimit(
+                reached=good and good.global_batch,
+                failed=trial.global_batch,
+                breaking_batch=crossing and crossing[0],
+                breaking_factor=crossing and crossing[1],
+            )
+        good = trial
+    return BatchLimit(reached=batches[-1], failed=None, breaking_batch=None, breaking_factor=None)
+
+
+def _crossing(good: Trial | None, bad: Trial, target: float) -> tuple[float, float] | None:
+    """(batch, factor of one standard deviation) at which the line through both meets `target`."""
+    if good is None or math.isinf(bad.error):
+        return None
+    if bad.global_batch > _WIDEST * good.global_batch:
+        return None
+    width = math.log(bad.global_batch / good.global_batch)
+    rise = bad.error - good.error
+    part = (target - good.error) / rise
+    batch = good.global_batch * math.exp(part * width)
+    deviation = math.hypot((1 - part) * good.standard_error, part * bad.standard_error)
+    return batch, math.exp(deviation * width / rise)

@@ -1,0 +1,308 @@
+"""Convergence points from files: tables of runs, documents with a noise scale, published points.
+
+Knows columns and fields; computes nothing but means over runs.
+"""
+
+import csv
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from statistics import geometric_mean
+
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, refusal, require_above
+from scalejax.planning.convergence.points import ConvergenceData, Point, is_same_target, merged
+
+_UNITS = ("samples_to_target", "steps_to_target", "epochs_to_target")
+"""Columns that say what a run needed; the first of them that a table has is read. An empty cell:
+never."""
+_TABLES = (".csv", ".parquet")
+_DOCUMENTS = (".toml", ".json")
+
+Row = Mapping[str, object]
+"""One run, or the mean of several, by column."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DocumentPoint:
+    """A point as one writes it by hand: what it needed in one of three units."""
+
+    global_batch: int
+    steps_to_target: float | None = None
+    samples_to_target: float | None = None
+    epochs_to_target: float | None = None
+    run_deviation: float | None = None
+    run_count: int = 1
+    recipe: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A TOML or JSON file of points."""
+
+    points: tuple[_DocumentPoint, ...]
+    target: float | None = None
+    metric: str | None = None
+    noise_scale: float | None = None
+    failed_batches: tuple[int, ...] = ()
+
+
+def read_data(
+    path: Path,
+    *,
+    target: float | None = None,
+    train_examples: int | None = None,
+    recipe: str | None = None,
+) -> ConvergenceData:
+    """The points in a file.
+
+    A CSV or Parquet table, such as the results of a sweep, has a row for each run: `global_batch`,
+    `samples_to_target` or else `steps_to_target` or `epochs_to_target` (empty where the run did
+    not reach the target), and maybe `recipe`, `target`, `noise_scale`, and, of rows that are
+    means, `run_deviation` (over the mean) and `run_count`; other columns are ignored. A TOML or
+    JSON document has `points` with the same names, and maybe `target`, `metric`, `noise_scale` and
+    `failed_batches`.
+
+    Args:
+        path: the file; its suffix says which kind.
+        target: which of the file's targets is wanted; if None, its only one.
+        train_examples: samples in an epoch, for points in epochs.
+        recipe: whose noise scale is wanted, of a table that has those of several; without it,
+            none is taken of these, as they are of different critical batches.
+
+    Raises:
+        ConfigError: if the file is missing or holds something else, a noise scale is not above 0,
+            no run reached the target, or it has points of another target only, or of several and
+            none is asked for.
+    """
+    if path.suffix in _DOCUMENTS:
+        return _from_document(path, target, train_examples)
+    if path.suffix not in _TABLES:
+        accepted = f"its suffix must be one of {', '.join((*_TABLES, *_DOCUMENTS))}"
+        raise ConfigError(refusal("convergence", str(path), accepted))
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _csv_rows(path)
+    rows = _of_target(rows, target, path)
+    return _data_of(path.stem, rows, train_examples, source=str(path), recipe=recipe)
+
+
+def published_names() -> list[str]:
+    """Networks whose published points come with scalejax."""
+    return sorted({str(row["network"]) for row in _published_rows()})
+
+
+def published_data(name: str, *, target: float | None = None) -> ConvergenceData | None:
+    """The published points of a network; None if there are none.
+
+    Raises:
+        ConfigError: if they reach other targets than `target`.
+    """
+    rows = [row for row in _published_rows() if row["network"] == name]
+    if not rows:
+        return None
+    rows = _of_target(rows, target, name)
+    first = rows[0]
+    examples = _number(first, "train_examples")
+    data = _data_of(
+        name,
+        rows,
+        int(examples) if examples is not None else None,
+        source=f"MLPerf reference convergence points ({first['rounds']})",
+    )
+    return replace(
+        data,
+        metric=str(first["metric"]),
+        optimizer=str(first["optimizer"]) or None,
+        starts_from_checkpoint=first["starts_from_checkpoint"] == "true",
+        notes=(f"steps to target: {first['note']}",) if first["note"] else (),
+    )
+
+
+def _published_rows() -> list[Row]:
+    text = (
+        files("scalejax")
+        .joinpath("planning", "convergence", "published", "mlperf.csv")
+        .read_text("utf-8")
+    )
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def _csv_rows(path: Path) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+    rows = csv.DictReader(io.StringIO(text))
+    return list(rows)
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        from pyarrow import parquet  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError(
+            f"{str(path)!r} needs the package pyarrow: pip install pyarrow, or write it as CSV."
+        ) from error
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
+
+
+def _of_target(rows: list[Row], target: float | None, where: Path | str) -> list[Row]:
+    """The rows with the target that is asked for; those that state none are of any.
+
+    Raises:
+        ConfigError: as for `read_data`.
+    """
+    stated = sorted({value for row in rows if (value := _number(row, "target")) is not None})
+    if not stated:
+        return rows
+    if target is None:
+        if len(stated) > 1:
+            accepted = f"{where} has points of {_listed(stated)}: say which"
+            raise ConfigError(refusal("target", None, accepted))
+        (target,) = stated
+    found = [row for row in rows if is_same_target(_number(row, "target"), target)]
+    if not found:
+        accepted = (
+            f"the points of {where} reach {_listed(stated)}; give points of your own with "
+            "--convergence FILE"
+        )
+        raise ConfigError(refusal("target", target, accepted))
+    return found
+
+
+def _listed(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def _data_of(
+    name: str,
+    rows: list[Row],
+    train_examples: int | None,
+    *,
+    source: str,
+    recipe: str | None = None,
+) -> ConvergenceData:
+    units = [unit for unit in _UNITS if rows and unit in rows[0]]
+    if not rows or "global_batch" not in rows[0] or not units:
+        accepted = f"it needs columns global_batch and one of {', '.join(_UNITS)}"
+        got = sorted(map(str, rows[0])) if rows else "an empty table"
+        raise ConfigError(refusal("convergence", got, accepted))
+    points, failed, scales = [], set(), defaultdict[str, list[float]](list)
+    for row in rows:
+        batch, needed = _number(row, "global_batch"), _number(row, units[0])
+        if batch is None or batch != int(batch):
+            accepted = "it must be a whole number"
+            raise ConfigError(refusal("global_batch", row["global_batch"], accepted))
+        if needed is None:
+            failed.add(int(batch))
+            continue
+        if (scale := _number(row, "noise_scale")) is not None:
+            require_above("noise_scale", scale, 0)
+            scales[str(row.get("recipe") or "")].append(scale)
+        points.append(
+            Point(
+                global_batch=int(batch),
+                samples=_samples(needed, units[0], int(batch), train_examples),
+                run_deviation=_number(row, "run_deviation"),
+                run_count=int(_number(row, "run_count") or 1),
+                recipe=str(row.get("recipe") or ""),
+            )
+        )
+    scale, notes = _noise_scale(scales, recipe)
+    return ConvergenceData(
+        name=name,
+        target=_number(rows[0], "target"),
+        points=merged(points),
+        # One run of several that reached the target shows that the batch can.
+        failed_batches=tuple(sorted(failed - {point.global_batch for point in points})),
+        noise_scale=scale,
+        train_examples=train_examples,
+        notes=notes,
+        source=source,
+    )
+
+
+def _noise_scale(
+    scales: Mapping[str, list[float]], recipe: str | None
+) -> tuple[float | None, tuple[str, ...]]:
+    """The mean over runs of one recipe, and what to say where that is none."""
+    means = {name: geometric_mean(found) for name, found in scales.items()}
+    if recipe is not None or not means:
+        return means.get(recipe or ""), ()
+    if len(means) == 1:
+        return next(iter(means.values())), ()
+    return None, (
+        f"the noise scales of {len(means)} recipes, {min(means.values()):g} to "
+        f"{max(means.values()):g} samples, are not averaged, so none is used; --recipe names one",
+    )
+
+
+def _from_document(path: Path, target: float | None, train_examples: int | None) -> ConvergenceData:
+    if path.suffix == ".toml":
+        document = serialization.build(
+            _Document, serialization.load_toml(path), where="convergence"
+        )
+    else:
+        document = serialization.load(_Document, path)
+    if target is not None and not is_same_target(document.target, target):
+        accepted = f"the points of {path} reach {document.target}"
+        if document.target is not None:
+            raise ConfigError(refusal("target", target, accepted))
+    points = []
+    for point in document.points:
+        given = [unit for unit in _UNITS if getattr(point, unit) is not None]
+        if len(given) != 1:
+            accepted = f"each point needs one of {', '.join(_UNITS)}"
+            raise ConfigError(refusal("convergence.points", given, accepted))
+        needed = getattr(point, given[0])
+        points.append(
+            Point(
+                global_batch=point.global_batch,
+                samples=_samples(needed, given[0], point.global_batch, train_examples),
+                run_deviation=point.run_deviation,
+                run_count=point.run_count,
+                recipe=point.recipe,
+            )
+        )
+    return ConvergenceData(
+        name=path.stem,
+        target=document.target if document.target is not None else target,
+        metric=document.metric,
+        points=merged(points),
+        failed_batches=document.failed_batches,
+        noise_scale=document.noise_scale,
+        train_examples=train_examples,
+        source=str(path),
+    )
+
+
+def _samples(needed: float, unit: str, batch: int, train_examples: int | None) -> float:
+    if unit == "steps_to_target":
+        return needed * batch
+    if unit == "samples_to_target":
+        return needed
+    if train_examples is None:
+        accepted = "how many samples an epoch has is not known; give samples_to_target"
+        raise ConfigError(refusal("epochs_to_target", needed, accepted))
+    return needed * train_examples
+
+
+def _number(row: Row, column: str) -> float | None:
+    """The number in a cell; None if it is empty or not there.
+
+    Raises:
+        ConfigError: if it holds something else.
+    """
+    value = row.get(column)
+    if value is None or value == "":
+        return None
+    try:
+        number = float(str(value))
+    except ValueError as error:
+        raise ConfigError(refusal(column, value, "it must be a number, or empty")) from error
+    return None if number != number or number in (float("inf"), float("-inf")) else number

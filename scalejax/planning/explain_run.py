@@ -1,0 +1,109 @@
+"""A run explained: its step compiled, and once more with twice the batch.
+
+Knows neither compiler nor equations: those are `profile` and `explain`.
+"""
+
+from dataclasses import dataclass, replace
+
+from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.core.errors import ConfigError, ProfileError
+from scalejax.core.units import counted
+from scalejax.hardware import Cluster
+from scalejax.planning.memory_advice import memory_shortage
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.explain import Explanation, explain, match_trace
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.perfetto import MeasuredTrace
+from scalejax.simulator.program import Program
+from scalejax.xla import ProfileJob
+from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+
+CASES = 2
+"""Programs that are compiled for one explanation: as asked for, and with twice the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedRun:
+    """An explanation, and the program that it is about."""
+
+    explanation: Explanation
+    """Where the time of a step goes."""
+    program: Program
+    """The compiled step."""
+    shortage: str | None
+    """What it lacks in memory, also the first of the explanation's notes; None if it fits."""
+
+
+def explain_run(
+    config: RunConfig,
+    cluster: Cluster,
+    device_count: int,
+    *,
+    on_case: OnCase = nothing_said,
+) -> ExplainedRun:
+    """Why a step of `config` on `device_count` devices of `cluster` takes as long as predicted.
+
+    What twice the batch would do is left out, with a note, where the data or the compiler do
+    not take it.
+
+    Args:
+        config: the run.
+        cluster: where it would run.
+        device_count: on how many devices.
+        on_case: told of each of the two programs as it begins to compile, is done, or remembered.
+
+    Raises:
+        ConfigError: if batch or layout do not divide.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    run = resolve(config, device_count)
+    runs, refused = [run], None
+    try:
+        runs.append(_with_doubled_batch(run))
+    except ConfigError as error:
+        refused = error
+    jobs = [ProfileJob(run=each, cluster=cluster) for each in runs]
+    name = in_words(device_count)
+    cases = [name, f"{name} with twice the batch"][: len(jobs)]
+    try:
+        programs = compile_cases(jobs, cases, on_case)
+    except ProfileError as error:
+        if len(jobs) == 1:
+            raise
+        refused, programs = error, compile_cases(jobs[:1], cases[:1], on_case)
+    doubled = programs[1] if len(programs) > 1 else None
+    explanation = explain(programs[0], cluster, doubled_batch=doubled)
+    if refused is not None:
+        note = f"twice the batch is left out: {str(refused).rstrip('.')}"
+        explanation = replace(explanation, notes=(*explanation.notes, note))
+    memory = memory_verdict(programs[0].memory, as_used(cluster, programs[0]).chip)
+    shortage = memory_shortage(
+        run, needed_bytes=memory.peak_bytes, memory_bytes=memory.memory_bytes
+    )
+    if shortage is not None:
+        explanation = replace(explanation, notes=(shortage, *explanation.notes))
+    return ExplainedRun(explanation=explanation, program=programs[0], shortage=shortage)
+
+
+def compare_trace(
+    explained: ExplainedRun, cluster: Cluster, recorded: MeasuredTrace
+) -> ExplainedRun:
+    """`explained` with a recorded step of the same run beside the predicted one."""
+    match = match_trace(explained.program, cluster, recorded.seconds_by_name)
+    notes = explained.explanation.notes
+    if recorded.device_count != explained.program.device_count:
+        notes = (
+            *notes,
+            f"the trace is of one process, with {counted(recorded.device_count, 'device')}",
+        )
+    return replace(explained, explanation=replace(explained.explanation, trace=match, notes=notes))
+
+
+def _with_doubled_batch(run: ResolvedRun) -> ResolvedRun:
+    """`run` with twice the samples on each of the same devices."""
+    batch = {
+        "batch.per_device_batch": 2 * run.split.per_device_batch,
+        "batch.global_batch": None,
+    }
+    return resolve(with_fields(run.config, batch), run.layout.device_count)

@@ -1,0 +1,43 @@
+"""What a step lacks in memory, and what of its run would let it need less.
+
+Knows the fields of a run that memory depends on; not how much each of them saves.
+"""
+
+from scalejax.config.run import ResolvedRun
+from scalejax.core.units import GIB
+
+
+def memory_shortage(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> str | None:
+    """What is said of a step that does not fit into a device; None if it fits.
+
+    Args:
+        run: what is trained, on its devices.
+        needed_bytes: most memory held at once on one device.
+        memory_bytes: memory of one device.
+    """
+    if needed_bytes <= memory_bytes:
+        return None
+    needs = f"{needed_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB on each device"
+    *others, last = _remedies(run) or ["a smaller network"]
+    remedies = f"{', '.join(others)} or {last}" if others else last
+    return f"does not fit: needs {needs}; {remedies} would need less"
+
+
+def _remedies(run: ResolvedRun) -> list[str]:
+    """Changes to the run that take memory off its devices, of those that it leaves open."""
+    split, layout = run.split, run.layout
+    is_open = {
+        "fewer samples per device": split.per_device_batch > 1,
+        "fsdp": run.config.layout.mode == "jit" and layout.data > 1,
+        "layout.zero_stage=1": run.config.layout.mode == "jit"
+        and layout.data > 1
+        and not run.config.layout.zero_stage,
+        "microbatches": split.microbatch > 1,
+        "remat": getattr(run.config.model, "remat", None)
+        in (
+            "none",
+            "selective",
+            "per_op",
+        ),
+    }
+    return [name for name, applies in is_open.items() if applies]

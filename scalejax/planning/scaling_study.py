@@ -1,0 +1,199 @@
+"""One run on many numbers of devices: what a person asks before adding some.
+
+Decides what is held fixed as devices are added, has each case compiled and costed, and relates
+the results. Knows neither compiler nor equations: those are `profile` and `predict`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from scalejax.config.run import ResolvedRun, RunConfig, in_phase, resolve, with_fields
+from scalejax.config.scaling_rules import scaled_optimizer
+from scalejax.config.schedule import Phase, ScheduleConfig
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.units import counted
+from scalejax.hardware import Cluster
+from scalejax.planning.memory_advice import memory_shortage
+from scalejax.simulator.predict import (
+    Prediction,
+    Scaling,
+    ScalingPrediction,
+    predict,
+    scaling_prediction,
+)
+from scalejax.simulator.program import Program
+from scalejax.simulator.ramp import PhasePrediction, RampPrediction
+from scalejax.xla import ProfileJob
+from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+
+
+def study(
+    config: RunConfig,
+    cluster: Cluster,
+    device_counts: Sequence[int],
+    scaling: Scaling,
+    *,
+    title: str | None = None,
+    notes: Sequence[str] = (),
+    on_case: OnCase = nothing_said,
+    on_program: Callable[[Program], None] = lambda program: None,
+) -> ScalingPrediction:
+    """Predictions for `config` on each number of devices of `cluster`, in rising order.
+
+    The compiler runs once for each number; several compile at a time.
+
+    Args:
+        config: the run; a `layout.data` in it is replaced.
+        cluster: where it would run.
+        device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
+        scaling: what stays fixed.
+        title: names the study for people; if None, the model and the cluster.
+        notes: what else must be known of every prediction.
+        on_case: told of each number of devices that begins to compile, is done, or remembered.
+        on_program: called with each compiled step, in rising order of devices.
+
+    Raises:
+        ConfigError: if batch or layout do not divide for one of the numbers.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    runs = resolve_all(config, device_counts, scaling)
+    programs = compile_cases(
+        [ProfileJob(run=run, cluster=cluster) for run in runs],
+        [in_words(run.layout.device_count) for run in runs],
+        on_case,
+    )
+    for program in programs:
+        on_program(program)
+    epochs = config.train.epochs
+    predictions = [
+        predict_run(run, program, cluster, epochs=epochs, notes=notes)
+        for run, program in zip(runs, programs, strict=True)
+    ]
+    return scaling_prediction(
+        predictions, scaling, title or f"{config.model.name} on {cluster.title}"
+    )
+
+
+def predict_run(
+    run: ResolvedRun, program: Program, cluster: Cluster, *, epochs: int, notes: Sequence[str] = ()
+) -> Prediction:
+    """What so many epochs of `program` take, with `notes`, and one on what to change about `run`
+    where it does not fit.
+
+    Raises:
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    prediction = predict(program, cluster, train_examples=run.samples_per_epoch, epochs=epochs)
+    shortage = memory_shortage(
+        run,
+        needed_bytes=prediction.peak_memory_bytes,
+        memory_bytes=prediction.memory_bytes,
+    )
+    first = (shortage, *notes) if shortage else notes
+    return replace(prediction, notes=(*first, *prediction.notes))
+
+
+def resolve_all(
+    config: RunConfig, device_counts: Sequence[int], scaling: Scaling
+) -> list[ResolvedRun]:
+    """The run on each number of devices, in rising order, with its batch scaled.
+
+    Weak scaling keeps the per-device batch, strong scaling the global batch. Where the config
+    gives the other of the two, it is turned into the one kept on the config's own layout, or,
+    where that leaves its data axis open, on the smallest number of devices.
+
+    Raises:
+        ConfigError: if there is no number, or batch or layout do not divide for one of them.
+    """
+    counts = sorted(set(device_counts))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    split = resolve(config, counts[0] if config.layout.data is None else None).split
+    kept = {
+        "layout.data": None,
+        "batch.global_batch": split.global_batch if scaling == "strong" else None,
+        "batch.per_device_batch": split.per_device_batch if scaling == "weak" else None,
+    }
+    scaled = with_fields(config, kept)
+    runs = []
+    for count in counts:
+        try:
+            runs.append(resolve(scaled, count))
+        except ConfigError as error:
+            raise ConfigError(f"on {counted(count, 'device')}, {error}") from error
+    return runs
+
+
+# A run whose batch grows, on many numbers of devices: each of its batches compiled and costed.
+
+
+def ramp_study(
+    config: RunConfig,
+    cluster: Cluster,
+    device_counts: Sequence[int],
+    scaling: Scaling,
+    *,
+    notes: Sequence[str] = (),
+    on_case: OnCase = nothing_said,
+    on_program: Callable[[Program], None] = lambda program: None,
+) -> RampPrediction:
+    """Predictions for each batch of `config` on each number of devices of `cluster`.
+
+    The compiler runs once for each batch and number; several compile at a time.
+
+    Args:
+        config: the run; a `layout.data` in it is replaced.
+        cluster: where it would run.
+        device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
+        scaling: what stays fixed as devices are added: of the first batch, and so of all.
+        notes: what else must be known of every prediction.
+        on_case: told of each batch and number of devices that begins to compile, is done, or
+            remembered.
+        on_program: called with each compiled step, in rising order of batch, then of devices.
+
+    Raises:
+        ConfigError: if batch or layout do not divide for one of the numbers.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses a step.
+    """
+    runs = resolve_all(config, device_counts, scaling)
+    phase_count = len(runs[0].phases)
+    alone = [[phase_alone(run, run.phases[index]) for run in runs] for index in range(phase_count)]
+    flat = [run for phase in alone for run in phase]
+    programs = compile_cases(
+        [ProfileJob(run=run, cluster=cluster) for run in flat],
+        [f"{in_words(run.layout.device_count)}, batch {run.split.global_batch}" for run in flat],
+        on_case,
+    )
+    for program in programs:
+        on_program(program)
+    first_epochs = [phase.first_epoch for phase in runs[0].phases]
+    ends = [*first_epochs[1:], config.train.epochs]
+    title = f"{config.model.name} on {cluster.title}"
+    phases = []
+    for index, (first, end) in enumerate(zip(first_epochs, ends, strict=True)):
+        own = programs[index * len(runs) : (index + 1) * len(runs)]
+        predictions = [
+            predict_run(run, program, cluster, epochs=end - first, notes=notes)
+            for run, program in zip(alone[index], own, strict=True)
+        ]
+        study = scaling_prediction(predictions, scaling, f"{title}, epochs {first} to {end}")
+        phases.append(PhasePrediction(first_epoch=first, epochs=end - first, study=study))
+    return RampPrediction(title=title, phases=tuple(phases))
+
+
+def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
+    """A run whose every step is one of `phase`: of its batch, with the optimizer of the first.
+
+    Learning rates are others, and no matter: they are numbers in the same program.
+    """
+    config = run.config
+    optimizer = scaled_optimizer(config.schedule, config.optimizer, run.split.global_batch)
+    schedule = config.schedule
+    if isinstance(schedule, ScheduleConfig):  # a rule would scale by the batch of the phase again
+        schedule = replace(schedule, reference_batch=phase.split.global_batch)
+    batch = replace(config.batch, ramp_epochs=())
+    config = replace(config, batch=batch, optimizer=optimizer, schedule=schedule)
+    return replace(in_phase(run, phase), config=config)

@@ -1,0 +1,214 @@
+"""Searches over strategies: which spread of a transformer over devices is best, and by how much.
+
+Every strategy that the devices can be divided into is held against the memory of one, and what
+fits is costed, as `predict` would cost its whole `Program`. Arithmetic on plain data; knows no
+network of JAX, no compiler, no files.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax.core.errors import DoesNotFit, require_at_least
+from scalejax.hardware import Cluster
+from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
+from scalejax.planning.search.parallel import Question, candidates
+from scalejax.planning.search.space import groups, left_out, strategies
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.transformer import Strategy, TransformerShape, memory_use
+
+__all__ = [
+    "Candidate",
+    "Found",
+    "Objective",
+    "StrategyCosts",
+    "distinct",
+    "left_out",
+    "losses",
+    "pareto",
+    "search",
+    "strategies",
+    "workspace_bytes",
+]
+
+Objective = Literal["time", "cost", "memory"]
+"""What is least: the time of a step, device-hours (or their price) of a sample, memory."""
+
+_GROUPS_OF_A_PART = 100
+_ALIKE = 1e-3
+"""Of a step, what is no difference."""
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of groups of like strategies that have been costed, and of all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a search found."""
+
+    ranked: tuple[Candidate, ...]
+    """All strategies that fit, the best first."""
+    considered: int
+    """Strategies that the devices can be divided into."""
+    nearest: tuple[Strategy, float] | None
+    """Where none fits, the one that needs least memory, and how many times what there is."""
+
+
+def search(
+    shape: TransformerShape,
+    cluster: Cluster,
+    device_counts: tuple[int, ...],
+    global_batch: int,
+    *,
+    objective: Objective = "time",
+    moments: Literal[0, 1, 2] = 2,
+    processes: int = 1,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Found:
+    """Every strategy that fits, the best first.
+
+    Args:
+        shape: the network.
+        cluster: the devices.
+        device_counts: how many of them; strategies for all counts are ranked together.
+        global_batch: samples of an update.
+        objective: what is least.
+        moments: arrays like the parameters that the optimizer keeps.
+        processes: that cost strategies side by side, at most. More than one are started as
+            `multiprocessing` does by "spawn", so a script needs its `if __name__ == "__main__"`.
+        on_progress: told now and then.
+
+    Raises:
+        ConfigError: if there are no devices, no samples, or no processes.
+        DoesNotFit: if the cluster has fewer devices.
+        ScalejaxError: if the system ends a process.
+    """
+    require_at_least("global_batch", global_batch, 1)
+    require_at_least("processes", processes, 1)
+    for count in device_counts:
+        require_at_least("devices", count, 1)
+        _require_devices(count, cluster)
+    every = [group for count in device_counts for group in groups(shape, count, global_batch)]
+    parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
+    question = Question(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
+    ranked: list[Candidate] = []
+    with _without_collector(), closing(candidates(question, parts, processes)) as answers:
+        for index, found in enumerate(answers):
+            ranked += found
+            on_progress(min(len(every), (index + 1) * _GROUPS_OF_A_PART), len(every))
+        ranked.sort(key=_KEYS[objective])
+    nearest = None
+    if not ranked:
+        nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
+    return Found(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let no garbage be looked for, in the whole process: a search makes none in cycles, and Python
+    would look at all that was found again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+_KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {
+    "time": lambda each: (each.step_seconds, each.peak_memory_bytes),
+    "cost": lambda each: (each.device_hours_per_sample, each.step_seconds),
+    "memory": lambda each: (each.peak_memory_bytes, each.step_seconds),
+}
+
+
+def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    front: list[Candidate] = []
+    for each in sorted(candidates, key=_KEYS["time"]):
+        if not front or each.peak_memory_bytes < front[-1].peak_memory_bytes:
+            front.append(each)
+    return tuple(front)
+
+
+def distinct(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Each way to spread the step once, in order.
+
+    Of strategies that differ in their ZeRO stage alone, and in time by less than a thousandth,
+    the one that needs least memory stands where the first of them stood.
+    """
+    kept: list[Candidate] = []
+    places: dict[Hashable, list[int]] = {}
+    for each in ranked:
+        same = places.setdefault(_way(each.strategy), [])
+        for place in same:
+            other = kept[place]
+            if abs(each.step_seconds - other.step_seconds) < _ALIKE * other.step_seconds:
+                if each.peak_memory_bytes < other.peak_memory_bytes:
+                    kept[place] = each
+                break
+        else:
+            same.append(len(kept))
+            kept.append(each)
+    return tuple(kept)
+
+
+def _way(strategy: Strategy) -> Hashable:
+    """All of a strategy but its ZeRO stage."""
+    return (
+        strategy.split,
+        strategy.recompute,
+        strategy.sequence_parallel,
+        strategy.pipeline_chunks,
+    )
+
+
+def losses(
+    own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
+) -> tuple[tuple[str, float], ...]:
+    """(term, seconds) by which each part of a step is longer than the best step's, or shorter.
+
+    The largest first; what is alike to a thousandth of the best step is left out.
+
+    Args:
+        own: `StrategyCosts.terms` of a strategy.
+        best: those of the winner.
+    """
+    mine, winners = dict(own), dict(best)
+    names = dict.fromkeys((*mine, *winners))
+    changes = [(name, mine.get(name, 0.0) - winners.get(name, 0.0)) for name in names]
+    least = _ALIKE * math.fsum(winners.values())
+    return tuple(sorted((each for each in changes if abs(each[1]) > least), key=lambda e: -e[1]))
+
+
+def _nearest(
+    shape: TransformerShape,
+    cluster: Cluster,
+    device_counts: tuple[int, ...],
+    global_batch: int,
+    moments: Literal[0, 1, 2],
+) -> tuple[Strategy, float] | None:
+    """The strategy that needs least memory, and how many times what there is."""
+    workspace = workspace_bytes(cluster.chip)
+    best: tuple[Strategy, float] | None = None
+    for count in device_counts:
+        for strategy in strategies(shape, count, global_batch, moments=moments):
+            memory = memory_use(shape, strategy, workspace_bytes=workspace)
+            verdict = memory_verdict(memory, cluster.chip)
+            ratio = verdict.peak_bytes / verdict.memory_bytes
+            if best is None or ratio < best[1]:
+                best = strategy, ratio
+    return best
+
+
+def _require_devices(count: int, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and count > most:
+        raise DoesNotFit(f"devices={count} is refused: {cluster.name} has at most {most}.")

@@ -1,0 +1,369 @@
+"""What strategies take, from the pieces that they share.
+
+The step in closed form is a few pieces that run many times, each of which waits for all that it
+starts; so its time is a sum over pieces. It is what `predict` gives for the whole `Program`, to
+rounding.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.hardware import Chip, Cluster
+from scalejax.simulator.collectives.placement import collective_seconds, wires
+from scalejax.simulator.device_state import in_graph
+from scalejax.simulator.operations.roofline import OperationTime, operation_time
+from scalejax.simulator.program import MemoryUse, Operation, Program
+from scalejax.simulator.site_effects import StepTerms, step_terms
+from scalejax.simulator.timeline.schedule import Event, Start, Wait, Work
+from scalejax.simulator.timeline.streams import Streams
+from scalejax.simulator.timeline.timeline import Timeline
+from scalejax.simulator.transformer import (
+    AMPERE_WORKSPACE_BYTES,
+    Strategy,
+    TransformerShape,
+    held_by_stage,
+    pace,
+    part_of,
+    pieces,
+    pipeline_of,
+    update_piece,
+)
+from scalejax.simulator.transforms.pipeline import sent_between_stages
+
+HOPPER_WORKSPACE_BYTES = 32 * 1024**2
+"""See `AMPERE_WORKSPACE_BYTES`."""
+_HOPPER = (9, 0)
+_SECONDS_PER_HOUR = 3600.0
+_NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
+
+Axes = tuple[str, ...]
+"""Mesh axes that a collective spans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy that fits, and what it takes."""
+
+    strategy: Strategy
+    """How the step is spread."""
+    step_seconds: float
+    """Time of one step."""
+    peak_memory_bytes: int
+    """Most memory held at once on one device."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Throughput over all devices."""
+        return self.strategy.split.global_batch / self.step_seconds
+
+    @property
+    def device_hours_per_sample(self) -> float:
+        """What one sample occupies."""
+        devices = self.strategy.layout.device_count
+        return devices / self.samples_per_second / _SECONDS_PER_HOUR
+
+
+def workspace_bytes(chip: Chip) -> int:
+    """Memory that the library for products is given on `chip`."""
+    is_recent = chip.cuda is not None and chip.cuda.compute_capability >= _HOPPER
+    return HOPPER_WORKSPACE_BYTES if is_recent else AMPERE_WORKSPACE_BYTES
+
+
+@dataclass(slots=True)
+class _PieceTime:
+    """Where the time of operations goes; as `Timeline`."""
+
+    compute_seconds: float
+    memory_seconds: float
+    launch_seconds: float
+    contention_seconds: float
+    communication_seconds: float
+    dispatches: float
+    exposed: dict[Axes, float]
+
+    @property
+    def walked_seconds(self) -> float:
+        """Time of both streams."""
+        alone = self.compute_seconds + self.memory_seconds + self.launch_seconds
+        return alone + self.contention_seconds + sum(self.exposed.values())
+
+    def times(self, runs: int) -> "_PieceTime":
+        """So many runs of them."""
+        return _PieceTime(
+            self.compute_seconds * runs,
+            self.memory_seconds * runs,
+            self.launch_seconds * runs,
+            self.contention_seconds * runs,
+            self.communication_seconds * runs,
+            self.dispatches * runs,
+            {axes: seconds * runs for axes, seconds in self.exposed.items()},
+        )
+
+
+def _summed(parts: Sequence[_PieceTime]) -> _PieceTime:
+    exposed: dict[Axes, float] = {}
+    for part in parts:
+        for axes, seconds in part.exposed.items():
+            exposed[axes] = exposed.get(axes, 0.0) + seconds
+    return _PieceTime(
+        sum([part.compute_seconds for part in parts]),
+        sum([part.memory_seconds for part in parts]),
+        sum([part.launch_seconds for part in parts]),
+        sum([part.contention_seconds for part in parts]),
+        sum([part.communication_seconds for part in parts]),
+        sum([part.dispatches for part in parts]),
+        exposed,
+    )
+
+
+class StrategyCosts:
+    """Times of the strategies of one network on one cluster, pieces that they share kept."""
+
+    def __init__(self, shape: TransformerShape, cluster: Cluster) -> None:
+        """Nothing is costed yet."""
+        self._shape = shape
+        self._cluster = in_graph(cluster)
+        self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
+        # Kept with its operations, whose id no other tuple can then get.
+        self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}
+        self._known_operations: _Known = {}
+        self._known_sent: dict[tuple[int, ...], _PieceTime] = {}
+
+    def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
+        """What each of some strategies takes, which differ in ZeRO stage and chunks alone.
+
+        Raises:
+            DoesNotFit: if a collective spans nodes that no network joins.
+        """
+        first = strategies[0]
+        stages = {each.zero_stage for each in strategies}
+        shared_of = {stage: self._shared(replace(first, zero_stage=stage)) for stage in stages}
+        held_of = held_by_stage(self._shape, strategies)
+        stub = _without_operations(self._shape, first)
+        updates = {
+            stage: self._piece(update_piece(self._shape, replace(first, zero_stage=stage)))
+            for stage in stages
+        }
+        found = []
+        for each in strategies:
+            shared, block, last = shared_of[each.zero_stage]
+            bubble, handed_on = self._bubble(each)
+            sent = self._sent(each) if handed_on else None
+            walked = shared.walked_seconds + updates[each.zero_stage].walked_seconds
+            dispatches = shared.dispatches + updates[each.zero_stage].dispatches
+            if sent is not None:
+                walked += bubble * block.walked_seconds + handed_on * sent.walked_seconds
+                walked += last.walked_seconds
+                dispatches += bubble * block.dispatches + handed_on * sent.dispatches
+                dispatches += last.dispatches
+            attainable = self._cluster.chip.attainable
+            dispatch = attainable.dispatch_seconds * dispatches
+            launches_block = self._cluster.conditions.launches_block
+            seconds = walked + dispatch if launches_block else max(walked, dispatch)
+            seconds += attainable.step_overhead_seconds
+            added = step_terms(stub, self._cluster, seconds)
+            seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
+            held = held_of[each.zero_stage]
+            peak = held.batch_bytes + held.state_bytes(each.zero_stage) + self._reserve_bytes
+            peak += held.temporary_bytes(each.zero_stage, each.pipeline_chunks)
+            found.append(Candidate(each, seconds, peak))
+        return found
+
+    def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
+        """(term, seconds) of the step of `strategy`: those of the waterfall of `predict` that are
+        known, and take time."""
+        shared, block, last = self._shared(strategy)
+        bubble, handed_on = self._bubble(strategy)
+        parts = [shared, self._piece(update_piece(self._shape, strategy))]
+        idle = [block.times(bubble), last]
+        if handed_on:
+            sent, idle_ticks = self._sent(strategy), strategy.layout.pipeline - 1
+            parts.append(sent.times(handed_on - idle_ticks))
+            idle.append(sent.times(idle_ticks))
+        times = _timeline(_summed([*parts, *idle]), self._cluster)
+        working = _timeline(_summed(parts), self._cluster)
+        stub = _without_operations(self._shape, strategy)
+        added = step_terms(stub, self._cluster, times.step_seconds)
+        return _terms(times, working, added)
+
+    def _shared(self, strategy: Strategy) -> tuple["_PieceTime", "_PieceTime", "_PieceTime"]:
+        """What all microbatches take, of it one block, forward and backward, and what a last stage
+        that does not set the pace takes for one of them besides its blocks."""
+        parts, slowest = pieces(self._shape, strategy), pace(self._shape, strategy)
+        count, layers = strategy.split.microbatches, slowest.layers
+        logits = self._piece(parts.logits)
+        ends = (
+            self._piece(parts.embedding),
+            logits.times(1 if slowest.has_logits else 0),
+            self._piece(parts.embedding_gradient),
+        )
+        every = _summed(ends)
+        block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
+        once = self._piece(parts.before)
+        shared = _summed((once, every.times(count), block.times(count * layers)))
+        return shared, block, logits.times(0 if slowest.has_logits else 1)
+
+    def _bubble(self, strategy: Strategy) -> tuple[int, int]:
+        """(blocks in the bubble, microbatches handed on), as `pipelined` counts them."""
+        stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
+        if stages == 1:
+            return 0, 0
+        handed_on = strategy.split.microbatches * chunks + stages - 1
+        others = self._shape.layers - pace(self._shape, strategy).layers
+        return others // chunks, handed_on
+
+    def _sent(self, strategy: Strategy) -> "_PieceTime":
+        """What one microbatch hands from stage to stage."""
+        layout = strategy.layout
+        boundary = part_of(self._shape, strategy).stream_bytes
+        key = layout.pipeline, layout.tensor, layout.device_count, boundary
+        key = (*key, strategy.sequence_parallel)
+        if key not in self._known_sent:
+            pipeline = pipeline_of(self._shape, strategy)
+            operations = (
+                ()
+                if pipeline is None
+                else sent_between_stages(
+                    pipeline, layout.tensor, layout.device_count // layout.pipeline
+                )
+            )
+            self._known_sent[key] = _piece_time(operations, self._cluster, self._known_operations)
+        return self._known_sent[key]
+
+    def _piece(self, operations: tuple[Operation, ...]) -> _PieceTime:
+        known = self._known.get(id(operations))
+        if known is None:
+            time = _piece_time(operations, self._cluster, self._known_operations)
+            known = self._known[id(operations)] = operations, time
+        return known[1]
+
+
+def _timeline(sums: _PieceTime, cluster: Cluster) -> Timeline:
+    """The whole step, from the sums of its pieces."""
+    attainable = cluster.chip.attainable
+    return Timeline(
+        compute_seconds=sums.compute_seconds,
+        memory_seconds=sums.memory_seconds,
+        launch_seconds=sums.launch_seconds,
+        contention_seconds=sums.contention_seconds,
+        exposed_by_name=(),
+        exposed=tuple(sorted(sums.exposed.items())),
+        dispatch_seconds=attainable.dispatch_seconds * sums.dispatches,
+        overhead_seconds=attainable.step_overhead_seconds,
+        communication_seconds=sums.communication_seconds,
+        launches_block=cluster.conditions.launches_block,
+    )
+
+
+_Known = dict[tuple[object, ...], OperationTime]
+"""Times of operations on one chip, by all that they depend on."""
+
+
+def _operation_time(operation: Operation, chip: Chip, known: _Known) -> OperationTime:
+    """Its time, once for all that are alike: most pieces copy and multiply the same."""
+    key = (
+        operation.kind,
+        operation.dtype,
+        operation.flop,
+        operation.read_bytes,
+        operation.write_bytes,
+        operation.shape,
+    )
+    time = known.get(key)
+    if time is None:
+        time = known[key] = operation_time(operation, chip)
+    return time
+
+
+def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Known) -> _PieceTime:
+    """One run of operations that wait for all they start, on two streams.
+
+    Args:
+        operations: of a piece.
+        cluster: the devices.
+        known: times on its chip; what is not there is added.
+    """
+    busy = {"compute": 0.0, "memory": 0.0}
+    launch = 0.0
+    segments: list[float] = []
+    exchanges: list[float] = []
+    wired: list[int] = []
+    events: list[Event] = []
+    axes: dict[str, Axes] = {}
+    dispatches = 0
+    for operation in operations:
+        if operation.collective is not None:
+            axes[operation.name] = operation.collective.group.axes
+            events.append(Start(operation.name, len(exchanges), operation.collective.is_async))
+            exchanges.append(collective_seconds(operation.collective, cluster))
+            wired.append(wires(operation.collective, cluster))
+        elif operation.waits_for is not None:
+            events.append(Wait(operation.waits_for))
+            continue
+        else:
+            time = _operation_time(operation, cluster.chip, known)
+            busy[time.bound] += time.busy_seconds
+            launch += time.launch_seconds
+            if events and isinstance(events[-1], Work):
+                segments[-1] += time.seconds
+            else:
+                events.append(Work(len(segments)))
+                segments.append(time.seconds)
+        dispatches += 1
+    contention = cluster.chip.attainable.contention_fraction
+    streams = Streams(segments, exchanges, wired, contention)
+    streams.run(events)
+    streams.drain()
+    exposed: dict[Axes, float] = defaultdict(float)
+    for name, seconds in streams.exposed.items():
+        exposed[axes[name]] += seconds
+    return _PieceTime(
+        compute_seconds=busy["compute"],
+        memory_seconds=busy["memory"],
+        launch_seconds=launch,
+        contention_seconds=streams.contention_seconds,
+        exposed=dict(exposed),
+        communication_seconds=math.fsum(exchanges),
+        dispatches=dispatches,
+    )
+
+
+def _without_operations(shape: TransformerShape, strategy: Strategy) -> Program:
+    """What the conditions of a run depend on: devices and samples."""
+    return Program(
+        name="transformer train step",
+        backend="closed_form",
+        target="closed form",
+        compiler="none",
+        mesh_axes=tuple(strategy.layout.axis_sizes.items()),
+        operations=(),
+        memory=_NO_MEMORY,
+        global_batch=strategy.split.global_batch,
+        tokens_per_sample=shape.tokens,
+    )
+
+
+def _terms(times: Timeline, working: Timeline, added: StepTerms) -> tuple[tuple[str, float], ...]:
+    """Those of the waterfall of `predict` that are known, and take time.
+
+    Args:
+        times: of the step.
+        working: of the same step without its bubble.
+        added: what comes on top of it.
+    """
+    exchanges = ((f"communication {' x '.join(axes)}", value) for axes, value in working.exposed)
+    terms = (
+        ("compute", working.compute_seconds),
+        ("memory", working.memory_seconds),
+        ("launch", working.launch_seconds),
+        *exchanges,
+        ("contention", working.contention_seconds),
+        ("host", working.host_seconds),
+        ("overhead", working.overhead_seconds),
+        ("bubble", times.step_seconds - working.step_seconds),
+        ("stragglers", added.stragglers_seconds or 0.0),
+        ("input", added.input_seconds or 0.0),
+    )
+    return tuple((name, seconds) for name, seconds in terms if seconds)

@@ -1,0 +1,145 @@
+"""Every way to divide network, samples and devices: evenly, but for the blocks of the stages of a
+pipeline, which may differ by one; nothing of memory and time."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax.config.parallelism import BatchSplit, Layout
+from scalejax.simulator.transformer import Recompute, Strategy, TransformerShape
+
+
+def strategies(
+    shape: TransformerShape,
+    device_count: int,
+    global_batch: int,
+    *,
+    moments: Literal[0, 1, 2] = 2,
+) -> Iterator[Strategy]:
+    """Every strategy that divides network, samples and devices."""
+    for group in groups(shape, device_count, global_batch):
+        yield from group.strategies(global_batch, moments)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Strategies whose microbatches are alike: they differ in ZeRO stage and chunks."""
+
+    layout: Layout
+    """Devices along each axis."""
+    microbatches: int
+    """Microbatches of an update."""
+    recompute: Recompute
+    """What the backward pass computes again."""
+    sequence_parallel: bool
+    """Whether tensor divides tokens between layers."""
+    zero_stages: tuple[Literal[0, 1, 2], ...]
+    """What the data axis may keep in parts."""
+    chunk_counts: tuple[int, ...]
+    """Parts that a stage may have."""
+
+    def __len__(self) -> int:
+        return len(self.zero_stages) * len(self.chunk_counts)
+
+    def strategies(self, global_batch: int, moments: Literal[0, 1, 2]) -> Iterator[Strategy]:
+        """Each of them."""
+        for zero_stage in self.zero_stages:
+            for chunks in self.chunk_counts:
+                yield self.strategy(global_batch, moments, zero_stage, chunks)
+
+    def strategy(
+        self,
+        global_batch: int,
+        moments: Literal[0, 1, 2],
+        zero_stage: Literal[0, 1, 2],
+        chunks: int,
+    ) -> Strategy:
+        """The one of them with that ZeRO stage and so many chunks."""
+        return Strategy(
+            split=BatchSplit(
+                global_batch=global_batch, layout=self.layout, microbatches=self.microbatches
+            ),
+            recompute=self.recompute,
+            zero_stage=zero_stage,
+            sequence_parallel=self.sequence_parallel,
+            pipeline_chunks=chunks,
+            moments=moments,
+        )
+
+
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "per_op", "full")
+
+
+def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Group]:
+    """Every strategy that divides network, samples and devices, in groups of like ones."""
+    for layout in _layouts(shape, device_count, global_batch):
+        stages = _zero_stages(shape, layout)
+        for microbatches in _divisors(global_batch // layout.batch_shards):
+            chunks = _chunk_counts(shape, layout, microbatches)
+            for recompute in _RECOMPUTES:
+                for parallel in _sequence_parallel(shape, layout):
+                    yield Group(layout, microbatches, recompute, parallel, stages, chunks)
+
+
+def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the tensor axis that divide devices and blocks, but not the vocabulary."""
+    sizes = {
+        tensor
+        for count in device_counts
+        for tensor in _divisors(math.gcd(count, *_divided(shape)))
+        if shape.vocabulary % tensor
+    }
+    return tuple(sorted(sizes))
+
+
+def _divided(shape: TransformerShape) -> tuple[int, ...]:
+    """What the tensor axis divides of a block."""
+    return shape.heads, shape.kv_heads, shape.ffn_hidden
+
+
+def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
+    """Devices along each axis, where they divide the network and the samples."""
+    divided = (*_divided(shape), shape.vocabulary)
+    for pipeline in _divisors(device_count):
+        if pipeline > shape.layers:
+            break
+        stage = device_count // pipeline
+        for tensor in _divisors(math.gcd(stage, *divided)):
+            for context in _divisors(math.gcd(stage // tensor, shape.tokens)):
+                shards = stage // tensor // context
+                if global_batch % shards:
+                    continue
+                for fsdp in _divisors(math.gcd(shards, shape.hidden // tensor)):
+                    yield Layout(
+                        data=shards // fsdp,
+                        fsdp=fsdp,
+                        tensor=tensor,
+                        context=context,
+                        pipeline=pipeline,
+                    )
+
+
+def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1, 2], ...]:
+    """Those that keep anything in parts: of a width that data does not divide, the trainer keeps
+    matrices whole."""
+    if layout.data == 1 or shape.hidden % (layout.data * layout.fsdp):
+        return (0,)
+    return (0, 1, 2)
+
+
+def _chunk_counts(shape: TransformerShape, layout: Layout, microbatches: int) -> tuple[int, ...]:
+    if layout.pipeline == 1 or microbatches % layout.pipeline or shape.layers % layout.pipeline:
+        return (1,)
+    return _divisors(shape.layers // layout.pipeline)
+
+
+def _sequence_parallel(shape: TransformerShape, layout: Layout) -> tuple[bool, ...]:
+    if layout.tensor == 1 or shape.tokens % (layout.context * layout.tensor):
+        return (False,)
+    return (False, True)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(sorted({*low, *(number // each for each in low)}))

@@ -1,0 +1,1 @@
+"""Which devices and batch reach a target soonest, and which cheapest."""

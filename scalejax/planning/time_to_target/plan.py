@@ -1,0 +1,283 @@
+"""Which cluster, how many devices and which batch reach the target soonest, or cheapest.
+
+Arithmetic on predictions and on steps to target; compiles nothing. Time to target is steps(batch)
+times the time of a step on so many devices, over the share of the time that failures leave.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.planning.convergence import Estimate
+from scalejax.simulator.predict import Prediction
+from scalejax.simulator.uncertainty import Z_OF_P90
+
+_HOUR = 3600.0
+_WIDE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPoint:
+    """One cluster, number of devices and batch, and what reaching the target takes with them."""
+
+    cluster: str
+    """Name of the cluster."""
+    device_count: int
+    """Devices in the run."""
+    global_batch: int
+    """Samples per update over all devices."""
+    per_device_batch: int | None
+    """Samples per update on each device; None if the program does not say."""
+    steps: float
+    """Updates until the target is reached, the median."""
+    step_seconds: float
+    """Time of an update, the median."""
+    goodput: float | None
+    """Share of the time that goes into updates that count, 0..1; None if unknown."""
+    run_seconds: float
+    """Time until the target is reached, failures included where known: the median."""
+    p10_run_seconds: float | None
+    """For one run in ten it should be less; None if nothing is known of how sure it is."""
+    p90_run_seconds: float | None
+    """For one run in ten it should be more; None likewise."""
+    device_hours: float
+    """Hours of one device that the run takes."""
+    cost: float
+    """Device-hours times the price of one, or device-hours where no price is given."""
+    is_extrapolated: bool = False
+    """Whether the batch is larger than any that was shown to reach the target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All ways that were looked at, and the best of them."""
+
+    title: str
+    """What is trained, for people."""
+    target: str
+    """What counts as trained, for people."""
+    steps_source: str
+    """Where the steps to target come from."""
+    has_convergence: bool
+    """Whether steps depend on the batch as measured; if not, those of the run's own epochs are
+    taken, whatever the batch, and nothing says that they reach a target."""
+    is_priced: bool
+    """Whether `cost` is in the user's currency; if not, in device-hours."""
+    deadline_seconds: float | None
+    """Time within which the target must be reached; None if there is none."""
+    budget: float | None
+    """Most that it may cost; None likewise."""
+    points: tuple[PlanPoint, ...]
+    """Every way that fits, by cluster, devices and batch."""
+    front: tuple[int, ...]
+    """Positions of the points that no other beats in both time and cost, the soonest first."""
+    soonest: int | None
+    """Position of the point with the least time, of those within deadline and budget."""
+    cheapest: int | None
+    """Position of the one with the least cost among them."""
+    knee: int | None
+    """Position of the one with the least product of time and cost among them: if it is that of all
+    points, then beyond it a per cent of time saved costs more than a per cent more."""
+    nearest: int | None
+    """Position of the point that misses deadline and budget by the least factor, where none is
+    within them."""
+    left_out: tuple[tuple[str, int], ...]
+    """(reason, ways) of what was not looked at."""
+    notes: tuple[str, ...]
+    """What a reader must know to trust the figures as far as they go."""
+    points_optimizer: str | None = None
+    """What the points of the steps were trained with, where that is not what the run has."""
+
+    @property
+    def warning(self) -> str | None:
+        """The first note, where without it the figures would be taken for what they are not."""
+        is_measured = self.has_convergence and self.points_optimizer is None
+        return None if is_measured or not self.notes else self.notes[0]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether costs along the front differ so much that they need a logarithmic axis."""
+        costs = [self.points[position].cost for position in self.front]
+        return bool(costs) and min(costs) > 0 and max(costs) > _WIDE * min(costs)
+
+    @property
+    def knee_without_limits(self) -> int | None:
+        """Position of what the knee would be without deadline and budget."""
+        return knee_of(self.points, range(len(self.points)))
+
+    @property
+    def pays_to_the_end(self) -> bool:
+        """Whether the knee is the soonest of all points: more devices still pay."""
+        return self.knee == self.knee_without_limits and self.front[:1] == (self.knee,)
+
+
+def plan_point(
+    prediction: Prediction,
+    steps: Estimate | float,
+    *,
+    price_per_device_hour: float | None = None,
+    is_extrapolated: bool = False,
+) -> PlanPoint:
+    """What reaching the target takes with what `prediction` is of.
+
+    Args:
+        prediction: of one step; its batch must be known.
+        steps: updates to target with its batch; a number if nothing is known of how sure it is.
+        price_per_device_hour: of one device, in any currency.
+        is_extrapolated: whether no batch as large was shown to reach the target.
+
+    Raises:
+        ConfigError: if the prediction is of no training step.
+    """
+    if prediction.global_batch is None:
+        raise ConfigError(refusal("prediction.global_batch", None, "a training step has a batch"))
+    needed = steps if isinstance(steps, float | int) else steps.p50
+    run_seconds = needed * prediction.step_seconds / (prediction.goodput or 1.0)
+    low, high = _run_range(prediction, steps)
+    device_hours = run_seconds / _HOUR * prediction.device_count
+    return PlanPoint(
+        cluster=prediction.cluster,
+        device_count=prediction.device_count,
+        global_batch=prediction.global_batch,
+        per_device_batch=prediction.per_device_batch,
+        steps=needed,
+        step_seconds=prediction.step_seconds,
+        goodput=prediction.goodput,
+        run_seconds=run_seconds,
+        p10_run_seconds=low and run_seconds * low,
+        p90_run_seconds=high and run_seconds * high,
+        device_hours=device_hours,
+        cost=device_hours * (1.0 if price_per_device_hour is None else price_per_device_hour),
+        is_extrapolated=is_extrapolated,
+    )
+
+
+def _run_range(
+    prediction: Prediction, steps: Estimate | float
+) -> tuple[float, float] | tuple[None, None]:
+    """Factors from the median of the run's time to its p10 and p90.
+
+    Steps and the time of one are off independently, and both in the logarithm: what is known of
+    the two is added in quadrature.
+    """
+    low, high = [], []
+    if isinstance(steps, Estimate):
+        low.append(math.log(steps.p10 / steps.p50))
+        high.append(math.log(steps.p90 / steps.p50))
+    if prediction.p10_step_seconds is not None and prediction.p90_step_seconds is not None:
+        low.append(math.log(prediction.p10_step_seconds / prediction.step_seconds))
+        high.append(math.log(prediction.p90_step_seconds / prediction.step_seconds))
+    if not low:
+        return None, None
+    return math.exp(-math.hypot(*low)), math.exp(math.hypot(*high))
+
+
+def pareto_front(points: Sequence[PlanPoint]) -> tuple[int, ...]:
+    """Positions of the points that no other beats in time and cost, the soonest first."""
+    order = sorted(range(len(points)), key=lambda i: (points[i].run_seconds, points[i].cost))
+    front: list[int] = []
+    for position in order:
+        if not front or points[position].cost < points[front[-1]].cost:
+            front.append(position)
+    return tuple(front)
+
+
+def soonest_by_devices(plan: Plan) -> list[PlanPoint]:
+    """Of each cluster and number of devices the point with the least time, in the plan's order."""
+    best: dict[tuple[str, int], PlanPoint] = {}
+    for point in plan.points:
+        key = (point.cluster, point.device_count)
+        if key not in best or point.run_seconds < best[key].run_seconds:
+            best[key] = point
+    return list(best.values())
+
+
+def knee_of(points: Sequence[PlanPoint], among: Sequence[int]) -> int | None:
+    """Position of the point, of those `among`, beyond which more devices stop paying.
+
+    That with the least product of time and cost. On a curve of cost over time that is where
+    d ln cost = -d ln time: before it, a per cent of time saved costs less than a per cent more,
+    beyond it more. With one price, cost is devices times time, and the product is least where
+    efficiency over time is greatest, the knee of Eager, Zahorjan & Lazowska 1989, "Speedup versus
+    efficiency in parallel systems", IEEE Transactions on Computers 38(3).
+    """
+    return min(among, key=lambda i: points[i].run_seconds * points[i].cost, default=None)
+
+
+def miss_factor(point: PlanPoint, deadline_seconds: float | None, budget: float | None) -> float:
+    """By which factor a point misses the deadline or the budget, the worse of the two; at most 1
+    if it is within both."""
+    late = point.run_seconds / deadline_seconds if deadline_seconds is not None else 0.0
+    dear = point.cost / budget if budget is not None else 0.0
+    return max(late, dear)
+
+
+def deadline_probability(point: PlanPoint, deadline_seconds: float) -> float | None:
+    """Probability that the point meets the deadline, 0..1; None if nothing is known of its range.
+
+    The logarithm of the time is taken for normal on either side of its median.
+    """
+    off = math.log(deadline_seconds / point.run_seconds)
+    end = point.p90_run_seconds if off > 0 else point.p10_run_seconds
+    if end is None:
+        return None
+    deviation = abs(math.log(end / point.run_seconds)) / Z_OF_P90
+    if not deviation:
+        return float(off >= 0)
+    return NormalDist().cdf(off / deviation)
+
+
+def make_plan(
+    points: Sequence[PlanPoint],
+    *,
+    title: str,
+    target: str,
+    steps_source: str,
+    has_convergence: bool,
+    is_priced: bool,
+    deadline_seconds: float | None = None,
+    budget: float | None = None,
+    left_out: Sequence[tuple[str, int]] = (),
+    notes: Sequence[str] = (),
+    points_optimizer: str | None = None,
+) -> Plan:
+    """The best of `points`: soonest, cheapest, the front and the knee.
+
+    Args:
+        points: every way that fits.
+        title: what is trained.
+        target: what counts as trained.
+        steps_source: where the steps come from.
+        has_convergence: see `Plan`.
+        is_priced: whether costs are in the user's currency.
+        deadline_seconds: within which the target must be reached.
+        budget: most that it may cost, in the units of the points' costs.
+        left_out: (reason, ways) of what was not looked at.
+        notes: what a reader must know.
+        points_optimizer: see `Plan`.
+    """
+    ordered = tuple(sorted(points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))
+    misses = [miss_factor(point, deadline_seconds, budget) for point in ordered]
+    within = [position for position, miss in enumerate(misses) if miss <= 1]
+    by_time = sorted(within, key=lambda i: (ordered[i].run_seconds, ordered[i].cost))
+    by_cost = sorted(within, key=lambda i: (ordered[i].cost, ordered[i].run_seconds))
+    return Plan(
+        title=title,
+        target=target,
+        steps_source=steps_source,
+        has_convergence=has_convergence,
+        is_priced=is_priced,
+        deadline_seconds=deadline_seconds,
+        budget=budget,
+        points=ordered,
+        front=pareto_front(ordered),
+        soonest=by_time[0] if by_time else None,
+        cheapest=by_cost[0] if by_cost else None,
+        knee=knee_of(ordered, within),
+        nearest=None if within else min(range(len(ordered)), key=misses.__getitem__, default=None),
+        left_out=tuple(left_out),
+        notes=tuple(notes),
+        points_optimizer=points_optimizer,
+    )

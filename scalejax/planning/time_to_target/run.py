@@ -1,0 +1,311 @@
+"""A plan for one run: every cluster, number of devices and batch compiled, costed and compared.
+
+Decides which ways are looked at and where steps to target come from; `plan` compares them.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scalejax.config.data import facts
+from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve, with_fields
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
+from scalejax.hardware import Cluster
+from scalejax.planning.convergence import (
+    ConvergenceData,
+    Estimate,
+    Hyperbola,
+    fit,
+    published_data,
+    published_names,
+    read_data,
+    read_run,
+)
+from scalejax.planning.time_to_target.notes import (
+    is_plain_sgd,
+    notes_of,
+    other_optimizer,
+    source_in_words,
+    target_in_words,
+)
+from scalejax.planning.time_to_target.plan import Plan, PlanPoint, make_plan, plan_point
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.xla.batch import OnProgress, programs_of
+
+FARTHEST = 2
+"""Factor beyond the largest batch that reached the target up to which others are planned with:
+the distance from the largest that did to the next that did not in Goyal et al. 2017, arXiv
+1706.02677, figure 1 (8192 and 16384), so that no larger step is safe."""
+
+_TOO_MANY = "more devices than the cluster has"
+_NOT_DIVISIBLE = "the batch does not divide over the devices, or exceeds the data set"
+_TOO_LARGE = "a batch that failed, or more than twice the largest that reached the target"
+_NO_MEMORY = "does not fit into the memory of a device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A cluster that one could have."""
+
+    cluster: Cluster
+    """The hardware, under the conditions of its site."""
+    price_per_device_hour: float | None = None
+    """Of one device, in any currency; None if unknown."""
+
+    def __post_init__(self) -> None:
+        if self.price_per_device_hour is not None:
+            require_at_least("price", self.price_per_device_hour, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One run on one cluster."""
+
+    offer: Offer
+    run: ResolvedRun
+
+
+def find_convergence(
+    config: RunConfig,
+    source: str | None = None,
+    *,
+    target: float | None = None,
+    recipe: str | None = None,
+) -> ConvergenceData | None:
+    """What is known of the samples that `config` needs; None if nothing is.
+
+    Args:
+        config: the run.
+        source: a file (see `planning.convergence.read_data`), the folder of a run (`read_run`) or
+            of a sweep, or the name of published points; if None, the published points of its
+            network, where they are of as many examples and counted from scratch.
+        target: the target that is wanted; if None, that of the points.
+        recipe: see `scalejax.planning.convergence.read_data`.
+
+    Raises:
+        ConfigError: if `source` is none of them, or its points reach other targets.
+    """
+    examples = facts(config.data).train_examples
+    if source is None:
+        data = published_data(config.model.name)
+        if data is None or data.starts_from_checkpoint or data.train_examples != examples:
+            return None
+        return published_data(config.model.name, target=target)
+    if source in published_names():
+        return published_data(source, target=target)
+    path = Path(source)
+    if path.is_dir():
+        results = path / "results.parquet"
+        if results.exists():
+            data = read_data(results, target=target, train_examples=examples, recipe=recipe)
+        else:
+            data = read_run(path, target=target)
+        return replace(data, optimizer=_optimizer_in(path))
+    if not path.suffix:
+        names = ", ".join(published_names())
+        accepted = f"it must be a file of points, the folder of a run, or published ones: {names}"
+        raise ConfigError(refusal("convergence", source, accepted))
+    return read_data(path, target=target, train_examples=examples, recipe=recipe)
+
+
+def _optimizer_in(folder: Path) -> str | None:
+    """What trained the run, or all runs of the sweep, in `folder`; None if several did, or its
+    files do not say."""
+    try:
+        document = serialization.load(dict, folder / "sweep.json")
+    except ConfigError:  # a run
+        document = {"runs": [{}]}
+    try:
+        found = {
+            load_config(folder / "run.toml", fields).optimizer.name for fields in document["runs"]
+        }
+    except ConfigError:  # of an older version, say
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def plan_run(
+    config: RunConfig,
+    offers: Sequence[Offer],
+    device_counts: Sequence[int],
+    *,
+    global_batches: Sequence[int] = (),
+    convergence: ConvergenceData | None = None,
+    recipe: str | None = None,
+    target: float | None = None,
+    deadline_seconds: float | None = None,
+    budget: float | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Plan:
+    """Every way to train `config` on `offers`, and the best of them.
+
+    The compiler runs once for each chip and batch of a device; other sizes of the data axis follow
+    from its program.
+
+    Args:
+        config: the run; a `layout.data` in it is replaced.
+        offers: clusters to choose from, with or without a price, all alike.
+        device_counts: numbers of devices to choose from.
+        global_batches: batches to choose from; if none, each device keeps the samples that it has
+            in `config` on the fewest devices.
+        convergence: what is known of the samples to target; if None, those of the run's own
+            epochs are taken.
+        recipe: which of the recipes of `convergence`; if None, for each batch that of the point
+            nearest to it.
+        target: named in the plan where `convergence` does not know it.
+        deadline_seconds: within which the target must be reached.
+        budget: most that it may cost: in the currency of the prices, or in device-hours.
+        on_progress: called with the number of programs that have been compiled, and of all that
+            must be.
+
+    Raises:
+        ConfigError: if there is nothing to choose from, only some offers have a price, or a
+            limit is not above 0.
+        ProfileError: if the compiler refuses a step.
+    """
+    _require_choice(offers, deadline_seconds, budget)
+    _require_recipe(recipe, convergence)
+    left_out: Counter[str] = Counter()
+    curve = convergence and fit(
+        convergence.points,
+        noise_scale=convergence.noise_scale,
+        is_plain_sgd=is_plain_sgd(config.optimizer),
+    )
+    ways = _ways(config, offers, device_counts, global_batches, convergence, left_out)
+    points, predictions = [], []
+    programs = programs_of([(way.run, way.offer.cluster) for way in ways], on_progress)
+    for way, program in zip(ways, programs, strict=True):
+        prediction = predict(program, way.offer.cluster)
+        if not prediction.fits:
+            left_out[_NO_MEMORY] += 1
+            continue
+        points.append(_point(way, prediction, curve, convergence, recipe))
+        predictions.append(prediction)
+    first, *others = (offer.cluster for offer in offers)
+    clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
+    return make_plan(
+        points,
+        title=f"{config.model.name} on {clusters}",
+        target=target_in_words(convergence, target),
+        steps_source=source_in_words(config, convergence, curve),
+        has_convergence=convergence is not None,
+        is_priced=offers[0].price_per_device_hour is not None,
+        deadline_seconds=deadline_seconds,
+        budget=budget,
+        left_out=tuple(left_out.items()),
+        notes=notes_of(config, predictions, convergence, recipe, points),
+        points_optimizer=other_optimizer(config, convergence),
+    )
+
+
+def _require_choice(
+    offers: Sequence[Offer], deadline_seconds: float | None, budget: float | None
+) -> None:
+    priced = {offer.price_per_device_hour is not None for offer in offers}
+    if len(priced) != 1:
+        accepted = "each cluster needs one, or none has one" if priced else "one is needed"
+        raise ConfigError(refusal("clusters" if not priced else "price", "", accepted))
+    names = [offer.cluster.name for offer in offers]
+    if len(set(names)) < len(names):
+        raise ConfigError(refusal("clusters", names, "each needs a name of its own"))
+    for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
+        if limit is not None:
+            require_above(name, limit, 0)
+
+
+def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> None:
+    known = convergence.recipes if convergence is not None else ()
+    if recipe is not None and recipe not in known:
+        if not any(known):
+            raise ConfigError(refusal("recipe", recipe, "the points name none"))
+        raise ConfigError(unknown_name("recipe", recipe, known))
+
+
+def _ways(
+    config: RunConfig,
+    offers: Sequence[Offer],
+    device_counts: Sequence[int],
+    global_batches: Sequence[int],
+    convergence: ConvergenceData | None,
+    left_out: Counter[str],
+) -> list[_Way]:
+    """The ways that can be laid out and that nothing speaks against; others are counted."""
+    counts = sorted(set(device_counts))
+    if not counts:
+        raise ConfigError(refusal("devices", [], "at least one number is needed"))
+    require_at_least("devices", counts[0], 1)
+    ways = []
+    for fields in _batches(config, counts, global_batches):
+        wanted = with_fields(config, {"layout.data": None, **fields})
+        for offer in offers:
+            for count in counts:
+                if count > _most_devices(offer.cluster):
+                    left_out[_TOO_MANY] += 1
+                    continue
+                try:
+                    run = resolve(wanted, count)
+                except ConfigError as error:
+                    left_out[_reason(error)] += 1
+                    continue
+                if convergence is not None and not _is_plausible(run, convergence):
+                    left_out[_TOO_LARGE] += 1
+                    continue
+                ways.append(_Way(offer=offer, run=run))
+    return ways
+
+
+def _reason(error: ConfigError) -> str:
+    """Why a run cannot be laid out: its batch and devices in a phrase, else as it says itself."""
+    text = " ".join(str(error).split()).rstrip(".")
+    return _NOT_DIVISIBLE if text.startswith(("batch.", "layout.", "devices=")) else text
+
+
+def _batches(
+    config: RunConfig, counts: Sequence[int], global_batches: Sequence[int]
+) -> list[dict[str, int | None]]:
+    """Fields of the run for each batch that is looked at."""
+    if global_batches:
+        return [
+            {"batch.global_batch": batch, "batch.per_device_batch": None}
+            for batch in sorted(set(global_batches))
+        ]
+    kept = config.batch.per_device_batch
+    if kept is None:
+        first = counts[0] if config.layout.data is None else None
+        kept = resolve(config, first).split.per_device_batch
+    return [{"batch.global_batch": None, "batch.per_device_batch": kept}]
+
+
+def _most_devices(cluster: Cluster) -> float:
+    if cluster.max_device_count is not None:
+        return cluster.max_device_count
+    return math.inf if cluster.network is not None else cluster.devices_per_node
+
+
+def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
+    batch = run.split.global_batch
+    failed = convergence.smallest_failed
+    is_below_failed = failed is None or batch < failed
+    return is_below_failed and batch <= FARTHEST * convergence.largest_reached
+
+
+def _point(
+    way: _Way,
+    prediction: Prediction,
+    curve: Hyperbola | None,
+    convergence: ConvergenceData | None,
+    recipe: str | None,
+) -> PlanPoint:
+    batch = way.run.split.global_batch
+    steps: Estimate | float = float(way.run.total_steps)
+    if curve is not None:
+        steps = curve.steps(batch, recipe=recipe)
+    return plan_point(
+        prediction,
+        steps,
+        price_per_device_hour=way.offer.price_per_device_hour,
+        is_extrapolated=convergence is not None and batch > convergence.largest_reached,
+    )

@@ -1,0 +1,1 @@
+"""What people look at: pages, figures and tables of runs and predictions."""

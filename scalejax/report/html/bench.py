@@ -1,0 +1,140 @@
+"""The part of the report that shows benches: scaling, step times, use of the machine."""
+
+from collections.abc import Sequence
+from html import escape
+from itertools import accumulate
+
+import altair as alt
+
+from scalejax.core.units import MIB, format_count, format_fraction, format_seconds
+from scalejax.measure.bench.results import Summary, groups, kept_share, scaling_table
+from scalejax.measure.bench.statistics import moving_average
+from scalejax.report.figures.bench import AVERAGED
+from scalejax.report.html.charts import Row, Spec, lines
+from scalejax.report.html.page import Page
+from scalejax.report.sources import BenchSource
+from scalejax.report.terminal import bench as bench_tables
+
+_MOST_STEPS = 2000
+"""Points of one chart of step times, beyond which some are left out."""
+
+
+def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
+    """Append tables and charts of every bench."""
+    page.add('<h2 id="benches">Benches</h2>')
+    page.add(
+        "<p>Steps of the real training step, timed in rounds; warm-up is left out. The interval "
+        "is that of the median, with 95 % confidence. Kept is the throughput per device over "
+        "that on the fewest devices.</p>"
+    )
+    for bench in benches:
+        page.add(f"<h3>{escape(bench.name)}: {escape(bench_tables.title_of(bench.summaries))}</h3>")
+        page.add_table(
+            ["benchmark", "devices", "step", "from", "to", "samples/s", "kept", "waits for input"],
+            [
+                _row(label, each, bench.summaries)
+                for label, members in groups(bench.summaries).items()
+                for each in members
+            ],
+        )
+        _add_scaling(page, bench.summaries)
+        _add_charts(page, bench.summaries)
+
+
+def _row(label: str, each: Summary, summaries: Sequence[Summary]) -> list[str]:
+    low, high = each.interval
+    settings = each.benchmark.settings
+    place = f" in {settings.processes} processes" if settings.processes > 1 else ""
+    return [
+        label,
+        f"{settings.devices}{place}",
+        format_seconds(each.median_seconds),
+        format_seconds(low),
+        format_seconds(high),
+        format_count(each.global_batch / each.median_seconds),
+        format_fraction(kept_share(each, summaries)),
+        format_fraction(each.wait_share),
+    ]
+
+
+def _add_scaling(page: Page, summaries: Sequence[Summary]) -> None:
+    """Append speedup and efficiency as DLBS computes them, and what to know of them."""
+    for scaling in ("weak", "strong"):
+        table = scaling_table(summaries, scaling)
+        if table is None or len(table.device_counts) < 2:
+            continue
+        heads = [f"{count} devices" for count in table.device_counts]
+        for name, cells in (("speedup", table.speedups), ("efficiency, %", table.efficiencies)):
+            rows = [
+                [label, *("-" if cell is None else f"{cell:.2f}" for cell in row)]
+                for label, row in zip(table.labels, cells, strict=True)
+            ]
+            page.add_table([f"{scaling} scaling: {name}", *heads], rows)
+        items = "".join(f"<li>{escape(note)}</li>" for note in bench_tables.notes(table))
+        page.add(f'<ul class="soft">{items}</ul>' if items else "")
+
+
+def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
+    page.add_chart(
+        "Throughput over devices",
+        "Samples per second by the median step.",
+        throughput(summaries),
+    )
+    page.add_chart(
+        "Step times over time",
+        f"Means of {AVERAGED} steps one after another, the rounds joined. A hump is another "
+        "program that was busy meanwhile.",
+        step_times(summaries),
+    )
+    if any(result.usage for each in summaries for result in each.results):
+        page.add_chart(
+            "Processor",
+            "Per cent of one core that the first process of a benchmark takes, first round.",
+            usage(summaries, "cpu", "% of a core"),
+        )
+        page.add_chart(
+            "Memory",
+            "MiB that the first process of a benchmark holds, first round.",
+            usage(summaries, "memory", "MiB"),
+        )
+
+
+def throughput(summaries: Sequence[Summary]) -> Spec:
+    """Samples per second over devices, a line for each kind of benchmark."""
+    rows: list[Row] = [
+        {
+            "label": label,
+            "x": each.benchmark.settings.devices,
+            "y": each.global_batch / each.median_seconds,
+        }
+        for label, members in groups(summaries).items()
+        for each in sorted(members, key=lambda other: other.benchmark.settings.devices)
+    ]
+    scale = alt.Scale(type="log", base=2, nice=False)
+    x = alt.X("x:Q", title="devices", scale=scale)
+    return lines(rows, x, "samples per second", has_points=True)
+
+
+def step_times(summaries: Sequence[Summary]) -> Spec:
+    """Moving averages of the step times over time."""
+    rows: list[Row] = []
+    for each in summaries:
+        average = moving_average([1e3 * seconds for seconds in each.step_seconds], AVERAGED)
+        ends = list(accumulate(each.step_seconds))[AVERAGED - 1 :]
+        stride = max(1, len(average) * len(summaries) // _MOST_STEPS)
+        points = list(zip(ends, average, strict=True))[::stride]
+        rows += [{"label": each.benchmark.label, "x": end, "y": mean} for end, mean in points]
+    return lines(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
+
+
+def usage(summaries: Sequence[Summary], what: str, unit: str) -> Spec:
+    """ "cpu" or "memory" of the first process of each benchmark in its first round, over time."""
+    rows: list[Row] = []
+    for each in summaries:
+        samples = [sample for sample in each.results[0].usage if sample.process == 0]
+        for sample in samples:
+            value = sample.cpu_percent if what == "cpu" else sample.rss_bytes / MIB
+            if value is not None:
+                rows.append({"label": each.benchmark.label, "x": sample.seconds, "y": value})
+    x = alt.X("x:Q", title="seconds since the first timed step")
+    return lines(rows, x, unit, has_points=True)

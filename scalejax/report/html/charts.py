@@ -1,0 +1,419 @@
+"""The interactive charts of the report, as Vega-Lite specifications by altair.
+
+Knows runs and predictions, and how each chart shows them; nothing of the page around them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import altair as alt
+
+from scalejax.report.sources import RunSource
+from scalejax.simulator.predict import ScalingPrediction
+
+# What the interactive charts of the report share: colours, sizes and simple lines, by altair.
+
+Row = dict[str, str | float | None]
+"""One point of a chart."""
+Spec = dict[str, Any]
+"""A chart in Vega-Lite's JSON."""
+
+PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
+"""Told apart on white, on near-black, and by most colour-blind readers."""
+_HEIGHT = 280
+
+
+def specified(chart: Any, height: int = _HEIGHT) -> Spec:
+    """`chart`, as wide as its column of the page."""
+    return chart.properties(width="container", height=height).to_dict()
+
+
+def colored(
+    field: str, domain: list[str], *, columns: int = 4, colors: list[str] | None = None
+) -> alt.Color:
+    """The colour of each of `domain` in `field`, told in a legend above the chart."""
+    scale = alt.Scale(domain=domain, range=colors or PALETTE)
+    legend = alt.Legend(orient="top", labelLimit=0, columns=columns, symbolOpacity=1)
+    return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
+
+
+def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
+    """A line for each "label" among `rows` of x and y, y being `title`."""
+    names = list(dict.fromkeys(str(row["label"]) for row in rows))
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=has_points, strokeWidth=1.8)
+        .encode(
+            x=x,
+            y=alt.Y("y:Q", title=title, scale=alt.Scale(zero=True)),
+            color=colored("label", names, columns=2),
+            tooltip=["label:N", alt.Tooltip("x:Q", format=".4g"), alt.Tooltip("y:Q", format=".4g")],
+        )
+    )
+    return specified(chart.interactive())
+
+
+_PART_COLORS = {
+    "compute": PALETTE[0],
+    "memory": PALETTE[1],
+    "launch": PALETTE[2],
+    "communication data": PALETTE[3],
+    "communication fsdp": PALETTE[4],
+    "communication tensor": "#d98cc4",
+    "contention": PALETTE[5],
+    "host": PALETTE[7],
+    "overhead": "#8c6d46",
+    "bubble": "#4d6b53",
+    "stragglers": PALETTE[6],
+    "input": "#5560c8",
+    "checkpoints": "#93a84f",
+    "failures": "#b9a5a0",
+}
+"""Colour of each part of a step, the same in every chart."""
+_OTHER_EXCHANGES = ("#a8324f", "#6f4a9e", "#f08a96")
+"""Colours of communication over other axes, in the order in which they come."""
+_DASHES = [[1, 0], [7, 5], [2, 5]]
+"""Patterns of curves that lie on each other: the first is whole, and shows between the others."""
+_SAME = 0.005
+"""Share of a value below which a difference cannot be seen."""
+_LEGEND_WIDTH = 140
+"""Letters in a line of a legend."""
+_MS = 1e3
+
+
+def test_accuracy(runs: Sequence[RunSource]) -> Spec:
+    """Test accuracy at each evaluation."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "accuracy": m.test_accuracy}
+        for run in runs
+        for m in run.record.evaluations
+    ]
+    y = alt.Y("accuracy:Q", title="test accuracy", axis=alt.Axis(format=".0%"))
+    return _curves(rows, y, alt.Tooltip("accuracy:Q", format=".2%"), has_points=True)
+
+
+def training_loss(runs: Sequence[RunSource]) -> Spec:
+    """Loss of each minibatch that was logged."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "loss": m.loss or None}  # 0 has no logarithm
+        for run in runs
+        for m in run.record.training
+    ]
+    y = alt.Y("loss:Q", title="training loss", scale=alt.Scale(type="log"))
+    return _curves(rows, y, alt.Tooltip("loss:Q", format=".4g"))
+
+
+def learning_rate(runs: Sequence[RunSource]) -> Spec:
+    """Learning rate of each update that was logged."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "rate": m.learning_rate}
+        for run in runs
+        for m in run.record.training
+    ]
+    y = alt.Y("rate:Q", title="learning rate")
+    # The rate of an update holds from the update before to this one.
+    return _curves(rows, y, alt.Tooltip("rate:Q", format=".4g"), interpolate="step-before")
+
+
+def noise_scale(runs: Sequence[RunSource]) -> Spec:
+    """Gradient noise scale by updates, of the runs that measured it."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "samples": m.noise_scale}
+        for run in runs
+        if run.measures_noise_scale
+        for m in run.record.training
+    ]
+    y = alt.Y("samples:Q", title="noise scale (samples)", scale=alt.Scale(type="log"))
+    return _curves(rows, y, alt.Tooltip("samples:Q", format=",.0f"))
+
+
+def input_wait(runs: Sequence[RunSource]) -> Spec:
+    """Part of the time for which devices waited for input, of the runs that measured it."""
+    rows: list[Row] = [
+        {**_identity(run), "epoch": m.epoch, "share": m.data_wait_seconds / m.step_seconds}
+        for run in runs
+        for m in run.record.training
+        if m.data_wait_seconds is not None and m.step_seconds > 0
+    ]
+    y = alt.Y("share:Q", title="time without a batch", axis=alt.Axis(format=".0%"))
+    return _curves(rows, y, alt.Tooltip("share:Q", format=".1%"))
+
+
+def wall_time(runs: Sequence[RunSource]) -> Spec:
+    """Where the wall time of each run went, a bar for each."""
+    rows: list[Row] = [
+        {
+            "run": run.label,
+            "part": name,
+            "order": order,
+            "share": seconds / run.time.seconds,
+            "seconds": seconds,
+        }
+        for run in runs
+        if run.time is not None and run.time.seconds
+        for order, (name, seconds) in enumerate(run.time.parts)
+    ]
+    names = list(dict.fromkeys(str(row["part"]) for row in rows))
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("run:N", title=None, sort=None),
+            x=alt.X(
+                "share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%")
+            ),
+            color=colored("part", names),
+            order="order:Q",
+            tooltip=[
+                "run:N",
+                "part:N",
+                alt.Tooltip("seconds:Q", format=",.4g"),
+                alt.Tooltip("share:Q", format=".1%"),
+            ],
+        )
+    )
+    return specified(chart, height=40 + 34 * len(runs))
+
+
+def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
+    """Samples per second against devices, beside a straight line from the smallest count."""
+    rows: list[Row] = []
+    for study in studies:
+        first = study.predictions[0]
+        for each in study.predictions:
+            ideal = (first.samples_per_second or 0) * each.device_count / first.device_count
+            point: Row = {"prediction": study.title, "devices": each.device_count}
+            rows.append({**point, "kind": "predicted", "rate": each.samples_per_second})
+            rows.append({**point, "kind": "ideal", "rate": ideal})
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=True)
+        .encode(
+            x=_devices(),
+            y=alt.Y(
+                "rate:Q",
+                title="samples per second",
+                scale=alt.Scale(type="log"),
+                axis=alt.Axis(format="~s"),
+            ),
+            color=colored("prediction", [study.title for study in studies], columns=1),
+            strokeDash=alt.StrokeDash(
+                "kind:N",
+                legend=None,
+                scale=alt.Scale(domain=["predicted", "ideal"], range=[[1, 0], [5, 5]]),
+            ),
+            tooltip=[
+                "prediction:N",
+                "kind:N",
+                "devices:Q",
+                alt.Tooltip("rate:Q", title="samples/s", format=",.0f"),
+            ],
+        )
+    )
+    return specified(chart)
+
+
+def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
+    """Scaling efficiency against devices."""
+    rows: list[Row] = [
+        {"prediction": study.title, "devices": each.device_count, "efficiency": kept}
+        for study in studies
+        for each, kept in zip(study.predictions, study.efficiencies, strict=True)
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=True)
+        .encode(
+            x=_devices(),
+            y=alt.Y(
+                "efficiency:Q",
+                title="scaling efficiency",
+                axis=alt.Axis(format=".0%"),
+                scale=alt.Scale(domainMin=0),
+            ),
+            color=colored("prediction", [study.title for study in studies], columns=1),
+            tooltip=["prediction:N", "devices:Q", alt.Tooltip("efficiency:Q", format=".1%")],
+        )
+    )
+    return specified(chart)
+
+
+def time_split(study: ScalingPrediction) -> Spec:
+    """Where the time of one step goes, a bar for every number of devices."""
+    names = list(
+        dict.fromkeys(
+            name
+            for each in study.predictions
+            for name, seconds in each.waterfall
+            if seconds is not None
+        )
+    )
+    rows: list[Row] = [
+        {
+            "devices": str(each.device_count),
+            "part": name,
+            "order": names.index(name),
+            "milliseconds": seconds * _MS,
+            "share": seconds / math.fsum(term for _, term in each.waterfall if term is not None),
+        }
+        for each in study.predictions
+        for name, seconds in each.waterfall
+        if seconds is not None
+    ]
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=alt.Y("devices:N", title="devices", sort=None),
+            x=alt.X(
+                "milliseconds:Q", title="milliseconds per step", stack="zero", axis=_few_ticks()
+            ),
+            color=colored("part", names, colors=part_colors(names)),
+            order="order:Q",
+            tooltip=[
+                "devices:N",
+                "part:N",
+                alt.Tooltip("milliseconds:Q", format=".4g"),
+                alt.Tooltip("share:Q", title="share of the step", format=".1%"),
+            ],
+        )
+    )
+    return specified(chart, height=_bar_height(study))
+
+
+def memory(study: ScalingPrediction) -> Spec:
+    """Peak memory of a device, beside what it has."""
+    rows: list[Row] = [
+        {
+            "devices": str(each.device_count),
+            "used": each.peak_memory_bytes / 2**30,
+            "verdict": "fits" if each.fits else "does not fit",
+        }
+        for each in study.predictions
+    ]
+    y = alt.Y("devices:N", title="devices", sort=None)
+    bars = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            y=y,
+            x=alt.X("used:Q", title="peak memory of a device (GiB)", axis=_few_ticks()),
+            color=colored("verdict", ["fits", "does not fit"], colors=[PALETTE[0], PALETTE[3]]),
+            tooltip=[
+                "devices:N",
+                alt.Tooltip("used:Q", title="GiB used", format=".2f"),
+                "verdict:N",
+            ],
+        )
+    )
+    has = study.predictions[0].memory_bytes / 2**30
+    limit = (
+        alt.Chart(alt.Data(values=[{"has": has}]))
+        .mark_rule(strokeDash=[5, 5], strokeWidth=2, color=PALETTE[3])
+        .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", title="GiB on a device", format=".2f")])
+    )
+    return specified(bars + limit, height=_bar_height(study))
+
+
+def _identity(run: RunSource) -> dict[str, str]:
+    return {"run": run.family, "label": run.label}
+
+
+def _curves(
+    rows: list[Row],
+    y: alt.Y,
+    tooltip: alt.Tooltip,
+    *,
+    has_points: bool = False,
+    interpolate: Literal["linear", "step-before"] = "linear",
+) -> Spec:
+    """Lines over epochs, a colour for each family of runs; a click in the legend picks one.
+
+    Those that lie on an earlier one are dashed, so that both are seen.
+    """
+    picked = alt.selection_point(fields=["run"], bind="legend")
+    families = list(dict.fromkeys(str(row["run"]) for row in rows))
+    value = str(y.shorthand).partition(":")[0]  # type: ignore[union-attr]
+    covered = _covered(rows, value)
+    rows = [{**row, "covers": covered[str(row["label"])] % len(_DASHES)} for row in rows]
+    is_long = any(float(row["epoch"] or 0) >= 2 for row in rows)
+    chart = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_line(point=has_points, strokeWidth=1.8, clip=True, interpolate=interpolate)
+        .encode(
+            x=alt.X(
+                "epoch:Q",
+                title="epoch",
+                scale=alt.Scale(domainMin=0),
+                axis=alt.Axis(tickMinStep=1) if is_long else alt.Axis(),
+            ),
+            y=y,
+            color=colored("run", families, columns=_legend_columns(families)),
+            detail="label:N",
+            strokeDash=alt.StrokeDash(
+                "covers:N",
+                legend=None,
+                scale=alt.Scale(domain=list(range(len(_DASHES))), range=_DASHES),
+            ),
+            opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
+            tooltip=[
+                alt.Tooltip("label:N", title="run"),
+                alt.Tooltip("epoch:Q", format=".2f"),
+                tooltip,
+            ],
+        )
+        .add_params(picked)
+    )
+    return specified(chart.interactive())
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    """How many columns of such names are as wide as a page, at most 4."""
+    return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names), default=1) + 4)))
+
+
+def _devices() -> alt.X:
+    """The number of devices, every doubling as wide as the one before."""
+    return alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+
+
+def part_colors(parts: Sequence[str]) -> list[str]:
+    """The colour of each part of a step; communication is red, purple or pink."""
+    others = [part for part in parts if part not in _PART_COLORS]
+    return [
+        _PART_COLORS[part]
+        if part in _PART_COLORS
+        else _OTHER_EXCHANGES[others.index(part) % len(_OTHER_EXCHANGES)]
+        for part in parts
+    ]
+
+
+def _covered(rows: Sequence[Row], value: str) -> dict[str, int]:
+    """How many runs before each, by label, have the curve that it has, to the eye."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        point = (float(row["epoch"] or 0), float(row[value] or 0))
+        curves.setdefault(str(row["label"]), []).append(point)
+    before: list[list[tuple[float, float]]] = []
+    covered = {}
+    for label, curve in curves.items():
+        covered[label] = sum(_are_alike(curve, other) for other in before)
+        before.append(curve)
+    return covered
+
+
+def _are_alike(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=_SAME)
+        for points in zip(one, other, strict=True)
+        for a, b in zip(*points, strict=True)
+    )
+
+
+def _few_ticks() -> alt.Axis:
+    return alt.Axis(tickCount=8, format="~r")
+
+
+def _bar_height(study: ScalingPrediction) -> int:
+    return 40 + 34 * len(study.predictions)

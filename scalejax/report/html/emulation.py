@@ -1,0 +1,89 @@
+"""The part of the report that shows emulated runs: accuracy by virtual time, staleness."""
+
+from collections.abc import Sequence
+
+import altair as alt
+
+from scalejax.core.units import UNKNOWN, format_bytes, format_fraction, format_seconds, unit_of_axis
+from scalejax.emulation.record import Emulation, in_words
+from scalejax.report.html.charts import Row, Spec, lines
+from scalejax.report.html.page import Page
+from scalejax.report.sources import RunSource
+
+
+def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
+    """Append a table and charts of runs that were emulated."""
+    page.add('<h3 id="emulations">Emulated runs: virtual time</h3>')
+    page.add(
+        "<p>Real gradients of the real model and data; who computes and sends what when was "
+        "simulated. All times of these runs are virtual. Staleness is how many updates came "
+        "between the reading of the parameters and the update by their gradient.</p>"
+    )
+    found = [(run, run.emulation) for run in runs if run.emulation is not None]
+    page.add_table(
+        ["run", "what", "virtual time", "device time", "staleness", "sent", "best accuracy"],
+        [_row(run, emulation) for run, emulation in found],
+    )
+    page.add_chart(
+        "Accuracy over virtual time",
+        "What someone who waits for the run sees: which way of training is soonest.",
+        _over_seconds(found, per_device=False),
+    )
+    page.add_chart(
+        "Accuracy over device time",
+        "What someone who pays for devices sees: virtual time, times the workers.",
+        _over_seconds(found, per_device=True),
+    )
+    stale = [(run, emulation) for run, emulation in found if emulation.staleness]
+    if stale:
+        page.add_chart(
+            "Staleness",
+            "The part of the gradients that met so many updates made since their worker read the "
+            "parameters.",
+            staleness(stale),
+        )
+
+
+def _row(run: RunSource, emulation: Emulation) -> list[str]:
+    mean = emulation.mean_staleness
+    accuracies = [m.test_accuracy for m in run.record.evaluations]
+    return [
+        run.label,
+        in_words(emulation.config),
+        format_seconds(emulation.virtual_seconds),
+        format_seconds(emulation.device_seconds),
+        UNKNOWN if mean is None else f"{mean:.3g}",
+        format_bytes(emulation.sent_bytes) if emulation.sent_bytes else UNKNOWN,
+        format_fraction(max(accuracies, default=None)),
+    ]
+
+
+def _over_seconds(found: Sequence[tuple[RunSource, Emulation]], *, per_device: bool) -> Spec:
+    factors = [emulation.config.workers if per_device else 1 for _, emulation in found]
+    longest = max(
+        emulation.virtual_seconds * factor
+        for (_, emulation), factor in zip(found, factors, strict=True)
+    )
+    unit, seconds = unit_of_axis(longest)
+    rows: list[Row] = [
+        {
+            "label": run.label,
+            "x": m.elapsed_seconds * factor / seconds,
+            "y": m.test_accuracy,
+        }
+        for (run, _), factor in zip(found, factors, strict=True)
+        for m in run.record.evaluations
+    ]
+    title = f"device time, {unit}" if per_device else f"virtual time, {unit}"
+    return lines(rows, alt.X("x:Q", title=title), "test accuracy", has_points=True)
+
+
+def staleness(found: Sequence[tuple[RunSource, Emulation]]) -> Spec:
+    """The distribution of the staleness of each run."""
+    rows: list[Row] = []
+    for run, emulation in found:
+        total = sum(count for _, count in emulation.staleness)
+        rows += [
+            {"label": run.label, "x": age, "y": count / total} for age, count in emulation.staleness
+        ]
+    return lines(rows, alt.X("x:Q", title="updates"), "part of the gradients")

@@ -1,0 +1,73 @@
+"""A page of charts and tables as one HTML file that needs no network.
+
+Knows the page around the charts, and nothing of what they show.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from string import Template
+
+import vl_convert
+
+from scalejax import __version__
+from scalejax.report.html.charts import Spec
+
+_LONG_CELL = 24
+"""Letters beyond which a cell may break into lines."""
+_EMBED = "window.vegaEmbed = vegaEmbed;"
+"""What the page's script takes from the libraries that vl-convert carries."""
+
+
+class Page:
+    """The body of the page, and the charts that its script draws into it."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.charts: dict[str, Spec] = {}
+
+    def add(self, html: str) -> None:
+        """Append a piece of HTML."""
+        self.parts.append(html)
+
+    def add_chart(self, heading: str, explanation: str, spec: Spec) -> None:
+        """Append a chart under its heading, with a sentence on how to read it."""
+        name = f"chart{len(self.charts)}"
+        self.charts[name] = spec
+        self.add(f"<h3>{escape(heading)}</h3>\n<p>{escape(explanation)}</p>")
+        self.add(f'<div class="chart" id="{name}" role="img" aria-label="{escape(heading)}"></div>')
+
+    def add_table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Append a table; cells are text, and break into lines where they are long."""
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+        body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in rows)
+        self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
+
+    def render(self, title: str) -> str:
+        """The page, as HTML with everything inside it."""
+        template = (
+            files("scalejax")
+            .joinpath("report", "html", "template.html")
+            .read_text(encoding="utf-8")
+        )
+        return Template(template).substitute(
+            title=escape(title),
+            version=__version__,
+            scripts=_scripts(),
+            body="\n".join(self.parts),
+            # "</" would end the element that holds the data, and "<!--" hide its end
+            charts=json.dumps(self.charts).replace("<", "\\u003c"),
+        )
+
+
+@cache
+def _scripts() -> str:
+    """The libraries that draw the charts, bundled once: that takes more than a second."""
+    return vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script")
+
+
+def _cell(text: str) -> str:
+    long = ' class="long"' if len(text) > _LONG_CELL else ""
+    return f"<td{long}>{escape(text)}</td>"

@@ -1,0 +1,238 @@
+"""The part of the report that shows plans: time to target, what it costs, and which to take."""
+
+from collections.abc import Sequence
+from html import escape
+
+import altair as alt
+
+from scalejax.core.units import format_fraction, format_seconds, unit_of_axis
+from scalejax.planning.time_to_target.notes import (
+    MARKS_IN_WORDS,
+    described,
+    format_cost,
+    format_steps,
+    in_words,
+    marks_of,
+    of_the_knee,
+    shown,
+)
+from scalejax.planning.time_to_target.plan import Plan, PlanPoint, soonest_by_devices
+from scalejax.report.html.charts import PALETTE, Row, Spec
+from scalejax.report.html.page import Page
+
+_HEIGHT = 320
+_LOGARITHMIC = alt.Scale(type="log", nice=False, padding=20)
+_MARKS = {
+    "soonest": ("triangle-up", PALETTE[3]),
+    "cheapest": ("square", PALETTE[2]),
+    "knee": ("diamond", PALETTE[1]),
+}
+"""Shape and colour of each answer."""
+
+
+def add_plans(page: Page, plans: Sequence[Plan]) -> None:
+    """Append every plan: its answer in words, two charts, and the table behind them."""
+    page.add('<h2 id="plans">Plans</h2>')
+    page.add(
+        "<p>How long it takes until the network is as good as wanted, not until the data have "
+        "been seen so often: the steps that a batch needs, from measured points, times the "
+        "predicted time of a step. p10 and p90 are how sure both are: one run in ten should be "
+        "sooner than p10, one in ten later than p90.</p>"
+    )
+    for plan in plans:
+        _add_plan(page, plan)
+
+
+def _add_plan(page: Page, plan: Plan) -> None:
+    page.add(f"<h3>{escape(plan.title)}: {escape(plan.target)}</h3>")
+    page.add(f"<p>Steps to target: {escape(plan.steps_source)}.</p>")
+    if plan.warning is not None:
+        page.add(f"<p><strong>{escape(plan.warning)}.</strong></p>")
+    page.add(f"<ul>{''.join(f'<li>{line}</li>' for line in _answers(plan))}</ul>")
+    page.add_chart(
+        "Time to target as devices are added",
+        "Of each number of devices the soonest batch, with its range from p10 to p90. Where the "
+        "line turns flat, more devices stop paying: the diamond is the knee, as far as the limits "
+        "let it be. Dashed is the deadline.",
+        time_chart(plan),
+    )
+    page.add_chart(
+        "What the time costs",
+        "Every cluster, number of devices and batch. On the grey line are those that no other "
+        "beats in both time and cost; all others can be left aside. Dashed are deadline and "
+        "budget.",
+        cost_chart(plan),
+    )
+    cost = "cost" if plan.is_priced else "device-hours"
+    page.add_table(
+        ["cluster", "devices", "batch", "steps", "step", "goodput", "time", "p10", "p90", cost, ""],
+        [_row(plan.points[position], marks_of(plan).get(position, "")) for position in shown(plan)],
+    )
+    lines = [] if plan.nearest is not None else [MARKS_IN_WORDS.removesuffix(".")]
+    lines += [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
+    items = "".join(f"<li>{escape(note)}</li>" for note in [*lines, *plan.notes])
+    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+
+
+def _answers(plan: Plan) -> list[str]:
+    if plan.nearest is not None:
+        nearest = escape(described(plan, plan.points[plan.nearest]))
+        return [f"<strong>Nothing is within {escape(in_words(plan))}.</strong> Nearest: {nearest}"]
+    found = [(name, getattr(plan, name)) for name in _MARKS]
+    answers = [
+        f"<strong>{name}</strong>: {escape(described(plan, plan.points[position]))}"
+        for name, position in found
+        if position is not None
+    ]
+    return [*answers, escape(of_the_knee(plan))]
+
+
+def _row(point: PlanPoint, mark: str) -> list[str]:
+    return [
+        point.cluster,
+        f"{point.device_count:,}",
+        f"{'~' if point.is_extrapolated else ''}{point.global_batch:,}",
+        format_steps(point.steps),
+        format_seconds(point.step_seconds),
+        format_fraction(point.goodput),
+        format_seconds(point.run_seconds),
+        format_seconds(point.p10_run_seconds),
+        format_seconds(point.p90_run_seconds),
+        format_cost(point.cost),
+        mark,
+    ]
+
+
+def _rows(plan: Plan) -> list[Row]:
+    """A row for every point; those that are the soonest of their devices are on the line."""
+    best = {id(point) for point in soonest_by_devices(plan)}
+    _, unit = _unit(plan)
+    return [
+        {
+            "cluster": point.cluster,
+            "devices": point.device_count,
+            "batch": point.global_batch,
+            "run": point.run_seconds / unit,
+            "p10": (point.p10_run_seconds or point.run_seconds) / unit,
+            "p90": (point.p90_run_seconds or point.run_seconds) / unit,
+            "cost": point.cost,
+            "time": format_seconds(point.run_seconds),
+            "is_best": float(id(point) in best),
+            "is_front": float(position in plan.front),
+        }
+        for position, point in enumerate(plan.points)
+    ]
+
+
+def _unit(plan: Plan) -> tuple[str, float]:
+    """Name and seconds of the unit of time of both charts."""
+    return unit_of_axis(max(point.p90_run_seconds or point.run_seconds for point in plan.points))
+
+
+def _tooltip() -> list[alt.Tooltip]:
+    return [
+        alt.Tooltip("cluster:N"),
+        alt.Tooltip("devices:Q"),
+        alt.Tooltip("batch:Q"),
+        alt.Tooltip("time:N"),
+        alt.Tooltip("cost:Q", format=",.3g"),
+    ]
+
+
+def _answer_layer(plan: Plan, x: alt.X, y: alt.Y) -> alt.Chart:
+    rows = _rows(plan)
+    marked: list[Row] = [
+        {**rows[position], "answer": name}
+        for name in _MARKS
+        if (position := getattr(plan, name)) is not None
+    ]
+    names = list(_MARKS)
+    return (
+        alt.Chart(alt.Data(values=marked))
+        .mark_point(filled=True, size=170, stroke="black", strokeWidth=0.6, opacity=1)
+        .encode(
+            x=x,
+            y=y,
+            shape=alt.Shape(
+                "answer:N",
+                title=None,
+                scale=alt.Scale(domain=names, range=[_MARKS[name][0] for name in names]),
+                legend=alt.Legend(orient="top"),
+            ),
+            fill=alt.Fill(
+                "answer:N",
+                scale=alt.Scale(domain=names, range=[_MARKS[name][1] for name in names]),
+                legend=None,
+            ),
+            tooltip=[alt.Tooltip("answer:N"), *_tooltip()],
+        )
+    )
+
+
+def _cluster_color(plan: Plan) -> alt.Color:
+    clusters = list(dict.fromkeys(point.cluster for point in plan.points))
+    colors = [PALETTE[0], PALETTE[4], PALETTE[7], PALETTE[6], PALETTE[5]]
+    return alt.Color(
+        "cluster:N",
+        title=None,
+        scale=alt.Scale(domain=clusters, range=colors),
+        legend=alt.Legend(orient="top", labelLimit=0),
+    )
+
+
+def time_chart(plan: Plan) -> Spec:
+    """Time to target against devices: a line with its range for each cluster."""
+    best = [row for row in _rows(plan) if row["is_best"]]
+    base = alt.Chart(alt.Data(values=best))
+    devices = alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+    color = _cluster_color(plan)
+    name, unit = _unit(plan)
+    run = alt.Y("run:Q", title=f"{name} to target", scale=_LOGARITHMIC)
+    band = base.mark_area(opacity=0.18).encode(
+        x=devices, y=alt.Y("p10:Q", title=f"{name} to target"), y2="p90:Q", color=color
+    )
+    line = base.mark_line(point=True, strokeWidth=1.8).encode(
+        x=devices, y=run, color=color, tooltip=_tooltip()
+    )
+    layers = [band, line, _answer_layer(plan, devices, run)]
+    if plan.deadline_seconds is not None:
+        layers.append(_rule(y=plan.deadline_seconds / unit, color=PALETTE[3]))
+    return _spec(layers)
+
+
+def cost_chart(plan: Plan) -> Spec:
+    """Cost against time to target: all points, and the front."""
+    rows = _rows(plan)
+    title = "cost" if plan.is_priced else "cost (device-hours)"
+    cost = alt.Y(
+        "cost:Q", title=title, scale=_LOGARITHMIC if plan.is_wide else alt.Scale(zero=True)
+    )
+    name, unit = _unit(plan)
+    run = alt.X("run:Q", title=f"{name} to target", scale=_LOGARITHMIC)
+    points = (
+        alt.Chart(alt.Data(values=rows))
+        .mark_circle(size=40, opacity=0.6)
+        .encode(x=run, y=cost, color=_cluster_color(plan), tooltip=_tooltip())
+    )
+    front = (
+        alt.Chart(alt.Data(values=[row for row in rows if row["is_front"]]))
+        .mark_line(strokeWidth=1.2, color=PALETTE[5])
+        .encode(x=run, y=cost, order="run:Q")
+    )
+    layers = [front, points, _answer_layer(plan, run, cost)]
+    if plan.deadline_seconds is not None:
+        layers.append(_rule(x=plan.deadline_seconds / unit, color=PALETTE[3]))
+    if plan.budget is not None:
+        layers.append(_rule(y=plan.budget, color=PALETTE[2]))
+    return _spec(layers)
+
+
+def _rule(*, color: str, x: float | None = None, y: float | None = None) -> alt.Chart:
+    """A dashed line across the chart at a value of one of its axes."""
+    chart = alt.Chart(alt.Data(values=[{"at": x if x is not None else y}]))
+    rule = chart.mark_rule(strokeDash=[5, 5], strokeWidth=2, color=color)
+    return rule.encode(x="at:Q") if x is not None else rule.encode(y="at:Q")
+
+
+def _spec(layers: Sequence[alt.Chart]) -> Spec:
+    return alt.layer(*layers).properties(width="container", height=_HEIGHT).to_dict()

@@ -1,0 +1,396 @@
+"""The report: runs and predictions as one HTML file that needs no network.
+
+Knows what a reader wants to see in which order, and says beside each plot how to read it.
+"""
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from scalejax.core.serialization import save_text
+from scalejax.core.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_fraction,
+    format_seconds,
+    format_seconds_briefly,
+)
+from scalejax.report.html import charts
+from scalejax.report.html.bench import add_benches
+from scalejax.report.html.emulation import add_emulations
+from scalejax.report.html.page import Page
+from scalejax.report.html.plan import add_plans
+from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
+from scalejax.report.terminal.sweep import arm_cells, arm_headings, results_in_words
+from scalejax.simulator.predict import Prediction, ScalingPrediction, merged_notes
+from scalejax.sweep.results import arms
+from scalejax.training.input_stalls import WORTH_SAYING
+
+# The part of the report on where the wall time of runs went.
+
+
+def add_times(page: Page, runs: Sequence[RunSource]) -> None:
+    """The time ledgers of the runs that have one, as a table and as bars; nothing without any."""
+    timed = [run for run in runs if run.time is not None]
+    if not timed:
+        return
+    page.add("<h3>Where the wall time went</h3>")
+    page.add(
+        "<p>From the start of the first process of a run to the end of its last session; the parts "
+        "add up to it. Goodput is the share of steps that counted, their waiting for input "
+        "included. Wasted is what was done after the checkpoint from which a later session went "
+        "on; down is the time between sessions. Beside it is what the failure model says of as "
+        "many failures, restarts and checkpoints as the run has met (Daly 2006).</p>"
+    )
+    parts = [name for name, _ in timed[0].time.parts] if timed[0].time else []
+    page.add_table(
+        ["run", "sessions", "steps again", "wall time", "goodput", "failure model", *parts],
+        [_row(run) for run in timed],
+    )
+    page.add_chart(
+        "Shares of the wall time",
+        "Each bar is the whole time of a run, from start to end, whatever happened to it.",
+        charts.wall_time(timed),
+    )
+
+
+def _row(run: RunSource) -> list[str]:
+    ledger = run.time
+    if ledger is None:
+        return []
+    return [
+        run.label,
+        str(ledger.sessions),
+        f"{ledger.repeated_steps:,}",
+        format_seconds_briefly(ledger.seconds),
+        format_fraction(ledger.goodput),
+        format_fraction(run.model_goodput),
+        *(format_seconds_briefly(seconds) if seconds else "0" for _, seconds in ledger.parts),
+    ]
+
+
+# The part of the report that shows sweeps: what each arm reached, over its seeds.
+
+
+def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
+    """Append a table of every sweep: a row for runs that differ in nothing but their seed."""
+    page.add('<h2 id="sweeps">Sweeps</h2>')
+    for sweep in sweeps:
+        with_target = sweep.plan.target is not None
+        page.add(f"<h3>{escape(sweep.name)}: {len(sweep.plan.runs)} runs</h3>")
+        page.add(f"<p>{escape(results_in_words(sweep.plan, sweep.rows))}</p>")
+        page.add_table(
+            ["mean over seeds of", *arm_headings(with_target=with_target)],
+            [arm_cells(arm, with_target=with_target) for arm in arms(sweep.rows)],
+        )
+        if sweep.kept_every > 1:
+            page.add(
+                f'<p class="soft">Of the training loss and the learning rate, one line of the '
+                f"record in {sweep.kept_every} is drawn.</p>"
+            )
+
+
+_MOST_REASONS = 5
+"""Unreadable examples that are named."""
+
+
+def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
+    """Write what is at `paths` as one page.
+
+    Args:
+        paths: folders of runs and sweeps, and JSON files of predictions and plans.
+        output: the HTML file.
+        title: heading of the page.
+
+    Raises:
+        ConfigError: if a path is neither, or the file cannot be written.
+    """
+    save_text(render(read_sources(paths), title), output)
+
+
+def render(sources: Sources, title: str) -> str:
+    """The page, as HTML with everything inside it."""
+    page = Page()
+    page.add(f"<h1>{escape(title)}</h1>")
+    runs = (("Sweeps", sources.sweeps), ("Runs", sources.runs))
+    parts = (
+        *runs,
+        ("Benches", sources.benches),
+        ("Plans", sources.plans),
+        ("Predictions", sources.studies),
+    )
+    links = [f'<a href="#{name.lower()}">{name}</a>' for name, part in parts if part]
+    if len(links) > 1:
+        page.add(f"<nav>{''.join(links)}</nav>")
+    if sources.sweeps:
+        add_sweeps(page, sources.sweeps)
+    if sources.runs:
+        _add_runs(page, sources.runs)
+    if sources.curves:
+        _add_curves(page, sources.curves)
+    if emulated := [run for run in sources.curves if run.emulation is not None]:
+        add_emulations(page, emulated)
+    if sources.runs:
+        _add_comparisons(page, sources.runs)
+    if sources.benches:
+        add_benches(page, sources.benches)
+    if sources.plans:
+        add_plans(page, sources.plans)
+    if sources.studies:
+        _add_studies(page, sources.studies)
+    return page.render(title)
+
+
+# --- runs ---
+
+
+def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
+    page.add('<h2 id="runs">Runs</h2>')
+    page.add("<p>What was trained, and how it ended. Accuracy is that of all test examples.</p>")
+    page.add_table(
+        ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
+        [_run_row(run) for run in runs],
+    )
+    if any(run.record.unreadable for run in runs):
+        _add_unreadable(page, runs)
+    add_times(page, runs)
+
+
+def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
+    page.add_chart(
+        "Test accuracy",
+        "The part of the test examples that is right, after each epoch. A click on a name in the "
+        "legend picks a run; dragging and scrolling move and zoom. Dashed is what lies on "
+        "another curve.",
+        charts.test_accuracy(runs),
+    )
+    page.add_chart(
+        "Training loss",
+        "Mean loss of single minibatches as they were trained, on a logarithmic axis. A line "
+        "that breaks off has left the range of numbers: the run diverged.",
+        charts.training_loss(runs),
+    )
+    page.add_chart(
+        "Learning rate",
+        "The learning rate of each update: scaled with the batch, warmed up, then decayed.",
+        charts.learning_rate(runs),
+    )
+    if any(run.measures_noise_scale for run in runs):
+        page.add_chart(
+            "Gradient noise scale",
+            "How many samples a gradient needs until noise is no longer most of it: below, twice "
+            "the batch needs nearly half the steps; well above, a larger batch hardly trains "
+            "faster (McCandlish et al. 2018). By moving averages, so the first values are rough.",
+            charts.noise_scale(runs),
+        )
+
+
+def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
+    if len(runs) > 1:
+        _add_gaps(page, runs)
+    runs = [run for run in runs if run.emulation is None]  # whose times are no measurements
+    if not runs:
+        return
+    page.add("<h3>Time of a step: predicted and measured</h3>")
+    page.add(
+        "<p>The prediction was written before training began, from the compiled program and a "
+        "short measurement of this machine; the measurement is the median over the run. The "
+        "error is (predicted - measured) / measured. What the host needs to start each step is "
+        "not predicted: where a step takes milliseconds, it is most of it.</p>"
+    )
+    page.add_table(
+        [
+            "run",
+            "devices",
+            "samples/s",
+            "step measured",
+            "step predicted",
+            "error",
+            "waiting for input",
+        ],
+        [_time_row(run) for run in runs],
+    )
+    slow = [(run.label, run.slow_note) for run in runs if run.slow_note]
+    items = "".join(f"<li>{escape(label)}: {escape(note)}</li>" for label, note in slow)
+    page.add(f'<ul class="soft">{items}</ul>' if items else "")
+    if any((run.wait_share or 0) >= WORTH_SAYING for run in runs):
+        page.add_chart(
+            "Waiting for input",
+            "The part of the time for which devices had nothing to do, for want of a batch, "
+            "between one line of the record and the next. More input.workers or smaller "
+            "examples bring it down; the first line holds the start of what makes batches.",
+            charts.input_wait(runs),
+        )
+
+
+def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
+    """What was left out because it could not be read."""
+    page.add("<h3>Examples that could not be read</h3>")
+    page.add(
+        "<p>They were skipped, as the config says: rows of all epochs of training, and of the "
+        "evaluation that had most. Accuracies and losses are of the others.</p>"
+    )
+    rows = []
+    for run in runs:
+        for part, counted in (("train", sum), ("test", max)):
+            lines = [line for line in run.record.unreadable if line.part == part]
+            if lines:
+                reasons = dict.fromkeys(reason for line in lines for reason in line.reasons)
+                named = "; ".join(list(reasons)[:_MOST_REASONS])
+                rows.append([run.label, part, f"{counted(line.rows for line in lines):,}", named])
+    page.add_table(["run", "part", "rows", "the first of them"], rows)
+
+
+def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
+    """How far each run's loss is from that of the first."""
+    first, *others = runs
+    page.add("<h3>Loss-curve gap after warmup</h3>")
+    page.add(
+        f"<p>The distance of the training loss from that of {escape(first.label)}, in means over "
+        "about an epoch, from the end of the longer warmup on. Where a larger batch trains as a "
+        "small one does, it is small (Goyal et al. 2017, figure 3).</p>"
+    )
+    rows = []
+    for run in others:
+        gap = gap_between(first, run)
+        shown = (
+            [UNKNOWN] * 3
+            if gap is None
+            else [f"{gap.from_epoch:.3g}", f"{gap.max_gap:.3g}", f"{gap.mean_gap:.3g}"]
+        )
+        rows.append([run.label, *shown])
+    page.add_table(["run", "from epoch", "largest gap", "mean gap"], rows)
+
+
+def _run_row(run: RunSource) -> list[str]:
+    evaluations, training = run.record.evaluations, run.record.training
+    accuracies = [m.test_accuracy for m in evaluations]
+    rates = [m.learning_rate for m in training]
+    batch = run.config.batch
+    return [
+        run.label,
+        _ending(run),
+        f"{batch.global_batch:,}" if batch.global_batch else f"{batch.per_device_batch} per device",
+        f"{max(rates):.3g}" if rates else UNKNOWN,
+        str(run.config.train.epochs),
+        format_fraction(accuracies[-1] if accuracies else None),
+        format_fraction(max(accuracies, default=None)),
+    ]
+
+
+def _ending(run: RunSource) -> str:
+    """Where the run stands, and why if it diverged."""
+    if not run.record.statuses:
+        return UNKNOWN
+    last = run.record.statuses[-1]
+    cause = "" if last.cause is None else f" ({last.cause})"
+    return f"{last.status}{cause}".replace("_", " ")
+
+
+def _time_row(run: RunSource) -> list[str]:
+    measured = run.step_seconds
+    predicted = None if run.prediction is None else run.prediction.step_seconds
+    rates = [m.samples_per_second for m in run.record.training if m.samples_per_second]
+    error = None if measured is None or predicted is None else (predicted - measured) / measured
+    return [
+        run.label,
+        str(run.prediction.device_count) if run.prediction else UNKNOWN,
+        format_count(sorted(rates)[len(rates) // 2] if rates else None),
+        format_seconds(measured),
+        format_seconds(predicted),
+        UNKNOWN if error is None else f"{error:+.0%}",
+        format_fraction(run.wait_share),
+    ]
+
+
+# --- predictions ---
+
+
+def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
+    page.add('<h2 id="predictions">Predictions</h2>')
+    page.add(
+        "<p>Computed from the program that the compiler made of the training step for each "
+        "number of devices, and from the figures of the hardware. Nothing here was measured. "
+        "Terms that are not known (waiting for input, stragglers, checkpoints, failures) are "
+        "left out of every time. p10 and p90 are the error band of a prediction, "
+        "not a spread of steps: for one prediction in ten, the measured time should be below "
+        "p10, and for one in ten above p90.</p>"
+    )
+    if any(len(study.predictions) > 1 for study in studies):
+        page.add_chart(
+            "Throughput as devices are added",
+            "Samples trained per second. The dashed line is ideal: the smallest number of "
+            "devices, multiplied. Both axes are logarithmic.",
+            charts.throughput(studies),
+        )
+        page.add_chart(
+            "Scaling efficiency",
+            "Throughput per device, relative to the smallest number of devices. What is missing "
+            "to 100 % is the price of communication, and of waiting.",
+            charts.efficiency(studies),
+        )
+    for study in studies:
+        _add_study(page, study)
+
+
+def _add_study(page: Page, study: ScalingPrediction) -> None:
+    first = study.predictions[0]
+    page.add(f"<h2>{escape(study.title)}</h2>")
+    fixed = {"weak": "the batch of each device", "strong": "the global batch"}[study.scaling]
+    page.add(f"<p>{study.scaling.capitalize()} scaling: {fixed} stays as devices are added.</p>")
+    page.add_table(
+        [
+            "devices",
+            "global batch",
+            "step",
+            "p10",
+            "p90",
+            "epoch",
+            "run",
+            "samples/s",
+            "MFU",
+            "efficiency",
+            "peak memory",
+            "fits",
+        ],
+        [
+            _study_row(each, kept)
+            for each, kept in zip(study.predictions, study.efficiencies, strict=True)
+        ],
+    )
+    page.add_chart(
+        "Where the time of a step goes",
+        "Compute: matrix products and convolutions. Memory: operations that wait for the "
+        "device's own memory. Launch: the gaps between operations. Communication: what is not "
+        "hidden behind compute, by the mesh axis that needs it. Contention: compute slowed by "
+        "exchanges beside it. Host and overhead: waiting for the host. Stragglers and input: "
+        "waiting for the slowest device, and for data.",
+        charts.time_split(study),
+    )
+    page.add_chart(
+        "Memory",
+        f"The most that one device holds at once, as the compiler assigned it, with the "
+        f"runtime's own share. The dashed line is what the device has: "
+        f"{format_bytes(first.memory_bytes)}.",
+        charts.memory(study),
+    )
+    items = "".join(f"<li>{escape(note)}</li>" for note in merged_notes(study.predictions))
+    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+
+
+def _study_row(each: Prediction, kept: float) -> list[str]:
+    return [
+        f"{each.device_count:,}",
+        UNKNOWN if each.global_batch is None else f"{each.global_batch:,}",
+        format_seconds(each.step_seconds),
+        format_seconds(each.p10_step_seconds),
+        format_seconds(each.p90_step_seconds),
+        format_seconds(each.epoch_seconds),
+        format_seconds(each.run_seconds),
+        format_count(each.samples_per_second),
+        format_fraction(each.mfu),
+        format_fraction(kept),
+        format_bytes(each.peak_memory_bytes),
+        "yes" if each.fits else "no",
+    ]

@@ -1,0 +1,350 @@
+"""What a report is made of: runs and predictions, read from the files that were named.
+
+Knows files; nothing of how they are shown.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from scalejax.config.advice import slow_note
+from scalejax.config.run import RunConfig, load_kept_config
+from scalejax.config.scaling_rules import warmup_epochs
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError
+from scalejax.emulation.record import EMULATION, Emulation
+from scalejax.measure.bench.folder import BenchFolder
+from scalejax.measure.bench.results import Summary, read_plan, read_summaries
+from scalejax.planning.observed_failures import FailuresMet, failures_met
+from scalejax.planning.time_to_target.plan import Plan
+from scalejax.simulator.predict import Prediction, ScalingPrediction, scaling_prediction
+from scalejax.simulator.ramp import RampPrediction
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import SweepPlan, in_words
+from scalejax.sweep.results import RunRow, recorded_sweep, seedless
+from scalejax.training.input_stalls import wait_share
+from scalejax.training.record import RunRecord, TrainMeasurement
+from scalejax.training.time_accounting import TimeLedger, load_stretches, time_ledger
+
+# How far apart the loss curves of two runs lie once both have warmed up: one figure.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossGap:
+    """The distance of two curves of training loss, both smoothed alike."""
+
+    from_epoch: float
+    """Where it begins: after the warmup of both."""
+    to_epoch: float
+    """Where it ends: with the shorter one."""
+    max_gap: float
+    """Largest distance of their means over a window."""
+    mean_gap: float
+    """Mean distance of their means over a window."""
+
+
+def loss_gap(
+    one: Sequence[TrainMeasurement],
+    other: Sequence[TrainMeasurement],
+    *,
+    after_epoch: float,
+    window_epochs: float = 1.0,
+) -> LossGap | None:
+    """The distance between two curves of training loss against epochs.
+
+    max and mean over windows w of | mean over w of one - mean over w of other |, each curve taken
+    as straight between the lines of its record, so that it does not matter how many there are. A
+    loss stands where its parameters had been trained to: before its update.
+
+    Args:
+        one: the lines of a run, in order.
+        other: those of another run on the same data.
+        after_epoch: when both have warmed up.
+        window_epochs: length of a window, stretched or shrunk to divide what is compared.
+
+    Returns:
+        None where there is nothing to compare: no epoch in common, or a loss in it that is not
+        finite.
+
+    Source: Goyal et al. 2017, section 5.2 and figure 3, arXiv 1706.02677, who lay the curves over
+        each other.
+    """
+    curves = [_curve(one), _curve(other)]
+    if any(len(epochs) < 2 for epochs, _ in curves):
+        return None
+    begin = max(after_epoch, *(epochs[0] for epochs, _ in curves))
+    end = min(epochs[-1] for epochs, _ in curves)
+    if begin >= end:
+        return None
+    edges = np.linspace(begin, end, max(1, round((end - begin) / window_epochs)) + 1)
+    gaps = np.abs(np.subtract(*(_window_means(*curve, edges) for curve in curves)))
+    if not np.isfinite(gaps).all():
+        return None
+    return LossGap(
+        from_epoch=float(begin),
+        to_epoch=float(end),
+        max_gap=float(gaps.max()),
+        mean_gap=float(gaps.mean()),
+    )
+
+
+def _curve(lines: Sequence[TrainMeasurement]) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs trained before each loss, and the losses."""
+    epochs = [line.epoch - _epochs_of_update(line, lines[0]) for line in lines]
+    losses = [np.nan if line.loss is None else line.loss for line in lines]
+    return np.array(epochs), np.array(losses)
+
+
+def _epochs_of_update(line: TrainMeasurement, first: TrainMeasurement) -> float:
+    """Passes over the data that the update of `line` made: as many more than those of the first
+    line as its batch is larger, within the samples that no whole batch takes in."""
+    of_first = first.epoch / first.step
+    if line.global_batch is None or first.global_batch is None:
+        return of_first
+    return of_first * line.global_batch / first.global_batch
+
+
+def _window_means(epochs: np.ndarray, losses: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Mean of the curve between each two edges, which lie within it."""
+    points = np.union1d(epochs, edges)
+    values = np.interp(points, epochs, losses)
+    areas = np.diff(points) * (values[1:] + values[:-1]) / 2
+    sums = np.concatenate([[0.0], np.cumsum(areas)])[np.searchsorted(points, edges)]
+    return np.diff(sums) / np.diff(edges)
+
+
+MOST_LINES = 20_000
+"""Lines on updates, over all runs of a sweep, that are drawn: about 3 MB in each chart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSource:
+    """One run: what was asked for, predicted and measured."""
+
+    label: str
+    """Name of the run, unique in the report."""
+    family: str
+    """Name that runs share which differ in their seed alone."""
+    config: RunConfig
+    """What was asked for."""
+    record: RunRecord
+    """What was measured."""
+    prediction: Prediction | None
+    """What had been predicted; None if that is not there."""
+    time: TimeLedger | None = None
+    """Where its wall time went; None if nobody wrote it down."""
+    emulation: Emulation | None = None
+    """What else came of it, if it was emulated: its seconds are virtual then."""
+    failures: FailuresMet | None = None
+    """What the failure model takes, as the run has met it; None if it has not come so far."""
+
+    @property
+    def model_goodput(self) -> float | None:
+        """What the failure model says of the failures that the run has met; None if unknown."""
+        try:
+            return self.failures.goodput if self.failures else None
+        except ConfigError:  # such a run never ends, and this one may not have
+            return None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the measured times of a step; None if none was measured."""
+        times = [m.step_seconds for m in self.record.training if m.step_seconds is not None]
+        return median(times) if times else None
+
+    @property
+    def slow_note(self) -> str | None:
+        """What to think of its steps where they took far longer than was predicted."""
+        if self.prediction is None or self.step_seconds is None:
+            return None
+        return slow_note(self.prediction, self.step_seconds)
+
+    @property
+    def wait_share(self) -> float | None:
+        """Part of the time for which devices waited for input, 0..1; None if not measured."""
+        return wait_share(self.record.training)
+
+    @property
+    def measures_noise_scale(self) -> bool:
+        """Whether the record has its gradient noise scale."""
+        return any(m.noise_scale is not None for m in self.record.training)
+
+    @property
+    def warmup_epochs(self) -> float:
+        """Length of its warmup; 0 without one."""
+        schedule, global_batch = self.config.schedule, self.config.batch.global_batch
+        return (
+            schedule.warmup_epochs
+            if global_batch is None
+            else warmup_epochs(schedule, global_batch)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSource:
+    """One sweep: its plan, what its runs reached, and those that have begun, for curves."""
+
+    name: str
+    """That of its folder."""
+    plan: SweepPlan
+    """What was to be trained."""
+    rows: tuple[RunRow, ...]
+    """What became of each run, from its whole record."""
+    runs: tuple[RunSource, ...]
+    """Those with a record, families being runs that differ in their seed alone."""
+    kept_every: int
+    """Of so many lines on updates in the records one is among `runs`: of many runs, all would
+    make a page of many megabytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSource:
+    """One bench: what was measured of each of its benchmarks."""
+
+    name: str
+    """That of its folder."""
+    summaries: tuple[Summary, ...]
+    """Those that have a finished round."""
+
+
+def gap_between(one: RunSource, other: RunSource) -> LossGap | None:
+    """How far apart their training losses lie after the warmup of both."""
+    after_epoch = max(one.warmup_epochs, other.warmup_epochs)
+    return loss_gap(one.record.training, other.record.training, after_epoch=after_epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """All that goes into one report."""
+
+    runs: tuple[RunSource, ...]
+    """In the order in which they were named."""
+    studies: tuple[ScalingPrediction, ...]
+    """Predictions over numbers of devices, in the order in which they were named."""
+    plans: tuple[Plan, ...] = ()
+    """Plans, in the order in which they were named."""
+    sweeps: tuple[SweepSource, ...] = ()
+    """Sweeps, in the order in which they were named."""
+    benches: tuple[BenchSource, ...] = ()
+    """Benches, in the order in which they were named."""
+
+    @property
+    def curves(self) -> tuple[RunSource, ...]:
+        """All runs that are drawn, those of sweeps last."""
+        return (*self.runs, *(run for sweep in self.sweeps for run in sweep.runs))
+
+
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """The runs, sweeps, benches and predictions at `paths`.
+
+    Raises:
+        ConfigError: if there is none, or a path is neither a folder of a run, sweep or bench nor
+            a prediction.
+    """
+    if not paths:
+        raise ConfigError("a report needs a run's folder, or a prediction's or plan's JSON file.")
+    folders = [path for path in paths if path.is_dir()]
+    sweeps = [path for path in folders if SweepFolder(path=path).plan.is_file()]
+    benches = [path for path in folders if BenchFolder(path=path).plan.is_file()]
+    runs = [_read_run(path) for path in folders if path not in (*sweeps, *benches)]
+    read = [_read_file(path) for path in paths if not path.is_dir()]
+    return Sources(
+        runs=tuple(runs),
+        studies=tuple(study for each in read for study in _studies(each)),
+        plans=tuple(each for each in read if isinstance(each, Plan)),
+        sweeps=tuple(_read_sweep(path, is_alone=len(paths) == 1) for path in sweeps),
+        benches=tuple(map(_read_bench, benches)),
+    )
+
+
+def _read_bench(path: Path) -> BenchSource:
+    folder = BenchFolder(path=path)
+    summaries = [each for each in read_summaries(read_plan(folder), folder) if each.is_measured]
+    if not summaries:
+        raise ConfigError(f"{str(path)!r} is the folder of a bench of which nothing is measured.")
+    return BenchSource(name=path.resolve().name, summaries=tuple(summaries))
+
+
+def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
+    plan, rows = recorded_sweep(path)
+    name = path.resolve().name
+    prefix = "" if is_alone else f"{name}: "
+    runs = []
+    for row in rows:
+        if row.status == "planned":
+            continue
+        run = _read_run(SweepFolder(path=path).run(row.planned.index).path)
+        family = f"{prefix}{in_words(seedless(row)) or 'all'}"
+        label = f"{prefix}{row.planned.label or row.planned.name}"
+        runs.append(replace(run, label=label, family=family))
+    if not runs:
+        raise ConfigError(f"{str(path)!r} is the folder of a sweep of which no run has begun.")
+    lines = sum(len(run.record.training) for run in runs)
+    kept_every = max(1, math.ceil(lines / MOST_LINES))
+    return SweepSource(
+        name=name,
+        plan=plan,
+        rows=tuple(rows),
+        runs=tuple(replace(run, record=_thinned(run.record, kept_every)) for run in runs),
+        kept_every=kept_every,
+    )
+
+
+def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
+    """`record` with one line on an update of so many, and all other lines."""
+    kept = {id(line) for line in record.training[::kept_every]}
+    lines = tuple(
+        line
+        for line in record.measurements
+        if id(line) in kept or not isinstance(line, TrainMeasurement)
+    )
+    return replace(record, measurements=lines)
+
+
+def _read_run(path: Path) -> RunSource:
+    record = RunRecord.load(path)
+    folder = record.folder
+    prediction, stretches = folder.prediction, load_stretches(folder.time)
+    name, emulated = path.resolve().name, path / EMULATION
+    family = path.resolve().parent.name if re.fullmatch(r"seed-\d+", name) else name
+    return RunSource(
+        label=name if family == name else f"{family}, {name}",
+        family=family,
+        config=load_kept_config(folder.config),
+        record=record,
+        prediction=serialization.load(Prediction, prediction) if prediction.is_file() else None,
+        time=time_ledger(stretches) if stretches else None,
+        failures=failures_met(stretches),
+        emulation=serialization.load(Emulation, emulated) if emulated.is_file() else None,
+    )
+
+
+def _studies(read: ScalingPrediction | RampPrediction | Plan) -> tuple[ScalingPrediction, ...]:
+    """The scaling studies in what was read: of a batch that grows, one for each batch."""
+    if isinstance(read, RampPrediction):
+        return tuple(phase.study for phase in read.phases)
+    return () if isinstance(read, Plan) else (read,)
+
+
+def _read_file(path: Path) -> ScalingPrediction | RampPrediction | Plan:
+    """A plan, a scaling study, that of a growing batch, or a prediction as a study of one."""
+    fields = serialization.load(dict, path)
+    if "front" in fields:
+        return serialization.load(Plan, path)
+    if "phases" in fields:
+        return serialization.load(RampPrediction, path)
+    if "predictions" in fields:
+        return serialization.load(ScalingPrediction, path)
+    if "step_seconds" in fields:
+        single = serialization.load(Prediction, path)
+        title = f"{path.resolve().parent.name} on {single.device_count} x {single.chip}"
+        return scaling_prediction([single], "weak", title)
+    raise ConfigError(
+        f"{str(path)!r} is neither the folder of a run nor a prediction or plan that "
+        "scalejax predict --json or scalejax plan --json wrote."
+    )

@@ -1,0 +1,165 @@
+"""What makes an update of a run, for the terminal.
+
+Knows how to word what a config says; its batches, steps and rates are in `tables`. Fits 80 columns.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from scalejax.config.checks import has_batch_norm
+from scalejax.config.input import AugmentationConfig, InputConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.core.serialization import plain
+from scalejax.core.units import UNKNOWN, counted, format_bytes, format_count
+from scalejax.data.inspect import Inspection
+from scalejax.report.terminal.tables import facts, figures
+
+
+def update(
+    run: ResolvedRun, learning: tuple[int, int] | None = None, notes: Sequence[str] = ()
+) -> Iterator[RenderableType]:
+    """Optimizer, averaging, BatchNorm, what the network begins with, what of it learns; notes.
+
+    Args:
+        run: the run on its devices.
+        learning: of a run that is fine-tuned, numbers that learn, and all of its parameters.
+        notes: sentences without full stops.
+    """
+    config, split = run.config, run.split
+    table = facts()
+    table.add_row("optimizer", config.optimizer.name, _fields(config.optimizer))
+    if config.averaging is not None:
+        table.add_row("averaging", config.averaging.name, _fields(config.averaging))
+    if config.exchange is not None:
+        table.add_row("exchange", config.exchange.name, _fields(config.exchange))
+    if has_batch_norm(config.model) or config.layout.bn_scope != "global":
+        samples = split.microbatch * run.layout.batch_shards // run.bn_groups
+        table.add_row("BatchNorm", config.layout.bn_scope, f"statistics of {samples:,} samples")
+    if (weights := getattr(config.model, "pretrained", None)) is not None:
+        table.add_row("weights", weights, "what the network begins with")
+    tuning = config.fine_tuning
+    if tuning is not None and learning is not None:
+        parts = ", ".join(tuning.trainable) or "all"
+        table.add_row(
+            "learns", format_count(learning[0]), f"of {learning[1]:,} parameters: {parts}"
+        )
+        for part, factor in tuning.rate_factors.items():
+            table.add_row("rate factor", f"{factor:g}", part)
+    if given := _input(config.input):
+        table.add_row("input", "", given)
+    yield "[bold]update[/]"
+    yield table
+    if notes:
+        yield Text("\n".join(f"Note: {note}." for note in notes))
+
+
+def _input(given: InputConfig) -> str:
+    """What is not as usual of the way from the data to the devices, and how images are changed."""
+    changed = _changed(given, InputConfig(), but="augmentation")
+    if given.augmentation is not None:
+        changed += _changed(given.augmentation, AugmentationConfig())
+    return ", ".join(changed)
+
+
+def _changed(given: object, usual: object, *, but: str = "") -> list[str]:
+    """The fields of a description that differ from the usual ones, in words."""
+    names = [field.name for field in fields(given) if field.name != but]  # type: ignore[arg-type]
+    return [
+        f"{name} {getattr(given, name)}"
+        for name in names
+        if getattr(given, name) != getattr(usual, name)
+    ]
+
+
+def _fields(description: object) -> str:
+    """The fields of a description in words, but for its name and what is absent."""
+    tables = plain(description)
+    assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
+    given = {name: value for name, value in tables.items() if name != "name" and value is not None}
+    words = {True: "yes", False: "no"}
+    return ", ".join(
+        f"{name} {words[value] if isinstance(value, bool) else value}"
+        for name, value in given.items()
+    )
+
+
+# What `scalejax data inspect` prints: an inspection in 80 columns.
+
+SHOWN_CLASSES, SHOWN_COLUMNS = 10, 40
+"""Of more, the rest is counted."""
+
+
+def inspection(found: Inspection) -> Iterator[RenderableType]:
+    """Rows, columns, classes, images, what cannot be read, advice, and the table to paste."""
+    files, rows = counted(f"{found.files:,}", "file"), counted(f"{found.rows:,}", "row")
+    about = f"{found.kind}, {files}, {format_bytes(found.size_bytes)}, {rows}"
+    if groups := found.groups:
+        rows = counted(f"{groups.most_rows:,}", "row")
+        if groups.fewest_rows != groups.most_rows:
+            rows = f"{groups.fewest_rows:,} to {rows}"
+        about += (
+            f"\n{counted(f'{groups.count:,}', 'row group')} of {rows}, the largest "
+            f"{format_bytes(groups.largest_bytes)} in memory"
+        )
+    yield Text.assemble((found.location, "bold"), "\n", about)
+    yield _columns(found)
+    if found.classes is not None:
+        yield Text(_classes(found))
+    if images := found.images:
+        sizes = ", ".join(
+            f"{name} {width} x {height}"
+            for name, (width, height) in (
+                ("smallest", images.smallest),
+                ("middle", images.median),
+                ("largest", images.largest),
+            )
+        )
+        yield Text(
+            f"Images: {'/'.join(images.formats)}, {format_bytes(images.mean_bytes)} each in the "
+            f"mean; {sizes} (of {images.sampled} looked at)."
+        )
+    if found.verified_rows is not None:
+        yield _verified(found)
+    for each in found.advice:
+        yield Text(f"Advice: {each}")
+    if found.table is not None:
+        yield Text(found.table)
+
+
+def _columns(found: Inspection) -> RenderableType:
+    table = figures("column", "type", "in memory", "in files", "compression")
+    for each in found.columns[:SHOWN_COLUMNS]:
+        table.add_row(
+            each.name,
+            each.type if len(each.type) <= 30 else f"{each.type[:27]}...",
+            format_bytes(each.decompressed_bytes),
+            format_bytes(each.stored_bytes),
+            each.compression or ("none" if each.stored_bytes is not None else UNKNOWN),
+        )
+    if (more := len(found.columns) - SHOWN_COLUMNS) > 0:
+        table.add_row(f"and {more} more")
+    return table
+
+
+def _classes(found: Inspection) -> str:
+    classes = found.classes or ()
+    shown = ", ".join(f"{name} {count:,}" for name, count in classes[:SHOWN_CLASSES])
+    more = len(classes) - SHOWN_CLASSES
+    rest = f" and {more:,} more" if more > 0 else ""
+    count = f"{len(classes):,} class{'es' if len(classes) != 1 else ''}"
+    return f"{count} in {found.label_column!r}: {shown}{rest}."
+
+
+def _verified(found: Inspection) -> Text:
+    if not found.unreadable_rows:
+        return Text(f"Verified: all {found.verified_rows:,} rows can be read.")
+    lines = [
+        f"Unreadable: {found.unreadable_rows:,} of {counted(found.verified_rows or 0, 'row')}."
+    ]
+    lines += [f"  {each.where}: {each.why}" for each in found.unreadable]
+    if (more := found.unreadable_rows - len(found.unreadable)) > 0:
+        lines.append(f"  and {more:,} more")
+    return Text("\n".join(lines))

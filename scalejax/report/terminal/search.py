@@ -1,0 +1,176 @@
+"""A search on a terminal: what won, by how much, and why the next ones lose; fits 80 columns.
+
+In two parts: the ranking, which is there at once, and what the compiler says of its first.
+"""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from scalejax.config.parallelism import AXES
+from scalejax.core.units import counted, format_bytes, format_count, format_fraction, format_seconds
+from scalejax.planning.search.run import Ranked, SearchReport
+from scalejax.report.terminal.tables import figures
+from scalejax.simulator.transformer import Strategy
+
+_CHANGES_SHOWN = 3
+_SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
+
+
+def searched(report: SearchReport) -> Iterator[RenderableType]:
+    """The table in the order of the closed form."""
+    yield Text.assemble(
+        (report.title, "bold"),
+        f"\n{counted(report.devices, 'device')}, {report.global_batch} samples per step; "
+        f"least {report.objective}. "
+        f"{report.considered:,} strategies, of which {report.fitting:,} fit.",
+    )
+    if not report.ranked:
+        return
+    yield _ranking(report)
+    yield (
+        "pp x v: stages and chunks; b: samples of a microbatch; re: recompute; Z: ZeRO stage, "
+        f"with s the tokens are split over tensor{_PRICE_LEGEND if _has_price(report) else ''}."
+    )
+    if report.notes:
+        yield Text("\n".join(f"Note: {note}." for note in report.notes))
+
+
+def confirmed(report: SearchReport) -> Iterator[RenderableType]:
+    """What the compiler says of the first, how to run the best, and why the others lose."""
+    if not report.ranked:
+        return
+    yield _confirmation(report)
+    best = report.ranked[0]
+    compiled = [each.confirmed for each in report.ranked if each.confirmed is not None]
+    if compiled and not any(each.fits for each in compiled):
+        yield (
+            f"None of the {len(compiled)} that were compiled fits as it trains here; "
+            f"--confirm {2 * len(compiled)} compiles more."
+        )
+        return
+    yield (
+        f"Train {best.place} with {' '.join(_flags(best.strategy))}; predict it with "
+        f"--devices {best.strategy.layout.device_count} as well."
+    )
+    yield _why(report)
+
+
+def _ranking(report: SearchReport) -> RenderableType:
+    has_price, has_counts = _has_price(report), "," in report.devices
+    headings = ["", *(["dev"] if has_counts else [])]
+    headings += [*(_AXIS_HEADINGS[axis] for axis in AXES), "b", "re", "Z"]
+    headings += ["step", "samples/s", "MFU", "memory"]
+    table = figures(*headings, *(["price"] if has_price else []))
+    for each in report.ranked:
+        one = each.prediction
+        row = [f"{each.place}", *([f"{one.device_count}"] if has_counts else [])]
+        row += [*_strategy(each.strategy), format_seconds(one.step_seconds)]
+        row += [format_count(one.samples_per_second), format_fraction(one.mfu)]
+        row.append(format_bytes(one.peak_memory_bytes))
+        if has_price:
+            row.append("n/a" if each.price is None else f"{each.price:.4g}")
+        table.add_row(*row)
+    return table
+
+
+_PRICE_LEGEND = "; price: of a million samples"
+
+
+def _has_price(report: SearchReport) -> bool:
+    return any(each.price is not None for each in report.ranked)
+
+
+_AXIS_HEADINGS = {
+    "pipeline": "pp x v",
+    "data": "data",
+    "fsdp": "fsdp",
+    "context": "ctx",
+    "tensor": "tp",
+}
+
+
+def _strategy(strategy: Strategy) -> list[str]:
+    sizes = {axis: str(size) for axis, size in strategy.layout.axis_sizes.items()}
+    if strategy.pipeline_chunks > 1:
+        sizes["pipeline"] += f" x {strategy.pipeline_chunks}"
+    zero = f"{strategy.zero_stage}{'s' if strategy.sequence_parallel else ''}"
+    return [
+        *sizes.values(), f"{strategy.split.microbatch}", _SHORT[strategy.recompute], zero
+    ]  # fmt: skip
+
+
+def _confirmation(report: SearchReport) -> RenderableType:
+    lines = []
+    for each in sorted(report.ranked, key=lambda each: each.place):
+        place = each.place
+        if each.confirmed is not None:
+            own, compiled = each.prediction, each.confirmed
+            change = own.step_seconds / compiled.step_seconds - 1
+            lines.append(
+                f"{place}: compiled, {format_seconds(compiled.step_seconds)} and "
+                f"{format_bytes(compiled.peak_memory_bytes)}; the closed form is "
+                f"{change:+.1%} off in time{_misfit(each)}"
+            )
+        elif each.note is not None:
+            lines.append(f"{place}: not compiled: {each.note}")
+    return "\n".join(lines) or "None was compiled."
+
+
+def _flags(strategy: Strategy) -> list[str]:
+    """What to give `scalejax train` beside the file for this strategy, and `predict` too."""
+    fields = {f"layout.{axis}": size for axis, size in strategy.layout.axis_sizes.items()}
+    fields |= {
+        "layout.pipeline_chunks": strategy.pipeline_chunks,
+        "layout.zero_stage": strategy.zero_stage,
+        "layout.sequence_parallel": str(strategy.sequence_parallel).lower(),
+        "batch.global_batch": strategy.split.global_batch,
+        "batch.microbatches": strategy.split.microbatches,
+        "model.remat": strategy.recompute,
+    }
+    return [f"--{name} {value}" for name, value in fields.items()]
+
+
+def _misfit(each: Ranked) -> str:
+    """What to say of a compiled step that does not fit."""
+    if each.confirmed is None or each.confirmed.fits:
+        return ""
+    if each.strategy.layout.pipeline > 1:
+        return "; it does not fit: what trains here holds all microbatches (GPipe), not 1F1B's few"
+    return "; it does not fit"
+
+
+def _why(report: SearchReport) -> RenderableType:
+    lines = []
+    first = report.ranked[0].place
+    for each in report.ranked[1:]:
+        lines.append(f"{each.place} against {first}: {_changes(each, report)}")
+    if not lines:
+        return "No other strategy fits." if report.fitting == 1 else ""
+    return "\n".join(lines)
+
+
+def _changes(each: Ranked, report: SearchReport) -> str:
+    """Where it loses by the closed form, and with what it makes some of that good."""
+    one, first = each.prediction, report.ranked[0].prediction
+    compiled, best = each.confirmed, report.ranked[0].confirmed
+    if compiled is not None and not compiled.fits:
+        return "it does not fit"
+    if report.objective == "memory" and one.peak_memory_bytes != first.peak_memory_bytes:
+        more = one.peak_memory_bytes - first.peak_memory_bytes
+        return f"{'+' if more > 0 else '-'}{format_bytes(abs(more))}"
+    if not each.losses:
+        return "the same to a thousandth, and more memory"
+    slower = [change for change in each.losses if change[1] > 0]
+    faster = [change for change in reversed(each.losses) if change[1] < 0]
+    shown = (*slower[:_CHANGES_SHOWN], *faster[:_CHANGES_SHOWN])
+    changes = ", ".join(f"{_signed(seconds)} {name}" for name, seconds in shown)
+    if compiled is None or best is None or report.objective != "time":
+        return changes
+    whole = _signed(compiled.step_seconds - best.step_seconds)
+    return f"{whole} as compiled; in closed form {changes}"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds > 0 else '-'}{format_seconds(abs(seconds))}"

@@ -1,0 +1,190 @@
+"""What `scalejax sweep` prints: the plan before the work, and what it found, in 80 columns."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from scalejax.core.serialization import JsonValue
+from scalejax.core.units import (
+    UNKNOWN,
+    counted,
+    format_bytes,
+    format_count,
+    format_fraction,
+    format_seconds,
+)
+from scalejax.emulation.record import Emulation
+from scalejax.emulation.record import in_words as emulation_in_words
+from scalejax.report.terminal import tables
+from scalejax.report.terminal.tables import facts
+from scalejax.sweep.optuna import Trial
+from scalejax.sweep.plan import PlannedRun, SweepPlan, in_words
+from scalejax.sweep.results import Arm, RunRow, arms, mean_and_deviation
+from scalejax.training.record import RunRecord
+
+_MOST_ROWS = 40
+
+
+def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
+    """Every run before it is trained: what sets it apart, its batch, its updates."""
+    together = sum(len(job) for job in sweep.jobs if len(job) > 1)
+    count = len(sweep.runs)
+    programs = len(sweep.jobs)
+    words = f"{count} run{'s'[: count > 1]} in {programs} program{'s'[: programs > 1]}"
+    if together:
+        words += f", {together} of them with others in one"
+    if sweep.repeated:
+        words += f"; {sweep.repeated} combinations come to a run that is there, and are left out"
+    yield Text(f"{words}.")
+    names = _headings(sweep)
+    table = tables.figures("run", *names, "batch", "steps")
+    for planned in sweep.runs[:_MOST_ROWS]:
+        table.add_row(
+            planned.name, *_values(planned), _batch(planned), f"{planned.run.total_steps:,}"
+        )
+    yield table
+    if count > _MOST_ROWS:
+        yield f"... and {count - _MOST_ROWS} more"
+
+
+def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
+    """What each arm reached: mean and standard deviation over its seeds."""
+    with_target = sweep.target is not None
+    table = tables.figures("", *arm_headings(with_target=with_target))
+    for arm in arms(rows):
+        table.add_row(*arm_cells(arm, with_target=with_target))
+    yield table
+    yield Text(results_in_words(sweep, rows))
+
+
+def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
+    """What the figures are means of, and what is missing in them."""
+    found = arms(rows)
+    left = [row for row in rows if not row.is_finished]
+    seconds = sum(row.seconds for row in rows)
+    words = "Mean and standard deviation over seeds, after the last epoch; best: mean of the best "
+    words += "epochs. "
+    missing = sum(len(arm.without_final) for arm in found)
+    if missing:
+        words += f"{missing} of {sum(len(arm.rows) for arm in found)} runs ended without a last "
+        words += "evaluation, and are in no mean. "
+    if sweep.target:
+        words += f"Target: {sweep.target.metric} {sweep.target.value:g}. "
+    is_virtual = any(row.planned.run.config.emulation is not None for row in rows)
+    words += f"{format_seconds(seconds)} of training{', in virtual time' if is_virtual else ''}."
+    if left:
+        words += f" {counted(len(left), 'run')} {'is' if len(left) == 1 else 'are'} not finished."
+    return words
+
+
+def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
+    """What each trial of a search chose and reached, and which is the best."""
+    table = tables.figures("trial", "value", "", "")
+    for trial in found:
+        value = UNKNOWN if trial.value is None else f"{trial.value:.4f}"
+        mark = "best" if trial is best else ""
+        table.add_row(f"{trial.number:04d}", value, mark, in_words(trial.fields))
+    yield table
+
+
+def arm_headings(*, with_target: bool) -> list[str]:
+    """Of the cells of an arm but for its name."""
+    headings = ["mean of", "test accuracy", "best", "diverged"]
+    return [*headings, "reached", "samples to it"] if with_target else headings
+
+
+def arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
+    """What an arm is, and what it reached over its seeds."""
+    best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
+    cells = [
+        in_words(arm.varied) or "all",
+        f"{len(arm.accuracies)} of {len(arm.rows)}",
+        _spread(arm.accuracies),
+        format_fraction(sum(best) / len(best)) if best else UNKNOWN,
+        str(arm.diverged),
+    ]
+    if with_target:
+        samples = [row.samples_to_target for row in arm.rows if row.samples_to_target]
+        mean = f"{sum(samples) / len(samples):,.0f}" if samples else UNKNOWN
+        cells += [f"{len(samples)} of {len(arm.rows)}", mean]
+    return cells
+
+
+def _spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation, in per cent."""
+    mean, deviation = mean_and_deviation(values)
+    if math.isnan(mean):
+        return UNKNOWN
+    around = "" if math.isnan(deviation) else f" ± {100 * deviation:.2f}"
+    return f"{100 * mean:.2f}{around} %"
+
+
+def _headings(sweep: SweepPlan) -> list[str]:
+    """The varied fields but the batch, by the last part of their names where that will do."""
+    names = [name for name in sweep.varied_names if name != "batch.global_batch"]
+    lasts = [name.rpartition(".")[2] for name in names]
+    return [
+        last if lasts.count(last) == 1 and last != "name" else name
+        for name, last in zip(names, lasts, strict=True)
+    ]
+
+
+def _values(planned: PlannedRun) -> list[str]:
+    return [_text(value) for name, value in planned.varied.items() if name != "batch.global_batch"]
+
+
+def _text(value: JsonValue) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _batch(planned: PlannedRun) -> str:
+    return f"{planned.run.split.global_batch:,}"
+
+
+# An emulated run on a terminal: a table that fits 80 columns.
+
+
+def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
+    """Times, staleness and traffic of a run, and how good it got."""
+    table = facts()
+    where = f"of {found.cluster}" if found.cluster else "as given"
+    table.add_row("gradient", format_seconds(found.gradient_seconds), f"of one worker, {where}")
+    if found.exchange_seconds:
+        table.add_row("exchange", format_seconds(found.exchange_seconds), "that nothing hides")
+    table.add_row("virtual time", format_seconds(found.virtual_seconds), "of the whole run")
+    table.add_row(
+        "device time",
+        format_seconds(found.device_seconds),
+        "for which workers are held, all together",
+    )
+    words = f"of {found.gradients:,} gradients"
+    if not found.updates:
+        words += ": too few for one"
+    table.add_row("updates", format_count(found.updates), words)
+    if found.mean_staleness is not None:
+        most = found.staleness[-1][0]
+        table.add_row(
+            "staleness",
+            f"{found.mean_staleness:.3g}",
+            f"updates on average between read and write, {most} at most",
+        )
+    if found.dropped_gradients:
+        table.add_row("dropped", format_count(found.dropped_gradients), "gradients came too late")
+    if found.sent_bytes:
+        table.add_row("sent", format_bytes(found.sent_bytes), "between workers and servers")
+    if found.worker_failures or found.server_failures:
+        words = f"of workers, {found.server_failures} of servers"
+        table.add_row("failures", str(found.worker_failures), words)
+    if record.evaluations:
+        best = max(record.evaluations, key=lambda each: each.test_accuracy)
+        after = f"the best {format_fraction(best.test_accuracy)}, after "
+        table.add_row(
+            "test accuracy",
+            format_fraction(record.evaluations[-1].test_accuracy),
+            f"at the end; {after}{format_seconds(best.elapsed_seconds)}",
+        )
+    yield f"[bold]{emulation_in_words(found.config)}[/]"
+    yield table

@@ -1,0 +1,349 @@
+"""What the commands print: tables that fit 80 columns.
+
+Knows how to word and align figures, and computes none. Each function gives the parts to print,
+in order.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from scalejax.config.presets import Preset
+from scalejax.config.reference import TableReference
+from scalejax.config.run import ResolvedRun
+from scalejax.core.serialization import JsonValue, plain
+from scalejax.core.units import (
+    GB,
+    TFLOP,
+    UNKNOWN,
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
+from scalejax.hardware import Chip, Cluster
+from scalejax.measure.fit import WIDE_ERROR, Fit
+from scalejax.validation import Summary, Validation
+
+SUDDEN = 0.9
+"""A learning rate that falls below this part of itself from one update to the next has jumped."""
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """Print the parts on standard output, a blank line between them."""
+    console = Console(highlight=False)
+    for index, part in enumerate(parts):
+        if index:
+            console.print()
+        console.print(part)
+
+
+def fit(fitted: Fit) -> Iterator[RenderableType]:
+    """What was fitted, each run by the fitted cluster, and the largest by a fit without it."""
+    yield Text.assemble((fitted.cluster.title, "bold"))
+    table = figures("factor on", "fitted")
+    for name, value in asdict(fitted.factors).items():
+        if value is None:
+            table.add_row(name, "as it was")
+        else:
+            table.add_row(name, f"{value:.3f}" if name == "contention" else f"x {value:.3f}")
+    yield table
+    table = figures("devices", "measured", "predicted", "error", "run")
+    for each in fitted.errors:
+        table.add_row(
+            str(each.device_count),
+            format_seconds(each.measured_seconds),
+            format_seconds(each.predicted_seconds),
+            f"{each.error:+.1%}",
+            each.name,
+        )
+    yield table
+    held_out = fitted.held_out
+    yield Text(
+        f"Held out: fitted to the other runs alone, {held_out.name} is predicted to take "
+        f"{format_seconds(held_out.predicted_seconds)} ({held_out.error:+.1%})."
+    )
+    if abs(held_out.error) > WIDE_ERROR:
+        yield Text(
+            f"Warning: the held-out error is above {WIDE_ERROR:.0%}; expect as much of others."
+        )
+
+
+def calibration(
+    cluster: Cluster, processes: Cluster | None, notes: Iterable[str] = ()
+) -> Iterator[RenderableType]:
+    """What was measured: the rates of a device by how many are busy, the exchanges, and notes."""
+    yield Text.assemble((cluster.title, "bold"))
+    table = figures("busy", "products", "convolutions", "memory", "launch", "step overhead")
+    for count, chip in ((1, cluster.chip), *((s.device_count, s.chip) for s in cluster.shared)):
+        peak = chip.peak_flop_per_second["f32"]
+        table.add_row(
+            str(count),
+            f"{peak * chip.attainable.matmul_fraction / 1e9:.3g} GFLOP/s",
+            f"{peak * chip.attainable.convolution_fraction / 1e9:.3g} GFLOP/s",
+            f"{chip.memory_bytes_per_second * chip.attainable.memory_fraction / GB:.3g} GB/s",
+            format_seconds(chip.attainable.launch_seconds),
+            format_seconds(chip.attainable.step_overhead_seconds),
+        )
+    yield table
+    table = figures("all-reduce between", "start", "each message", "rate")
+    for name, each in (("devices of one process", cluster), ("processes", processes)):
+        if each is not None:
+            method = each.library.methods[0]
+            wire = each.network or each.link
+            table.add_row(
+                name,
+                format_seconds(method.base_seconds),
+                format_seconds(method.network_hop_seconds),
+                f"{wire.bytes_per_second / GB:.3g} GB/s",
+            )
+    yield table
+    yield from map(Text, notes)
+
+
+def validation(found: Validation) -> Iterator[RenderableType]:
+    """How far off each family is, then why rows were skipped."""
+    yield Text.assemble(
+        (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
+    )
+    if all(row.measured_seconds is None for row in found.rows):
+        yield Text(
+            "NOTHING TO COMPARE WITH: no row states step_seconds. Every error is unknown; --json "
+            "writes what is predicted.",
+            style="bold",
+        )
+    table = figures(
+        "family", "rows", "used", "median", "mean", "bias", "ratio", "p90", "fastest", "in band"
+    )
+    for each in found.families:
+        table.add_row(*_summary_cells(each))
+    yield table
+    yield (
+        "median, mean, bias: of the step time; the bias is signed. ratio, p90: median and "
+        "90th percentile for the step time over that on fewest devices of the series. "
+        "fastest: median against the fastest row of each setting (network, device, "
+        "precision, batch, devices). in band: share of rows measured between p10 and p90."
+    )
+    if skipped := skip_reasons(found):
+        reasons = facts()
+        for reason, count in skipped:
+            reasons.add_row(f"{count:5d}", reason)
+        yield "Skipped rows:"
+        yield reasons
+
+
+def skip_reasons(found: Validation) -> list[tuple[str, int]]:
+    """(reason, rows) of the rows that were skipped, the commonest first."""
+    reasons = Counter(
+        row.status.removeprefix("skipped: ") for row in found.rows if not row.is_predicted
+    )
+    return reasons.most_common()
+
+
+def _summary_cells(summary: Summary) -> list[str]:
+    bias = UNKNOWN if summary.bias is None else f"{summary.bias:+.1%}"
+    shares = [
+        summary.median_error,
+        summary.mean_error,
+        summary.median_ratio_error,
+        summary.p90_ratio_error,
+        summary.median_fastest_error,
+        summary.coverage,
+    ]
+    # Without the space that other tables have: ten columns stand beside a long name.
+    cells = [UNKNOWN if share is None else f"{share:.1%}" for share in shares]
+    counts = [str(summary.rows), str(summary.predicted)]
+    return [summary.name, *counts, *cells[:2], bias, *cells[2:]]
+
+
+def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:
+    """Batches, steps, and the learning rate wherever it turns.
+
+    Args:
+        resolved: the run on its devices.
+        learning_rates: of every update.
+    """
+    config, split = resolved.config, resolved.split
+    table = facts()
+    count = resolved.layout.device_count
+    table.add_row("devices", str(count), str(resolved.layout) if count > 1 else "")
+    table.add_row("global batch", f"{split.global_batch:,}", "samples per update, all devices")
+    parts = resolved.layout.batch_shards
+    shared = f", on {count // parts} devices each; {parts} parts" if parts < count else ""
+    of_part = "per-part batch" if shared else "per-device batch"
+    table.add_row(of_part, f"{split.per_device_batch:,}", f"samples per update{shared}")
+    passes = "1 forward pass" if split.microbatches == 1 else f"{split.microbatches} forward passes"
+    table.add_row("microbatch", f"{split.microbatch:,}", f"samples; {passes} per update")
+    table.add_row("training examples", f"{resolved.dataset.train_examples:,}", config.data.name)
+    table.add_row("steps per epoch", f"{resolved.steps_per_epoch:,}", _dropped(resolved))
+    for phase in resolved.phases[1:]:
+        batch, epoch = phase.split.global_batch, phase.first_epoch
+        table.add_row(f"from epoch {epoch}", f"{batch:,}", f"{phase.steps_per_epoch:,} steps each")
+    table.add_row("total steps", f"{resolved.total_steps:,}", counted(config.train.epochs, "epoch"))
+    yield table
+    rates = facts()
+    for step, what in turning_points(learning_rates):
+        epoch = resolved.epoch_of(step)
+        rates.add_row(f"{learning_rates[step]:.4g}", f"step {step:,}, epoch {epoch:.4g}", what)
+    yield "[bold]learning rate[/]"
+    yield rates
+    if resolved.changes:
+        scaled = facts()
+        for each in resolved.changes:
+            scaled.add_row(each.name, f"{each.after:.6g}", f"{each.before:.6g} before scaling")
+        yield "[bold]scaled with the batch[/]"
+        yield scaled
+
+
+def turning_points(learning_rates: Sequence[float]) -> list[tuple[int, str]]:
+    """(step, description) of the first update, the peak, each sudden change, and the last."""
+    last = len(learning_rates) - 1
+    peak = max(range(last + 1), key=learning_rates.__getitem__)
+    points = {0: "start", peak: "peak" if peak else "start and peak"}
+    for step in range(peak + 1, last):
+        before = learning_rates[step - 1]
+        # A smooth decay of few updates falls as fast, but not from one update to the next alone.
+        was_level = step < 2 or before > 0.99 * learning_rates[step - 2]
+        if was_level and learning_rates[step] < SUDDEN * before:
+            points[step] = "step of the decay"
+    points[last] = f"{points[last]}, end" if last in points else "end"
+    return sorted(points.items())
+
+
+def _dropped(resolved: ResolvedRun) -> str:
+    left = resolved.dataset.train_examples - resolved.samples_per_epoch
+    if left < 0:
+        return f"the last one with {-left:,} rows that count for nothing"
+    return f"{left:,} examples are left over each epoch" if left else ""
+
+
+def reference(
+    sections: Sequence[TableReference], presets: Mapping[str, Preset]
+) -> Iterator[RenderableType]:
+    """Every table of a run.toml: its fields, what they take, and what they mean.
+
+    Args:
+        sections: the tables, in order.
+        presets: published networks by name, which follow those of the model.
+    """
+    for name, kinds in groupby(sections, key=lambda each: each.title.split()[0]):
+        for section in kinds:
+            yield from _section(section)
+        if name == "[model]":
+            yield from _published(presets)
+
+
+def _section(section: TableReference) -> Iterator[RenderableType]:
+    fields = Table(box=None, show_header=False, pad_edge=False)
+    fields.add_column(no_wrap=True)
+    fields.add_column()
+    for each in section.fields:
+        if each.accepted and not each.name.endswith(".name"):
+            default = "required" if each.default == "required" else f"default {each.default}"
+            fields.add_row(each.name, f"{each.accepted}; {default}. {each.meaning}")
+    meaning = section.meaning.partition("\n\n")[0].replace("\n", " ")
+    yield Text.assemble((section.title, "bold"), f"\n{meaning}")
+    yield fields
+
+
+def _published(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
+    """The published networks that `model.name` may be, a line each."""
+    yield Text.assemble(
+        ("[model] name of a published network", "bold"),
+        "\nThe name stands for the network and its sizes, which fields beside it replace; "
+        "vocabulary and tokens, as published, are for data.vocabulary and data.tokens, which the "
+        "name does not set.",
+    )
+    table = figures("model.name", "network", *_SIZES, "vocabulary", "tokens", "params")
+    for name, preset in presets.items():
+        sizes = [preset.sizes.get(size) for size in _SIZES]
+        data = [preset.vocabulary, preset.tokens]
+        cells = ["" if each is None else f"{each}" for each in (*sizes, *data)]
+        table.add_row(name, preset.network, *cells, format_count(preset.parameters))
+    yield table
+
+
+_SIZES = ("layers", "hidden", "heads")
+
+
+def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:
+    """All clusters and all chips, a line each."""
+    table = figures("cluster", "chip", "per node", "in the node", "between nodes")
+    for each in clusters:
+        between = f"{each.network.bytes_per_second / GB:g} GB/s" if each.network else "one node"
+        table.add_row(
+            each.name,
+            each.chip.name,
+            str(each.devices_per_node),
+            f"{each.link.bytes_per_second / GB:g} GB/s",
+            between,
+        )
+    yield table
+    table = figures("chip", "bf16", "f16", "tf32", "f32", "memory", "bandwidth")
+    for each in chips:
+        rates = each.peak_flop_per_second
+        table.add_row(
+            each.name,
+            *(_rate(rates.get(dtype)) for dtype in ("bf16", "f16", "tf32", "f32")),
+            format_bytes(each.memory_bytes),
+            f"{each.memory_bytes_per_second / GB:,.0f} GB/s",
+        )
+    yield table
+    yield (
+        "Links are per device, networks per node, both one way and nominal; rates are dense "
+        "TFLOP/s. scalejax hardware NAME shows every number with its source."
+    )
+
+
+def entry(hardware: Chip | Cluster) -> Iterator[RenderableType]:
+    """Every number of a chip or a cluster, with its source."""
+    yield Text.assemble((hardware.name, "bold"), f": {hardware.title}")
+    lines = []
+    for name, value in _leaves(plain(hardware)):
+        if name.split(".")[0] not in ("name", "title", "sources", "chip", "library"):
+            lines.append(Text.assemble(f"{name} = ", (value, "bold")))
+            if source := hardware.sources.get(name):
+                lines.append(Padding(Text(source, style="dim"), (0, 0, 0, 4)))
+    yield Group(*lines)
+    if isinstance(hardware, Cluster):
+        chip, library = hardware.chip, hardware.library
+        yield Text(
+            f"Chip: {chip.title} (scalejax hardware {chip.name}).\n"
+            f"Communication library: {library.title}."
+        )
+
+
+def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, text) of every scalar and list in nested tables."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
+    elif value is not None:
+        yield prefix, f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rate(flop_per_second: float | None) -> str:
+    return UNKNOWN if flop_per_second is None else f"{flop_per_second / TFLOP:g}"
+
+
+def facts() -> Table:
+    """A table of names, values and remarks."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(style="dim")
+    return table
+
+
+def figures(*headings: str) -> Table:
+    """An empty table without lines, for figures: all columns but the first go to the right."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")
+    return table

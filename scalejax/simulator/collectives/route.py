@@ -1,0 +1,148 @@
+"""Where the members of a group sit on a cluster, and the rates of the wires between them."""
+
+import math
+from dataclasses import dataclass
+
+from scalejax.core.errors import DoesNotFit, require_at_least
+from scalejax.hardware import Cluster
+from scalejax.simulator.collectives.nvlink_mesh import mesh_rings, wires_by_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """Where the members of a group sit, and the wires between them; all rates are attainable."""
+
+    members: int
+    """Devices in the group."""
+    members_per_node: int
+    """Those that share a node."""
+    nodes: int
+    """Nodes on which the group has members."""
+    link_bytes_per_second: float
+    """Rate of each member to the others of its node, one way, in a ring."""
+    tree_link_bytes_per_second: float
+    """The same in a tree, which sends both ways over each of its wires."""
+    network_bytes_per_second: float | None
+    """Rate of the group's members of one node together to other nodes, one way; None if all are
+    in one node."""
+    host_bytes_per_second: float
+    """Rate of the members of one node together to their host's memory, one way."""
+    in_switch_fraction: float | None = None
+    """Share of the link's rate that remains when its switch adds up; None if it cannot."""
+    in_switch_ramp_seconds: float = 0.0
+    """As `ramp_seconds`, when the switch adds up."""
+    own_share: float = 0.0
+    """Time in which a member moves its own part in memory over time to send it on a link."""
+    ramp_seconds: float = 0.0
+    """Time constant of the pipeline through the links and networks on the way."""
+    network_message_seconds: float = 0.0
+    """Time that the network adds to each message between nodes."""
+
+    def __post_init__(self) -> None:
+        require_at_least("route.members", self.members, 1)
+        require_at_least("route.members_per_node", self.members_per_node, 1)
+        require_at_least("route.nodes", self.nodes, 1)
+
+    @property
+    def narrowest_bytes_per_second(self) -> float:
+        """Rate of the slowest wire that the messages of a ring pass."""
+        if self.network_bytes_per_second is None:
+            return self.link_bytes_per_second
+        if self.members_per_node == 1:
+            return self.network_bytes_per_second
+        return min(self.link_bytes_per_second, self.network_bytes_per_second)
+
+
+def route(
+    cluster: Cluster,
+    *,
+    members: int,
+    members_per_node: int,
+    nodes: int,
+    positions: tuple[int, ...] | None = None,
+) -> Route:
+    """The wires that a group uses when all groups like it are busy at once.
+
+    Every device is in one such group, so devices_per_node / members_per_node groups share the
+    network cards of a node, and its way to host memory.
+
+    Args:
+        cluster: the hardware.
+        members: devices in the group.
+        members_per_node: those that share a node.
+        nodes: nodes on which the group has members.
+        positions: places of the members in their node, for a mesh of wires; the first ones, if
+            left out.
+
+    Raises:
+        DoesNotFit: if the group spans nodes that no network joins.
+    """
+    link = cluster.link
+    places = positions if positions is not None else tuple(range(members_per_node))
+    ring_rate, tree_rate = _link_rates(cluster, places)
+    host_rate = link.bytes_per_second * link.attainable_fraction * members_per_node
+    if link.host_bytes_per_second is not None:
+        host_rate = link.host_bytes_per_second * members_per_node / cluster.devices_per_node
+    network_rate, message_seconds, ramp_seconds = None, 0.0, link.ramp_seconds
+    if nodes > 1:
+        network_rate = _network_rate(cluster, members_per_node, nodes)
+        if cluster.network is not None:
+            message_seconds = cluster.network.message_seconds
+            ramp_seconds += cluster.network.ramp_seconds
+    return Route(
+        members=members,
+        members_per_node=members_per_node,
+        nodes=nodes,
+        link_bytes_per_second=ring_rate,
+        tree_link_bytes_per_second=tree_rate,
+        network_bytes_per_second=network_rate,
+        host_bytes_per_second=host_rate,
+        in_switch_fraction=link.in_switch_fraction,
+        in_switch_ramp_seconds=link.in_switch_ramp_seconds,
+        own_share=link.own_share,
+        ramp_seconds=ramp_seconds,
+        network_message_seconds=message_seconds,
+    )
+
+
+def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, float]:
+    """Rates of one member to the others of its node: in a ring, and in a tree.
+
+    On a mesh whose wires are known both follow from the paths that fit on them; members that no
+    path of wires joins go through the host, as do, in a ring by numbers, two neighbours without
+    a wire, for whom all others wait. On a mesh of unknown wires each doubling of the members
+    adds a dimension: g of N have floor(log2 g) / log2 N of the wires.
+    """
+    link, devices_per_node = cluster.link, cluster.devices_per_node
+    rate = link.bytes_per_second * link.attainable_fraction
+    if link.kind != "nvlink_mesh" or not 1 < len(positions) <= devices_per_node:
+        return rate, rate
+    if link.wires is None:
+        if len(positions) < devices_per_node:
+            rate *= math.floor(math.log2(len(positions))) / math.log2(devices_per_node)
+        return rate, rate
+    wire_rate = rate / max(map(sum, link.wires))
+    host_rate = min(wire_rate, (link.host_bytes_per_second or rate) / devices_per_node)
+    if cluster.library.rings_by_number:
+        rate = wires_by_number(link.wires, positions) * wire_rate or host_rate
+        return rate, rate
+    rings, chains = mesh_rings(link.wires, positions)
+    return (rings * wire_rate) or host_rate, (2 * chains * wire_rate) or host_rate
+
+
+def _network_rate(cluster: Cluster, members_per_node: int, nodes: int) -> float:
+    """Rate of a group's members of one node together to other nodes."""
+    network = cluster.network
+    if network is None:
+        raise DoesNotFit(
+            f"{cluster.name} has no network between its nodes of "
+            f"{cluster.devices_per_node} devices, and a group spans {nodes} nodes."
+        )
+    groups_at_once = max(1, cluster.devices_per_node // members_per_node)
+    of_node = network.bytes_per_second
+    if 1 < members_per_node < cluster.devices_per_node:
+        of_node = min(of_node, network.partial_group_bytes_per_second or of_node)
+    rate = of_node * network.attainable_fraction / groups_at_once
+    if network.nodes_per_switch is not None and nodes > network.nodes_per_switch:
+        rate /= network.oversubscription
+    return rate

@@ -1,0 +1,99 @@
+"""The cluster as one program finds it: how many of its devices are busy, what memory it asks for,
+how its operations are set off.
+
+Devices that are parts of one machine, such as virtual devices of a CPU, share cores and memory.
+"""
+
+from dataclasses import replace
+
+from scalejax.hardware import Chip, Cluster
+from scalejax.simulator.program import Program
+
+GRAPH_LAUNCH_SECONDS = 1.3e-6
+"""From one operation of a CUDA graph to the next, where they are as short as can be: additions of
+1024 numbers, 2000 of them in a graph, take 1.1 to 1.3 us each (pytorch/pytorch#161104, 2025; the
+GPU is not named). In it is the time of the addition itself."""
+
+
+def as_used(cluster: Cluster, program: Program) -> Cluster:
+    """`cluster` with its chip as it is while `program` runs; itself where nothing is shared.
+
+    What is taken into account is taken out, so that doing it again changes nothing.
+    """
+    chip = _shared_chip(cluster, program.device_count)
+    if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
+        chip = _aligned(chip)
+    if cluster.conditions.launches_in_graph:
+        chip = _in_graph(chip)
+    if chip.measured is not None and chip.measured.first_touch:
+        seconds = chip.measured.first_touch_seconds(program.memory.temporary_bytes)
+        overhead = chip.attainable.step_overhead_seconds + seconds
+        chip = replace(
+            chip,
+            attainable=replace(chip.attainable, step_overhead_seconds=overhead),
+            measured=replace(chip.measured, first_touch=()),
+        )
+    if chip is cluster.chip and not cluster.shared:
+        return cluster
+    return replace(cluster, chip=chip, shared=())
+
+
+def in_graph(cluster: Cluster) -> Cluster:
+    """`cluster` with its operations set off as its conditions say; the part of `as_used` that
+    needs no program."""
+    if not cluster.conditions.launches_in_graph:
+        return cluster
+    return replace(cluster, chip=_in_graph(cluster.chip))
+
+
+def _aligned(chip: Chip) -> Chip:
+    """`chip` for programs of the CPU's compiler, which does not pad sides that the chip's does."""
+    return replace(chip, attainable=replace(chip.attainable, unaligned_fraction=None))
+
+
+def _in_graph(chip: Chip) -> Chip:
+    """`chip` whose operations follow each other without the host."""
+    attainable = chip.attainable
+    launch = min(attainable.launch_seconds, GRAPH_LAUNCH_SECONDS)
+    if launch == attainable.launch_seconds and not attainable.dispatch_seconds:
+        return chip
+    graphed = replace(attainable, launch_seconds=launch, dispatch_seconds=0.0)
+    return replace(chip, attainable=graphed)
+
+
+def _shared_chip(cluster: Cluster, device_count: int) -> Chip:
+    """The chip when `device_count` devices are busy.
+
+    Between two measured numbers of devices, as with the larger; beyond the largest, slower in
+    proportion, since all cores are then busy.
+    """
+    known = [(1, cluster.chip), *((each.device_count, each.chip) for each in cluster.shared)]
+    if len(known) == 1 or device_count == 1:
+        return cluster.chip
+    for count, chip in known:
+        if device_count <= count:
+            return chip
+    count, chip = known[-1]
+    return slowed(chip, device_count / count)
+
+
+def slowed(chip: Chip, factor: float) -> Chip:
+    """`chip` with every operation taking `factor` times as long."""
+    measured = chip.measured
+    if measured is not None:
+        measured = replace(
+            measured,
+            compute_scale=measured.compute_scale * factor,
+            memory_scale=measured.memory_scale * factor,
+        )
+    attainable = chip.attainable
+    return replace(
+        chip,
+        measured=measured,
+        attainable=replace(
+            attainable,
+            launch_seconds=attainable.launch_seconds * factor,
+            dispatch_seconds=attainable.dispatch_seconds * factor,
+            step_overhead_seconds=attainable.step_overhead_seconds * factor,
+        ),
+    )

@@ -1,0 +1,25 @@
+"""Operations in words, for people."""
+
+import math
+
+from scalejax.simulator.program import Operation
+
+
+def in_words(operation: Operation) -> str:
+    """What an operation does, for people: its kind, type, and size or partners."""
+    exchange = operation.collective
+    if exchange is not None:
+        over = " x ".join(exchange.group.axes) or f"{exchange.group.size} devices"
+        name = exchange.name.replace("_", "-")
+        return f"{name} {exchange.payload_bytes / 1e6:.3g} MB {over}"
+    if operation.kind == "matmul" and operation.shape:
+        sizes = operation.shape if operation.shape[0] > 1 else operation.shape[1:]
+        return f"matmul {operation.dtype} {' x '.join(map(str, sizes))}"
+    if operation.kind == "convolution" and operation.shape:
+        _, _, inputs, outputs, windows = operation.shape
+        side = math.isqrt(windows)
+        window = f"{side}x{side}" if side * side == windows else f"{windows}"
+        kind = (operation.convolution_pass or "forward").replace("_", " ")
+        return f"convolution {operation.dtype} {window} {inputs}>{outputs} {kind}"
+    moved = (operation.read_bytes + operation.write_bytes) / 1e6
+    return f"{operation.kind} {operation.dtype} {moved:.3g} MB"

@@ -1,0 +1,130 @@
+"""Exchanges that no rule of the layout asks for, and what they cost.
+
+A layout's rules say what has to travel along each of its axes: gradients are summed over data;
+parameters are gathered and gradients scattered over fsdp; activations are summed over tensor;
+keys are gathered over context; stages of a pipeline hand activations on, and share the embedding
+and the output layer. With ZeRO, gradients are scattered over data and parameters gathered.
+What else the compiler put in moves an array from one sharding to another, mostly because a
+dimension does not divide or two annotations disagree. Axes of a user's own have no rules.
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from scalejax.config.parallelism import AXES, CONTEXT, DATA, FSDP, PIPELINE, TENSOR
+from scalejax.simulator.program import Collective, CollectiveName, Program
+from scalejax.simulator.timeline.attribution import Charge
+
+LEAST_SHARE = 1e-3
+"""Part of a step below which an exchange is not worth a line: scalars and indices."""
+
+_CALLED_FOR: dict[str, frozenset[CollectiveName]] = {
+    PIPELINE: frozenset({"all_reduce", "all_gather", "reduce_scatter", "collective_permute"}),
+    DATA: frozenset({"all_reduce"}),
+    FSDP: frozenset({"all_reduce", "all_gather", "reduce_scatter"}),
+    CONTEXT: frozenset({"all_reduce", "all_gather", "reduce_scatter"}),
+    TENSOR: frozenset({"all_reduce"}),
+}
+"""What the rules of each axis ask for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnexpectedCollective:
+    """An exchange that the layout does not call for."""
+
+    name: str
+    """The compiler's name for it."""
+    collective: CollectiveName
+    """What is exchanged how."""
+    axes: tuple[str, ...]
+    """Mesh axes that it spans; () if it is no product of axes."""
+    payload_bytes: int
+    """Bytes of one run."""
+    runs: int
+    """How often it runs in a step."""
+    seconds: float
+    """Time of all its runs, hidden or not."""
+    step_seconds: float
+    """Time by which the step is longer for it."""
+    reason: str
+    """Why it is unexpected, for people."""
+    source: str | None
+    """Where the user's program asked for what it serves."""
+
+
+def unexpected_collectives(
+    program: Program, charges: Sequence[Charge], step_seconds: float
+) -> tuple[UnexpectedCollective, ...]:
+    """The exchanges of `program` that its layout does not call for, the costliest first.
+
+    Args:
+        program: the compiled step.
+        charges: what each of its operations costs.
+        step_seconds: time of the step; exchanges below `LEAST_SHARE` of it are left out.
+    """
+    scattered = {
+        charge.operation.collective.group.axes
+        for charge in charges
+        if charge.operation.collective is not None
+        and charge.operation.collective.name == "reduce_scatter"
+    }
+    found = []
+    for charge in charges:
+        exchange = charge.operation.collective
+        if exchange is None or charge.seconds < LEAST_SHARE * step_seconds:
+            continue
+        reason = _reason(exchange, program, scattered)
+        if reason is not None:
+            found.append(
+                UnexpectedCollective(
+                    name=charge.operation.name,
+                    collective=exchange.name,
+                    axes=exchange.group.axes,
+                    payload_bytes=exchange.payload_bytes,
+                    runs=charge.runs,
+                    seconds=charge.seconds,
+                    step_seconds=charge.step_seconds,
+                    reason=reason,
+                    source=charge.operation.source,
+                )
+            )
+    return tuple(sorted(found, key=lambda each: (-each.step_seconds, -each.seconds)))
+
+
+def _reason(exchange: Collective, program: Program, scattered: Set[tuple[str, ...]]) -> str | None:
+    """Why the layout does not call for an exchange; None if it does, or has no rules.
+
+    Args:
+        exchange: what is asked about.
+        program: whose it is.
+        scattered: axes along which the program scatters sums: it may gather there again.
+    """
+    known = {name for name, _ in program.mesh_axes} <= set(AXES)
+    if not known:
+        return None
+    axes = exchange.group.axes
+    stages = dict(program.mesh_axes).get(PIPELINE, 1)
+    if exchange.name == "collective_permute" and stages > 1 and axes in ((PIPELINE,), ()):
+        return None  # the last stage's neighbour is the first: these two are no whole axis
+    if not axes:
+        return "its devices are no axis of the mesh: an array changes its sharding"
+    if exchange.name == "all_to_all" and axes == (PIPELINE,):
+        return "stages are dealt blocks that equal stages of one chunk hold already"
+    if exchange.name == "all_to_all":
+        return "no axis asks for one: an array changes its sharding"
+    if exchange.name == "collective_permute":
+        return "no axis asks for one: shards move to their neighbours"
+    if exchange.name == "all_gather" and axes == (DATA,) and axes in scattered:
+        return None
+    if exchange.name == "all_gather" and DATA in axes:
+        return "parameters are whole along data: an activation or the batch is gathered"
+    if exchange.name == "all_gather" and axes == (TENSOR,):
+        # Sequence parallelism scatters the sums that it gathers again.
+        return None if axes in scattered else "an activation is gathered that could stay divided"
+    if exchange.name == "reduce_scatter" and axes == (TENSOR,):
+        return None
+    if all(exchange.name in _CALLED_FOR[axis] for axis in axes):
+        return None
+    if exchange.name == "reduce_scatter":  # a sum over data and fsdp at once
+        return None
+    return f"the rules of {' x '.join(axes)} ask for none"

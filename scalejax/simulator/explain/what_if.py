@@ -1,0 +1,200 @@
+"""What buys what: the step with one part of the hardware, or the batch, twice as good."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from scalejax.hardware import Chip, Cluster, HostInput
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Program
+from scalejax.simulator.site_effects import step_terms
+from scalejax.simulator.timeline.timeline import Scales, what_if
+
+FACTOR = 2
+"""By how much each part is improved."""
+LATENCY, HOST = "latency", "host"
+"""Names of the parts that are better the less time they take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """A step with one thing improved."""
+
+    name: str
+    """What is improved: "network"."""
+    meaning: str
+    """In which way, for people."""
+    step_seconds: float
+    """Time of a step then."""
+    speedup: float
+    """Samples per second then, over those now; of a program without samples, steps."""
+    fits: bool
+    """Whether the step fits into the memory of a device."""
+
+    @property
+    def change(self) -> str:
+        """What is done to it, for people: "twice the network"."""
+        return f"{'half' if self.name in (LATENCY, HOST) else 'twice'} the {self.name}"
+
+
+def improvements(
+    program: Program, cluster: Cluster, doubled_batch: Program | None = None
+) -> tuple[Improvement, ...]:
+    """What each part, twice as good, would do to a step of `program` on `cluster`.
+
+    The hardware changes and the program stays: a compiler would make the same step of it.
+
+    Args:
+        program: the compiled step.
+        cluster: what it runs on.
+        doubled_batch: the same step with twice the samples per device, if it was compiled.
+
+    Returns:
+        The largest gain first.
+    """
+    now = predict(program, cluster)
+    found: list[Improvement] = []
+
+    def add(name: str, meaning: str, seconds: float, *, fits: bool, samples: float = 1.0) -> None:
+        speedup = samples * now.step_seconds / seconds
+        found.append(
+            Improvement(
+                name=name, meaning=meaning, step_seconds=seconds, speedup=speedup, fits=fits
+            )
+        )
+
+    is_one_node = cluster.network is None or program.device_count <= cluster.devices_per_node
+    for name, meaning, change in _CHANGES:
+        if name != "network" or not is_one_node:
+            then = predict(program, change(cluster))
+            add(name, meaning, then.step_seconds, fits=then.fits)
+    if cluster.input is not None and cluster.conditions.input_samples_per_second is None:
+        for name, meaning, change in _INPUT_CHANGES:
+            if (changed := change(cluster.input)) != cluster.input:
+                then = predict(program, replace(cluster, input=changed))
+                add(name, meaning, then.step_seconds, fits=then.fits)
+    if dict(now.waterfall).get(HOST):
+        then = predict(program, _with_chips(cluster, _less_dispatch))
+        add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
+    if what_if(program).schedule.collectives:
+        seconds = _half_latency_seconds(program, cluster)
+        add(LATENCY, "of starting exchanges, and of messages", seconds, fits=now.fits)
+    if doubled_batch is not None:
+        then = predict(doubled_batch, cluster)
+        samples = (doubled_batch.global_batch or 1) / (program.global_batch or 1)
+        add("batch", "samples per device", then.step_seconds, fits=then.fits, samples=samples)
+    return tuple(sorted(found, key=lambda each: -each.speedup))
+
+
+def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
+    """Time of a step whose exchanges have half the latency, and their bytes the same rates.
+
+    Every exchange takes latency L and, for its bytes, time B over the rates of links and network,
+    filling of pipelines included. L / 2 + B is half of L + 2 B: of what it takes at half the
+    rates. So the latency need not be known by itself, which tables of measured times hide.
+    """
+    seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
+    terms = step_terms(program, cluster, seconds.step_seconds)
+    added = (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)
+    return seconds.step_seconds + added
+
+
+def _half_rates(cluster: Cluster) -> Cluster:
+    """`cluster` whose links and network take twice as long for the same bytes."""
+    link, network = cluster.link, cluster.network
+    host = link.host_bytes_per_second
+    return replace(
+        cluster,
+        link=replace(
+            link,
+            bytes_per_second=link.bytes_per_second / FACTOR,
+            host_bytes_per_second=None if host is None else host / FACTOR,
+            ramp_seconds=FACTOR * link.ramp_seconds,
+            in_switch_ramp_seconds=FACTOR * link.in_switch_ramp_seconds,
+        ),
+        network=network
+        and replace(
+            network,
+            bytes_per_second=network.bytes_per_second / FACTOR,
+            ramp_seconds=FACTOR * network.ramp_seconds,
+        ),
+    )
+
+
+def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
+    shared = tuple(replace(each, chip=change(each.chip)) for each in cluster.shared)
+    return replace(cluster, chip=change(cluster.chip), shared=shared)
+
+
+def _less_dispatch(chip: Chip) -> Chip:
+    seconds = chip.attainable.dispatch_seconds / FACTOR
+    return replace(chip, attainable=replace(chip.attainable, dispatch_seconds=seconds))
+
+
+def _arithmetic(chip: Chip) -> Chip:
+    peaks = {dtype: FACTOR * rate for dtype, rate in chip.peak_flop_per_second.items()}
+    measured = chip.measured
+    if measured is not None:
+        measured = replace(measured, compute_scale=measured.compute_scale / FACTOR)
+    return replace(chip, peak_flop_per_second=peaks, measured=measured)
+
+
+def _memory(chip: Chip) -> Chip:
+    measured = chip.measured
+    if measured is not None:
+        measured = replace(measured, memory_scale=measured.memory_scale / FACTOR)
+    rate = FACTOR * chip.memory_bytes_per_second
+    return replace(chip, memory_bytes_per_second=rate, measured=measured)
+
+
+def _links(cluster: Cluster) -> Cluster:
+    link = cluster.link
+    host = link.host_bytes_per_second
+    faster = replace(
+        link,
+        bytes_per_second=FACTOR * link.bytes_per_second,
+        host_bytes_per_second=None if host is None else FACTOR * host,
+    )
+    return replace(cluster, link=faster)
+
+
+def _network(cluster: Cluster) -> Cluster:
+    if cluster.network is None:
+        return cluster
+    rate = FACTOR * cluster.network.bytes_per_second
+    return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
+
+
+def _storage(given: HostInput) -> HostInput:
+    rates, shared = given.rates, given.rates.shared_storage_bytes_per_second
+    read = rates.read
+    if read is not None and read.storage_bytes_per_second is not None:
+        read = replace(read, storage_bytes_per_second=FACTOR * read.storage_bytes_per_second)
+    shared = None if shared is None else FACTOR * shared
+    return replace(given, rates=replace(rates, read=read, shared_storage_bytes_per_second=shared))
+
+
+def _workers(given: HostInput) -> HostInput:
+    return replace(given, workers=FACTOR * given.workers)
+
+
+def _cores(given: HostInput) -> HostInput:
+    return _workers(replace(given, rates=replace(given.rates, cores=FACTOR * given.rates.cores)))
+
+
+_INPUT_CHANGES: tuple[tuple[str, str, Callable[[HostInput], HostInput]], ...] = (
+    ("workers", "processes that make batches, on the cores there are", _workers),
+    ("cores", "cores of each host, and workers on them", _cores),
+    ("storage", "bytes/s that hosts read", _storage),
+)
+
+_CHANGES: tuple[tuple[str, str, Callable[[Cluster], Cluster]], ...] = (
+    ("arithmetic", "FLOP/s of the chip", lambda cluster: _with_chips(cluster, _arithmetic)),
+    ("memory", "bandwidth of the chip's memory", lambda cluster: _with_chips(cluster, _memory)),
+    (
+        "chip",
+        "both: FLOP/s and memory bandwidth",
+        lambda cluster: _with_chips(cluster, lambda chip: _memory(_arithmetic(chip))),
+    ),
+    ("links", "bandwidth inside a node", _links),
+    ("network", "network cards of each node", _network),
+)

@@ -1,0 +1,1 @@
+"""What other frameworks run otherwise than XLA, as changes of a program."""

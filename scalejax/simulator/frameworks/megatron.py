@@ -1,0 +1,168 @@
+"""What Megatron-LM and its descendants run otherwise than a compiler would.
+
+A compiler sees that nothing of the backward pass reads the output of a block, and does not
+compute its last product again, nor sum that over the tensor axis. PyTorch's re-entrant
+checkpoint, which Megatron-LM and DeepSpeed use, runs the block as it is: the 4th of 4 passes in
+the 96 B s l h^2 FLOP of a step (Narayanan et al. 2021, arXiv 2104.04473, eq. 3), of which XLA
+saves a twelfth.
+
+A compiler pads heads to a width that the matrix units can load; PyTorch hands the products to the
+library as they are.
+
+Megatron-LM drops a tenth of the attention's scores unless told otherwise (attention_dropout in
+megatron/arguments.py), by a kernel of its own after the softmax. Our networks drop nothing.
+
+Trained in fp16, its gradients are fp16 too, and are summed as they are
+(accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which bf16 alone turns on;
+communication_data_type of DeepSpeed); so are the parameters that ZeRO gathers. Ours are f32.
+Knows nothing of hardware.
+"""
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+from scalejax.config.parallelism import DATA
+from scalejax.simulator.program import Loop, Operation, Program
+
+_Items = tuple[Operation | Loop, ...]
+_PADDED_TO = 8
+"""Elements to a multiple of which XLA pads what products multiply (its cublas_pad_for_gemms)."""
+
+
+def recomputed_in_full(program: Program) -> Program:
+    """`program` with the last product of each block in its recomputation too.
+
+    Left out: what is added to that product element by element, about 1 % of a block.
+    Unchanged where blocks are in no pair of loops, one forward and one back.
+    """
+    return replace(program, operations=_in_full(program.operations))
+
+
+_OF_STATE = ("all_reduce", "reduce_scatter", "all_gather")
+_SCORE_BYTES, _MASK_BYTES = 2, 1
+
+
+def with_bare_heads(program: Program, width: int) -> Program:
+    """`program` with its products of single heads as wide as heads are, not padded.
+
+    Their FLOP and bytes stay those of the padded ones, at most 4 % more.
+
+    Args:
+        program: the compiled step.
+        width: elements of a head.
+    """
+    padded = -(-width // _PADDED_TO) * _PADDED_TO
+    if padded == width:
+        return program
+    return replace(program, operations=_bare(program.operations, padded, width))
+
+
+def with_half_gradients(program: Program) -> Program:
+    """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
+    parameters."""
+    return replace(program, operations=tuple(map(_halved, program.operations)))
+
+
+def _halved(item: Operation | Loop) -> Operation | Loop:
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(map(_halved, item.body)))
+    exchange = item.collective
+    if exchange is None or exchange.name not in _OF_STATE or item.dtype != "f32":
+        return item
+    if DATA not in exchange.group.axes:
+        return item
+    return replace(
+        item,
+        dtype="f16",
+        collective=replace(exchange, payload_bytes=exchange.payload_bytes // 2),
+    )
+
+
+def with_attention_dropout(program: Program, tokens: int) -> Program:
+    """`program` with a kernel after each product that makes scores: forward, again, and back.
+
+    It reads and writes the scores, 2 bytes each, and a mask of a byte. Left out: the dropout of
+    activations, which Megatron-LM fuses with an addition that is there anyway.
+
+    Args:
+        program: the compiled step, its attention not fused.
+        tokens: length of a sequence.
+    """
+    return replace(program, operations=_dropping(program.operations, tokens))
+
+
+def _dropping(items: _Items, tokens: int) -> _Items:
+    changed: list[Operation | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            changed.append(replace(item, body=_dropping(item.body, tokens)))
+            continue
+        changed.append(item)
+        if item.kind == "matmul" and item.shape[1:3] == (tokens, tokens) and item.shape[0] > 1:
+            scores = math.prod(item.shape[:3])
+            changed.append(
+                Operation(
+                    name=f"{item.name}.dropout",
+                    kind="fusion",
+                    dtype=item.dtype,
+                    read_bytes=_SCORE_BYTES * scores,
+                    write_bytes=(_SCORE_BYTES + _MASK_BYTES) * scores,
+                )
+            )
+    return tuple(changed)
+
+
+def _bare(items: _Items, padded: int, width: int) -> _Items:
+    return tuple(
+        replace(item, body=_bare(item.body, padded, width))
+        if isinstance(item, Loop)
+        else replace(item, shape=tuple(width if size == padded else size for size in item.shape))
+        if item.kind == "matmul" and len(item.shape) == 4 and item.shape[0] > 1
+        else item
+        for item in items
+    )
+
+
+def _in_full(items: _Items) -> _Items:
+    """`items`, of which the two loops over blocks, at any depth, are a forward and a backward."""
+    loops = [item for item in items if isinstance(item, Loop) and _products(item)]
+    pairs = [
+        (first, second)
+        for first, second in pairwise(loops)
+        if first.trip_count == second.trip_count and _flop(first) < _flop(second)
+    ]
+    if not pairs:
+        return tuple(
+            replace(item, body=_in_full(item.body)) if isinstance(item, Loop) else item
+            for item in items
+        )
+    (forward, backward), *_ = pairs
+    again = tuple(_again(operation) for operation in _last_product(forward))
+    whole = replace(backward, body=(*again, *backward.body))
+    return tuple(whole if item is backward else item for item in items)
+
+
+def _last_product(forward: Loop) -> tuple[Operation, ...]:
+    """The last product of a loop, and the exchanges of its result."""
+    operations = [item for item in forward.body if isinstance(item, Operation)]
+    last = operations.index(_products(forward)[-1])
+    return tuple(
+        item
+        for index, item in enumerate(operations[last:])
+        if not index or item.collective is not None or item.kind == "wait"
+    )
+
+
+def _again(operation: Operation) -> Operation:
+    """The same once more: names are unique in a program."""
+    waits_for = operation.waits_for and f"{operation.waits_for}.again"
+    return replace(operation, name=f"{operation.name}.again", waits_for=waits_for)
+
+
+def _products(loop: Loop) -> list[Operation]:
+    return [item for item in loop.body if isinstance(item, Operation) and item.kind == "matmul"]
+
+
+def _flop(loop: Loop) -> int:
+    return sum(item.flop for item in loop.body if isinstance(item, Operation))

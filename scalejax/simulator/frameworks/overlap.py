@@ -1,0 +1,155 @@
+"""What frameworks run beside products that a compiler waits for.
+
+Over tensor: the product that reads gathered tokens begins with those that are there, and the sum
+of a product begins with the rows that are done, one part for each device (--tp-comm-overlap of
+Megatron-LM, by the user buffers of Transformer Engine; asynchronous tensor parallelism of
+PyTorch). The first part to be gathered, or the last to be summed, has nothing to hide behind
+(Wang et al. 2023, ASPLOS, doi 10.1145/3567955.3567959, section 3).
+
+Over data: the distributed optimizer of Megatron-LM gathers the parameters of a layer while those
+before it compute, and sums its gradients while those before it still go back
+(--overlap-param-gather, --overlap-grad-reduce). Knows nothing of hardware.
+"""
+
+from dataclasses import replace
+
+from scalejax.config.parallelism import DATA, TENSOR
+from scalejax.simulator.program import Collective, Loop, Operation, Program
+
+_Items = tuple[Operation | Loop, ...]
+
+
+def with_overlapped_tensor(program: Program) -> Program:
+    """`program` with what crosses the tensor axis beside the product next to it, but for one part
+    of as many as there are devices."""
+    return replace(program, operations=_beside_products(program.operations))
+
+
+def with_overlapped_state(program: Program) -> Program:
+    """`program` with parameters gathered, and gradients summed, beside its passes.
+
+    Gradients that the pass over a layer sums are those of the layer before. Of several
+    microbatches parameters and sums are beside all, where Megatron-LM takes the first and the
+    last: the same as long as one pass takes longer than the exchange.
+    """
+    items = [_sums_first(item) for item in program.operations]
+    passes = [index for index, item in enumerate(items) if isinstance(item, Loop)]
+    if not passes:
+        return program
+    first, last = passes[0], passes[-1]
+    gathers = {
+        item.name
+        for item in items[:first]
+        if isinstance(item, Operation) and _is_of_state(item, "all_gather")
+    }
+    waits = [item for item in items if isinstance(item, Operation) and item.waits_for in gathers]
+    sums = [
+        item
+        for item in items[last:]
+        if isinstance(item, Operation) and _is_of_state(item, "reduce_scatter")
+    ]
+    moved = [*waits, *sums]
+    rest = [item for item in items if not any(item is each for each in moved)]
+    begin, end = rest.index(items[first]), rest.index(items[last])
+    # Sums begin with the last pass, and their waits stay behind it.
+    rest[end:end] = sums
+    after = (begin if begin != end else end + len(sums)) + 1
+    rest[after:after] = waits
+    return replace(program, operations=tuple(rest))
+
+
+def _sums_first(item: Operation | Loop) -> Operation | Loop:
+    """A loop whose sums over data begin with an iteration; anything else as it is."""
+    if not isinstance(item, Loop):
+        return item
+    body = [_sums_first(each) for each in item.body]
+    sums = [
+        each
+        for each in body
+        if isinstance(each, Operation)
+        and (_is_of_state(each, "reduce_scatter") or _is_of_state(each, "all_reduce"))
+    ]
+    rest = [each for each in body if not any(each is one for one in sums)]
+    return replace(item, body=(*sums, *rest))
+
+
+def _is_of_state(item: Operation, name: str) -> bool:
+    exchange = item.collective
+    return (
+        exchange is not None
+        and exchange.is_async
+        and exchange.name == name
+        and exchange.group.axes == (DATA,)
+    )
+
+
+def _beside_products(items: _Items) -> _Items:
+    """`items` with each gather in the order: first part, rest beside the next product; and each
+    sum: all but the last part beside the product before it, last part."""
+    found: list[Operation | Loop] = []
+    open_gathers: list[Operation] = []
+    hidden: set[str] = set()
+    for item in items:
+        if isinstance(item, Loop):
+            found.append(replace(item, body=_beside_products(item.body)))
+        elif (gather := _over_tensor(item, "all_gather")) is not None:
+            first, others = _divided(item, gather)
+            found.extend((first, *_wait_for(first)))
+            open_gathers.append(others)
+            hidden.add(item.name)
+        elif (scatter := _over_tensor(item, "reduce_scatter")) is not None and (
+            place := _last_product(found)
+        ) is not None:
+            last, others = _divided(item, scatter)
+            found[place + 1 : place + 1] = _wait_for(others)
+            found.insert(place, others)
+            found.extend((last, *_wait_for(last)))
+            hidden.add(item.name)
+        elif item.kind == "matmul":
+            found.extend((*open_gathers, item))
+            found.extend(wait for each in open_gathers for wait in _wait_for(each))
+            open_gathers = []
+        elif item.waits_for not in hidden:
+            found.append(item)
+    for each in open_gathers:
+        found.extend((each, *_wait_for(each)))
+    return tuple(found)
+
+
+def _over_tensor(item: Operation, name: str) -> Collective | None:
+    """The exchange of activations over tensor that `item` is, if it is one of that name."""
+    exchange = item.collective
+    if exchange is None or exchange.name != name or exchange.group.axes != (TENSOR,):
+        return None
+    return exchange if item.dtype in ("bf16", "f16") else None  # else figures of the loss
+
+
+def _divided(item: Operation, exchange: Collective) -> tuple[Operation, Operation]:
+    """One part of an exchange, of as many as there are devices; and the others."""
+    part = exchange.payload_bytes // exchange.group.size
+    sizes = {"part": part, "others": exchange.payload_bytes - part}
+    one, others = (
+        replace(
+            item,
+            name=f"{item.name}.{name}",
+            collective=replace(exchange, payload_bytes=size, is_async=True),
+        )
+        for name, size in sizes.items()
+    )
+    return one, others
+
+
+def _wait_for(item: Operation) -> tuple[Operation, ...]:
+    wait = Operation(name=f"{item.name}.done", kind="wait", dtype=item.dtype, waits_for=item.name)
+    return (wait,)
+
+
+def _last_product(found: list[Operation | Loop]) -> int | None:
+    """Where the last product is, if no loop comes after it."""
+    for index in range(len(found) - 1, -1, -1):
+        item = found[index]
+        if isinstance(item, Loop):
+            return None
+        if item.kind == "matmul":
+            return index
+    return None

@@ -1,0 +1,1 @@
+"""Seconds of one operation on one device: products, convolutions, memory traffic."""

@@ -1,0 +1,380 @@
+"""Predictions: a program on a cluster, in seconds, samples per second, MFU and memory.
+
+Arithmetic on plain data; knows no JAX. What is unknown is in the waterfall as None.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax.config.parallelism import AXES, BATCH_AXES
+from scalejax.core import metrics
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.core.units import TFLOP
+from scalejax.hardware import Chip, Cluster, RateType
+from scalejax.hardware.site import FARTHEST
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.input_notes import input_notes
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.program import Program, without_bubble
+from scalejax.simulator.site_effects import RunTerms, StepTerms, run_terms, step_terms
+from scalejax.simulator.timeline.timeline import NOMINAL, Scales, Timeline, what_if
+from scalejax.simulator.uncertainty import Band, band, residuals
+
+Scaling = Literal["weak", "strong"]
+
+STEP_CONDITIONS = ("stragglers", "input")
+"""Terms of the waterfall that are part of a step where the conditions of the run are known."""
+RUN_CONDITIONS = ("checkpoints", "failures")
+"""Terms of the waterfall that a run takes beside its steps, as time for each step."""
+_CPU = "cpu"
+"""Name of the chip where devices that are here were measured and are CPUs: JAX's own for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one step, epoch and run of a program take on a cluster; unknown is None."""
+
+    cluster: str
+    """Name of the cluster."""
+    chip: str
+    """Name of its chip."""
+    device_count: int
+    """Devices in the run."""
+    mesh_axes: tuple[tuple[str, int], ...]
+    """(name, size) of each mesh axis, major to minor."""
+    global_batch: int | None
+    """Samples per step over all devices."""
+    per_device_batch: int | None
+    """Samples per step on each device; those along axes that do not divide the batch share
+    theirs. None if the program does not say how it divides a batch."""
+    step_seconds: float
+    """Time of one step: the median of what is expected."""
+    steps_per_epoch: int | None
+    """Steps in one pass over the data."""
+    epoch_seconds: float | None
+    """Time of one pass over the data, evaluation not counted."""
+    run_seconds: float | None
+    """Time of all epochs, with checkpoints and failures where `goodput` is known."""
+    samples_per_second: float | None
+    """Samples trained per second over all devices."""
+    tokens_per_second: float | None
+    """Tokens trained per second over all devices; None for images."""
+    mfu: float | None
+    """Model FLOP utilisation, 0..1, against the peak of `matmul_type`."""
+    matmul_type: RateType | None
+    """Arithmetic in which the chip does most of the program's FLOP; None if it has none."""
+    peak_memory_bytes: int
+    """Most memory held at once on one device, the runtime's own share included."""
+    memory_bytes: int
+    """Memory of one device."""
+    fits: bool
+    """Whether the program fits into it."""
+    waterfall: tuple[tuple[str, float | None], ...]
+    """(term, seconds); None for what is unknown. All but `RUN_CONDITIONS` add up to
+    `step_seconds`; those come on top of each step."""
+    communication_seconds: float
+    """Time that collectives take per step, whether compute hides them or not."""
+    backend: str
+    """Whose schedule was costed: "cuda", "cpu", "tpu", "closed_form"."""
+    notes: tuple[str, ...]
+    """What a reader must know to trust the figures as far as they go."""
+    p10_step_seconds: float | None = None
+    """Lower end of the error band: for one prediction in ten, the measured step time should be
+    below it. None if the fits behind it were compared with nothing."""
+    p90_step_seconds: float | None = None
+    """Upper end of the error band: for one prediction in ten, the measured step time should be
+    above it. None likewise."""
+    goodput: float | None = None
+    """Share of the run's time that goes into steps that count, 0..1, as far as checkpoints and
+    failures are known; None if neither is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPrediction:
+    """One training step on growing numbers of devices."""
+
+    scaling: Scaling
+    """weak: batch per device kept. strong: global batch kept."""
+    title: str
+    """What was scaled, for people."""
+    predictions: tuple[Prediction, ...]
+    """One per device count, ascending."""
+    baseline_devices: int
+    """Devices against which efficiency is counted: the fewest."""
+    efficiencies: tuple[float, ...]
+    """Throughput per device kept since the baseline, one per prediction."""
+
+    def __post_init__(self) -> None:
+        if not self.predictions or len(self.predictions) != len(self.efficiencies):
+            accepted = "there must be one for each of the predictions, and one at least"
+            raise ConfigError(refusal("efficiencies", self.efficiencies, accepted))
+
+
+def predict(
+    program: Program,
+    cluster: Cluster,
+    *,
+    train_examples: int | None = None,
+    epochs: int | None = None,
+) -> Prediction:
+    """What `program` takes on `cluster`.
+
+    A line for each field of what comes back makes it long.
+
+    Args:
+        program: the compiled step; its mesh says how many devices.
+        cluster: the hardware; its chip may differ from the one compiled for (a note says so).
+        train_examples: samples in one epoch, for epoch and run time.
+        epochs: passes over the data, for run time.
+
+    Raises:
+        DoesNotFit: if the mesh has more devices than the cluster.
+        ConfigError: if an epoch is shorter than a batch.
+    """
+    _require_devices(program, cluster)
+    cluster = as_used(cluster, program)
+    costs, busy = what_if(program), without_bubble(program)
+
+    def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
+        times = costs.timeline(cluster, scales)
+        terms = step_terms(program, cluster, times.step_seconds)
+        added = (terms.stragglers_seconds or 0.0, terms.input_seconds or 0.0)
+        return times, terms, math.fsum((times.step_seconds, *added))
+
+    times, conditions, step_seconds = step(NOMINAL)
+    memory = memory_verdict(program.memory, cluster.chip)
+    if not step_seconds > 0:
+        raise ConfigError(f"program {program.name!r} does nothing that takes time.")
+    spread = _band(program, cluster, lambda scales: step(scales)[-1])
+    losses = run_terms(program, cluster, step_seconds)
+    steps, epoch_seconds = _epoch(program, train_examples, step_seconds)
+    samples, tokens = _per_second(program, step_seconds)
+    matmul_type = _matmul_type(program, cluster.chip)
+    return Prediction(
+        cluster=cluster.name,
+        chip=cluster.chip.name,
+        device_count=program.device_count,
+        mesh_axes=program.mesh_axes,
+        global_batch=program.global_batch,
+        per_device_batch=_per_device_batch(program),
+        step_seconds=step_seconds,
+        p10_step_seconds=spread and spread.p10_seconds,
+        p90_step_seconds=spread and spread.p90_seconds,
+        steps_per_epoch=steps,
+        epoch_seconds=epoch_seconds,
+        run_seconds=_run_seconds(epoch_seconds, epochs, losses),
+        goodput=losses.goodput,
+        samples_per_second=samples,
+        tokens_per_second=tokens,
+        mfu=_mfu(program, cluster.chip, matmul_type, step_seconds),
+        matmul_type=matmul_type,
+        peak_memory_bytes=memory.peak_bytes,
+        memory_bytes=memory.memory_bytes,
+        fits=memory.fits,
+        waterfall=_waterfall(
+            times,
+            times if busy is program else what_if(busy).timeline(cluster, NOMINAL),
+            conditions,
+            losses,
+        ),
+        communication_seconds=times.communication_seconds,
+        backend=program.backend,
+        notes=(
+            *input_notes(program, cluster, step_seconds - (conditions.input_seconds or 0.0)),
+            *_notes(program, cluster, matmul_type, has_band=spread is not None),
+        ),
+    )
+
+
+def _epoch(
+    program: Program, train_examples: int | None, step_seconds: float
+) -> tuple[int | None, float | None]:
+    """Steps and time of one pass over the data; None if it, or the batch, is unknown."""
+    if train_examples is None or program.global_batch is None:
+        return None, None
+    return (
+        metrics.steps_per_epoch(train_examples, program.global_batch),
+        metrics.epoch_seconds(train_examples, program.global_batch, step_seconds),
+    )
+
+
+def _per_second(program: Program, step_seconds: float) -> tuple[float | None, float | None]:
+    """Samples and tokens trained per second over all devices; None of what there is not."""
+    if program.global_batch is None:
+        return None, None
+    samples = metrics.samples_per_second(program.global_batch, step_seconds)
+    if program.tokens_per_sample is None:
+        return samples, None
+    return samples, samples * program.tokens_per_sample
+
+
+def scaling_prediction(
+    predictions: Sequence[Prediction], scaling: Scaling, title: str
+) -> ScalingPrediction:
+    """Predictions of one step on several device counts, with their scaling efficiency.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    require_at_least("predictions", len(predictions), 1)
+    ordered = tuple(sorted(predictions, key=lambda prediction: prediction.device_count))
+    baseline = ordered[0]
+    return ScalingPrediction(
+        scaling=scaling,
+        title=title,
+        predictions=ordered,
+        baseline_devices=baseline.device_count,
+        efficiencies=tuple(_efficiency(baseline, each, scaling) for each in ordered),
+    )
+
+
+def merged_notes(predictions: Sequence[Prediction]) -> tuple[str, ...]:
+    """What must be known of the predictions, each note once, with the numbers of devices that it
+    holds for where it does not hold for all."""
+    counts: dict[str, list[int]] = {}
+    for each in predictions:
+        for note in each.notes:
+            counts.setdefault(note, []).append(each.device_count)
+    return tuple(
+        note if len(held) == len(predictions) else _held_for(note, held)
+        for note, held in counts.items()
+    )
+
+
+def _held_for(note: str, counts: list[int]) -> str:
+    """`note`, and the numbers of devices that it is about unless it names them itself."""
+    devices = f"{', '.join(map(str, counts))} device{'' if counts == [1] else 's'}"
+    return note if devices in note else f"{note} (on {devices})"
+
+
+def _efficiency(baseline: Prediction, grown: Prediction, scaling: Scaling) -> float:
+    if scaling == "weak":
+        return metrics.weak_scaling_efficiency(baseline.step_seconds, grown.step_seconds)
+    return metrics.strong_scaling_efficiency(
+        baseline.step_seconds, baseline.device_count, grown.step_seconds, grown.device_count
+    )
+
+
+def _per_device_batch(program: Program) -> int | None:
+    sizes = dict(program.mesh_axes)
+    if program.global_batch is None or not sizes.keys() <= set(AXES):
+        return None
+    return program.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+
+
+def _require_devices(program: Program, cluster: Cluster) -> None:
+    most = cluster.max_device_count
+    if most is None and cluster.network is None:
+        most = cluster.devices_per_node
+    if most is not None and program.device_count > most:
+        raise DoesNotFit(
+            f"devices={program.device_count} is refused: {cluster.name} has at most {most}."
+        )
+
+
+def _band(
+    program: Program, cluster: Cluster, step_seconds: Callable[[Scales], float]
+) -> Band | None:
+    """The range of step times that the residuals of the fits leave; None if they are unknown."""
+    communicates = bool(what_if(program).schedule.collectives)
+    deviations = residuals(cluster, communicates=communicates)
+    if deviations is None or cluster.chip.residuals is None:
+        return None
+    return band(step_seconds, deviations, cluster.chip.residuals.step)
+
+
+def _run_seconds(epoch_seconds: float | None, epochs: int | None, losses: RunTerms) -> float | None:
+    if epoch_seconds is None or epochs is None:
+        return None
+    return epochs * epoch_seconds / (1.0 if losses.goodput is None else losses.goodput)
+
+
+def _waterfall(
+    times: Timeline, working: Timeline, conditions: StepTerms, losses: RunTerms
+) -> tuple[tuple[str, float | None], ...]:
+    """The terms in the order in which they were added; those that a chip lacks stay out.
+
+    Args:
+        times: of the step.
+        working: of the same step if no stage of a pipeline were ever idle.
+        conditions: what comes on top of a step.
+        losses: what comes on top of the steps of a run.
+    """
+    exchanges = tuple(
+        (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in working.exposed
+    )
+    optional = (
+        ("contention", working.contention_seconds),
+        ("host", working.host_seconds),
+        ("overhead", working.overhead_seconds),
+        ("bubble", times.step_seconds - working.step_seconds),
+    )
+    of_step = (conditions.stragglers_seconds, conditions.input_seconds)
+    of_run = (losses.checkpoints_seconds, losses.failures_seconds)
+    return (
+        ("compute", working.compute_seconds),
+        ("memory", working.memory_seconds),
+        ("launch", working.launch_seconds),
+        *exchanges,
+        *((name, seconds) for name, seconds in optional if seconds),
+        *zip(STEP_CONDITIONS, of_step, strict=True),
+        *zip(RUN_CONDITIONS, of_run, strict=True),
+    )
+
+
+def _matmul_type(program: Program, chip: Chip) -> RateType | None:
+    """The arithmetic of most of the program's FLOP on `chip`."""
+    flop: Counter[RateType] = Counter()
+    for dtype, count in what_if(program).schedule.flop_by_dtype.items():
+        flop[chip.rate_type(dtype)] += count
+    return flop.most_common(1)[0][0] if flop else None
+
+
+def _mfu(
+    program: Program, chip: Chip, matmul_type: RateType | None, step_seconds: float
+) -> float | None:
+    if program.model_flop is None or matmul_type is None:
+        return None
+    peak = chip.peak_flop_per_second[matmul_type]
+    return metrics.mfu(program.model_flop, step_seconds, program.device_count, peak)
+
+
+def _notes(
+    program: Program, cluster: Cluster, matmul_type: RateType | None, *, has_band: bool
+) -> tuple[str, ...]:
+    chip = cluster.chip
+    notes = [*program.notes]
+    if program.backend == "cpu" and chip.name != _CPU:
+        notes.append(
+            "CPU program: its fusions, schedule and bytes (bf16 widened to f32) stand in for the "
+            "target's; no overlap assumed: time and memory are pessimistic"
+        )
+    elif chip.cuda is not None and program.backend == "cuda":
+        own = "sm_{}{}".format(*chip.cuda.compute_capability)
+        if program.target != own:
+            notes.append(f"compiled for {program.target} in place of {own}")
+    if opaque := what_if(program).schedule.custom_calls:
+        notes.append(f"{opaque} custom calls are charged for the bytes they move only: optimistic")
+    if matmul_type is not None:
+        peak = float(f"{chip.peak_flop_per_second[matmul_type] / TFLOP:.3g}")
+        notes.append(f"MFU against the {matmul_type} peak, {peak:g} TFLOP/s")
+        if matmul_type == "f32" and any(
+            item.kind == "matmul" and item.dtype == "f16" for item, _ in program.walk()
+        ):
+            notes.append(f"{chip.name} has no rate for float16: costed as float32; try bfloat16")
+    calibrated = cluster.calibrated
+    if calibrated is not None and calibrated.is_extrapolated(program.device_count):
+        notes.append(
+            f"extrapolated: {program.device_count} devices are more than {FARTHEST:g} times the "
+            f"{max(calibrated.device_counts)} of the largest run that {cluster.name} was fitted to"
+        )
+    if chip.residuals is None and chip.measured is not None:
+        notes.append(f"{chip.name}: measured here; no residuals, so no p10 and p90")
+    elif chip.residuals is None:
+        notes.append(f"{chip.name}: attainable rates are uncalibrated, so no p10 and p90")
+    elif not has_band:
+        notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
+    return tuple(notes)

@@ -1,0 +1,203 @@
+"""Checkpoints and failures: which share of a long run's time goes into steps that count."""
+
+import math
+from functools import cache
+
+from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.hardware import Cluster
+
+_HOPELESS = 20.0  # mean times between failures per interval: e^20 attempts at each
+
+
+def best_interval_seconds(checkpoint_seconds: float, run_mtbf_seconds: float) -> float:
+    """Time of training between checkpoints that loses the least to both of its costs.
+
+    interval = sqrt(2 checkpoint mtbf): more often, and checkpoints cost more; less often, and
+    a failure does. First order in checkpoint / mtbf; the optimum is flat.
+
+    Args:
+        checkpoint_seconds: time that training stands still for one checkpoint.
+        run_mtbf_seconds: mean time between failures of the run: of a node over nodes.
+
+    Source: Young 1974, "A first order approximation to the optimum checkpoint interval", CACM
+        17(9).
+    """
+    require_above("checkpoint_seconds", checkpoint_seconds, 0)
+    require_above("run_mtbf_seconds", run_mtbf_seconds, 0)
+    return math.sqrt(2 * checkpoint_seconds * run_mtbf_seconds)
+
+
+def checkpoint_goodput(interval_seconds: float, checkpoint_seconds: float) -> float:
+    """Share of the time that is left to training by checkpoints alone, 0..1.
+
+    goodput = interval / (interval + checkpoint)
+    """
+    require_above("interval_seconds", interval_seconds, 0)
+    require_at_least("checkpoint_seconds", checkpoint_seconds, 0)
+    return interval_seconds / (interval_seconds + checkpoint_seconds)
+
+
+def goodput(
+    interval_seconds: float,
+    checkpoint_seconds: float,
+    restart_seconds: float,
+    run_mtbf_seconds: float,
+    *,
+    latency_seconds: float = 0.0,
+    down_seconds: float = 0.0,
+) -> float:
+    """Share of the time that is left to training by checkpoints and failures, 0..1.
+
+    goodput = interval / seconds_without_failure(interval + checkpoint),
+
+    which for a mean time between failures M much larger than the rest is the well-known
+    1 - C/interval - (interval/2 + R)/M.
+
+    Args:
+        interval_seconds: time of training between checkpoints.
+        checkpoint_seconds: C, time that training stands still for one.
+        restart_seconds: R, time from a failure until training goes on.
+        run_mtbf_seconds: M, mean time between failures of the run: of a node over nodes.
+        latency_seconds: time after the stand-still until a checkpoint is whole, where it is written
+            while training goes on.
+        down_seconds: time from a failure until the restart begins, where that is apart from it.
+
+    Raises:
+        ConfigError: if failures come so fast that such a run would never end.
+    Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
+        dumps", Future Generation Computer Systems 22(3), section 3.
+    """
+    require_above("interval_seconds", interval_seconds, 0)
+    require_at_least("checkpoint_seconds", checkpoint_seconds, 0)
+    needed_seconds = interval_seconds + checkpoint_seconds
+    return interval_seconds / seconds_without_failure(
+        needed_seconds,
+        restart_seconds,
+        run_mtbf_seconds,
+        latency_seconds=latency_seconds,
+        down_seconds=down_seconds,
+    )
+
+
+def seconds_without_failure(
+    needed_seconds: float,
+    restart_seconds: float,
+    run_mtbf_seconds: float,
+    *,
+    latency_seconds: float = 0.0,
+    down_seconds: float = 0.0,
+) -> float:
+    """Mean time until a stretch of `needed_seconds` has passed without a failure.
+
+    Failures come at random with mean time M between them, during the stretch and restarts alike,
+    but not while the run is down (D), when nothing runs that could fail. Each puts the run back to
+    the begin of the stretch, by way of D and a restart of R. With p = e^(-needed/M) an attempt
+    passes, and takes M (1 - p) until it passes or fails; a restart takes, failures in it included,
+    M (e^(R/M) - 1) + D e^(R/M), and there are 1/p - 1 of them on average; together
+
+    seconds = (M + D) e^(R/M) (e^(needed/M) - 1).
+
+    A checkpoint that becomes whole only L after its stand-still is of no use until then: a failure
+    costs so much more, as if R were R + L.
+
+    Args:
+        needed_seconds: length of the stretch.
+        restart_seconds: R, time from the begin of a restart until the stretch begins again.
+        run_mtbf_seconds: M, mean time between failures of the run while it is up.
+        latency_seconds: L.
+        down_seconds: D, time from a failure until the restart begins.
+
+    Raises:
+        ConfigError: if failures come so fast that it would never pass.
+    Source: Daly 2006, section 3, for D = L = 0; Vaidya 1997, "Impact of checkpoint latency on
+        overhead ratio of a checkpointing scheme", IEEE Transactions on Computers 46(8), for L
+        (there, of the whole checkpoint: L + C); Bougeret et al. 2011, "Checkpointing strategies for
+        parallel jobs", SC11, with D.
+    """
+    require_above("needed_seconds", needed_seconds, 0)
+    require_at_least("restart_seconds", restart_seconds, 0)
+    require_above("run_mtbf_seconds", run_mtbf_seconds, 0)
+    require_at_least("latency_seconds", latency_seconds, 0)
+    require_at_least("down_seconds", down_seconds, 0)
+    attempt = needed_seconds / run_mtbf_seconds
+    restart = (restart_seconds + latency_seconds) / run_mtbf_seconds
+    if attempt + restart > _HOPELESS:
+        least = (needed_seconds + restart_seconds + latency_seconds) / _HOPELESS
+        accepted = (
+            f"with {needed_seconds:.4g} s to the next checkpoint, its own time included, and "
+            f"{restart_seconds:.4g} s for a restart, it must be above {least:.4g}, or the run "
+            "never ends"
+        )
+        raise ConfigError(refusal("run_mtbf_seconds", run_mtbf_seconds, accepted))
+    return (run_mtbf_seconds + down_seconds) * math.exp(restart) * math.expm1(attempt)
+
+
+# Waiting for the slowest device: a synchronous step ends when the last of n does.
+
+_FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th of one
+
+
+def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | None:
+    """Standard deviation of a step of `step_seconds` on one device; None if unknown.
+
+    What the conditions of a site say holds all of it. Else the variances of two causes add up:
+    one that slows a whole step, whose deviation is a share of it (`step_cv`), and disturbances
+    that come at random within it, whose variance grows with its length as that of every Poisson
+    process does (`step_dispersion_seconds`), so that long steps even them out; of steps shorter
+    than any in which they were seen, they are as large a share as of those.
+    """
+    if cluster.conditions.step_cv is not None:
+        return step_seconds * cluster.conditions.step_cv
+    attainable = cluster.chip.attainable
+    if attainable.step_cv is None:
+        return None
+    dispersed_cv = 0.0
+    if attainable.step_dispersion_seconds:
+        seen_seconds = max(step_seconds, attainable.dispersed_from_seconds)
+        dispersed_cv = math.sqrt(attainable.step_dispersion_seconds / seen_seconds)
+    return step_seconds * math.hypot(attainable.step_cv, dispersed_cv)
+
+
+def straggler_seconds(deviation_seconds: float, device_count: int) -> float:
+    """Time by which the slowest of n devices is later than their mean, on average.
+
+    seconds = deviation E[max of n standard normals], for steps that vary normally, each device
+    by itself. Left out: devices that are slow at every step, and those that slow down together.
+
+    Args:
+        deviation_seconds: standard deviation of a step on one device.
+        device_count: devices that wait for each other.
+
+    Raises:
+        ConfigError: if there is no device.
+    Source: order statistics, as in Chen et al. 2016, "Revisiting distributed synchronous SGD",
+        arXiv 1604.00981, section 2.
+    """
+    return deviation_seconds * expected_maximum(device_count)
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Mean of the largest of `count` standard normal variables.
+
+    The integral of 1 - F^n over the positive and of -F^n over the negative numbers, F being the
+    normal distribution, by the trapezoidal rule, which is exact to rounding for functions as
+    smooth as these: 0.5642 of two, 1.5388 of ten. sqrt(2 ln n) is its limit, 39 % above for
+    ten and 11 % for 10,000.
+
+    Raises:
+        ConfigError: if `count` is below 1.
+    """
+    require_at_least("device_count", count, 1)
+    step = _FARTHEST / _INTERVALS
+    # 1 - F(x)^n on both sides of 0, less 1 on the left: at 0 itself the mean of the two.
+    right = [_at_least_one_above(i * step, count) for i in range(_INTERVALS + 1)]
+    left = [_at_least_one_above(-i * step, count) - 1 for i in range(_INTERVALS + 1)]
+    inner = math.fsum(right[1:]) + math.fsum(left[1:])
+    return step * (inner + (right[0] + left[0]) / 2)
+
+
+def _at_least_one_above(x: float, count: int) -> float:
+    """Probability that the largest of `count` standard normals is above x."""
+    above = math.erfc(x / math.sqrt(2)) / 2
+    return 1.0 if above >= 1 else -math.expm1(count * math.log1p(-above))

@@ -1,0 +1,201 @@
+"""When each operation of a predicted step starts and ends, on either stream.
+
+The same walk as `timeline`, operation by operation and with every iteration of its loops; the
+last event ends when the step does.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scalejax.hardware import Cluster
+from scalejax.simulator.collectives.placement import collective_seconds, wires
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.program import Operation, Program
+from scalejax.simulator.timeline.schedule import Event, Repeat, Schedule, Start
+from scalejax.simulator.timeline.streams import Streams
+
+StreamName = Literal["compute", "links", "network"]
+MOST_EVENTS = 50_000
+"""Events in one recording, unless told otherwise: a trace of 15 MB."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """One thing that a stream does, and when."""
+
+    name: str
+    """The compiler's name for the operation, or what else happens."""
+    stream: StreamName
+    """Where it happens."""
+    start_seconds: float
+    """Time from the start of the step; before it, the operation's launch."""
+    end_seconds: float
+    """Time from the start of the step."""
+    bound: Literal["compute", "memory", "communication", "wait", "overhead", "left out"]
+    """What limits it: "wait" is compute standing still for a collective or for the host, "left
+    out" stands for iterations of a loop that are not in the recording."""
+    operation: Operation | None = None
+    """The operation; None for waits and the like."""
+    iteration: tuple[int, ...] = ()
+    """Which iteration of each loop around it, from 0, outermost first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """A predicted step, moment by moment."""
+
+    moments: tuple[Moment, ...]
+    """In order of their starts."""
+    most_iterations: int | None
+    """Iterations of each loop that are in it; None if all are."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of the step."""
+        return max((moment.end_seconds for moment in self.moments), default=0.0)
+
+
+def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -> Recording:
+    """Every operation of one step of `program` on `cluster`, with its start and end.
+
+    Args:
+        program: the compiled step.
+        cluster: the hardware.
+        most_events: above so many, later iterations of loops are drawn as one.
+
+    Raises:
+        ConfigError: if an operation waits for a collective that the program does not hold.
+        DoesNotFit: if a collective spans nodes that no network joins.
+    """
+    cluster = as_used(cluster, program)
+    schedule = Schedule(program, merge=False)
+    most_iterations = _most_iterations(schedule.events, most_events)
+    streams = _RecordedStreams(program, schedule, cluster, most_iterations)
+    streams.run(schedule.events)
+    streams.drain()
+    attainable = cluster.chip.attainable
+    dispatch = attainable.dispatch_seconds * schedule.dispatches
+    if cluster.conditions.launches_block:
+        dispatch += streams.now
+    streams.add_rest("wait for the host", dispatch)
+    streams.add_overhead(attainable.step_overhead_seconds)
+    return Recording(
+        moments=tuple(sorted(streams.moments, key=lambda moment: moment.start_seconds)),
+        most_iterations=most_iterations,
+    )
+
+
+def _most_iterations(events: tuple[Event, ...], most_events: int) -> int | None:
+    """The largest number of iterations with which the events stay few enough; None for all."""
+    most = _longest_loop(events)
+    if _count(events, most) <= most_events:
+        return None
+    while most > 1 and _count(events, most) > most_events:
+        most //= 2
+    return most
+
+
+def _longest_loop(events: tuple[Event, ...]) -> int:
+    loops = [event for event in events if isinstance(event, Repeat)]
+    return max((max(loop.trip_count, _longest_loop(loop.body)) for loop in loops), default=1)
+
+
+def _count(events: tuple[Event, ...], most_iterations: int) -> int:
+    return sum(
+        min(event.trip_count, most_iterations) * _count(event.body, most_iterations)
+        if isinstance(event, Repeat)
+        else 1
+        for event in events
+    )
+
+
+class _RecordedStreams(Streams):
+    """Streams that remember what they did, and walk every iteration."""
+
+    def __init__(
+        self, program: Program, schedule: Schedule, cluster: Cluster, most_iterations: int | None
+    ) -> None:
+        self._operations = [members[0] for members in schedule.members]
+        self._times = [operation_time(each, cluster.chip) for each in self._operations]
+        self._collectives = {
+            item.name: item for item, _ in program.walk() if item.collective is not None
+        }
+        self._most_iterations = most_iterations
+        self._iteration: tuple[int, ...] = ()
+        self._is_on = True
+        self.moments: list[Moment] = []
+        super().__init__(
+            [time.seconds for time in self._times],
+            [collective_seconds(each, cluster) for each in schedule.collectives],
+            [wires(each, cluster) for each in schedule.collectives],
+            cluster.chip.attainable.contention_fraction,
+        )
+
+    def add_rest(self, name: str, finish: float) -> None:
+        """Stand still until `finish`; drawn after all else, wherever in the step it happens."""
+        if finish > self.now:
+            self._add(name, "compute", self.now, finish, "wait")
+            self.now = finish
+
+    def add_overhead(self, seconds: float) -> None:
+        """What the host adds to the step, after all else."""
+        if seconds:
+            self._add("overhead of the step", "compute", self.now, self.now + seconds, "overhead")
+
+    def work(self, segment: int) -> None:
+        before, time = self.now, self._times[segment]
+        super().work(segment)
+        # The launch is slowed as the work is: its part of the whole.
+        gap = (self.now - before) * (time.launch_seconds / time.seconds if time.seconds else 0.0)
+        operation = self._operations[segment]
+        self._add(operation.name, "compute", before + gap, self.now, time.bound, operation)
+
+    def start(self, event: Start) -> tuple[float, float]:
+        begin, end = super().start(event)
+        operation = self._collectives[event.name]
+        stream = "network" if self._collective_wires[event.collective] else "links"
+        self._add(event.name, stream, begin, end, "communication", operation)
+        return begin, end
+
+    def repeat(self, loop: Repeat) -> None:
+        outer, was_on, left_out_from = self._iteration, self._is_on, self.now
+        shown = loop.trip_count
+        if self._most_iterations is not None:
+            shown = min(shown, self._most_iterations)
+        for index in range(loop.trip_count):
+            if index == shown:
+                self._is_on, left_out_from = False, self.now
+            self._iteration = (*outer, index)
+            self.run(loop.body)
+        self._iteration, self._is_on = outer, was_on
+        if shown < loop.trip_count:
+            name = f"{loop.name}: {loop.trip_count - shown} more iterations"
+            self._add(name, "compute", left_out_from, self.now, "left out")
+
+    def _wait(self, name: str, finish: float) -> None:
+        if finish > self.now:
+            self._add(f"wait for {name}", "compute", self.now, finish, "wait")
+        super()._wait(name, finish)
+
+    def _add(
+        self,
+        name: str,
+        stream: StreamName,
+        start: float,
+        end: float,
+        bound: Literal["compute", "memory", "communication", "wait", "overhead", "left out"],
+        operation: Operation | None = None,
+    ) -> None:
+        if self._is_on:
+            self.moments.append(
+                Moment(
+                    name=name,
+                    stream=stream,
+                    start_seconds=start,
+                    end_seconds=end,
+                    bound=bound,
+                    operation=operation,
+                    iteration=self._iteration,
+                )
+            )

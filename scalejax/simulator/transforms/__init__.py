@@ -1,0 +1,1 @@
+"""Programs made of programs: scaled out to more devices, split into a pipeline, in float8."""

@@ -1,0 +1,68 @@
+"""The step of a network whose linear layers multiply in 8-bit floating point, from that in bf16.
+
+A costing type: nothing here trains in it. Every product of a linear layer, forward and of both
+gradients, runs at the chip's rate for fp8, after its two operands have been written once more in
+8 bits. Left in bf16 are attention, as in Transformer Engine and torchao, and the output layer;
+so are all sums and gathers. The largest value of an operand, by which it is scaled, is found by
+the operation that makes it. A gradient that two products share is written twice, a sixth too
+much of what is cast.
+
+Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from scalejax.simulator.program import Loop, Operation, Program
+
+FP8 = "f8e4m3fn"
+"""XLA's name of the type."""
+_WIDE_BYTES = 2  # of an element of bf16
+_NOTE = "linear layers in fp8: derived from the program in bf16"
+
+
+def in_float8(program: Program) -> Program:
+    """`program` with the products of its linear layers in fp8.
+
+    Those are the products of single matrices in its innermost loops, over blocks; what stands
+    outside, such as the output layer, stays as it is.
+
+    Args:
+        program: the compiled step of a transformer whose blocks are scanned, in bf16.
+    """
+    operations = tuple(_in_loops(item) for item in program.operations)
+    return replace(program, operations=operations, notes=(*program.notes, _NOTE))
+
+
+def _in_loops(item: Operation | Loop) -> Operation | Loop:
+    if not isinstance(item, Loop):
+        return item
+    if any(isinstance(inner, Loop) for inner in item.body):
+        return replace(item, body=tuple(map(_in_loops, item.body)))
+    operations = [inner for inner in item.body if isinstance(inner, Operation)]
+    return replace(item, body=with_float8_products(operations))
+
+
+def with_float8_products(operations: Iterable[Operation]) -> tuple[Operation, ...]:
+    """`operations` of a block, its linear layers in fp8."""
+    return tuple(each for item in operations for each in _cast(item))
+
+
+def _cast(item: Operation) -> tuple[Operation, ...]:
+    """A product with its operands' casts before it, if it is one of activations and a matrix."""
+    if item.kind != "matmul" or item.dtype != "bf16" or len(item.shape) != 4:
+        return (item,)
+    batch, m, n, k = item.shape
+    if batch > 1:
+        return (item,)
+    operands = m * k + k * n
+    cast = Operation(
+        name=f"{item.name}.cast",
+        kind="fusion",
+        dtype=FP8,
+        read_bytes=_WIDE_BYTES * operands,
+        write_bytes=operands,
+        source=item.source,
+    )
+    product = replace(item, dtype=FP8, read_bytes=max(operands, item.read_bytes - operands))
+    return cast, product

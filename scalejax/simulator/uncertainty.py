@@ -1,0 +1,78 @@
+"""How far off a step time may be, given how far off the fits behind it were.
+
+No sampling: the same inputs give the same band.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from scalejax.hardware import Cluster
+from scalejax.simulator.timeline.timeline import NOMINAL, Scales
+
+Z_OF_P90 = 1.2815515655446004
+"""Standard deviations from the median of a normal distribution to its 90th percentile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Range that should hold four of five measurements."""
+
+    p10_seconds: float
+    """A tenth of measurements should be below."""
+    p90_seconds: float
+    """A tenth of measurements should be above."""
+
+
+def residuals(cluster: Cluster, *, communicates: bool) -> dict[str, float] | None:
+    """Log standard deviation of each class of cost by its name in `Scales`; None if unfitted.
+
+    Args:
+        cluster: whose fits they are.
+        communicates: whether the step holds collectives; if not, theirs need not be known.
+    """
+    chip, library = cluster.chip.residuals, cluster.library.residual
+    if chip is None or (library is None and communicates):
+        return None
+    return {
+        "compute": chip.compute,
+        "memory": chip.memory,
+        "launch": chip.launch,
+        "communication": library or 0.0,
+    }
+
+
+def band(
+    step_seconds: Callable[[Scales], float],
+    deviations: Mapping[str, float],
+    step_deviation: float = 0.0,
+) -> Band:
+    """The 80 % range of a step time.
+
+    Each class of cost is off as a whole, all its operations by the same factor, and the classes
+    are off independently. So each is scaled to its own 90th (10th) percentile, and the changes
+    of the logarithm of the step time are added in quadrature. Exact where the step is a product
+    of the classes; where it is a sum, as it is, of second order in the deviations.
+
+    Args:
+        step_seconds: step time when classes of cost are off by factors.
+        deviations: log standard deviation of each class, by its name in `Scales`.
+        step_deviation: log standard deviation of whole steps, beyond that of their parts.
+
+    Source: linear propagation of uncertainty, JCGM 100:2008 (GUM), section 5.1.2.
+    """
+    median = step_seconds(NOMINAL)
+
+    def shift(sign: int) -> float:
+        changes = [Z_OF_P90 * step_deviation]
+        for name, deviation in deviations.items():
+            if deviation:
+                factor = math.exp(sign * Z_OF_P90 * deviation)
+                scaled = step_seconds(replace(NOMINAL, **{name: factor}))
+                changes.append(math.log(scaled / median))
+        return math.hypot(*changes)
+
+    return Band(
+        p10_seconds=median * math.exp(-shift(-1)),
+        p90_seconds=median * math.exp(shift(+1)),
+    )

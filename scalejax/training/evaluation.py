@@ -1,0 +1,139 @@
+"""The evaluation of a run: sums over a batch of test examples, one program beside the `Step`; and
+what a frozen network makes of examples, for its last layer to learn from.
+
+Knows the network, and which of its weights are evaluated; no data source and no clock.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from scalejax.config.gradient_sync import LocalSgdConfig
+from scalejax.config.optimizer import ScheduleFreeConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.models import BatchNormScope
+from scalejax.training.data_parallel import with_arrangement
+from scalejax.training.gradients import Batch, normalised, sample_metrics
+from scalejax.training.mesh import batch_sharding, replicated
+from scalejax.training.optimizers import evaluated_params
+from scalejax.training.optimizers.fine_tuning import updated
+from scalejax.training.setup import Recipe, network_of, recipe_of, with_features
+from scalejax.training.state import (
+    PyTree,
+    TrainState,
+    gathered_params,
+    learning_params,
+    shardings_of,
+    whole_shapes,
+)
+from scalejax.training.step import batch_shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The metrics of one evaluation batch over a mesh."""
+
+    weights_shapes: tuple[PyTree, PyTree]
+    """Shapes, types and shardings of the (params, model_state) that are evaluated."""
+    weights: Any
+    """From a state to the (params, model_state) that are evaluated: those of the average, if the
+    run says so."""
+    function: Any
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of all or
+    [devices that divide the batch] as `train.metric_average` says, and the lowest and highest
+    logit of each class among them."""
+    batch: Batch
+    """Shapes, types and shardings of a global batch."""
+
+
+def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
+    """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
+    recipe = recipe_of(run, mesh)
+    state = whole_shapes(recipe, mesh)
+    of_training = ("weights", "mix")
+    batch = {name: of for name, of in batch_shapes(run, mesh).items() if name not in of_training}
+    shape = jax.ShapeDtypeStruct(
+        (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
+    )
+    batch = {**batch, "mask": shape}
+    function = jax.jit(
+        partial(with_arrangement, recipe, mesh, partial(_evaluate, recipe, mesh)),
+        in_shardings=shardings_of((state.params, state.model_state, batch)),
+        out_shardings=replicated(mesh),
+    )
+    weights = _evaluated_weights(recipe, shardings_of((state.params, state.model_state)))
+    return Evaluation(
+        weights_shapes=(state.params, state.model_state),
+        weights=weights,
+        function=function,
+        batch=batch,
+    )
+
+
+def build_features(recipe: Recipe) -> Any:
+    """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
+    of a frozen network reads of each example; by the running statistics of BatchNorm."""
+
+    def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
+        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+        network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
+        found = network.features(normalised(inputs, recipe.run.dataset), is_training=False)
+        return found.astype(jnp.float32)
+
+    return jax.jit(features)
+
+
+def _evaluated_weights(
+    recipe: Recipe, shardings: tuple[PyTree, PyTree]
+) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
+    """From a state to the parameters and statistics to evaluate, lying as `shardings` say."""
+    averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
+    if isinstance(recipe.run.config.exchange, LocalSgdConfig):
+        mean = jax.jit(
+            partial(jax.tree.map, lambda copies: copies.mean(axis=0)), out_shardings=shardings
+        )
+        return lambda state: mean((state.params, state.model_state))
+    if averaging is not None and averaging.is_evaluated:
+        return lambda state: (state.average["params"], state.average["model_state"])
+    if isinstance(optimizer, ScheduleFreeConfig):
+
+        def meant(opt_state: PyTree, params: PyTree) -> PyTree:
+            learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
+            return updated(params, learned)
+
+        jitted = jax.jit(meant, out_shardings=shardings[0])
+        return lambda state: (jitted(state.opt_state, state.params), state.model_state)
+    return lambda state: (state.params, state.model_state)
+
+
+def _evaluate(
+    recipe: Recipe, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
+) -> dict[str, jax.Array]:
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+    params = gathered_params(recipe, mesh, params)
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
+    mask = batch["mask"]
+    is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
+    samples = tuple(range(logits.ndim - 1))
+    run = recipe.run
+    is_of_all = run.config.train.metric_average == "examples"
+
+    def summed(values: jax.Array) -> jax.Array:
+        """Over all rows, or those of each device: they lie side by side."""
+        return values.sum() if is_of_all else values.reshape(run.layout.batch_shards, -1).sum(1)
+
+    # `where`, not a product: the loss of a padding row may be anything, even NaN.
+    return {
+        "lowest_logits": jnp.min(logits, axis=samples, where=is_sample, initial=jnp.inf),
+        "highest_logits": jnp.max(logits, axis=samples, where=is_sample, initial=-jnp.inf),
+        "loss_sum": summed(jnp.where(mask > 0, losses, 0)),
+        "correct_sum": summed(jnp.where(mask > 0, hits, 0)),
+        "count": summed(mask),
+    }

@@ -1,0 +1,73 @@
+"""All the test data of a run through its evaluation, batch by batch.
+
+Knows the compiled evaluation and its data; nothing of when it is time for one.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import jax
+
+from scalejax.config.run import ResolvedRun
+from scalejax.data.loader.loader import evaluation_batches
+from scalejax.data.loader.skip_unreadable import Skipped
+from scalejax.training.evaluation import Evaluation
+from scalejax.training.features import open_examples
+from scalejax.training.input_tuning import beside_workers
+from scalejax.training.logger import Journal, evaluation_measurement
+from scalejax.training.record import EvaluationMeasurement
+from scalejax.training.reporter import Reporter
+from scalejax.training.state import TrainState
+
+
+class RunEvaluation:
+    """The evaluation of `run`, and its test data."""
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        evaluation: Evaluation,
+        compiled: Any,
+        skipped: Skipped,
+        reporter: Reporter,
+    ) -> None:
+        self._run = run
+        self._evaluation = evaluation
+        self._compiled = compiled
+        self._skipped = skipped
+        source = open_examples(run, "test", reporter)
+        self._source = beside_workers(source, run.config.input)
+
+    def measure(
+        self,
+        state: TrainState,
+        journal: Journal,
+        *,
+        step: int,
+        is_stopped: Callable[[], int],
+    ) -> EvaluationMeasurement | None:
+        """The metrics of `state`, the one after `step` updates; None if `is_stopped`, which
+        is asked after every batch, says so."""
+        begin, sums = time.perf_counter(), []
+        weights = self._evaluation.weights(state)
+        batches = evaluation_batches(
+            self._source, self._evaluation.batch, self._run.config.input, self._skipped
+        )
+        with closing(batches):
+            for batch in batches:
+                journal.heartbeat.at("evaluating", step)
+                if len(sums) > 1:
+                    jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
+                sums.append(self._compiled(*weights, batch))
+                if is_stopped():
+                    return None
+        parts = jax.device_get(sums)
+        return evaluation_measurement(
+            self._run,
+            parts,
+            step=step,
+            seconds=time.perf_counter() - begin,
+            elapsed_seconds=journal.elapsed_seconds,
+        )

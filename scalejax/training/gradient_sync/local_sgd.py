@@ -1,0 +1,109 @@
+"""Local SGD: the update in which each device goes on by itself, and now and then all average.
+
+One program holds both: a step without an average runs past it. What its conditions stand for in the
+mean of a run, `exchange_shares` tells whoever costs it, by their scopes.
+
+Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
+arXiv 2311.08105.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from scalejax.config.checks import require_own_batch_norm
+from scalejax.config.gradient_sync import LocalSgdConfig
+from scalejax.config.parallelism import DATA
+from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
+from scalejax.models import BatchNormScope
+from scalejax.training.gradient_sync.diloco import after_average
+from scalejax.training.gradients import Batch, gradients
+from scalejax.training.optimizers.fine_tuning import updated
+from scalejax.training.setup import Recipe
+from scalejax.training.state import PyTree, TrainState, as_part, learning_params, own_part
+
+
+def local_update(
+    recipe: Recipe, config: LocalSgdConfig, mesh: Mesh, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The state after an update of each device by its own samples, and the metrics of all.
+
+    Loss and accuracy are the mean over all devices in every step: a few bytes.
+
+    Raises:
+        ConfigError: if the network has BatchNorm over all devices.
+    """
+    copies = (state.params, state.model_state, state.opt_state)
+    whole, split = PartitionSpec(), PartitionSpec(DATA)
+    on_device = jax.shard_map(
+        partial(_on_device, recipe, config),
+        mesh=mesh,
+        in_specs=(split, whole, whole, split),
+        out_specs=(split, whole, whole),
+        check_vma=False,  # JAX does not see that an average behind a condition is the same on all
+    )
+    (params, model_state, opt_state), outer, metrics = on_device(
+        copies, state.exchange, state.step, batch
+    )
+    new_state = TrainState(
+        step=state.step + 1,
+        params=params,
+        model_state=model_state,
+        opt_state=opt_state,
+        exchange=outer,
+    )
+    learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+    return new_state, {**metrics, "learning_rate": learning_rate}
+
+
+def _on_device(
+    recipe: Recipe,
+    config: LocalSgdConfig,
+    copies: tuple[PyTree, PyTree, PyTree],
+    outer: PyTree,
+    step: jax.Array,
+    batch: Batch,
+) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, dict[str, jax.Array]]:
+    """An update of one device, from and to its part of [devices, ...]."""
+    run, begin = recipe.run, begin_step(recipe.run, config)
+    params, model_state, opt_state = own_part(copies)
+    if jax.tree.leaves(model_state):  # of a user's own network, nobody else knows
+        require_own_batch_norm(run.config.layout)
+    bn = BatchNormScope(groups=max(1, run.bn_groups // run.layout.data))
+    gradient, model_state, metrics = gradients(recipe, bn, params, model_state, batch, None)
+    if begin:
+        with jax.named_scope(SYNCHRONOUS):
+            gradient = lax.cond(step < begin, _mean, lambda own: own, gradient)
+    if run.config.train.measures_gradient_norm:
+        metrics["gradient_norm"] = optax.tree.norm(gradient, squared=True)
+    learning = learning_params(recipe, params)
+    updates, opt_state = recipe.optimizer.update(gradient, opt_state, learning)
+    learning = optax.apply_updates(learning, updates)
+    if begin and outer is not None:  # all devices are where the last average would be
+        last = jax.tree.map(partial(jnp.where, step < begin), learning, outer["params"])
+        outer = {**outer, "params": last}
+
+    def averaged(learning: PyTree, model_state: PyTree, outer: PyTree) -> tuple[Any, Any, Any]:
+        learning, model_state = _mean((learning, model_state))
+        learning, outer = after_average(config, learning, outer)
+        return learning, model_state, outer
+
+    made = step + 1 - begin
+    is_due = (made > 0) & (made % config.every_steps == 0)
+    with jax.named_scope(AVERAGE):
+        learning, model_state, outer = lax.cond(
+            is_due, averaged, lambda *own: own, learning, model_state, outer
+        )
+    metrics = _mean(metrics)
+    if "gradient_norm" in metrics:
+        metrics["gradient_norm"] = jnp.sqrt(metrics["gradient_norm"])
+    return as_part((updated(params, learning), model_state, opt_state)), outer, metrics
+
+
+def _mean(tree: PyTree) -> PyTree:
+    return lax.pmean(tree, DATA)

@@ -1,0 +1,58 @@
+"""Gradients in a sixteenth of the bytes: threshold, 0 or -threshold, 16 of them in a word.
+
+Every device receives the words of all others and adds up what they stand for; the sums have more
+values than two bits hold, so that no all-reduce can make them on the way.
+
+Source: MXNet's kvstore, `set_gradient_compression({"type": "2bit"})` (apache/incubator-mxnet#8662).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from scalejax.config.parallelism import DATA
+
+PyTree = Any
+
+_PER_WORD = 16
+_UP, _DOWN = 1, 2
+"""Codes of threshold and -threshold; 0 is that of 0."""
+
+
+def exchanged(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
+    """The mean of what all devices sent, and what this one sent.
+
+    Args:
+        gradient: of this device, float32.
+        threshold: from which size on an entry is sent, and as which.
+    """
+    entries, shaped = ravel_pytree(gradient)
+    codes = jnp.where(entries >= threshold, _UP, jnp.where(entries <= -threshold, _DOWN, 0))
+    words = lax.all_gather(_packed(codes), DATA)
+    total = _signs(_unpacked(words)).sum(axis=0).reshape(-1)[: entries.size]
+    mean = total.astype(jnp.float32) * (threshold / lax.axis_size(DATA))
+    return shaped(mean), shaped(_signs(codes).astype(jnp.float32) * threshold)
+
+
+def _signs(codes: jax.Array) -> jax.Array:
+    """1, 0 and -1, int32, of codes."""
+    return (codes == _UP).astype(jnp.int32) - (codes == _DOWN).astype(jnp.int32)
+
+
+def _shifts() -> jax.Array:
+    return jnp.arange(0, 2 * _PER_WORD, 2, dtype=jnp.uint32)
+
+
+def _packed(codes: jax.Array) -> jax.Array:
+    """Words, uint32 [entries / 16 rounded up], of codes [entries]."""
+    padded = jnp.pad(codes.astype(jnp.uint32), (0, -codes.size % _PER_WORD))
+    places = padded.reshape(-1, _PER_WORD) << _shifts()[None]
+    return places.sum(axis=1, dtype=jnp.uint32)  # of bits apart: no carry
+
+
+def _unpacked(words: jax.Array) -> jax.Array:
+    """Codes [devices, words, 16] of words [devices, words]."""
+    return (words[..., None] >> _shifts()[None, None]) & 3

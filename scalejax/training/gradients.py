@@ -1,0 +1,200 @@
+"""The loss of some samples, and its gradient added up over microbatches.
+
+Knows the network and the samples that it is given; nothing of where the other samples of a
+global batch are, nor of what is made of the gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from scalejax.config.data import DatasetFacts
+from scalejax.models import BatchNormScope
+from scalejax.models.sharding import is_data_manual
+from scalejax.training.optimizers.fine_tuning import trainable, updated
+from scalejax.training.setup import Recipe, network_of, reads_features, with_features
+
+PyTree = Any
+"""Nested dicts and dataclasses of arrays, as JAX means it."""
+
+Batch = dict[str, Any]
+"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
+words "places" besides; where some rows do not count, "weights" of the samples in training, of mean
+1 over the global batch; for mixup "mix", the share of its own that each sample keeps, its partner
+being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample and 0 for
+padding."""
+
+
+def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
+    """Images less the mean and over the deviation that the facts state; others as they are."""
+    if dataset.is_text or dataset.is_table:
+        return inputs
+    return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
+
+
+def sample_metrics(
+    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss and accuracy of each sample, float32 of shape (samples,); and the logits.
+
+    With "mix", the network sees `mix` of the sample and 1 - mix of its partner, and loss and
+    accuracy are so much of each one's target (Zhang et al. 2017, arXiv 1710.09412, section 2).
+    A partner may have weight 0 in the mean: its row holds an image and a target all the same.
+    """
+    if reads_features(recipe.run.config):
+        logits = with_features(network).classified(batch["inputs"])
+    else:
+        inputs = normalised(batch["inputs"], recipe.run.dataset)
+        if "mix" in batch:
+            inputs = _mixed(batch["mix"], inputs, _partners(inputs))
+        where = {"places": batch["places"]} if "places" in batch else {}
+        logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
+    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
+
+    def measured(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
+        return _cross_entropy(logits, targets, smoothing), hits
+
+    losses, hits = measured(batch["targets"])
+    if "mix" in batch:
+        losses_there, hits_there = measured(_partners(batch["targets"]))
+        losses = _mixed(batch["mix"], losses, losses_there)
+        hits = _mixed(batch["mix"], hits, hits_there)
+    positions = tuple(range(1, losses.ndim))
+    return losses.mean(axis=positions), hits.mean(axis=positions), logits
+
+
+def _partners(rows: jax.Array) -> jax.Array:
+    """Rows 1, 0, 3, 2, ...: each one's partner. A pair is on one device, so nothing is sent."""
+    return rows.reshape(-1, 2, *rows.shape[1:])[:, ::-1].reshape(rows.shape)
+
+
+def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
+    """`mix` [rows] of `own` and the rest of `others`, row by row."""
+    share = mix.reshape(-1, *[1] * (own.ndim - 1))
+    return share * own + (1 - share) * others
+
+
+def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
+    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
+    `smoothing` that of all classes in the mean.
+
+    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
+    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
+    0.10.2).
+    """
+    if not is_data_manual():
+        of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    else:
+        is_target = jax.nn.one_hot(targets, logits.shape[-1], dtype=bool)
+        picked = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+        of_target = jax.nn.logsumexp(logits, axis=-1) - picked
+    if smoothing == 0:
+        return of_target
+    of_all = jax.nn.logsumexp(logits, axis=-1) - logits.mean(axis=-1)
+    return (1 - smoothing) * of_target + smoothing * of_all
+
+
+def mean_loss(
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
+    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
+    statistics after it.
+
+    Weights of mean 1 over the global batch multiply loss and accuracy of each sample, so that
+    means over parts of equal size, and the mean of these, are of the samples that count.
+    """
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
+    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    losses, hits, _ = sample_metrics(recipe, network, batch, is_training=True)
+    model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
+    if "weights" in batch:
+        losses, hits = losses * batch["weights"], hits * batch["weights"]
+    loss = losses.mean() if scale is None else losses.mean() * scale
+    return loss, (hits.mean(), model_state)
+
+
+def gradients(
+    recipe: Recipe,
+    bn: BatchNormScope,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    scale: jax.Array | None,
+    reduce: Callable[[PyTree], PyTree] | None = None,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """Mean gradient over the microbatches, the statistics after the last, mean metrics; None in
+    place of the gradient of a parameter that does not learn.
+
+    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
+    added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
+    hold the squared norm of the gradients before they are added up.
+    """
+    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
+    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
+    learning = trainable(recipe.run.config.fine_tuning, params)
+
+    def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
+        return mean_loss(recipe, bn, updated(params, learning), model_state, batch, scale)
+
+    differentiate = jax.value_and_grad(loss_of, has_aux=True)
+
+    def reduced(
+        loss: jax.Array, accuracy: jax.Array, gradient: PyTree
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
+        metrics = {"loss": loss, "accuracy": accuracy}
+        gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+        if recipe.run.config.train.noise_scale is not None:
+            metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
+        return gradient if reduce is None else reduce(gradient), metrics
+
+    def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
+        total, model_state = carry
+        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, microbatch)
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
+        return (total, model_state), metrics
+
+    if microbatches == 1:
+        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, batch)
+        gradient, metrics = reduced(loss, accuracy, gradient)
+        return gradient, model_state, metrics
+    zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
+    deal = partial(_deal, microbatches, 2 if "mix" in batch else 1)
+    (gradient, model_state), metrics = lax.scan(
+        accumulate, (zeros, model_state), jax.tree.map(deal, batch)
+    )
+    return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _zeros_like(params: PyTree) -> PyTree:
+    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
+
+
+def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
+    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
+    shapes = jax.eval_shape(reduce, _zeros_like(params))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _deal(microbatches: int, at_once: int, rows: jax.Array) -> jax.Array:
+    """Rows dealt out in turn, so many at once, (microbatches, rows / microbatches, ...).
+
+    In turn, and not in blocks: the rows of a device stay on it.
+    """
+    if at_once == 1:
+        return rows.reshape(-1, microbatches, *rows.shape[1:]).swapaxes(0, 1)
+    dealt = rows.reshape(-1, microbatches, at_once, *rows.shape[1:]).swapaxes(0, 1)
+    return dealt.reshape(microbatches, -1, *rows.shape[1:])

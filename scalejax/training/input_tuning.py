@@ -1,0 +1,65 @@
+"""The input of a run on this host: processes that make its batches, chosen where it says "auto".
+
+Knows runs, their programs and their folders; how batches are made is the business of `data`.
+"""
+
+from dataclasses import replace
+
+from scalejax.config.input import InputConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError
+from scalejax.data.loader.loader import chosen_workers
+from scalejax.data.source import Shared, Source, open_source
+from scalejax.simulator.predict import Prediction
+from scalejax.training.record import RunFolder
+from scalejax.training.reporter import Reporter
+from scalejax.training.step import Step
+
+
+def tuned_input(
+    run: ResolvedRun, step: Step, files: RunFolder, reporter: Reporter
+) -> tuple[ResolvedRun, str]:
+    """`run` with a number of processes in `input.workers`, and for the record why so many.
+
+    Args:
+        run: what trains.
+        step: its first.
+        files: of the run, with what was predicted of its step, if something was.
+        reporter: whom to tell.
+
+    Raises:
+        UnreadableExample: if an example cannot be read or decoded.
+        ConfigError: if a file cannot be read.
+    """
+    config = run.config
+    if config.input.workers != "auto":
+        return run, ""
+    reporter.say("measuring the input ...")
+    choice = chosen_workers(
+        open_source(config.data, "train", seed=config.seed, augmentation=config.input.augmentation),
+        step.batch,
+        seed=config.seed,
+        how=config.input,
+        step_seconds=_predicted_seconds(files),
+    )
+    how = replace(config.input, workers=choice.workers)
+    return replace(run, config=replace(config, input=how)), f"; {choice}"
+
+
+def _predicted_seconds(files: RunFolder) -> float | None:
+    try:
+        return serialization.load(Prediction, files.prediction).step_seconds
+    except ConfigError:  # none was made, or it was damaged
+        return None
+
+
+def beside_workers(source: Source, how: InputConfig) -> Source:
+    """`source` as this process reads it, if others share its memory to make batches.
+
+    Raises:
+        ConfigError: if there is too little for so many.
+    """
+    if isinstance(how.workers, int) and how.workers and isinstance(source, Shared):
+        return source.share_of(how.workers + 1)
+    return source

@@ -1,0 +1,53 @@
+"""A `Layout` as a JAX mesh over real or described devices."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from scalejax.config.parallelism import AXES, BATCH_AXES, Layout
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+
+
+def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of shape `layout`, neighbours in `devices` being neighbours on its last axis.
+
+    Axes are of type Auto: the compiler propagates shardings from the step's inputs.
+
+    Args:
+        layout: devices along each axis.
+        devices: in order of the cluster; if None, those of this run, all processes.
+
+    Raises:
+        DoesNotFit: if there are fewer devices than the layout takes.
+        ConfigError: if several processes run and the layout leaves some of their devices out.
+    """
+    available = jax.devices() if devices is None else devices
+    if layout.device_count > len(available):
+        raise DoesNotFit(
+            f"the layout {layout} takes {layout.device_count} devices, but this machine has "
+            f"{len(available)} ({available[0].platform}). Use a smaller layout, or on a CPU give "
+            f"--cpu-devices {layout.device_count}."
+        )
+    if devices is None and jax.process_count() > 1 and layout.device_count < len(available):
+        accepted = (
+            f"the layout {layout} leaves some of the {len(available)} devices of "
+            f"{jax.process_count()} processes without work; use all, or fewer processes"
+        )
+        raise ConfigError(refusal("layout", str(layout), accepted))
+    sizes = tuple(layout.axis_sizes.values())
+    grid = np.asarray(available[: math.prod(sizes)], dtype=object).reshape(sizes)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The first dimension is divided over the axes that divide the batch."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

@@ -1,0 +1,119 @@
+"""The gradient noise scale: how many samples a gradient needs before more of them stop paying.
+
+    noise scale = S / |G|^2,
+
+S the variance of the gradient of one sample, summed over parameters, |G| the norm of the true
+gradient. Both follow from the norms of gradients of two sizes of batch, which an update that is
+spread over devices or microbatches has anyway: no backward pass is made for them.
+
+Arithmetic that holds for numbers and for arrays; knows no networks and no meshes.
+
+Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2 and appendix A.1.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from scalejax.config.parallelism import BatchSplit
+from scalejax.core.errors import ConfigError, refusal
+
+
+class NoiseAverages(NamedTuple):
+    """Moving averages of the two estimates, begun at zero.
+
+    Both are too small by the same factor, 1 - decay^updates, which their ratio does not see. Each
+    is averaged for itself: the ratio of one update's estimates would be biased.
+    """
+
+    variance: Any
+    """Of S: squared length of a gradient, times samples."""
+    squared_norm: Any
+    """Of |G|^2: squared length of a gradient."""
+
+    def updated(self, decay: float, variance: Any, squared_norm: Any) -> "NoiseAverages":
+        """The averages with the estimates of one more update."""
+        return NoiseAverages(
+            variance=decay * self.variance + (1 - decay) * variance,
+            squared_norm=decay * self.squared_norm + (1 - decay) * squared_norm,
+        )
+
+    @property
+    def noise_scale(self) -> Any:
+        """Samples; not above 0 where the estimates are too few to tell."""
+        return self.variance / self.squared_norm
+
+
+def estimates(
+    small_squared_norm: Any, big_squared_norm: Any, *, small_batch: float, big_batch: float
+) -> tuple[Any, Any]:
+    """Unbiased estimates of S and of |G|^2 from one update.
+
+    |G|^2 = (B_big |G_big|^2 - B_small |G_small|^2) / (B_big - B_small),
+    S = (|G_small|^2 - |G_big|^2) / (1 / B_small - 1 / B_big).
+
+    Args:
+        small_squared_norm: mean squared norm of the gradients of the parts.
+        big_squared_norm: squared norm of their mean.
+        small_batch: samples of one part.
+        big_batch: samples of all parts, more than of one.
+
+    Source: McCandlish et al. 2018, arXiv 1812.06162, appendix A.1.
+    """
+    variance = (small_squared_norm - big_squared_norm) / (1 / small_batch - 1 / big_batch)
+    squared_norm = (big_batch * big_squared_norm - small_batch * small_squared_norm) / (
+        big_batch - small_batch
+    )
+    return variance, squared_norm
+
+
+def averaged(noise_scales: Iterable[float | None], global_batch: float) -> float | None:
+    """The mean noise scale of a run over the progress that it made, an estimate of its critical
+    batch; None if none was measured.
+
+    An update with B samples makes 1 / (1 + noise scale / B) of the progress of one without noise.
+    Over that progress s, steps with B samples are the integral of (1 + noise scale / B) ds, so
+
+        B_crit = E_min / S_min = (integral of noise scale ds) / (integral of ds).
+
+    Args:
+        noise_scales: measured at updates evenly apart, up to where the target was reached; None
+            where the gradients were too few to tell.
+        global_batch: samples of an update.
+
+    Source: McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 to 2.4 and appendix D.
+    """
+    scales = [scale for scale in noise_scales if scale is not None]
+    progress = [1 / (1 + scale / global_batch) for scale in scales]
+    if not scales:
+        return None
+    return sum(s * p for s, p in zip(scales, progress, strict=True)) / sum(progress)
+
+
+def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
+    """Parts of a global batch whose gradients an update sees before it adds them up.
+
+    Those of the microbatches, but for a pipeline, whose stages differentiate all of them at once;
+    and those of the data axis, but where the compiler adds them up: with BatchNorm in mode "jit".
+    The gradients of devices along fsdp are added up where they are made.
+    """
+    is_compilers = mode == "jit" and has_batch_norm
+    microbatches = 1 if split.layout.pipeline > 1 else split.microbatches
+    return microbatches * (1 if is_compilers else split.layout.data)
+
+
+def require_parts(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
+    """`part_count`, at least 2.
+
+    Raises:
+        ConfigError: if an update has one gradient alone.
+    """
+    count = part_count(split, mode=mode, has_batch_norm=has_batch_norm)
+    if count == 1:
+        accepted = (
+            "train.noise_scale compares gradients of parts of a batch, and this layout has one "
+            "part; it needs batch.microbatches above 1 (not in a pipeline) or layout.data above 1"
+        )
+        if has_batch_norm:
+            accepted += ' (with BatchNorm in layout.mode="shard_map")'
+        raise ConfigError(refusal("batch.microbatches", split.microbatches, accepted))
+    return count

@@ -1,0 +1,187 @@
+"""How a gradient becomes an update: Optax chains, with masks by the paths of parameters.
+
+Knows paths and which parameters are stacked over layers; nothing of networks.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import tree_map_with_path
+
+from scalejax.config.optimizer import (
+    AdagradConfig,
+    AdamWConfig,
+    LambConfig,
+    LarsConfig,
+    OptimizerConfig,
+    ScheduleFreeConfig,
+    SgdConfig,
+)
+from scalejax.models import parameter_path
+from scalejax.training.optimizers.loss_scale import LossScaled
+from scalejax.training.optimizers.trust_ratio import Ratio, scale_by_layer
+from scalejax.training.schedules import Schedule
+
+DECAYED = ("kernel", "embedding")
+"""Last parts of the paths of weights; all other parameters are biases and normalisation."""
+
+Mask = Callable[[Any], Any]
+"""From a tree of parameters to the tree that says which of them are meant."""
+
+
+def build_optimizer(
+    config: OptimizerConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+) -> optax.GradientTransformation:
+    """The Optax transformation that `config` names; its updates are added to the parameters.
+
+    Args:
+        config: which optimizer, and its numbers.
+        schedule: the learning rate by step.
+        stacked: `Network.stacked`; in LARS and LAMB each layer in there has its own trust ratio.
+    """
+    match config:
+        case SgdConfig():
+            return _sgd(config, schedule)
+        case AdamWConfig():
+            return optax.chain(
+                optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+                optax.add_decayed_weights(config.weight_decay, _mask(config)),
+                optax.scale_by_learning_rate(schedule),
+            )
+        case AdagradConfig():
+            return optax.adagrad(schedule, config.initial_accumulator, config.epsilon)
+        case ScheduleFreeConfig():
+            return optax.contrib.schedule_free(
+                _without_momentum(config, schedule), schedule, b1=config.interpolation
+            )
+        case LarsConfig():
+            return _lars(config, schedule, stacked)
+        case LambConfig():
+            return _lamb(config, schedule, stacked)
+
+
+def evaluated_params(config: OptimizerConfig, opt_state: optax.OptState, params: Any) -> Any:
+    """The parameters that an optimizer means to be used, from those that it trains."""
+    if not isinstance(config, ScheduleFreeConfig):
+        return params
+    inner = opt_state.inner if isinstance(opt_state, LossScaled) else opt_state
+    return optax.contrib.schedule_free_eval_params(inner, params)
+
+
+def _sgd(config: SgdConfig, schedule: Schedule) -> optax.GradientTransformation:
+    decayed = optax.add_decayed_weights(config.weight_decay, _mask(config))
+    if not config.momentum:
+        return optax.chain(decayed, optax.identity(), optax.scale_by_learning_rate(schedule))
+    return optax.chain(decayed, *_momentum(config, schedule))
+
+
+def _lars(
+    config: LarsConfig, schedule: Schedule, stacked: tuple[str, ...]
+) -> optax.GradientTransformation:
+    mask = _mask(config)
+    decayed = optax.add_decayed_weights(config.weight_decay, mask)
+    ratio = Ratio(coefficient=config.trust_coefficient)
+    if config.variant == "optax":
+        scaled = (decayed, optax.masked(scale_by_layer(ratio, stacked), mask))
+    else:
+        # The ratio is of the gradient alone, and the decay that joins it here has it too.
+        ratio = Ratio(coefficient=config.trust_coefficient, decay=config.weight_decay)
+        scaled = (optax.masked(scale_by_layer(ratio, stacked), mask),)
+    return optax.chain(*scaled, *_momentum(config, schedule))
+
+
+def _lamb(
+    config: LambConfig, schedule: Schedule, stacked: tuple[str, ...]
+) -> optax.GradientTransformation:
+    is_nvidias, mask = config.variant == "nvlamb", _mask(config)
+    bound = config.weight_norm_bound if config.variant == "paper" else None
+    ratio = scale_by_layer(Ratio(weight_norm_bound=bound, clip=config.trust_clip), stacked)
+    return optax.chain(
+        *([optax.clip_by_global_norm(1.0)] if is_nvidias else []),
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, mask),
+        optax.masked(ratio, _everything if is_nvidias else mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def _without_momentum(
+    config: ScheduleFreeConfig, schedule: Schedule
+) -> optax.GradientTransformation:
+    """What steps beneath the averaging, which is all the momentum there is."""
+    adapted = optax.scale_by_rms(
+        config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
+    )
+    return optax.chain(
+        adapted if config.base == "adamw" else optax.identity(),
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+# --- momentum, and where the learning rate enters it ---
+
+
+def _momentum(
+    config: SgdConfig | LarsConfig, schedule: Schedule
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The buffer and the learning rate, in the order that the form calls for."""
+    buffer = optax.trace(config.momentum, config.nesterov)
+    rate = optax.scale_by_learning_rate(schedule)
+    match config.momentum_form:
+        case "rate_outside":
+            return buffer, rate
+        case "rate_inside":
+            return rate, buffer
+        case "rate_inside_corrected":
+            return rate, _corrected(buffer, schedule)
+
+
+class _CorrectedState(NamedTuple):
+    updates_made: jax.Array
+    buffer: optax.OptState
+
+
+def _corrected(
+    buffer: optax.GradientTransformation, schedule: Schedule
+) -> optax.GradientTransformation:
+    """`buffer`, an `optax.trace`, whose content is first brought to the rate of this step.
+
+    Its content times r / r_before, so that equation 10 of Goyal et al. 2017 (section 3, remark 2,
+    arXiv 1706.02677) gives what equation 9 gives. After a rate of 0 nothing is left to correct.
+    """
+
+    def init(params: Any) -> _CorrectedState:
+        return _CorrectedState(jnp.zeros((), jnp.int32), buffer.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        before = schedule(jnp.maximum(state.updates_made - 1, 0))
+        ratio = jnp.where(
+            before == 0, 1.0, schedule(state.updates_made) / jnp.where(before, before, 1)
+        )
+        brought = jax.tree.map(lambda leaf: leaf * ratio, state.buffer)
+        updates, new_buffer = buffer.update(updates, brought, params)
+        return updates, _CorrectedState(state.updates_made + 1, new_buffer)
+
+    return optax.GradientTransformation(init, update)
+
+
+# --- masks ---
+
+
+def _mask(config: Any) -> Mask:
+    return _everything if config.decays_norm_and_bias else _weights
+
+
+def _weights(params: Any) -> Any:
+    """True for kernels and embeddings, by the last part of the path."""
+    return tree_map_with_path(
+        lambda path, _: parameter_path(path).rpartition("/")[2] in DECAYED, params
+    )
+
+
+def _everything(params: Any) -> Any:
+    return jax.tree.map(lambda _: True, params)

@@ -1,0 +1,44 @@
+"""Averages of parameters along a run: exponential (EMA) and equal (SWA), one update at a time.
+
+A pure function of the step and of two trees, element by element: an average lies on devices as
+its parameters do. Knows no networks and no meshes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.config.run import ResolvedRun
+from scalejax.config.training import EmaConfig, SwaConfig
+
+
+def averaged(run: ResolvedRun, step: jax.Array, average: Any, weights: Any) -> Any:
+    """The average after an update.
+
+    EMA after update t: decay average + (1 - decay) weights. SWA over updates at S, S + E, S + 2 E,
+    ...: the mean of the weights after each; until S the weights themselves.
+
+    Args:
+        run: which average, and the steps of its epochs.
+        step: updates made, this one included.
+        average: before the update.
+        weights: after the update, a tree alike.
+
+    Source: Polyak & Juditsky 1992, SIAM J. Control Optim. 30(4), for EMA in its usual form;
+        Izmailov et al. 2018, algorithm 1, arXiv 1803.05407.
+    """
+    match run.config.averaging:
+        case EmaConfig() as config:
+            decay = jnp.asarray(config.decay, jnp.float32)
+            if config.warms_up:
+                decay = jnp.minimum(decay, (1 + step) / (10 + step))
+            share = 1 - decay
+        case SwaConfig() as config:
+            start = round(config.start_epoch * run.steps_per_epoch)
+            every = max(round(config.every_epochs * run.steps_per_epoch), 1)
+            since = jnp.maximum(step - start, 0)
+            share = jnp.where(since % every == 0, 1 / (since // every + 1), 0.0)
+        case None:
+            return None
+    return jax.tree.map(lambda mean, new: mean + share * (new - mean), average, weights)

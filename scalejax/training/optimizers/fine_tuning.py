@@ -1,0 +1,98 @@
+"""Which parameters of a network learn: trees without the others, and rates of their own.
+
+Knows paths of parameters; nothing of gradients, meshes and optimizers. A parameter that does not
+learn is None in the trees here, which JAX takes for nothing at all: no gradient is computed for
+it, reduced or kept.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.tree_util import tree_flatten_with_path, tree_map_with_path
+
+from scalejax.config.training import FineTuningConfig
+from scalejax.core.errors import ConfigError, refusal, unknown_name
+from scalejax.models import BatchNorm, parameter_path
+
+
+def trainable(config: FineTuningConfig | None, params: Any) -> Any:
+    """`params`, or a tree alike, with None in place of what does not learn."""
+    if config is None or not config.trainable:
+        return params
+    return tree_map_with_path(
+        lambda path, leaf: leaf if _learns(config, parameter_path(path)) else None, params
+    )
+
+
+def updated(params: Any, learned: Any) -> Any:
+    """`params` with those of `learned` that are not None in place of its own."""
+    return jax.tree.map(
+        lambda new, old: old if new is None else new, learned, params, is_leaf=lambda x: x is None
+    )
+
+
+def freeze_norms(config: FineTuningConfig | None, network: nnx.Module) -> None:
+    """Let every BatchNorm of `network` whose scale does not learn use its running statistics."""
+    if config is None or not config.trainable:
+        return
+    for path, module in nnx.iter_modules(network):
+        if isinstance(module, BatchNorm):
+            module.is_frozen = not _learns(config, "/".join(map(str, (*path, "scale"))))
+
+
+def with_rate_factors(
+    config: FineTuningConfig | None, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """`optimizer` with updates times the factors of `config`.
+
+    Every update is the learning rate times what does not depend on it, so that this is to train
+    each part with a rate of its own.
+    """
+    if config is None or not config.rate_factors:
+        return optimizer
+    factors = config.rate_factors
+
+    def scaled(path: tuple[Any, ...], update: jax.Array) -> jax.Array:
+        fitting = [part for part in factors if _is_within(parameter_path(path), part)]
+        return update * factors[max(fitting, key=len)] if fitting else update
+
+    return optax.chain(optimizer, optax.stateless(lambda tree, _: tree_map_with_path(scaled, tree)))
+
+
+def require_known_parts(config: FineTuningConfig | None, params: Any) -> None:
+    """Refuse names of parts of which the network has none.
+
+    Raises:
+        ConfigError: naming those that it has.
+    """
+    if config is None:
+        return
+    leaves, _ = tree_flatten_with_path(params)
+    paths = [parameter_path(path) for path, _ in leaves]
+    for field, parts in (
+        ("fine_tuning.trainable", config.trainable),
+        ("fine_tuning.rate_factors", tuple(config.rate_factors)),
+    ):
+        for part in parts:
+            if any(_is_within(path, part) for path in paths):
+                continue
+            if "/" in part:
+                beneath = part.split("/")[0]
+                found = [path for path in paths if _is_within(path, beneath)]
+                raise ConfigError(unknown_name(field, part, found or paths))
+            raise ConfigError(unknown_name(field, part, {path.split("/")[0] for path in paths}))
+    for part in config.rate_factors:
+        if not any(_learns(config, path) for path in paths if _is_within(path, part)):
+            accepted = f"nothing of it learns; fine_tuning.trainable={list(config.trainable)}"
+            raise ConfigError(refusal("fine_tuning.rate_factors", part, accepted))
+
+
+def _learns(config: FineTuningConfig, path: str) -> bool:
+    return not config.trainable or any(_is_within(path, part) for part in config.trainable)
+
+
+def _is_within(path: str, part: str) -> bool:
+    """Whether `path` is `part` or begins with it, names taken whole."""
+    return path == part or path.startswith(f"{part}/")

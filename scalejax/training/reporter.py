@@ -1,0 +1,228 @@
+"""What a run says while it runs: a bar with the time left on a terminal, plain lines elsewhere.
+
+Knows measurements and streams; no devices and no files.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from scalejax.core.units import UNKNOWN, format_count, format_fraction, format_seconds
+from scalejax.training.input_stalls import wait_in_words, wait_share
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    Measurement,
+    TrainMeasurement,
+    UnreadableExamples,
+)
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Reporter(Protocol):
+    """Tells someone how a run goes."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """The programs of the run are compiled within, before the loop begins."""
+        ...
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """The loop begins after `step` of `total_steps` updates."""
+        ...
+
+    def say(self, text: str) -> None:
+        """Something happened that is worth a line."""
+        ...
+
+    def measured(self, measurement: Measurement) -> None:
+        """Something was measured."""
+        ...
+
+    def end(self) -> None:
+        """The loop is over, however it ended."""
+        ...
+
+
+def reporter_for(stream: TextIO) -> Reporter:
+    """A bar if `stream` is a terminal, else plain lines."""
+    return ProgressBar(stream) if stream.isatty() else PlainLines(stream)
+
+
+def statistics_in_words(measurement: TrainMeasurement) -> str:
+    """What the run measures of its gradients over its last updates, and what float16 has made of
+    it so far, to be put behind other figures; else nothing."""
+    words = ""
+    if measurement.gradient_norm is not None:
+        words += f", gradient norm {measurement.gradient_norm:.3g}"
+    if measurement.noise_scale is not None:
+        words += f", noise scale {measurement.noise_scale:,.0f} samples lately"
+    if measurement.loss_scale is not None:
+        skipped = measurement.skipped_updates
+        updates = "update" if skipped == 1 else "updates"
+        words += f", loss scale {measurement.loss_scale:g}, {skipped} {updates} skipped"
+    return words
+
+
+def unreadable_in_words(rows: int, part: str) -> str:
+    """How many examples of a part were left out."""
+    return f"{rows:,} unreadable {part} example{'' if rows == 1 else 's'} skipped"
+
+
+class Silent:
+    """Says nothing: for processes other than the first, and for tests."""
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Nothing."""
+        return nullcontext()
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def measured(self, measurement: Measurement) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class PlainLines:
+    """A line for every evaluation, and every few seconds in between."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._total_steps = self._begin_step = 0
+        self._last_line = self._begin = 0.0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Write a line."""
+        self.say("compiling ...")
+        yield
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Remember how far it is."""
+        self._total_steps = total_steps
+        self._last_line = self._begin = time.monotonic()
+        self._begin_step = step
+
+    def say(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._stream, flush=True)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Write a line, unless it is of an update and the last line is fresh."""
+        now = time.monotonic()
+        if isinstance(measurement, TrainMeasurement):
+            if now < self._last_line + _SECONDS_BETWEEN_LINES:
+                return
+            made = measurement.step - self._begin_step
+            left = (self._total_steps - measurement.step) * (now - self._begin) / max(1, made)
+            self.say(f"{_sentence(measurement, self._total_steps)}, {format_seconds(left)} left")
+        else:
+            self.say(_sentence(measurement, self._total_steps))
+        self._last_line = now
+
+    def end(self) -> None:
+        """Nothing is left to write."""
+
+
+class ProgressBar:
+    """A bar over the steps of the run, evaluations above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream, highlight=False)
+        self._progress = Progress(
+            TextColumn("epoch {task.fields[epoch]:.2f}"),
+            BarColumn(),
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=None, epoch=0.0, figures="")
+        self._total_steps = 0
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Show for how long it has been going on, and take that away."""
+        columns = (TextColumn("compiling"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            progress.add_task("", total=None)
+            yield
+
+    def begin(self, step: int, total_steps: int) -> None:
+        """Draw the bar."""
+        self._total_steps = total_steps
+        self._progress.update(self._task, completed=step, total=total_steps)
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Write a line above the bar."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def measured(self, measurement: Measurement) -> None:
+        """Move the bar, or write a line above it."""
+        if isinstance(measurement, TrainMeasurement):
+            self._progress.update(
+                self._task,
+                completed=measurement.step,
+                epoch=measurement.epoch,
+                figures=_figures(measurement, is_short=True),
+            )
+        else:
+            self.say(_sentence(measurement, self._total_steps))
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def _sentence(measurement: Measurement, total_steps: int) -> str:
+    if isinstance(measurement, TrainMeasurement):
+        return f"step {measurement.step}/{total_steps}: {_figures(measurement)}"
+    if isinstance(measurement, EvaluationMeasurement):
+        return (
+            f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
+            f"test loss {_loss(measurement.test_loss)}, "
+            f"test accuracy {format_fraction(measurement.test_accuracy)}"
+        )
+    if isinstance(measurement, UnreadableExamples):
+        part = {"train": "training", "test": "test"}[measurement.part]
+        return (
+            f"epoch {measurement.epoch:g}, step {measurement.step}/{total_steps}: "
+            f"{unreadable_in_words(measurement.rows, part)}: {_first_of(measurement)}"
+        )
+    return f"{measurement.status.replace('_', ' ')}: {measurement.message}"
+
+
+def _figures(measurement: TrainMeasurement, *, is_short: bool = False) -> str:
+    rate = format_count(measurement.samples_per_second)
+    wait = wait_in_words([measurement])
+    if wait and is_short:  # beside a bar, on a terminal of 80 columns
+        wait = f", {format_fraction(wait_share([measurement]))} waiting"
+    statistics = statistics_in_words(measurement)
+    return f"loss {_loss(measurement.loss)}, {rate} samples/s{wait}{statistics}"
+
+
+def _first_of(unreadable: UnreadableExamples) -> str:
+    """The first reason, by file and row; the record has more."""
+    first, *others = sorted(unreadable.reasons)
+    return f"{first.rstrip('.')}; ..." if others else first.rstrip(".")
+
+
+def _loss(loss: float | None) -> str:
+    return UNKNOWN if loss is None else f"{loss:.4f}"

@@ -1,0 +1,146 @@
+"""What the step of a run is made of: its network, its optimizer, its schedule, for a device.
+
+Knows how a config becomes these; knows no state, no gradient and no mesh but for its device.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+
+from scalejax.config.model import ModelConfig
+from scalejax.config.run import ResolvedRun, RunConfig
+from scalejax.config.scaling_rules import scaled_optimizer
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.models import (
+    BatchNormScope,
+    NetworkWithFeatures,
+    attention,
+    build_network,
+    network_class,
+)
+from scalejax.training.optimizers import build_optimizer
+from scalejax.training.optimizers.fine_tuning import freeze_norms, with_rate_factors
+from scalejax.training.optimizers.loss_scale import with_loss_scale
+from scalejax.training.schedules import Schedule, learning_rate_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What the step of a run is made of."""
+
+    run: ResolvedRun
+    """What was asked for, the kind of attention decided."""
+    optimizer: optax.GradientTransformation
+    """Of all parameters that learn; in float16, of the gradients of a scaled loss."""
+    schedule: optax.Schedule
+    """Learning rate by updates made."""
+
+
+def recipe_of(
+    run: ResolvedRun, mesh: Mesh | None = None, schedule: Schedule | None = None
+) -> Recipe:
+    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone.
+
+    With `schedule`, that is the learning rate, and not what the config says of it.
+
+    Raises:
+        ConfigError: if its compute type is for costing only.
+    """
+    _require_trained_type(run.config.model)
+    # Fused attention wants the queries of all tokens, of which context leaves a device some.
+    device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
+    model = attention.settled(run.config.model, device)
+    run = replace(run, config=replace(run.config, model=model))
+    schedule = schedule or schedule_of(run)
+    stacked = network_class(run.config.model).stacked
+    described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
+    optimizer = build_optimizer(described, schedule, stacked=stacked)
+    optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
+    if model.compute_dtype == "float16":
+        optimizer = with_loss_scale(optimizer)
+    return Recipe(run=run, optimizer=optimizer, schedule=schedule)
+
+
+def schedule_of(run: ResolvedRun) -> Schedule:
+    """The learning rate by updates made: of the samples that they saw, if the batch grows."""
+    schedule = learning_rate_schedule(
+        run.config.schedule,
+        global_batch=run.split.global_batch,
+        steps_per_epoch=run.steps_per_epoch,
+        total_steps=run.steps_per_epoch * run.config.train.epochs,
+    )
+    phases = run.phases
+    if len(phases) == 1:
+        return schedule
+
+    def by_samples(step: ArrayLike) -> jax.Array:
+        step = jnp.asarray(step)
+        epoch = jnp.zeros(step.shape, jnp.float32)
+        for phase in phases:
+            within = (step - phase.first_step) / phase.steps_per_epoch
+            epoch = jnp.where(step >= phase.first_step, phase.first_epoch + within, epoch)
+        return schedule(epoch * run.steps_per_epoch)  # exact where an epoch begins
+
+    return by_samples
+
+
+def _require_trained_type(model: ModelConfig) -> None:
+    """Refuse what can be costed but not trained."""
+    if model.compute_dtype == "float8":
+        accepted = (
+            "it is for costing only: predict, explain and search know what linear layers in fp8 "
+            'take, and nothing trains in them; use "bfloat16"'
+        )
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+
+
+def reads_features(config: RunConfig) -> bool:
+    """Whether a step takes features that were computed before it, in place of images."""
+    return config.fine_tuning is not None and config.fine_tuning.cache_features
+
+
+def with_features(network: nnx.Module) -> NetworkWithFeatures:
+    """`network` as one that can be taken apart before its last layer.
+
+    Raises:
+        ConfigError: if it cannot.
+    """
+    if not isinstance(network, NetworkWithFeatures):
+        accepted = (
+            f"{type(network).__name__} has no methods features and classified, which are its parts "
+            "before and after them; efficientnet_lite0 has"
+        )
+        raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+    return network
+
+
+def feature_width(recipe: Recipe) -> int:
+    """Features that the last layer of the network reads of an example.
+
+    Raises:
+        ConfigError: if the network cannot be taken apart before it.
+    """
+    if recipe.run.dataset.is_text:
+        accepted = "texts have targets at every place, and no features of the whole"
+        raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
+    images = jax.ShapeDtypeStruct((1, *recipe.run.dataset.input_shape), jnp.float32)
+
+    def features(images: jax.Array) -> jax.Array:
+        network = with_features(network_of(recipe, BatchNormScope()))
+        return network.features(images, is_training=False)
+
+    return jax.eval_shape(features, images).shape[-1]
+
+
+def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:
+    """The network as its seed draws it; in a traced function, to be merged with other values."""
+    run = recipe.run
+    rngs = nnx.Rngs(run.config.seed)
+    network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
+    freeze_norms(run.config.fine_tuning, network)
+    return network

@@ -1,0 +1,237 @@
+"""What a run has shown so far, and with what words it ends.
+
+Follows from the record alone: a resumed run is told its record again, and need store nothing.
+Knows lines of the record and the rules that end a run; neither devices nor files.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from scalejax.config.run import ResolvedRun
+from scalejax.config.training import DivergenceConfig, EarlyStoppingConfig
+from scalejax.core.environment import machine_cores
+from scalejax.core.units import counted, format_seconds
+from scalejax.training.input_stalls import wait_with_advice
+from scalejax.training.record import (
+    DivergenceCause,
+    EvaluationMeasurement,
+    Measurement,
+    Status,
+    TrainMeasurement,
+    finite,
+)
+from scalejax.training.reporter import statistics_in_words
+
+# When a run will not learn any more, and why: rules over what is measured of it.
+
+_MIN_LOSS_SCALE = 1.0
+"""DeepSpeed, fp16 options, `min_loss_scale`."""
+
+
+def is_skipped(value: float | None, loss_scale: float | None) -> bool:
+    """Whether an update of float16 was not made, so that a `value` of it that is not finite (None),
+    its loss or the norm of its gradient, tells nothing of the run."""
+    return value is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
+
+
+class Divergence:
+    """Follows the record of a run until a rule ends it."""
+
+    def __init__(self, config: DivergenceConfig) -> None:
+        self._config = config
+        self._norms: list[float] = []
+        self.cause: DivergenceCause | None = None
+        """What ends the run; None while nothing does."""
+        self.message = ""
+        """The same for people, with the figures that show it."""
+
+    def update(self, measurement: Measurement) -> None:
+        """Take in a line of the record; the first cause stays."""
+        if self.cause is not None:
+            return
+        if isinstance(measurement, TrainMeasurement):
+            self.see_loss(measurement.step, measurement.loss, measurement.loss_scale)
+            self._watch_norm(measurement)
+        elif isinstance(measurement, EvaluationMeasurement):
+            self._watch_outputs(measurement)
+
+    def see_loss(self, step: int, loss: float | None, loss_scale: float | None) -> None:
+        """Take in a training loss that the record has no line of; the first cause stays.
+
+        Args:
+            step: updates made.
+            loss: of the last one; None if it is not finite.
+            loss_scale: of float16; None of other types.
+        """
+        is_lost = loss is None and not is_skipped(loss, loss_scale)
+        if self._config.stops_not_finite and is_lost and self.cause is None:
+            self.cause = "not_finite"
+            self.message = f"the training loss is not finite at step {step}"
+
+    def _watch_outputs(self, measurement: EvaluationMeasurement) -> None:
+        if self._config.stops_dead and measurement.is_constant:
+            loss = "n/a" if measurement.test_loss is None else f"{measurement.test_loss:.4f}"
+            self.cause = "dead"
+            self.message = (
+                f"dead at step {measurement.step}: all {measurement.examples:,} test examples get "
+                f"the same output, test loss {loss}"
+            )
+
+    def _watch_norm(self, measurement: TrainMeasurement) -> None:
+        growth, patience = self._config.max_gradient_growth, self._config.patience
+        norm, loss_scale = measurement.gradient_norm, measurement.loss_scale
+        if growth is None or is_skipped(norm, loss_scale):
+            return
+        self._norms.append(math.inf if norm is None else norm)  # it is measured: so it overflowed
+        before, last = self._norms[:-patience], self._norms[-patience:]
+        if before and _is_beyond(last, growth * median(before)):
+            self.cause = "exploding_gradient"
+            self.message = (
+                f"exploding gradient: its norm is {last[-1]:.3g} at step {measurement.step}, over "
+                f"{growth:g} times the median {median(before):.3g} before, in {patience} lines of "
+                "the record in a row"
+            )
+
+
+def _is_beyond(norms: Sequence[float], limit: float) -> bool:
+    return min(norms) > limit
+
+
+# When to stop before the last epoch, and which epoch was best: the rules of Keras 3, exactly.
+
+
+class EarlyStopping:
+    """Follows one metric over the epochs of a run."""
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self._config = config
+        self._falls = config.monitor == "test_loss"
+        self._best_value: float | None = None
+        self._wait = 0
+        self.best_epoch: int | None = None
+        """Epoch whose weights are the best, counted from 0; None before any was watched."""
+        self.has_stopped = False
+        """Whether the epoch last told is the last one."""
+
+    def update(self, epoch: int, value: float) -> None:
+        """Take in the metric after an epoch.
+
+        Args:
+            epoch: counted from 0.
+            value: test loss or test accuracy, as `monitor` says; may be NaN.
+        """
+        config = self._config
+        if epoch < config.start_from_epoch:
+            return
+        self._wait += 1
+        if self._is_better(value, self._best_value):
+            self._best_value, self.best_epoch = value, epoch
+            if config.baseline is None or self._is_better(value, config.baseline):
+                self._wait = 0
+            return
+        self.has_stopped = self._wait >= config.patience and epoch > 0
+
+    def _is_better(self, value: float, reference: float | None) -> bool:
+        """Whether `value` beats `reference` by more than `min_delta`; anything beats None.
+
+        Compared in float32, as Keras compares: 0.9 against 1.0 is no change of more than 0.1.
+        """
+        if reference is None:
+            return True
+        min_delta = abs(self._config.min_delta)
+        if self._falls:
+            return bool(np.float32(value + min_delta) < np.float32(reference))
+        return bool(np.float32(value - min_delta) > np.float32(reference))
+
+
+class Course:
+    """Takes in the record of a run, line by line; says when the run is to end, and how it did."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run = run
+        self._wanted = run.config.train.early_stopping
+        self._stopping = EarlyStopping(self._wanted) if self._wanted else None
+        self._divergence = Divergence(run.config.train.divergence)
+        self._last_losses: dict[str, float | None] = {}
+        self._statistics = ""
+        self.updates: list[TrainMeasurement] = []
+        """The lines of updates."""
+        self.best_step: int | None = None
+        """Updates after which early stopping saw the best evaluation; None if it saw none."""
+        self.evaluated_step: int | None = None
+        """Updates after which the latest evaluation was made; None if there was none."""
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether a rule says that the run will not learn any more."""
+        return self._divergence.cause is not None
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether early stopping ends the run here."""
+        return self._stopping is not None and self._stopping.has_stopped
+
+    @property
+    def has_ended_early(self) -> bool:
+        """Whether anything does."""
+        return self.has_stopped_early or self.has_diverged
+
+    def see_loss(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take in the metrics of update `step`, which the record has no line of."""
+        loss, loss_scale = finite(float(metrics["loss"])), metrics.get("loss_scale")
+        self._keep_loss(loss, loss_scale)
+        self._divergence.see_loss(step, loss, loss_scale)
+
+    def note(self, measurement: Measurement) -> None:
+        """Take in a line of the record."""
+        self._divergence.update(measurement)
+        if isinstance(measurement, TrainMeasurement):
+            self._keep_loss(measurement.loss, measurement.loss_scale)
+            self.updates.append(measurement)
+            self._statistics = statistics_in_words(measurement)
+        if isinstance(measurement, EvaluationMeasurement):
+            self._last_losses["evaluation"] = measurement.test_loss
+            self.evaluated_step = measurement.step
+            self._watch(measurement)
+
+    def ending(
+        self, step: int, elapsed_seconds: float, remarks: str, *, is_tuned: bool
+    ) -> tuple[Status, str, DivergenceCause | None]:
+        """How the run ended, the same in words, and why if it diverged.
+
+        Args:
+            step: updates made.
+            elapsed_seconds: that they took, over all sessions.
+            remarks: of others, to be put behind the figures.
+            is_tuned: whether the number of input workers was chosen by measuring.
+        """
+        took = f"{counted(step, 'step')} in {format_seconds(elapsed_seconds)}"
+        if self._stopping is not None and self._stopping.best_epoch is not None:
+            took += f", best after epoch {self._stopping.best_epoch + 1}"
+        took += remarks + self._statistics
+        how = self._run.config.input
+        took += wait_with_advice(self.updates, how, machine_cores(), is_tuned=is_tuned)
+        if self.has_diverged:
+            return "diverged", f"{self._divergence.message}; {took}", self._divergence.cause
+        if None in self._last_losses.values():
+            return "diverged", f"{took}; the loss is not finite", "not_finite"
+        if self.has_stopped_early and step < self._run.total_steps:
+            return "stopped_early", took, None
+        return "completed", took, None
+
+    def _keep_loss(self, loss: float | None, loss_scale: float | None) -> None:
+        if not is_skipped(loss, loss_scale):
+            self._last_losses["train"] = loss
+
+    def _watch(self, measurement: EvaluationMeasurement) -> None:
+        if self._wanted is None or self._stopping is None:
+            return
+        value = getattr(measurement, self._wanted.monitor)
+        epoch = round(measurement.epoch) - 1
+        self._stopping.update(epoch, math.nan if value is None else value)
+        if self._stopping.best_epoch == epoch:
+            self.best_step = measurement.step

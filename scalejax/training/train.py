@@ -1,0 +1,181 @@
+"""A run from its config to its record: refused, compiled, predicted, then trained.
+
+The step is compiled once, ahead of time; what is costed for `prediction.json` is the very
+program that is then run.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental.multihost_utils import sync_global_devices
+from jax.sharding import Mesh
+
+from scalejax.config.advice import idle_notes, notes_of
+from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.core import serialization
+from scalejax.core.heartbeat import Heartbeat
+from scalejax.data.source import UnreadableExample
+from scalejax.models.pretrained import require_weights
+from scalejax.training.checkpoint import Checkpoints
+from scalejax.training.compile import RunPrograms, compile_run, predict_run, resume_command
+from scalejax.training.input_tuning import tuned_input
+from scalejax.training.logger import Journal
+from scalejax.training.loop import TrainingLoop
+from scalejax.training.mesh import build_mesh
+from scalejax.training.multihost import (
+    first_says,
+    is_first,
+    require_same_checkpoint,
+    require_same_run,
+    require_same_state,
+)
+from scalejax.training.profiler import StepTraces, TraceSchedule, require_room
+from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.reporter import Reporter, Silent, reporter_for
+from scalejax.training.run_folder import (
+    RunLock,
+    changed_notes,
+    describe_run,
+    refuse_fewer_epochs,
+    refuse_other_run,
+    refuse_second_run,
+)
+from scalejax.training.signals import StopSignals
+from scalejax.training.state import TrainState
+from scalejax.training.step import init_state
+from scalejax.training.time_accounting import RunClock, ledger_in_words, load_ledger
+
+
+def train(
+    config: RunConfig,
+    folder: Path,
+    *,
+    device_count: int | None = None,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    traces: TraceSchedule | None = None,
+    predicts: bool = True,
+    startup_seconds: float = 0.0,
+    leave: Callable[[int], None] | None = None,
+) -> RunRecord:
+    """The record of the run that `config` describes, made here and now.
+
+    The order counts: what may be refused comes before what is written.
+
+    Args:
+        config: the run.
+        folder: where its files go; it may hold a run only with `resume`.
+        device_count: devices to use; if None, those that the config's layout asks for, or all.
+        resume: go on at the latest checkpoint of the run in `folder`.
+        reporter: whom to tell how it goes; if None, standard error.
+        traces: which steps to record with the profiler; None for none.
+        predicts: write a prediction first, for which these devices are measured for a second.
+        startup_seconds: that the start of this session has taken before, for its time ledger.
+        leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
+            before training; if None, the process goes on, as it is there for other things too.
+
+    Raises:
+        ConfigError: if the config cannot work here, or the folder holds another run or cannot
+            be written.
+        DoesNotFit: if the layout takes more devices than there are.
+        CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
+        Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
+    """
+    clock = RunClock(startup_seconds)
+    with (
+        closing(Heartbeat.from_environment()) as heartbeat,
+        StopSignals(heartbeat, leave=leave) as signals,
+        clock,
+        RunLock() as lock,
+    ):
+        heartbeat.at("compiling", 0)
+        reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
+        serialization.require_writable_folder("folder", folder)
+        there_are = jax.device_count() if device_count is None else device_count
+        if device_count is None and config.layout.data is None:
+            device_count = there_are
+        run = resolve(config, device_count)
+        require_same_run(run, resume=resume)
+        mesh = build_mesh(run.layout)
+        files = _admitted(folder, run, resume=resume)
+        notes = (*notes_of(run), *idle_notes(run, there_are))
+        for note in (*notes, *(changed_notes(files, run) if resume else ())):
+            reporter.say(f"Note: {note}.")
+        if resume:  # before checkpoints are opened, which tidies up
+            lock.take(folder)
+        with reporter.compiling(), clock.within("compile"):
+            programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
+        with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
+            state, begin = _beginning(run, mesh, programs, checkpoints, traces)
+            if is_first():  # after the last that may be refused
+                describe_run(files, run, resume_command(files, run))
+                clock.open(files.time)
+            lock.take(folder)
+            if predicts:
+                predict_run(files, run, mesh, programs, reporter)
+            run, tuned = tuned_input(run, programs.step, files, reporter)
+            clock.begin(begin)
+            signals.begin()
+            with (
+                closing(Journal(files, reporter, heartbeat, clock, after_step=begin)) as journal,
+                closing(StepTraces(files.traces, traces)) as recorder,
+                _naming_the_way_out(),
+            ):
+                loop = TrainingLoop(run, programs, checkpoints, journal, signals, recorder)
+                loop.train(state, begin, tuned)
+    if is_first() and (ledger := load_ledger(files.time)) and ledger.sessions > 1:
+        reporter.say(ledger_in_words(ledger))
+    sync_global_devices("the record is whole")
+    return RunRecord.load(folder)
+
+
+def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
+    """The folder of the run.
+
+    Raises:
+        ConfigError: if it holds a run that this one does not go on with.
+    """
+    files = RunFolder(path=folder)
+    if first_says(files.holds_run) and not resume:
+        refuse_second_run(files)
+    if resume:
+        refuse_other_run(files, run)
+    else:  # a checkpoint has its own
+        require_weights(run.config.model)
+    return files
+
+
+def _beginning(
+    run: ResolvedRun,
+    mesh: Mesh,
+    programs: RunPrograms,
+    checkpoints: Checkpoints,
+    traces: TraceSchedule | None,
+) -> tuple[TrainState, int]:
+    """The state to go on with, and how many updates have made it.
+
+    Raises:
+        ConfigError: if too few updates are left to make.
+        CheckpointMismatch: if the latest checkpoint cannot be read.
+    """
+    begin = checkpoints.latest_step or 0
+    require_same_checkpoint(begin)
+    refuse_fewer_epochs(begin, run)
+    if traces is not None:
+        require_room(traces, run.total_steps - begin)
+    state = checkpoints.restore(begin, programs.step.state) if begin else init_state(run, mesh)
+    require_same_state(run, mesh, state, step=begin)
+    return state, begin
+
+
+@contextmanager
+def _naming_the_way_out() -> Iterator[None]:
+    """Say what leaves out examples that cannot be read, where one is met."""
+    try:
+        yield
+    except UnreadableExample as error:
+        hint = 'input.unreadable = "skip" leaves such examples out, and counts them.'
+        raise UnreadableExample(f"{error} {hint}") from error

@@ -1,0 +1,185 @@
+"""What a step does on devices that are not here: compiled in a worker, read, and cached.
+
+Three ways in: a run of scalejax, any jitted function of a user's own, and what has already
+been compiled. Importing this, and reading a cached program, needs no JAX.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from scalejax.config.run import ResolvedRun
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.hardware import Cluster
+from scalejax.simulator.program import Program
+from scalejax.xla.cache import cached_program, keep, user_folder
+from scalejax.xla.compiled import read_compiled, read_step
+from scalejax.xla.job import Compiled, FunctionJob, RunJob
+from scalejax.xla.substitution import as_asked, for_chip, require_type
+from scalejax.xla.target import Backend, has_cuda_compiler, target_for
+from scalejax.xla.worker_pool import run_jobs
+
+__all__ = [
+    "ProfileJob",
+    "as_asked",
+    "for_chip",
+    "has_cuda_compiler",
+    "profile",
+    "profile_function",
+    "profile_many",
+    "read_compiled",
+    "read_step",
+    "remembered",
+    "require_type",
+]
+
+CacheFolder = Path | None | Literal["user"]
+"""Where programs are kept: a folder, nowhere, or the user's own folder for caches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob:
+    """A run, and the cluster that it is to be compiled for."""
+
+    run: ResolvedRun
+    """The run; its layout says on how many devices."""
+    cluster: Cluster
+    """What it would run on."""
+
+
+def profile(
+    run: ResolvedRun,
+    cluster: Cluster,
+    *,
+    cache: CacheFolder = "user",
+    backend: Backend | None = None,
+) -> Program:
+    """What each device of `cluster` does in one step of `run`.
+
+    Args:
+        run: the run; its layout says on how many devices.
+        cluster: none of which need be here.
+        cache: where to look for the program first, and to leave it.
+        backend: whose compiler to use; if None, that of the cluster's chip where it is
+            installed, else the CPU's.
+
+    Raises:
+        ProfileError: if the compiler refuses, or is not there.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    job = ProfileJob(run=run, cluster=cluster)
+    return profile_many([job], cache=cache, backend=backend)[0]
+
+
+def profile_many(
+    jobs: Sequence[ProfileJob],
+    on_done: Callable[[int, Program], None] | None = None,
+    *,
+    cache: CacheFolder = "user",
+    backend: Backend | None = None,
+) -> list[Program]:
+    """The programs of `jobs`, compiled side by side.
+
+    Args:
+        jobs: runs and clusters.
+        on_done: called with the position of each job whose program is there, as it comes.
+        cache: where to look for programs first, and to leave them.
+        backend: see `profile`.
+
+    Raises:
+        ProfileError: if the compiler refuses one; the others are stopped.
+        DoesNotFit: if a cluster has fewer devices.
+    """
+    folder = user_folder() if cache == "user" else cache
+    asked = [_asked(job, backend) for job in jobs]
+    programs: dict[int, Program] = {}
+
+    def done(position: int, program: Program) -> None:
+        programs[position] = as_asked(program, jobs[position].run)
+        if on_done is not None:
+            on_done(position, programs[position])
+
+    for position, job in enumerate(asked):
+        program = None if folder is None else cached_program(folder, job)
+        if program is not None:
+            done(position, program)
+    missing = [position for position in range(len(asked)) if position not in programs]
+
+    def compiled(index: int, result: Compiled) -> None:
+        if folder is not None:
+            keep(folder, asked[missing[index]], result)
+        done(missing[index], result.program)
+
+    if missing:
+        run_jobs([asked[position] for position in missing], compiled)
+    return [programs[position] for position in range(len(asked))]
+
+
+def remembered(job: ProfileJob) -> Program | None:
+    """The program of `job`, if it is kept in the user's own folder.
+
+    Raises:
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    program = cached_program(user_folder(), _asked(job))
+    return None if program is None else as_asked(program, job.run)
+
+
+def _asked(job: ProfileJob, backend: Backend | None = None) -> RunJob:
+    return RunJob(
+        run=for_chip(job.run, job.cluster.chip),
+        target=target_for(job.cluster, job.run.layout.device_count, backend),
+    )
+
+
+def profile_function(
+    build: str | Callable[[Any], tuple[Any, tuple[Any, ...]]],
+    *,
+    cluster: Cluster,
+    mesh_axes: Mapping[str, int],
+    backend: Backend | None = None,
+) -> Program:
+    """What each device of `cluster` does in one call of a jitted, sharded function.
+
+    Args:
+        build: a function of a mesh that returns (jitted function, its arguments as arrays or
+            shapes with shardings); itself or as "module:name". The worker imports it, so it
+            must stand at the top level of a module or script.
+        cluster: none of which need be here.
+        mesh_axes: devices along each axis of the mesh, major to minor.
+        backend: see `profile`.
+
+    Raises:
+        ConfigError: if `build` cannot be imported.
+        ProfileError: if the compiler refuses, or is not there.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    device_count = 1
+    for axis, size in mesh_axes.items():
+        require_at_least(f"mesh_axes.{axis}", size, 1)
+        device_count *= size
+    job = FunctionJob(
+        target=target_for(cluster, device_count, backend),
+        builder=build if isinstance(build, str) else _reference(build),
+        mesh_axes=tuple(mesh_axes.items()),
+    )
+    results: list[Compiled] = []
+    run_jobs([job], lambda _, result: results.append(result))
+    return results[0].program
+
+
+def _reference(build: Callable[..., Any]) -> str:
+    """ "module:name" of a function, or "file.py:name" if it stands in the script being run."""
+    name = getattr(build, "__qualname__", repr(build))
+    if not name.isidentifier():  # "<lambda>", "outer.<locals>.inner"
+        accepted = "it must be a function at the top level of a module, for a worker to import it"
+        raise ConfigError(refusal("build", name, accepted))
+    if build.__module__ != "__main__":
+        return f"{build.__module__}:{name}"
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        accepted = "an interactive session cannot be imported by a worker; put it in a file"
+        raise ConfigError(refusal("build", name, accepted))
+    return f"{Path(file).resolve()}:{name}"

@@ -1,0 +1,134 @@
+"""The programs of one run on many numbers of devices, from few compiled ones.
+
+Knows which sizes follow from which; nothing of what the programs are for.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from scalejax.config.run import ResolvedRun
+from scalejax.core.units import counted
+from scalejax.hardware import Cluster
+from scalejax.simulator.program import Program
+from scalejax.simulator.transforms.scale_out import narrowed, widened
+from scalejax.xla import ProfileJob, profile_many, remembered
+
+# The programs of several cases, with word of each: when its compilation begins, when it is done.
+
+Stage = Literal["begun", "compiled", "remembered"]
+"""What has become of a case: remembered ones were compiled for an earlier question."""
+OnCase = Callable[[Stage, str], None]
+"""Called with each turn of a case, and the name of the case."""
+
+
+def nothing_said(stage: Stage, case: str) -> None:
+    """An `OnCase` that tells nobody."""
+
+
+def in_words(device_count: int) -> str:
+    """So many devices, as the name of a case."""
+    return counted(device_count, "device")
+
+
+def compile_cases(
+    jobs: Sequence[ProfileJob], cases: Sequence[str], on_case: OnCase = nothing_said
+) -> list[Program]:
+    """The programs of `jobs`, compiled side by side where they are not remembered.
+
+    Args:
+        jobs: runs and clusters.
+        cases: the name of each, for people: "256 devices".
+        on_case: told of each case that begins, is done, or is remembered.
+
+    Raises:
+        ProfileError: if the compiler refuses one; the others are stopped.
+        DoesNotFit: if a cluster has fewer devices.
+    """
+    programs: dict[int, Program] = {}
+    for position, job in enumerate(jobs):
+        program = remembered(job)
+        if program is not None:
+            programs[position] = program
+            on_case("remembered", cases[position])
+    missing = [position for position in range(len(jobs)) if position not in programs]
+    for position in missing:
+        on_case("begun", cases[position])
+
+    def done(index: int, program: Program) -> None:
+        programs[missing[index]] = program
+        on_case("compiled", cases[missing[index]])
+
+    if missing:
+        profile_many([jobs[position] for position in missing], done)
+    return [programs[position] for position in range(len(jobs))]
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of programs that have been compiled, and of all that must be."""
+
+
+def programs_of(
+    runs: Sequence[tuple[ResolvedRun, Cluster]],
+    on_progress: OnProgress = lambda done, total: None,
+) -> list[Program]:
+    """The program of each run on its cluster, from few compiled ones.
+
+    The compiler runs once for each cluster and number of samples on a device; other sizes of the
+    data axis follow from its program, or, where they do not, are compiled too.
+
+    Args:
+        runs: of one config, each on its devices.
+        on_progress: called with the number of programs that have been compiled, and of all that
+            must be.
+
+    Raises:
+        ProfileError: if the compiler refuses one.
+    """
+    jobs: dict[str, ProfileJob] = {}
+
+    def ask(run: ResolvedRun, cluster: Cluster) -> str:
+        name = (
+            f"{cluster.name}, {counted(run.layout.device_count, 'device')}, "
+            f"{counted(run.split.per_device_batch, 'sample')} on each"
+        )
+        jobs[name] = ProfileJob(run=run, cluster=cluster)
+        return name
+
+    asked = [(narrow := narrowed(run), ask(narrow, cluster)) for run, cluster in runs]
+    known = _compiled(jobs, on_progress)
+    found = [
+        widened(known[name], narrow, run)
+        for (run, _), (narrow, name) in zip(runs, asked, strict=True)
+    ]
+    # What does not follow from fewer devices is compiled for all of them.
+    jobs.clear()
+    names = [
+        None if program else ask(run, cluster)
+        for (run, cluster), program in zip(runs, found, strict=True)
+    ]
+    whole = _compiled(jobs, on_progress)
+    return [
+        program if program is not None else whole[name or ""]
+        for program, name in zip(found, names, strict=True)
+    ]
+
+
+def _compiled(jobs: dict[str, ProfileJob], on_progress: OnProgress) -> dict[str, Program]:
+    if not jobs:
+        return {}
+    programs = compile_cases(list(jobs.values()), list(jobs), _counting(on_progress))
+    return dict(zip(jobs, programs, strict=True))
+
+
+def _counting(on_progress: OnProgress) -> OnCase:
+    """An `OnCase` that tells how many of those that had to be compiled are done."""
+    done = total = 0
+
+    def count(stage: Stage, case: str) -> None:
+        nonlocal done, total
+        total += stage == "begun"
+        done += stage == "compiled"
+        if stage == "compiled":
+            on_progress(done, total)
+
+    return count

@@ -1,0 +1,205 @@
+"""Compiled programs on disk, by everything that shapes them.
+
+A program depends on the run (model, batch, layout, optimizer; not on seed or epochs), the
+target, the versions of the compiler and of the libraries that trace the step, on scalejax
+itself and, for a user's own network, on the files that it was made of.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import sys
+from functools import cache
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+import scalejax
+from scalejax.config.model import CustomConfig
+from scalejax.config.run import exchange_shares
+from scalejax.config.schedule import ScheduleConfig
+from scalejax.config.training import LossConfig
+from scalejax.core.environment import compiler_settings
+from scalejax.core.serialization import JsonValue, plain
+from scalejax.simulator.program import Program
+from scalejax.xla.job import Compiled, RunJob
+
+_LIBRARIES = (
+    "jax", "jaxlib", "flax", "optax",
+    "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
+    "libtpu",
+)  # fmt: skip
+
+
+def user_folder() -> Path:
+    """Where programs are kept: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
+    if named := os.environ.get("SCALEJAX_CACHE"):
+        return Path(named)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "scalejax"
+
+
+def cached_program(folder: Path, job: RunJob) -> Program | None:
+    """The program of `job`, if `folder` holds it and nothing it is made of has changed."""
+    try:
+        text = gzip.decompress(_path(folder, job).read_bytes())
+        compiled = TypeAdapter(Compiled).validate_json(text)
+        changed = any(_digest(Path(path)) != known for path, known in compiled.sources.items())
+    # Not there, not readable, or damaged: it can always be made again.
+    except (OSError, EOFError, gzip.zlib.error, ValidationError):  # type: ignore[attr-defined]
+        return None
+    return None if changed else compiled.program
+
+
+def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
+    """Put the result of `job` into `folder`, all or nothing."""
+    path = _path(folder, job)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6))
+        temporary.replace(path)
+    except OSError:
+        return  # a disk that is full or not ours costs a later run its time, nothing else
+
+
+def case_key(job: RunJob) -> str:
+    """A name for the program of `job` that outlives versions: of what was asked for alone.
+
+    Fields that hold their default are left out, so that a program keeps its name when a config
+    gains a field; so is the chip's title.
+    """
+    config, split = job.run.config, job.run.split
+    parts = (config.model, config.optimizer, config.schedule, split.layout, job.run.dataset)
+    material = {
+        "parts": [_named(part) for part in parts],
+        "mode": config.layout.mode,
+        "bn_groups": job.run.bn_groups,
+        "batch": [split.global_batch, split.microbatches],
+        "target": [job.target.backend, job.target.name, job.target.device_count],
+        "topology": job.target.topology,
+        "chip": job.target.description.rpartition("device_description_str")[0],
+    }
+    for name, usual in (
+        ("zero_stage", 0),
+        ("sequence_parallel", False),
+        ("pipeline_chunks", 1),
+        ("bn_running", "mean"),
+    ):
+        if (value := getattr(config.layout, name)) != usual:
+            material[name] = value
+    for name in ("loss", "averaging", "fine_tuning", "exchange"):
+        if (part := getattr(config, name)) not in (None, LossConfig()):
+            material[name] = _named(part)
+    for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
+        if is_beside:
+            material[name] = True
+    if shares := exchange_shares(job.run):
+        material["shares"] = shares
+    if any(measured := _measured(job)):
+        material["measured"] = measured
+    text = json.dumps(material, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _measured(job: RunJob) -> list[JsonValue]:
+    """What a step computes of its gradients besides updates."""
+    wanted = job.run.config.train
+    return [wanted.measures_gradient_norm, plain(wanted.noise_scale)]
+
+
+def _named(part: object) -> list[JsonValue]:
+    """The class of a description, and its fields that are not the default, without lengths."""
+    fields = _adapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
+    kept = {name: value for name, value in fields.items() if not name.endswith("_examples")}
+    # The composed schedule had no name when the first programs were kept.
+    name = None if isinstance(part, ScheduleConfig) else getattr(part, "name", None)
+    return [name or type(part).__name__, kept]
+
+
+@cache
+def _adapter(type_: type) -> TypeAdapter[object]:
+    return TypeAdapter(type_)
+
+
+def _path(folder: Path, job: RunJob) -> Path:
+    material = {
+        "run": _shaping(job),
+        "target": plain(job.target),
+        "versions": _versions(),
+        "scalejax": package_digest(),
+        "settings": compiler_settings(),
+        "network": _own_network(job),
+    }
+    text = json.dumps(material, sort_keys=True)
+    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json.gz"
+
+
+def _shaping(job: RunJob) -> JsonValue:
+    """What of a run shapes its step; lengths and seeds are numbers in it, not its shape."""
+    run = plain(job.run)
+    if not isinstance(run, dict) or not isinstance(run["config"], dict):
+        raise TypeError("a resolved run is a table of tables")
+    dataset, config = run["dataset"], run["config"]
+    facts = dataset if isinstance(dataset, dict) else {}
+    return {
+        "model": config["model"],
+        "optimizer": config["optimizer"],
+        "schedule": config["schedule"],
+        "loss": config["loss"],
+        "averaging": config["averaging"],
+        "mix": job.run.is_mixed,
+        "weights": job.run.is_weighted,
+        "fine_tuning": config["fine_tuning"],
+        "exchange": config["exchange"],
+        "shares": dict(exchange_shares(job.run)),
+        "layout": config["layout"],
+        "measured": _measured(job),
+        "split": run["split"],
+        "bn_groups": run["bn_groups"],
+        "dataset": {k: v for k, v in facts.items() if not k.endswith("_examples")},
+    }
+
+
+def _own_network(job: RunJob) -> dict[str, str] | None:
+    """The file of a user's own network and its digest; the same import path may mean another
+    file in another folder. None for networks that come with scalejax."""
+    model = job.run.config.model
+    if not isinstance(model, CustomConfig):
+        return None
+    name, places, origin = "", [*sys.path, os.getcwd()], None
+    for part in model.path.split(":")[0].split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None  # the worker will say what is wrong
+        origin, places = spec.origin, list(spec.submodule_search_locations or ())
+    return {origin: _digest(Path(origin))} if origin else None
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def package_digest() -> str:
+    """Of every source file of scalejax: cheap (5 ms), and no stale figure ever."""
+    folder = Path(scalejax.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,160 @@
+"""A compiled step, still in the hands of JAX, as a `Program`.
+
+Uses the objects that JAX has made and imports nothing of it, so that this costs nothing to
+import where there is none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Literal
+
+from scalejax.config.run import ResolvedRun, exchange_shares, with_fields
+from scalejax.core.errors import ProfileError
+from scalejax.simulator.program import Loop, MemoryUse, Operation, Program, with_bubble
+from scalejax.xla.cpu_workspace import convolution_workspace_bytes
+from scalejax.xla.hlo import parse_module
+from scalejax.xla.reader import read_program
+
+if TYPE_CHECKING:
+    import jax
+
+_BACKENDS: dict[str, Literal["cuda", "cpu", "tpu"]] = {
+    "cpu": "cpu",
+    "gpu": "cuda",
+    "cuda": "cuda",
+    "tpu": "tpu",
+}
+
+
+_NARROW = {"bfloat16": "bf16", "float16": "f16"}
+"""XLA's names of the compute types that a CPU widens."""
+
+
+def read_step(
+    compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
+) -> Program:
+    """The program of the compiled step of a run, with its state and the FLOP of its model.
+
+    Raises:
+        ProfileError: if the compiler's text cannot be read.
+    """
+    from scalejax.training.state import state_bytes
+
+    program = read_compiled(
+        compiled,
+        mesh,
+        name=f"{run.config.model.name} train step",
+        global_batch=run.split.global_batch,
+        tokens_per_sample=run.dataset.tokens_per_sample,
+        model_flop=_model_flop(run),
+        shares=exchange_shares(run),
+    )
+    program = replace(program, state_bytes=state_bytes(run, mesh))
+    if (idle_ticks := run.layout.pipeline - 1) > 0:
+        ticks = run.split.microbatches * run.config.layout.pipeline_chunks + idle_ticks
+        operations = with_bubble(program.operations, ticks=ticks, idle_ticks=idle_ticks)
+        program = replace(program, operations=operations)
+    narrow = _NARROW.get(run.config.model.compute_dtype)
+    if program.backend == "cpu" and narrow is not None:
+        operations = tuple(_narrowed(item, narrow) for item in program.operations)
+        return replace(program, operations=operations)
+    return program
+
+
+def _model_flop(run: ResolvedRun) -> int:
+    """FLOP that the model of `run` needs for a step."""
+    from scalejax.training.step import forward, forward_and_backward
+    from scalejax.xla.model_flop import forward_flop
+
+    if run.config.fine_tuning is not None and run.config.fine_tuning.trainable:
+        # What is computed again is no work of the model (Chowdhery et al. 2022, arXiv 2204.02311,
+        # appendix B).
+        function, arguments = forward_and_backward(_without_remat(run))
+        return forward_flop(function, *arguments)
+    function, arguments = forward(run)
+    # A product forward is two backward: one for either operand's gradient.
+    return 3 * forward_flop(function, *arguments)
+
+
+def _without_remat(run: ResolvedRun) -> ResolvedRun:
+    if getattr(run.config.model, "remat", "none") == "none":
+        return run
+    return replace(run, config=with_fields(run.config, {"model.remat": "none"}))
+
+
+def _narrowed(item: Operation | Loop, narrow: str) -> Operation | Loop:
+    """`item` with its f32 products in the type `narrow`: so was asked of a CPU, which widens them,
+    and so, in bf16, a TPU rounds them, where not asked for more precision."""
+    if isinstance(item, Loop):
+        return replace(item, body=tuple(_narrowed(inner, narrow) for inner in item.body))
+    return replace(item, dtype=narrow) if item.flop and item.dtype == "f32" else item
+
+
+def read_compiled(
+    compiled: "jax.stages.Compiled",
+    mesh: "jax.sharding.Mesh",
+    *,
+    name: str,
+    global_batch: int | None = None,
+    tokens_per_sample: int | None = None,
+    model_flop: int | None = None,
+    shares: Mapping[str, float] | None = None,
+) -> Program:
+    """The program of any compiled function.
+
+    Args:
+        compiled: of `jax.jit(...).lower(...).compile()`.
+        mesh: what it was compiled for; all of its devices.
+        name: for people.
+        global_batch: samples per call over all devices, if it is a training step.
+        tokens_per_sample: tokens in a sample, if it is text.
+        model_flop: FLOP that the model itself needs per call over all devices.
+        shares: in which part of the calls the condition of a scope holds, by the scope's name.
+
+    Raises:
+        ProfileError: if the compiler's text cannot be read, or it keeps no account of memory.
+    """
+    device = mesh.devices.flat[0]
+    mesh_axes = tuple((str(axis), int(size)) for axis, size in mesh.shape.items())
+    text = compiled.as_text() or ""
+    operations = read_program(text, mesh_axes, shares)
+    memory = _memory(compiled)
+    if device.platform == "cpu" and " convolution(" in text:
+        kernel_bytes = convolution_workspace_bytes(parse_module(text))
+        memory = replace(memory, kernel_bytes=kernel_bytes)
+    compilers = ["jax", "jaxlib"]
+    if device.platform == "tpu":
+        compilers.append("libtpu")
+        operations = tuple(_narrowed(item, "bf16") for item in operations)
+    return Program(
+        name=name,
+        backend=_BACKENDS[device.platform],
+        target=_target_name(device),
+        compiler=", ".join(f"{name} {metadata.version(name)}" for name in compilers),
+        mesh_axes=mesh_axes,
+        operations=operations,
+        memory=memory,
+        global_batch=global_batch,
+        tokens_per_sample=tokens_per_sample,
+        model_flop=model_flop,
+    )
+
+
+def _target_name(device: Any) -> str:
+    if device.platform == "tpu":
+        return device.device_kind
+    capability = getattr(device, "compute_capability", None)
+    return "sm_" + str(capability).replace(".", "") if capability else device.platform
+
+
+def _memory(compiled: "jax.stages.Compiled") -> MemoryUse:
+    statistics = compiled.memory_analysis()
+    if statistics is None:
+        raise ProfileError("the compiler keeps no account of the memory of this program.")
+    return MemoryUse(
+        argument_bytes=statistics.argument_size_in_bytes,
+        output_bytes=statistics.output_size_in_bytes,
+        alias_bytes=statistics.alias_size_in_bytes,
+        temporary_bytes=statistics.temp_size_in_bytes,
+    )

@@ -1,0 +1,33 @@
+"""Memory that the CPU's own kernels take beside what the compiler assigned them.
+
+A convolution of XLA's CPU runtime (Eigen) copies its input with padding and dilation filled in,
+and its kernel: seen in the growth of the process, for strides 1 and 2 and all three passes, to
+the megabyte (`experiments/memory_against_run`). The compiler's account has neither. Kernels of
+other back ends have their workspace in the program.
+"""
+
+import math
+
+from scalejax.xla.flop import padded_sides
+from scalejax.xla.hlo import Array, Module, bytes_of
+
+AT_ONCE = 2
+"""Convolutions that run side by side: the two gradients of a layer need nothing of each other."""
+
+
+def convolution_workspace_bytes(module: Module) -> int:
+    """Bytes that the convolutions of a program for a CPU take for themselves, at most.
+
+    Those of the `AT_ONCE` largest together.
+    """
+    scratch = []
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode != "convolution":
+                continue
+            lhs, rhs = computation.operand_shapes(instruction)[:2]
+            if isinstance(lhs, Array) and isinstance(rhs, Array):
+                sides = padded_sides(instruction, lhs)
+                grown = math.prod(padded / side for padded, side in sides if side)
+                scratch.append(bytes_of(lhs.dtype, round(lhs.elements * grown)) + rhs.bytes)
+    return sum(sorted(scratch, reverse=True)[:AT_ONCE])

@@ -1,0 +1,266 @@
+"""A compiled program (HLO) as the schedule of operations that costing reads.
+
+Knows what XLA's instructions do to compute, memory and network; knows no time.
+
+Left out, and why: the arithmetic of element-wise operations, which is bound by bytes; the
+conditions of loops (one scalar); whether a fusion that the compiler started asynchronously
+(`fusion-start`: slices of stacked parameters, on a stream of their own) overlaps, since it is
+charged where it starts; and the copies by which a TPU brings operands onto the chip ahead of
+their use, since their bytes are counted where they are used.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from scalejax.core.errors import ProfileError
+from scalejax.simulator.program import (
+    Collective,
+    CollectiveName,
+    DeviceGroup,
+    Loop,
+    Operation,
+    OperationKind,
+    shared,
+)
+from scalejax.xla.bytes import traffic
+from scalejax.xla.flop import Arithmetic, arithmetic
+from scalejax.xla.hlo import Computation, Instruction, Module, arrays, parse_module, shape_bytes
+from scalejax.xla.replica_groups import MeshAxes, permute_group, replica_group
+from scalejax.xla.trip_counts import trip_count
+
+_COLLECTIVES: dict[str, CollectiveName] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+    # A ring passes a broadcast on as it does the parts of a gather.
+    "collective-broadcast": "all_gather",
+}
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain",
+    "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency",
+}  # fmt: skip
+"""Instructions that the device does not run."""
+_FREE_CALLS = {
+    "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound",
+}  # fmt: skip
+"""Calls by which a TPU's compiler talks to itself."""
+_COPIES = {
+    "copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice",
+    "concatenate", "pad", "reverse", "reshape", "gather",
+}  # fmt: skip
+
+
+def read_program(
+    text: str, mesh_axes: MeshAxes, shares: Mapping[str, float] | None = None
+) -> tuple[Operation | Loop, ...]:
+    """The schedule in the text of a compiled program.
+
+    Args:
+        text: of `compiled.as_text()`.
+        mesh_axes: (name, size) of each axis of the mesh it was compiled for.
+        shares: in which part of its runs the condition of a named scope holds, by the scope's name.
+            Of other conditions, the costliest branch is taken.
+
+    Raises:
+        ProfileError: if the text cannot be read, or holds a loop of unknown length.
+    """
+    module = parse_module(text)
+    return tuple(_Reader(module, mesh_axes, shares or {}).schedule(module.entry))
+
+
+class _Reader:
+    """Walks the computations of one module in order of execution."""
+
+    def __init__(self, module: Module, mesh_axes: MeshAxes, shares: Mapping[str, float]) -> None:
+        self._module = module
+        self._mesh_axes = mesh_axes
+        self._shares = shares
+        self._uses: Counter[str] = Counter()
+
+    def schedule(self, name: str) -> Iterator[Operation | Loop]:
+        """Yield what computation `name` does, calls inlined, the costliest branch taken."""
+        computation = self._module.computations[name]
+        started: dict[str, str] = {}
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode
+            if opcode in _FREE or _is_bookkeeping(instruction):
+                continue
+            if opcode == "while":
+                yield self._loop(computation, instruction)
+            elif opcode == "conditional":
+                yield from self._branches(instruction)
+            elif opcode == "call":
+                yield from self.schedule(instruction.called("to_apply")[0])
+            elif opcode == "async-start":
+                yield from self._started(computation, instruction, started)
+            elif opcode.endswith(("-done", "-update")):
+                yield from self._finished(instruction, started)
+            elif opcode.removesuffix("-start") in _COLLECTIVES:
+                yield from self._collective(computation, instruction, instruction, started)
+            else:
+                yield self._operation(computation, instruction)
+
+    def _unique(self, name: str) -> str:
+        """`name`, numbered if a computation that is called twice has used it before."""
+        self._uses[name] += 1
+        return name if self._uses[name] == 1 else f"{name}#{self._uses[name]}"
+
+    def _loop(self, computation: Computation, instruction: Instruction) -> Loop:
+        count = trip_count(self._module, computation, instruction)
+        if count is None:
+            source = self._module.source(instruction)
+            raise ProfileError(
+                f"the loop {instruction.name!r} ({source or 'of unknown source'}) runs an unknown "
+                "number of times, so it cannot be costed. Use lax.scan, or lax.fori_loop with "
+                "fixed bounds."
+            )
+        body = tuple(self.schedule(instruction.called("body")[0]))
+        return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
+
+    def _branches(self, instruction: Instruction) -> list[Operation | Loop]:
+        """Both branches, each in its part of the steps, where that is known; else the costliest."""
+        names = (
+            *instruction.called("branch_computations"),
+            *instruction.called("false_computation"),
+            *instruction.called("true_computation"),
+        )
+        branches = [list(self.schedule(name)) for name in names]
+        metadata = instruction.attributes.get("metadata", "")
+        share = next((share for scope, share in self._shares.items() if scope in metadata), None)
+        if share is None or len(branches) != 2:
+            return max(branches, key=_weight)
+        otherwise, holds = branches  # `lax.cond` numbers them by what the condition is
+        parts = ((otherwise, 1 - share), (holds, share))
+        return [shared(item, part) for branch, part in parts for item in branch if part]
+
+    def _started(
+        self, computation: Computation, instruction: Instruction, started: dict[str, str]
+    ) -> Iterator[Operation | Loop]:
+        """Yield what a generic `async-start` sets off: a collective, or compute charged here."""
+        called = self._module.computations[instruction.called("calls")[0]]
+        if called.root.opcode in _COLLECTIVES:
+            yield from self._collective(called, called.root, instruction, started)
+        else:
+            yield from self.schedule(called.name)
+
+    def _collective(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        start: Instruction,
+        started: dict[str, str],
+    ) -> Iterator[Operation]:
+        """Yield the collective `instruction` of `computation`, set off by `start`."""
+        group = self._group(instruction)
+        if group.size == 1:
+            return
+        operands = computation.operand_shapes(instruction)
+        sent = sum(map(shape_bytes, operands))
+        name = _COLLECTIVES[instruction.opcode.removesuffix("-start")]
+        gathered = sent * group.size if name == "all_gather" else sent
+        settings = start.backend_config.get("collective_backend_config", {})
+        is_sync = isinstance(settings, dict) and bool(settings.get("is_sync", False))
+        operation = Operation(
+            name=self._unique(start.name),
+            kind="collective",
+            dtype=next(arrays(operands)).dtype,
+            read_bytes=sent,
+            write_bytes=sent // group.size if name == "reduce_scatter" else gathered,
+            collective=Collective(
+                name=name,
+                payload_bytes=gathered,
+                group=group,
+                is_async=start.opcode.endswith("-start") and not is_sync,
+                # The operands of an all-to-all are the parts that go to each member.
+                buffer_count=1 if name == "all_to_all" else max(1, len(operands)),
+            ),
+            source=self._module.source(start),
+        )
+        if operation.collective is not None and operation.collective.is_async:
+            started[start.name] = operation.name
+        yield operation
+
+    def _group(self, instruction: Instruction) -> DeviceGroup:
+        attributes = instruction.attributes
+        if "source_target_pairs" in attributes:
+            return permute_group(attributes["source_target_pairs"], self._mesh_axes)
+        return replica_group(attributes.get("replica_groups", "{}"), self._mesh_axes)
+
+    def _finished(self, instruction: Instruction, started: dict[str, str]) -> Iterator[Operation]:
+        """Yield the wait for an asynchronous collective; other ends cost nothing."""
+        start = instruction.operands[0]
+        if start not in started:
+            return
+        if instruction.opcode.endswith("-update"):
+            started[instruction.name] = started[start]
+            return
+        yield Operation(
+            name=self._unique(instruction.name),
+            kind="wait",
+            dtype=next(arrays(instruction.shape)).dtype,
+            waits_for=started[start],
+        )
+
+    def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
+        moved = traffic(self._module, computation, instruction)
+        products = list(self._products(computation, instruction))
+        kind: OperationKind = "fusion"
+        dtype, shape = next(arrays(instruction.shape)).dtype, ()
+        largest = max(products, key=lambda product: product.flop, default=None)
+        if largest is not None:
+            kind, dtype, shape = largest.kind, largest.dtype, largest.shape
+        elif instruction.opcode in _COPIES:
+            kind = "copy"
+        elif instruction.opcode == "custom-call":
+            kind = "custom"
+        return Operation(
+            name=self._unique(instruction.name),
+            kind=kind,
+            dtype=dtype,
+            flop=sum(product.flop for product in products),
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            shape=shape,
+            convolution_pass=None if largest is None else largest.convolution_pass,
+            convolution_groups=1 if largest is None else largest.convolution_groups,
+            source=self._source(instruction),
+        )
+
+    def _source(self, instruction: Instruction) -> str | None:
+        """Where the user asked for it; of a fusion that does not say, where for its result."""
+        source = self._module.source(instruction)
+        for name in instruction.called("calls"):
+            source = source or self._module.source(self._module.computations[name].root)
+        return source
+
+    def _products(self, computation: Computation, instruction: Instruction) -> Iterator[Arithmetic]:
+        """Yield the matrix products and convolutions in `instruction`, fused ones included."""
+        found = arithmetic(instruction, computation.operand_shapes(instruction))
+        if found is not None:
+            yield found
+        for name in instruction.called("calls"):
+            called = self._module.computations[name]
+            for inner in called.instructions.values():
+                yield from self._products(called, inner)
+
+
+def _is_bookkeeping(instruction: Instruction) -> bool:
+    """Whether it costs nothing that is not counted elsewhere."""
+    if instruction.opcode in ("copy-start", "slice-start"):
+        return instruction.is_on_chip
+    return instruction.attributes.get("custom_call_target", "").strip('"') in _FREE_CALLS
+
+
+def _weight(items: list[Operation | Loop]) -> tuple[int, int]:
+    """FLOP, then bytes: what decides between the branches of a conditional."""
+    flop = moved = 0
+    for item in items:
+        if isinstance(item, Loop):
+            inner = _weight(list(item.body))
+            flop, moved = flop + item.trip_count * inner[0], moved + item.trip_count * inner[1]
+        else:
+            flop, moved = flop + item.flop, moved + item.read_bytes + item.write_bytes
+    return flop, moved

@@ -1,0 +1,56 @@
+"""What is compiled in place of a run that no compiler takes as it is, and how its program becomes
+that of the run.
+
+Knows which chip lacks what; compiles nothing.
+"""
+
+from dataclasses import replace
+
+from scalejax.config.model import CausalConfig, ModelConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.hardware import Chip
+from scalejax.simulator.program import Program
+from scalejax.simulator.transforms.float8 import in_float8
+from scalejax.xla.target import OLDEST_CAPABILITY
+
+
+def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
+    """What is compiled to know the program of `run` on `chip`.
+
+    Without the fused attention that only newer chips have, where it is compiled for as one of
+    them; in bfloat16 for float8, whose products `as_asked` derives.
+
+    Raises:
+        ConfigError: if the chip has no fused attention, or no rate for fp8, and it is asked for.
+    """
+    model = run.config.model
+    require_type(model, chip)
+    if not isinstance(model, CausalConfig):
+        return run
+    compiled = model
+    if model.compute_dtype == "float8":
+        compiled = replace(compiled, compute_dtype="bfloat16")
+    is_old = chip.cuda is not None and chip.cuda.compute_capability < OLDEST_CAPABILITY
+    if is_old and model.attention == "fused":
+        accepted = f'{chip.name} is older than fused attention; use "auto" or "unfused"'
+        raise ConfigError(refusal("model.attention", model.attention, accepted))
+    if is_old:
+        compiled = replace(compiled, attention="unfused")
+    return run if compiled == model else replace(run, config=replace(run.config, model=compiled))
+
+
+def require_type(model: ModelConfig, chip: Chip) -> None:
+    """Refuse float8 on a chip that has no rate for it.
+
+    Raises:
+        ConfigError: naming the nearest type that it has.
+    """
+    if model.compute_dtype == "float8" and "fp8" not in chip.peak_flop_per_second:
+        accepted = f'{chip.name} has no rate for fp8; use "bfloat16", or a chip with one'
+        raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
+
+
+def as_asked(program: Program, run: ResolvedRun) -> Program:
+    """`program`, of what `for_chip` makes of `run`, as that of `run` itself."""
+    return in_float8(program) if run.config.model.compute_dtype == "float8" else program

@@ -1,0 +1,176 @@
+"""The process that compiles: `python -m scalejax.xla.worker`, a job in, a program out.
+
+Apart from its caller, so that the caller's JAX keeps its own platform, and so that a compiler
+that aborts is an error message and not a crash. Reads a `Job` as JSON from stdin and writes a
+`Compiled` or `Refused` to stdout; whatever else is printed, by whomever, goes to stderr.
+"""
+
+import hashlib
+import importlib
+import json
+import math
+import os
+import runpy
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scalejax.config.model import CausalConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.core import serialization
+from scalejax.core.environment import end_with_caller
+from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.simulator.program import Program
+from scalejax.xla.job import Compiled, FunctionJob, Job, Refused, RunJob
+from scalejax.xla.target import CUDNN_VERSION, Target
+
+
+def main() -> None:
+    """Do the job on stdin."""
+    end_with_caller()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
+        os.dup2(2, 1)
+        job = serialization.build(Job, json.load(sys.stdin))  # type: ignore[arg-type]  a union
+        try:
+            result = Compiled(program=_compile(job), sources=_user_sources())
+        except ScalejaxError as error:
+            result = Refused(error=type(error).__name__, message=str(error))
+        json.dump(serialization.plain(result), answer)
+
+
+def _compile(job: RunJob | FunctionJob) -> Program:
+    from scalejax.xla.compiled import read_compiled, read_step
+
+    devices = _devices(job.target)
+    has_fused_attention = job.target.backend != "cuda" or _describe_cudnn(job.target)
+    if isinstance(job, RunJob):
+        from scalejax.training.mesh import build_mesh
+        from scalejax.training.step import build_step
+
+        run, notes = job.run, ()
+        if not has_fused_attention:
+            run, notes = _with_unfused_attention(job.run)
+        mesh = build_mesh(run.layout, devices)
+        step = build_step(run, mesh)
+        program = read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
+        return replace(program, notes=notes)
+
+    mesh = _mesh(job.mesh_axes, devices)
+    function, arguments = _built(job.builder, mesh)
+    compiled = function.lower(*arguments).compile()
+    return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
+
+
+def _describe_cudnn(target: Target) -> bool:
+    """Have JAX ask `target`, and not this machine, for what its fused attention needs.
+
+    JAX looks at the first GPU and at the cuDNN that are here, when it traces the call. Returns
+    whether this JAX has the functions that are replaced: they are its own business (tried with
+    jax 0.10.2 and 0.12.0).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    if not all(hasattr(fused, name) for name in names):
+        return False
+    digits = target.name.removeprefix("sm_")
+    own = (int(digits[:-1]), int(digits[-1]))
+
+    def asked(capability: str) -> tuple[int, ...]:
+        return tuple(map(int, capability.split(".")))
+
+    major, minor = CUDNN_VERSION
+    fused.check_cudnn_version = lambda: 10_000 * major + 100 * minor
+    fused.check_compute_capability = lambda capability: own >= asked(capability)
+    fused.is_cuda_compute_capability_equal = lambda capability: own == asked(capability)
+    return True
+
+
+def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
+    """`run` as this JAX can compile it without a GPU, and what a reader must know of that."""
+    model = run.config.model
+    if not isinstance(model, CausalConfig) or model.attention == "unfused":
+        return run, ()
+    config = replace(run.config, model=replace(model, attention="unfused"))
+    note = "this JAX cannot compile fused attention without a GPU: costed unfused, too slow"
+    return replace(run, config=config), (note,)
+
+
+def _devices(target: Target) -> list[Any]:
+    """The devices to compile for, in order of their numbers; none of them is here."""
+    import jax
+
+    if target.backend == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.device_count)
+        return jax.devices()
+    from jax.experimental import topologies
+
+    if target.backend == "tpu":
+        # A host holds 2 x 2 chips, or all of a smaller slice.
+        sides = [int(side) for side in target.topology.partition(":")[2].split("x")]
+        host = [*(min(side, 2) for side in sides[:2]), 1] if math.prod(sides) < 4 else (2, 2, 1)
+        description = topologies.get_topology_desc(
+            target.topology,
+            "tpu",
+            chips_per_host_bounds=tuple(host),
+            chip_config_name=target.description,
+        )
+    else:
+        description = topologies.get_topology_desc(
+            target.name, "cuda", target_config=target.description, topology=target.topology
+        )
+    return sorted(description.devices, key=lambda device: device.id)[: target.device_count]
+
+
+def _mesh(mesh_axes: tuple[tuple[str, int], ...], devices: list[Any]) -> Any:
+    import numpy as np
+    from jax.sharding import AxisType, Mesh
+
+    names, sizes = zip(*mesh_axes, strict=True)
+    grid = np.asarray(devices, dtype=object).reshape(sizes)
+    return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _built(builder: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted function, and the shapes to compile it for, that the user's builder returns."""
+    answer = _imported(builder)(mesh)
+    if not (isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[0], "lower")):
+        accepted = "it must return (jitted function, arguments), arguments being a tuple"
+        raise ConfigError(refusal(builder, answer, accepted))
+    function, arguments = answer
+    return function, tuple(arguments)
+
+
+def _imported(builder: str) -> Callable[[Any], Any]:
+    module, _, name = builder.rpartition(":")
+    if module.endswith(".py"):
+        names = runpy.run_path(module, run_name="__scalejax_profile__")
+    else:
+        sys.path.append(os.getcwd())
+        names = vars(importlib.import_module(module))
+    if name not in names:
+        raise ConfigError(refusal("builder", builder, f"{module} has no {name!r}"))
+    return names[name]
+
+
+def _user_sources() -> dict[str, str]:
+    """Digests of the imported files that belong neither to Python, nor to an installed package,
+    nor to scalejax (whose own sources the cache knows)."""
+    paths = sysconfig.get_paths()
+    foreign = [Path(paths[key]) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    foreign.append(Path(__file__).parents[1])
+    digests = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is None or any(Path(file).is_relative_to(folder) for folder in foreign):
+            continue
+        if Path(file).is_file():
+            digests[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return digests
+
+
+if __name__ == "__main__":
+    main()

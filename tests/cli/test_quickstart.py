@@ -1,0 +1,137 @@
+"""The tour shows what it says it shows."""
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from test_report import study as fixed_study
+from test_report import write_run
+
+import scalejax
+from scalejax.cli import quickstart
+from scalejax.cli.main import main
+from scalejax.config.run import RunConfig, load_config, resolve
+from scalejax.core import serialization
+from scalejax.simulator.predict import ScalingPrediction
+from scalejax.training.record import RunRecord
+from scalejax.training.train import train
+
+EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
+
+
+def accuracy(folder: Path) -> float:
+    """On the test data, at the end."""
+    return RunRecord.load(folder).evaluations[-1].test_accuracy
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_example_is_a_run(path: Path):
+    """Each run file that is offered for copying is accepted, on eight devices."""
+    assert resolve(load_config(path), 8).layout.device_count == 8
+
+
+def test_arms_differ_in_batch_and_warmup_alone():
+    """What is compared is what differs; the linear rule holds between all three."""
+    small, cold, warm = (load_config(EXAMPLES / arm.file) for arm in quickstart.ARMS)
+
+    assert small.model == cold.model == warm.model
+    assert small.optimizer == cold.optimizer == warm.optimizer
+    assert small.schedule == cold.schedule
+    assert cold.batch == warm.batch
+    assert (cold.schedule.warmup_epochs, warm.schedule.warmup_epochs) == (0, 3)
+    assert (small.batch.global_batch, warm.batch.global_batch) == (32, 512)
+
+
+def test_tour_trains_predicts_and_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """All of it with an epoch of 1,024 random images, and figures in place of the compiler: every
+    file is there. The programs of three runs take 5 s."""
+    shortened = lambda path: load_config(  # noqa: E731
+        path,
+        {
+            "data": {
+                "name": "synthetic_images",
+                "image_size": 28,
+                "channels": 1,
+                "classes": 10,
+                "train_examples": 1024,
+                "test_examples": 200,
+            },
+            "train.epochs": 1,
+            "schedule.decay": "constant",
+            "schedule.decay_epochs": [],
+            "train.log_every_steps": 1,
+        },
+    )
+    monkeypatch.setattr(quickstart, "load_config", shortened)
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
+    folder = tmp_path / "tour"
+
+    assert main(["quickstart", "--folder", str(folder)]) == 0
+
+    printed = capsys.readouterr().out
+    for arm in quickstart.ARMS:
+        assert 0 < accuracy(folder / arm.name) < 1
+        assert re.search(rf"^{arm.name} .* [\d.]+ %$", printed, re.MULTILINE)
+        assert (folder / arm.file).is_file()
+    assert "about 90 % efficiency" in printed
+    study = serialization.load(ScalingPrediction, folder / "resnet50-p100.json")
+    assert study.title == quickstart.GOYAL.title
+    page = (folder / "report.html").read_text()
+    assert all(arm.name in page for arm in quickstart.ARMS)
+    assert quickstart.MODERN.title in page
+
+
+def test_each_seed_is_a_run_and_the_table_has_their_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Three seeds that end at 50, 51 and 52 %, none of them trained here."""
+
+    def written(config: RunConfig, place: Path) -> RunRecord:
+        return RunRecord.load(write_run(place, [0.5 + 0.01 * config.seed]))
+
+    monkeypatch.setattr("scalejax.training.train.train", written)
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
+
+    quickstart.quickstart(tmp_path / "tour", seeds=3)
+
+    printed = capsys.readouterr().out
+    for arm in quickstart.ARMS:
+        assert re.search(rf"^{arm.name} .* 51.0 % \(50.0 % to 52.0 %\)$", printed, re.MULTILINE)
+        assert accuracy(tmp_path / "tour" / arm.name / "seed-2") == 0.52
+    assert "seed-2" in (tmp_path / "tour" / "report.html").read_text()
+
+
+def test_tour_does_not_write_over_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A folder that holds something is refused."""
+    (tmp_path / "mine.txt").write_text("mine")
+
+    assert main(["quickstart", "--folder", str(tmp_path)]) == 2
+    assert "must be new or empty" in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_seeds_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """There is no mean of nothing."""
+    assert main(["quickstart", "--folder", str(tmp_path / "new"), "--seeds", "0"]) == 2
+    assert "seeds=0 is refused" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_warmup_saves_the_large_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Baseline >= 0.84, warmup >= 0.83, none at least 0.05 below warmup, as the tour says.
+
+    Slow as it trains the three arms to the end, on one device: eight that share two cores take
+    four times as long for the same. Other seeds are for `experiments`.
+    """
+    alone = partial(train, device_count=1, predicts=False)
+    monkeypatch.setattr("scalejax.training.train.train", alone)
+    monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
+
+    quickstart.quickstart(tmp_path / "tour", seeds=1)
+
+    small, cold, warm = (accuracy(tmp_path / "tour" / arm.name) for arm in quickstart.ARMS)
+    assert small >= 0.84
+    assert warm >= 0.83
+    assert cold <= warm - 0.05

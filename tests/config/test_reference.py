@@ -1,0 +1,48 @@
+"""Promises of the list of fields."""
+
+import pytest
+
+from scalejax.cli.main import main
+from scalejax.config.presets import PRESETS
+from scalejax.config.reference import run_reference
+
+
+def test_every_field_is_listed_with_what_it_takes_and_means():
+    """A field without a docstring, or a table that was forgotten, would leave a gap."""
+    tables = run_reference()
+    fields = {each.name: each for table in tables for each in table.fields}
+
+    assert all(each.meaning for each in fields.values())
+    assert fields["schedule.warmup"].accepted == "none | constant | gradual"
+    assert fields["schedule.base_learning_rate"].default == "required"
+    assert fields["layout.data"].default == "absent"
+    assert fields["train.early_stopping.patience"].accepted == "int"
+    assert fields["model.hidden"].name in fields
+    assert fields["seed"].default == "0"
+
+
+def test_every_kind_of_a_table_is_listed():
+    """Every member of each union."""
+    titles = [table.title for table in run_reference()]
+
+    assert sum(title.startswith("[model]") for title in titles) == 9
+    assert sum(title.startswith("[data]") for title in titles) == 10
+    assert sum(title.startswith("[optimizer]") for title in titles) == 6
+    assert sum(title.startswith("[schedule]") for title in titles) == 3
+    assert sum(title.startswith("[averaging]") for title in titles) == 2
+    assert titles[0] == "at the top"
+
+
+def test_published_names_are_listed_after_the_models(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Each on a line of its own, before the data; all within 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main(["config", "fields"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines if line]
+    first_data = next(at for at, line in enumerate(lines) if line.startswith("[data]"))
+    assert set(PRESETS) <= {line.split()[0] for line in lines[:first_data] if line}
+    assert names.count("llama3-8b") == 1
+    assert max(map(len, lines)) <= 80

@@ -1,0 +1,54 @@
+"""Promises of where JAX runs."""
+
+import os
+
+import pytest
+
+from scalejax.core import environment
+from scalejax.core.environment import GPU_FLAGS, choose_platform
+from scalejax.core.errors import ConfigError
+
+
+@pytest.fixture
+def driver(monkeypatch, tmp_path):
+    """The driver's device file, not there yet; and an environment to spoil."""
+    path = tmp_path / "nvidiactl"
+    monkeypatch.setattr(environment, "_NVIDIA_DRIVER", str(path))
+    monkeypatch.setattr(environment, "_ACCELERATOR_FILES", (str(path),))
+    # set and then deleted, so that what the test leaves there is taken back
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return path
+
+
+def test_without_a_driver_jax_looks_for_the_cpu_alone(driver):
+    """A GPU compiler plug-in without a driver would log an error at every start."""
+    choose_platform()
+
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+    assert "XLA_FLAGS" not in os.environ
+
+
+def test_what_the_user_chose_stays(driver, monkeypatch):
+    """JAX_PLATFORMS is the user's."""
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    choose_platform()
+
+    assert os.environ["JAX_PLATFORMS"] == "tpu"
+
+
+def test_a_gpu_trains_under_the_flags_it_is_costed_under(driver, monkeypatch):
+    """The compiler reads flags in order: the user's come last and win."""
+    driver.touch()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/dump")
+    choose_platform()
+
+    assert os.environ["XLA_FLAGS"].split() == [*GPU_FLAGS, "--xla_dump_to=/tmp/dump"]
+    assert "JAX_PLATFORMS" not in os.environ
+
+
+def test_more_virtual_devices_than_a_machine_bears_are_refused(driver):
+    """100,000 took 14,000 threads and 19 GB before anything else refused them."""
+    with pytest.raises(ConfigError, match=r"cpu_devices=100000 .*at most 512"):
+        choose_platform(100_000)

@@ -1,0 +1,189 @@
+"""The hardware catalogue: complete, sourced, and open to a user's own files."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scalejax.core.errors import ConfigError, UnknownHardware
+from scalejax.core.serialization import build, plain
+from scalejax.hardware import Chip, Cluster, chip_names, cluster_names, load_chip, load_cluster
+from scalejax.hardware.catalogue import CATALOGUE
+
+FILES = sorted(CATALOGUE.glob("*/*.toml"))
+
+
+def _numbers(value: object, name: str = "") -> Iterator[str]:
+    """Dotted names of all numbers in a TOML document; items of a list share the list's."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _numbers(item, name)
+    elif isinstance(value, int | float):
+        yield name
+
+
+def _unsourced(tables: dict) -> set[str]:
+    return set(_numbers(tables)) - set(tables.get("sources", {}))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_number_of_the_catalogue_has_a_source(path: Path):
+    """A number without a source cannot be checked, so none is shipped."""
+    tables = tomllib.loads(path.read_text())
+
+    assert not _unsourced(tables)
+    assert set(tables["sources"]) <= set(_numbers(tables)), "a source without its number"
+    assert all(len(source) > 10 for source in tables["sources"].values())
+    assert tables["name"] == path.stem
+
+
+def test_a_number_without_source_is_noticed():
+    """The test above can fail: also for a number in a table of a list."""
+    tables = {"speed": 1, "parts": [{"size": 2}], "sources": {"speed": "here"}}
+
+    assert _unsourced(tables) == {"parts.size"}
+
+
+def test_catalogue_holds_what_the_documentation_names():
+    """Chips and clusters that the README, the quickstart and the ledger speak of are there."""
+    gpus = {"p100", "v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200", "gb200"}
+    servers = {"dgx1-p100", "dgx1-v100", "dgx-a100", "dgx-a100-80gb", "dgx-h100", "dgx-h200"}
+    racks = {"dgx-b200", "gb200-nvl72", "big-basin-goyal2017", "selene", "eos"}
+    rented = {"aws-p4d", "aws-p5", "tpu-v5e", "tpu-v5p"}
+
+    assert set(chip_names()) >= gpus | {"tpu-v5e", "tpu-v5p"}
+    assert set(cluster_names()) >= servers | racks | rented
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_cluster_loads_and_survives_a_round_trip(name: str):
+    """A cluster read, written as plain data and read again is the same cluster."""
+    cluster = load_cluster(name)
+
+    assert cluster.name == name
+    assert build(Cluster, plain(cluster)) == cluster
+
+
+@pytest.mark.parametrize("name", chip_names())
+def test_every_chip_is_physically_sensible(name: str):
+    """Lower precision is never slower, and no chip is faster per clock than its units allow."""
+    chip = load_chip(name)
+    rates = [
+        chip.peak_flop_per_second[dtype]
+        for dtype in ("f32", "tf32", "bf16", "fp8")
+        if dtype in chip.peak_flop_per_second
+    ]
+
+    assert rates == sorted(rates)
+    if chip.cuda is not None:
+        units = chip.cuda.sm_count * chip.cuda.fpus_per_sm
+        assert chip.peak_flop_per_second["f32"] == pytest.approx(
+            2 * units * chip.cuda.clock_hz,
+            rel=0.15,  # datasheets round: Blackwell's are 8 and 12 % above XLA's clock
+        )
+
+
+def test_f32_products_run_as_tf32_where_the_chip_has_it():
+    """XLA multiplies f32 matrices as tf32 on Ampere and later, and as f32 before."""
+    assert load_chip("a100-80gb").rate_type("f32") == "tf32"
+    assert load_chip("v100").rate_type("f32") == "f32"
+
+
+def test_a_type_without_units_runs_as_f32():
+    """V100 has no bf16 units: the compiler converts to f32; unknown types are no faster."""
+    v100 = load_chip("v100")
+
+    assert v100.rate_type("bf16") == "f16"
+    assert load_chip("k80").rate_type("bf16") == "f32"
+    assert v100.peak("f16") == 125e12
+    assert v100.peak("s32") == v100.peak("f32")
+    assert load_chip("a100-80gb").rate_type("f8e4m3fn") == "bf16"
+    assert load_chip("h100").rate_type("f8e5m2") == "fp8"
+
+
+def test_unknown_names_are_refused_with_the_nearest():
+    """A typo in a name costs one line, and the line says what was meant."""
+    with pytest.raises(UnknownHardware, match="did you mean 'dgx-h100'"):
+        load_cluster("dgx-h10")
+    with pytest.raises(UnknownHardware, match="did you mean 'h100'"):
+        load_chip("hh100")
+    with pytest.raises(UnknownHardware, match=r"no such file"):
+        load_cluster("mine.toml")
+
+
+OWN = """
+name = "attic"
+title = "Two boxes in the attic"
+chip = "v100"
+library = "nccl-pcie"
+devices_per_node = 2
+[link]
+kind = "pcie"
+bytes_per_second = 12e9
+[network]
+bytes_per_second = 1.25e9
+"""
+
+
+def test_own_cluster_file_names_a_catalogue_chip(tmp_path: Path):
+    """A user's file needs neither sources nor a chip of its own."""
+    path = tmp_path / "attic.toml"
+    path.write_text(OWN)
+
+    cluster = load_cluster(str(path))
+
+    assert cluster.chip == load_chip("v100")
+    assert cluster.network is not None
+    assert cluster.network.bytes_per_second == 1.25e9
+
+
+def test_own_cluster_file_may_describe_its_chip_in_place(tmp_path: Path):
+    """A chip that the catalogue lacks is a [chip] table in the cluster's file."""
+    path = tmp_path / "attic.toml"
+    chip = (CATALOGUE / "chips" / "p100.toml").read_text().replace('"p100"', '"mine"')
+    tables = chip.replace("[", "[chip.").replace("= [chip.", "= [")
+    path.write_text(OWN.replace('chip = "v100"\n', "") + "[chip]\n" + tables)
+
+    assert load_cluster(str(path)).chip.name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "message"),
+    [
+        ("kind = 'pci'", 'kind = "pcie"', r"link\.kind='pci' is refused.*did you mean 'pcie'"),
+        ("bytes_per_second = -1", "bytes_per_second = 12e9", r"link\.bytes_per_second=-1"),
+        ("devices_per_nod = 2", "devices_per_node = 2", "did you mean 'devices_per_node'"),
+    ],
+)
+def test_damaged_cluster_file_is_refused(tmp_path: Path, wrong: str, right: str, message: str):
+    """Field, value and what is accepted, in one line."""
+    path = tmp_path / "attic.toml"
+    path.write_text(OWN.replace(right, wrong))
+
+    with pytest.raises(ConfigError, match=message):
+        load_cluster(str(path))
+
+
+def test_own_file_with_an_unknown_chip_is_refused(tmp_path: Path):
+    """The chip that a file names is looked up in the catalogue."""
+    path = tmp_path / "attic.toml"
+    path.write_text(OWN.replace("v100", "v10"))
+
+    with pytest.raises(UnknownHardware, match="did you mean 'v100'"):
+        load_cluster(str(path))
+
+
+def test_a_chip_without_an_f32_rate_is_refused():
+    """Every type falls back on f32, so a chip must have it."""
+    tables = plain(load_chip("h100"))
+    assert isinstance(tables, dict)
+    rates = tables["peak_flop_per_second"]
+    assert isinstance(rates, dict)
+    del rates["f32"]
+
+    with pytest.raises(ConfigError, match="it must hold f32"):
+        build(Chip, tables)

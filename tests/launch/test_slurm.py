@@ -1,0 +1,239 @@
+"""A run is handed to SLURM as a script that one can read, and followed to its end."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalejax.cli.main import main
+from scalejax.core.errors import ConfigError
+from scalejax.launch import LOST, slurm
+from scalejax.launch.slurm import SlurmRun, follow, script
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "scalejax" / "config" / "examples" / "fashion_no_warmup.toml"
+CODE = (
+    "import sys; from scalejax.cli.main import main; from scalejax.launch import slurm; "
+    "slurm._SECONDS_BETWEEN_LOOKS = 0.2; sys.exit(main())"
+)
+RUN = """
+seed = 3
+[model]
+name = "mlp"
+hidden = [16]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 200
+test_examples = 30
+[batch]
+global_batch = 8
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.001
+warmup = "none"
+[train]
+epochs = 1
+"""
+
+
+def run(folder, **changes):
+    """Eight processes on nodes of four GPUs."""
+    values = {
+        "command": ("python", "train", "a file.toml"),
+        "run_marker": folder / "run.toml",
+        "processes": 8,
+        "gpus_per_node": 4,
+        "most_restarts": 2,
+        "folder": folder / "slurm",
+        "name": "a-run",
+    }
+    return SlurmRun(**values | changes)
+
+
+def options_of(text):
+    """Options of sbatch in a script."""
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if "#SBATCH" in line]
+    return dict(line.partition("=")[::2] for line in lines)
+
+
+def test_the_script_asks_for_what_the_flags_say(tmp_path):
+    """Two nodes have the GPUs; further options are passed on; nothing else is asked for."""
+    pytest.importorskip("submitit")
+    given = ("account=vision", "--cpus-per-task=6", "reservation=night", "setup=module load cuda")
+
+    text = script(run(tmp_path, partition="gpu", time="2:00:00", options=given))
+
+    options = options_of(text)
+    output = options.pop("output")
+    assert Path(output).parent == tmp_path / "slurm"
+    assert options == {
+        "account": "vision", "cpus-per-task": "6", "reservation": "night", "partition": "gpu",
+        "time": "2:00:00", "nodes": "2", "ntasks-per-node": "4", "gpus-per-node": "4",
+        "job-name": "a-run", "open-mode": "append", "requeue": "", "signal": "TERM@120",
+    }  # fmt: skip
+    assert "\nmodule load cuda\n" in text
+    assert "--wait=120 --cpus-per-task=6 python train 'a file.toml' $resume" in text
+
+
+def test_a_job_that_begins_elsewhere_finds_its_files(tmp_path, monkeypatch, capsys):
+    """The run, and the folder whose record says that it can go on, by whole paths."""
+    pytest.importorskip("submitit")
+    monkeypatch.chdir(tmp_path)
+    Path("a.toml").write_text(RUN)
+
+    main(["launch", "a.toml", "--np", "4", "--folder", "out", "--dry-run"])
+
+    said = capsys.readouterr().out
+    assert f"train {tmp_path}/a.toml --folder {tmp_path}/out $resume" in said
+    assert f"-e {tmp_path}/out/" in said
+
+
+def test_a_refusal_of_one_process_is_not_tried_again(tmp_path):
+    """Though srun says the code of another, which the kill of the step has ended."""
+    pytest.importorskip("submitit")
+    for name, does in (("srun", 'touch "$SCALEJAX_REFUSAL_MARKER"; exit 137'), ("scontrol", "")):
+        command = tmp_path / name
+        command.write_text(f"#!/bin/sh\necho {name} >> {tmp_path}/calls\n{does}\n")
+        command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+
+    done = subprocess.run(["bash", "-c", script(run(tmp_path))], env=environment)
+
+    assert done.returncode == 2
+    assert (tmp_path / "calls").read_text().split() == ["srun"]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_requeued"),
+    [(0, 0, False), (2, 0, False), (130, 0, False), (76, 0, True), (143, 1, True), (137, 2, False)],
+)
+def test_the_script_goes_back_into_the_queue_for_what_may_go_well(
+    tmp_path, code, restarts, is_requeued
+):
+    """Run by bash, with commands of SLURM that note how they were called."""
+    pytest.importorskip("submitit")
+    (tmp_path / "run.toml").touch()
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        command = tmp_path / name
+        command.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {ends}\n')
+        command.chmod(0o755)
+    text = script(run(tmp_path))
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "7"}
+    if restarts:
+        environment["SLURM_RESTART_COUNT"] = str(restarts)
+
+    done = subprocess.run(["bash", "-c", text], env=environment)
+
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == code
+    assert calls[1:] == (["scontrol requeue 7"] if is_requeued else [])
+    assert calls[0].endswith(" --resume") == bool(restarts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"nodes": 3}, "np=8 is refused: it must be a multiple of the 3 nodes"),
+        ({"nodes": 1}, "gpus_per_node=4 is refused: 8 processes of a node need a GPU each"),
+        ({"options": ("nodes=2",)}, "slurm='nodes=2' is refused: there is a flag for it, --nodes"),
+        ({"options": ("--ntasks=2",)}, "there is a flag for it, --np"),
+        ({"options": ("--account",)}, "slurm='--account' is refused: it must be an option"),
+        ({"gpus_per_node": 0}, "gpus_per_node=0 is refused"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_it_is_submitted(tmp_path, changes, refused):
+    """Naming the flag."""
+    with pytest.raises(ConfigError, match=refused):
+        run(tmp_path, **changes)
+
+
+def test_without_slurm_or_submitit_it_says_what_to_do(tmp_path, monkeypatch, capsys):
+    """Exit code 2, and how to go on."""
+    command = ["launch", str(EXAMPLE), "--np", "4", "--folder", str(tmp_path / "run")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert main(command) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "there is no SLURM on this machine (no sbatch); --np -4 starts" in said
+
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    assert main([*command, "--dry-run"]) == 2
+    assert "pip install 'scalejax[slurm]'" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ("JobState=COMPLETED ExitCode=0:0", 0),
+        ("JobState=FAILED ExitCode=2:0", 2),
+        ("JobState=FAILED ExitCode=0:9", 137),
+        ("JobState=CANCELLED ExitCode=0:15", 143),
+        ("JobState=TIMEOUT ExitCode=0:15", LOST),
+        ("JobState=NODE_FAIL ExitCode=0:0", LOST),
+    ],
+)
+def test_the_job_is_followed_to_its_end(tmp_path, monkeypatch, ends, code):
+    """Through the queue, twice; what its first process says is passed on as it is said."""
+    log, answers = tmp_path / "log", tmp_path / "answers"
+    states = ["JobState=PENDING ExitCode=0:0", "JobState=RUNNING ExitCode=0:0"]
+    answers.write_text("\n".join(f"JobId=7 {each}" for each in [*states, *states, ends]))
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\nhead -n 1 {answers}\nsed -i 1d {answers}\necho "said $@" >> {log}\n'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(slurm, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    out = io.StringIO()
+
+    assert follow("7", log, out) == code
+
+    lines = out.getvalue().splitlines()
+    assert lines.count("said --oneliner show job 7") == 5
+    assert [line for line in lines if line.startswith("job 7: ")] == [
+        "job 7: pending", "job 7: running", "job 7: pending", "job 7: running",
+    ]  # fmt: skip
+    assert (code == 0) == ("job 7 ended" not in out.getvalue())
+
+
+@pytest.mark.slow  # two jobs of two processes that each import JAX
+@pytest.mark.alone
+def test_a_job_of_two_processes_trains_and_passes_its_code_on(tmp_path, slurm, monkeypatch):
+    """On a scheduler of one node: it ends with 0; and where the processes refuse, with 2.
+    Tasks of srun meet with nothing said."""
+    pytest.importorskip("submitit")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(RUN)
+    monkeypatch.setenv("SLURM_CONF", slurm)
+
+    def launched(*flags):
+        return subprocess.run(
+            [sys.executable, "-c", CODE, "launch", str(run_file), "--np", "2", *flags],
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+                "PYTHONPATH": str(ROOT),
+            },
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=500,
+        )
+
+    done = launched("--folder", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("completed: 25 steps") == 1
+    assert "started: on 2 devices" in done.stdout
+    assert "scancel" in done.stdout
+
+    refused = launched("--folder", str(tmp_path / "other"), "--batch.global_batch", "7")
+    assert refused.returncode == 2, refused.stdout
+    assert "batch.global_batch=7" in refused.stdout

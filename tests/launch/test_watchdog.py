@@ -1,0 +1,208 @@
+"""Which process was lost is told by exit codes, heartbeats and what the system says."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scalejax.core.heartbeat import Beat, Heartbeat, read_beat
+from scalejax.core.process_group import MISSED_ANOTHER
+from scalejax.launch.local import LOST, Launch, launch
+from scalejax.launch.watchdog import Watch
+
+ROOT = Path(__file__).parents[2]
+RUNNING, LIVES = (None, None), (False, False)
+
+
+def beat(*, breaths=0, moves=0, step=0, phase="training"):
+    """What a process says."""
+    return Beat(breaths=breaths, moves=moves, step=step, phase=phase)
+
+
+def said(path):
+    """What a process has said last; it must have said something."""
+    last = read_beat(path)
+    assert last is not None
+    return last
+
+
+@pytest.fixture
+def clock():
+    """A clock that is set by hand: [now]."""
+    return [0.0]
+
+
+@pytest.fixture
+def watch(clock):
+    """One that waits 10 s for the stopped, and 100 s for the stuck."""
+    return Watch(10.0, 100.0, clock=lambda: clock[0])
+
+
+@pytest.mark.parametrize(
+    ("codes", "told"),
+    [
+        ((None, 0), None),
+        ((2, 2), None),
+        ((143, 130), None),
+        ((None, -9), r"process 1 was killed by SIGKILL .* at step 7"),
+        ((MISSED_ANOTHER, -9), r"process 1 was killed by SIGKILL"),
+        ((MISSED_ANOTHER, 1), r"process 1 ended with exit code 1"),
+        ((1, -11), r"process 1 was killed by SIGSEGV"),
+        ((MISSED_ANOTHER, None), r"process 0 lost contact"),
+        ((-6, -9), r"process 1 was killed by SIGKILL"),
+        ((2, -6), None),
+        ((MISSED_ANOTHER, 2), None),
+        ((130, -6), None),
+        ((2, -9), r"process 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_cause_is_named_and_not_those_that_missed_it(watch, codes, told):
+    """A refusal or a wish to stop is no loss; one that was killed is, and is named first."""
+    loss = watch.lost_by_code(codes, (beat(step=7), beat(step=7)))
+
+    assert (loss is None) == (told is None)
+    assert told is None or re.match(told, str(loss))
+
+
+def test_a_stopped_process_is_lost_after_a_while_and_not_if_it_goes_on(watch, clock):
+    """The system says that it is stopped; a debugger may let it go on."""
+    beats = (beat(), beat())
+
+    for clock[0] in (0.0, 9.0):
+        assert watch.hanging(RUNNING, beats, (False, True)) is None
+    assert watch.hanging(RUNNING, beats, LIVES) is None
+    clock[0] = 12.0
+    assert watch.hanging(RUNNING, beats, (False, True)) is None
+    clock[0] = 23.0
+
+    assert str(watch.hanging(RUNNING, beats, (False, True))).startswith(
+        "process 1 has been stopped"
+    )
+
+
+@pytest.mark.parametrize(
+    ("beats", "culprit"),
+    [
+        ((beat(step=5), beat(step=4)), 1),
+        ((beat(step=5), beat(step=5, phase="waiting for input")), 1),
+        ((beat(step=5, phase="waiting for input"), beat(step=5)), 0),
+    ],
+)
+def test_of_stuck_processes_the_one_is_named_that_the_others_wait_for(watch, clock, beats, culprit):
+    """It is behind, or at something else than the update that the others are in."""
+    assert watch.hanging(RUNNING, beats, LIVES) is None
+    clock[0] = 101.0
+
+    assert watch.hanging(RUNNING, beats, LIVES).process == culprit
+
+
+@pytest.mark.parametrize("phase", ["compiling", "saving"])
+def test_some_things_may_take_six_times_as_long(watch, clock, phase):
+    """And a process that has not said anything yet is the one that is missed."""
+    beats = (None, beat(step=0, phase=phase))
+
+    for clock[0] in (0.0, 599.0):
+        assert watch.hanging(RUNNING, beats, LIVES) is None
+    clock[0] = 601.0
+
+    assert watch.hanging(RUNNING, beats, LIVES).process == 0
+
+
+def test_of_stuck_processes_one_that_no_longer_breathes_is_the_culprit(watch, clock):
+    """Also if it is farther than the others."""
+    for clock[0] in (0.0, 60.0, 101.0):
+        breaths = int(clock[0])
+        beats = (beat(step=4, breaths=breaths), beat(step=5))
+        loss = watch.hanging(RUNNING, beats, LIVES)
+
+    assert loss.process == 1
+
+
+def test_as_long_as_one_moves_on_none_hangs(watch, clock):
+    """The others wait for it, and rightly."""
+    for clock[0] in range(0, 1000, 50):
+        beats = (beat(moves=int(clock[0])), beat())
+        assert watch.hanging(RUNNING, beats, LIVES) is None
+
+
+STOPS_ITSELF = """
+import os, signal, time
+def obey(number, frame):
+    if os.environ["SCALEJAX_PROCESS"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+signal.signal(signal.SIGTERM, obey)
+print("ready")
+while True:
+    time.sleep(60)
+"""
+
+
+def test_processes_are_watched_also_after_a_signal(tmp_path):
+    """One of two that were asked to stop is stopped instead, and the other waits for it."""
+
+    class Ears(io.StringIO):
+        def write(self, text):
+            count = super().write(text)
+            if "ready" in text and self.getvalue().count("ready") == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return count
+
+    said = Ears()
+    job = Launch(
+        command=(sys.executable, "-c", STOPS_ITSELF),
+        processes=2,
+        shows_all=True,
+        folder=tmp_path,
+        stopped_seconds=0.5,
+    )
+    impatient = threading.Timer(20, os.kill, (os.getpid(), signal.SIGTERM))
+    impatient.start()
+    try:
+        code = launch(job, said)
+    finally:
+        impatient.cancel()
+
+    assert code == LOST
+    assert "process 1 has been stopped" in said.getvalue()
+
+
+def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
+    """Step and phase at once, breaths by themselves."""
+    path = tmp_path / "heartbeat"
+    heart = Heartbeat(path)
+    heart.at("waiting for input", 12)
+    first = said(path)
+    end = time.monotonic() + 30
+    while said(path).breaths == first.breaths and time.monotonic() < end:
+        time.sleep(0.05)
+    heart.close()
+
+    assert (first.step, first.phase, first.moves) == (12, "waiting for input", 1)
+    assert said(path).breaths > first.breaths
+    assert read_beat(tmp_path / "none") is None
+
+
+BREATHING = """
+import sys, threading
+from pathlib import Path
+from scalejax.core.heartbeat import Heartbeat
+first = Heartbeat(Path(sys.argv[1]))
+move = lambda: [first.at("training", step) for step in iter(int, 1)]
+threading.Thread(target=move, daemon=True).start()
+for _ in range(300):
+    Heartbeat(Path(sys.argv[1])).close()
+"""
+
+
+def test_a_second_heartbeat_in_a_process_does_not_end_the_first(tmp_path):
+    """As where two runs follow each other: by SIGBUS, where the file was cut off first."""
+    command = [sys.executable, "-c", BREATHING, str(tmp_path / "heartbeat")]
+
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 0

@@ -1,0 +1,278 @@
+"""This machine measured and written down: what the files hold, and what they are good for."""
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+from hardware_cases import CHIP, cluster_of
+
+from scalejax.cli.main import main
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError
+from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
+from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
+from scalejax.measure.devices.collectives import Exchange, fit_ring
+from scalejax.measure.devices.machine import probe_count
+from scalejax.measure.devices.processes import Between, Probe, between_processes
+from scalejax.measure.fit import fit_runs, read_runs
+from scalejax.simulator.device_state import as_used
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import MemoryUse, Operation, Program
+from scalejax.training.record import MeasurementLog, TrainMeasurement
+
+MEASURED = MeasuredRates(
+    matmul={"f32": ((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 4e9))},
+    convolution={"forward": ((1, 16, 8, 8, 9, 2e9),), "filter_gradient": ((1, 16, 8, 8, 9, 1e9),)},
+    stream=((1000, 10e9), (1_000_000, 1e9)),
+    first_touch=((1000, 1e-6), (2000, 3e-6)),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    """Storage and copies are timed on a megabyte."""
+    monkeypatch.setattr("scalejax.measure.devices._STORED_BYTES", 2**20)
+    monkeypatch.setattr("scalejax.measure.devices._COPIED_BYTES", 2**20)
+
+
+def product_of(size: int, flop: int) -> Operation:
+    """A square matrix product."""
+    return Operation(name="dot", kind="matmul", dtype="f32", flop=flop, shape=(1, size, size, size))
+
+
+def program_of(*operations: Operation, devices: int = 1, temporary: int = 0) -> Program:
+    """A step of `operations`."""
+    memory = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=temporary)
+    return Program(
+        name="a step",
+        backend="cpu",
+        target="cpu",
+        compiler="none",
+        mesh_axes=(("data", devices),),
+        operations=operations,
+        memory=memory,
+    )
+
+
+@pytest.mark.parametrize(("size", "rate"), [(64, 1e9), (1024, 4e9), (256, 2e9), (4096, 2e9)])
+def test_products_take_the_measured_rate_of_their_shape(size, rate):
+    """Exact where it was measured; half way between in logarithms, the geometric mean."""
+    chip = replace(CHIP, measured=MEASURED)
+
+    time = operation_time(product_of(size, flop=10**9), chip)
+
+    # far outside, weights 1/4 and 1/36 of the two neighbours: between them, whatever the weight
+    if size == 4096:
+        assert 1e9 / 4e9 < time.seconds < 1
+    else:
+        assert time.seconds == pytest.approx(1e9 / rate)
+
+
+def test_each_pass_of_a_convolution_has_its_own_rate():
+    """The gradient of the filter is measured at half the rate of the forward pass."""
+    chip = replace(CHIP, measured=MEASURED)
+    forward = Operation(
+        name="conv",
+        kind="convolution",
+        dtype="f32",
+        flop=10**9,
+        shape=(1, 16, 8, 8, 9),
+        convolution_pass="forward",
+    )
+    gradient = replace(forward, convolution_pass="filter_gradient")
+
+    assert operation_time(forward, chip).seconds == pytest.approx(0.5)
+    assert operation_time(gradient, chip).seconds == pytest.approx(1.0)
+
+
+def test_small_operations_stay_in_the_caches():
+    """1000 bytes at 10 GB/s, a million at 1 GB/s, 31,623 half way in logarithms."""
+    chip = replace(CHIP, measured=MEASURED)
+    times = [
+        operation_time(Operation(name="f", kind="fusion", dtype="f32", read_bytes=size), chip)
+        for size in (1000, 1_000_000, 31_623)
+    ]
+
+    expected = [1e-7, 1e-3, 31_623 / 10**9.5]
+    # 31,623 is the root of 1000 times a million to 1e-5
+    assert [time.seconds for time in times] == pytest.approx(expected, rel=1e-5)
+
+
+def test_devices_of_one_machine_slow_each_other_down():
+    """Measured with two busy, and beyond that in proportion: the cores are all in use."""
+    half = replace(
+        MEASURED, matmul={"f32": tuple((*row[:-1], row[-1] / 2) for row in MEASURED.matmul["f32"])}
+    )
+    cluster = cluster_of(
+        chip=replace(CHIP, measured=MEASURED),
+        shared=(SharedChip(device_count=2, chip=replace(CHIP, measured=half)),),
+    )
+    seconds = [
+        predict(program_of(product_of(64, flop=10**9), devices=n), cluster).step_seconds
+        for n in (1, 2, 4)
+    ]
+
+    assert seconds == pytest.approx([1, 2, 4])
+
+
+def test_temporary_memory_is_paid_for_at_every_step():
+    """1500 bytes lie half way between 1 and 3 microseconds; 4000 are twice 2000."""
+    cluster = cluster_of(chip=replace(CHIP, measured=MEASURED))
+    overheads = [
+        as_used(cluster, program_of(temporary=size)).chip.attainable.step_overhead_seconds
+        for size in (0, 1500, 4000)
+    ]
+
+    assert overheads == pytest.approx([0, 2e-6, 6e-6])
+
+
+def test_ring_is_found_again_in_its_own_times():
+    """base 100 us, message 10 us, 2 GB/s: times made of them give them back."""
+    exchanges = [
+        Exchange(
+            device_count=n,
+            size_bytes=size,
+            seconds=100e-6 + 2 * (n - 1) * 10e-6 + 2 * (n - 1) / n * size / 2e9,
+        )
+        for n in (2, 4)
+        for size in (64, 2**20, 2**24)
+    ]
+
+    ring = fit_ring(exchanges)
+
+    assert ring.base_seconds == pytest.approx(100e-6)
+    assert ring.hop_seconds == pytest.approx(10e-6)
+    assert ring.bytes_per_second == pytest.approx(2e9)
+    assert ring.residual == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.slow  # two processes import JAX, and measure this machine
+def test_processes_exchange_over_loopback():
+    """Two real processes; a megabyte takes longer than nothing and less than a second."""
+    probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
+
+    stages: list[str] = []
+    between = between_processes(2, probe, stages.append)
+
+    small, large = between.exchanges
+    assert between.chip.measured is not None
+    assert (small.device_count, small.size_bytes) == (2, 64)
+    assert 0 < small.seconds < 1
+    assert 0 < large.seconds < 1
+    assert stages[:2] == ["collectives in 2 processes"] * 2
+    assert len(stages) == 2 + probe_count(TINY_GRID, jax.devices()[0])
+    assert "matrix products in 2 processes" in stages
+
+
+@pytest.mark.slow  # measures matrix products for seconds; the next test has what is around them
+def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
+    """A tiny grid: the files describe what was measured, and a step can be predicted with them."""
+    monkeypatch.setattr("scalejax.measure.devices._process_counts", list)
+    monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64, 2**20))
+
+    stages: list[str] = []
+    found = calibrate(tmp_path, TINY_GRID, stages.append)
+    paths = found.save(tmp_path)
+
+    cluster = load_cluster(str(tmp_path / "cluster.toml"))
+    assert len(stages) == stage_count(TINY_GRID)
+    assert cluster == found.cluster
+    assert paths[0] == tmp_path / "cluster.toml"
+    assert {path.name for path in paths} >= {"cluster.toml", "chip.toml"}
+    program = program_of(product_of(64, flop=2 * 64**3))
+    assert predict(program, cluster).step_seconds > 0
+    assert "scalejax calibrate" in cluster.sources["*"]
+
+
+def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkeypatch):
+    """What was measured is kept, and a note says what is missing."""
+
+    def refuse(count: int, probe: Probe, on_stage: object) -> Between:
+        raise ConfigError("processes=2 is refused: no loopback.")
+
+    monkeypatch.setattr("scalejax.measure.devices.between_processes", refuse)
+    monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64,))
+    monkeypatch.setattr("scalejax.measure.devices.machine.measure_chip", lambda *_: CHIP)
+
+    found = calibrate(tmp_path, TINY_GRID)
+
+    assert found.processes is None
+    assert "no loopback" in found.notes[0]
+    assert [path.name for path in found.save(tmp_path)][:2] == ["cluster.toml", "chip.toml"]
+
+
+def write_run(folder: Path, devices: int = 1) -> None:
+    """A folder of a run whose steps took 10 ms."""
+    folder.mkdir()
+    program = program_of(product_of(64, flop=10**7), devices=devices)
+    serialization.save(program, folder / "program.json")
+    with closing(MeasurementLog(folder / "measurements.jsonl")) as log:
+        for step in (1, 2, 3):
+            log.append(
+                TrainMeasurement(
+                    step=step,
+                    epoch=step,
+                    loss=1.0,
+                    accuracy=0.5,
+                    learning_rate=0.1,
+                    step_seconds=0.01,
+                    samples_per_second=800.0,
+                    elapsed_seconds=0.01 * step,
+                )
+            )
+
+
+def test_a_fit_is_written_beside_what_was_measured(tmp_path, monkeypatch, capsys):
+    """The measured cluster, which train uses, stays; what is written predicts what is printed."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    folder = tmp_path / "this-machine"
+    measured = cluster_of(chip=replace(CHIP, name="cpu", measured=MEASURED))
+    serialization.save_toml(measured, folder / "cluster.toml")
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    for devices, name in enumerate(names, start=1):
+        write_run(Path(name), devices)
+
+    assert main(["calibrate", "--from", *names]) == 0
+
+    assert load_cluster(str(folder / "cluster.toml")) == measured
+    fitted = load_cluster(str(folder / "cluster-fitted.toml"))
+    out = capsys.readouterr().out
+    assert f"wrote {folder / 'cluster-fitted.toml'}" in " ".join(out.split())
+    runs = read_runs([Path(name) for name in names])
+    fit = fit_runs(measured, runs)
+    assert fit.cluster == fitted
+    assert [each.predicted_seconds for each in fit.errors] == [
+        pytest.approx(predict(run.program, fitted).step_seconds) for run in runs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--from", "run", "empty"], "run scalejax calibrate first"),
+        (["--from", "run"], "it must be 2 to 5 run folders"),
+        (["--from", "rum", "empty"], "it is no run folder, as scalejax train writes them (did you"),
+        (["--from", "run", "./run"], "it is named twice; name each run once"),
+        (["--from", "run", "linked"], "it is the same folder as 'run'"),
+        (["--from", "run", "empty", "--cluster", "dgx-h100"], "its step ran on CPUs, and dgx-h100"),
+        (["--cluster", "dgx-h100"], "it is for --from"),
+        (["--form", "one"], "did you mean --from"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(arguments, refused, tmp_path, monkeypatch, capsys):
+    """In one sentence, with exit code 2."""
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.chdir(tmp_path)
+    for name in ("run", "empty"):
+        write_run(tmp_path / name)
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
+
+    assert main(["calibrate", *arguments]) == 2
+
+    error = capsys.readouterr().err
+    assert refused in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,518 @@
+"""Searches over strategies: all of them, none that does not fit, and the times of `predict`."""
+
+import dataclasses
+import gc
+import json
+import math
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from program_cases import matmul, program_of
+
+from scalejax.cli.main import main
+from scalejax.config.parallelism import BatchSplit, Layout
+from scalejax.config.run import load_config
+from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
+from scalejax.hardware import RunConditions, load_cluster
+from scalejax.planning.search import (
+    Candidate,
+    StrategyCosts,
+    distinct,
+    left_out,
+    losses,
+    parallel,
+    pareto,
+    search,
+    strategies,
+    workspace_bytes,
+)
+from scalejax.planning.search import run as searched_run
+from scalejax.planning.search.run import left_out_notes, run_of, shape_of
+from scalejax.simulator.predict import predict
+from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
+from scalejax.xla import has_cuda_compiler
+
+CLUSTER = load_cluster("selene")
+SHAPE = TransformerShape(
+    layers=8, hidden=1024, heads=16, kv_heads=16, ffn_hidden=4096, vocabulary=32768, tokens=512
+)
+GPT3 = TransformerShape(
+    layers=96,
+    hidden=12288,
+    heads=96,
+    kv_heads=96,
+    ffn_hidden=4 * 12288,
+    vocabulary=51200,
+    tokens=2048,
+    is_fused=False,
+)
+RUN = """
+[model]
+name = "gpt"
+layers = 4
+hidden = 256
+heads = 8
+compute_dtype = "bfloat16"
+[data]
+name = "synthetic_tokens"
+tokens = 128
+vocabulary = 1024
+[batch]
+global_batch = 16
+[optimizer]
+name = "adamw"
+[schedule]
+base_learning_rate = 0.1
+"""
+
+
+@given(devices=st.integers(1, 48), global_batch=st.integers(1, 48))
+def test_axes_multiply_to_the_devices(devices: int, global_batch: int):
+    """Every strategy uses all devices, divides the batch, and is met once."""
+    found = list(strategies(SHAPE, devices, global_batch))
+
+    for each in found:
+        assert math.prod(each.layout.axis_sizes.values()) == devices
+        split = each.split
+        assert split.microbatch * split.microbatches * each.layout.batch_shards == global_batch
+        each.require_fits(SHAPE)
+    assert len(found) == len(set(found))
+
+
+def test_two_devices_by_hand():
+    """One sample: two stages (of 8 blocks in one chunk), two contexts, or two along tensor with
+    tokens whole or divided; data and fsdp have nothing to divide. Each with the four kinds of
+    recompute."""
+    found = list(strategies(SHAPE, 2, 1))
+
+    assert len(found) == (1 + 1 + 2) * 4
+
+
+def test_attention_over_context_is_not_fused():
+    """Nor is it where it is trained: two contexts cost the same whatever the chip has."""
+    fused = dataclasses.replace(SHAPE, is_fused=True)
+    unfused = dataclasses.replace(SHAPE, is_fused=False)
+    layout = Layout(context=2)
+    over_two = Strategy(split=BatchSplit(global_batch=2, layout=layout))
+
+    one, other = (transformer_program(shape, over_two) for shape in (fused, unfused))
+    assert one.operations == other.operations
+    assert one.memory == other.memory
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        SHAPE,
+        replace(SHAPE, compute_dtype="float8"),
+        replace(SHAPE, layers=7),
+        replace(SHAPE, layers=7, vocabulary=1024),
+    ],
+    ids=["even", "float8", "the last of unequal stages sets the pace", "the first of them"],
+)
+def test_numbers_are_those_of_predict(shape: TransformerShape):
+    """To rounding, over the whole ranking; and so are the terms."""
+    found = search(shape, CLUSTER, (8,), 16)
+    costs = StrategyCosts(shape, CLUSTER)
+    for each in found.ranked[:: len(found.ranked) // 25]:
+        program = transformer_program(
+            shape, each.strategy, workspace_bytes=workspace_bytes(CLUSTER.chip)
+        )
+        whole = predict(program, CLUSTER)
+
+        assert each.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+        assert each.peak_memory_bytes == whole.peak_memory_bytes
+        terms = {name: seconds for name, seconds in whole.waterfall if seconds}
+        assert dict(costs.terms(each.strategy)) == pytest.approx(terms, rel=1e-6, abs=1e-12)
+
+
+def test_numbers_of_a_large_network_are_those_of_predict():
+    """GPT-3, whose devices are slower than their host, on any stages: bubble and sends count."""
+    costs = StrategyCosts(GPT3, CLUSTER)
+    some = list(islice(strategies(GPT3, 96, 96), 0, None, 1499))
+    for each in some:
+        (candidate,) = costs.candidates([each])
+        whole = predict(transformer_program(GPT3, each), CLUSTER)
+
+        assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert {each.layout.pipeline > 1 for each in some} == {True, False}
+    assert {each.pipeline_chunks > 1 for each in some} == {True, False}
+
+
+def test_steps_set_off_as_a_graph_are_those_of_predict():
+    """On a chip whose host is slow: neither counts it."""
+    cluster = load_cluster("dgx-a100-80gb")
+    graphed = replace(cluster, conditions=RunConditions(launches_in_graph=True))
+    strategy = next(iter(strategies(SHAPE, 16, 32)))
+    (candidate,) = StrategyCosts(SHAPE, graphed).candidates([strategy])
+    (one_by_one,) = StrategyCosts(SHAPE, cluster).candidates([strategy])
+    whole = predict(transformer_program(SHAPE, strategy), graphed)
+
+    assert candidate.step_seconds == pytest.approx(whole.step_seconds, rel=1e-9)
+    assert candidate.step_seconds < one_by_one.step_seconds
+
+
+def test_ranking_is_by_the_objective_and_all_of_it_fits():
+    """Time, memory, and device-hours over several numbers of devices."""
+    by_time = search(SHAPE, CLUSTER, (8,), 8).ranked
+    by_memory = search(SHAPE, CLUSTER, (8,), 8, objective="memory").ranked
+    by_cost = search(SHAPE, CLUSTER, (1, 8), 8, objective="cost").ranked
+
+    assert [e.step_seconds for e in by_time] == sorted(e.step_seconds for e in by_time)
+    assert by_memory[0].peak_memory_bytes == min(e.peak_memory_bytes for e in by_time)
+    assert by_cost[0].device_hours_per_sample == min(e.device_hours_per_sample for e in by_cost)
+    assert all(e.peak_memory_bytes <= CLUSTER.chip.memory_bytes for e in by_time)
+
+
+def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
+    """As after one that came to its end."""
+
+    class Stopped(Exception):
+        """What Ctrl-C raises here."""
+
+    def stop(done: int, total: int) -> None:
+        assert not gc.isenabled()
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        search(SHAPE, CLUSTER, (8,), 8, on_progress=stop)
+
+    assert gc.isenabled()
+
+
+def test_processes_side_by_side_find_what_one_finds(monkeypatch):
+    """The same strategies in the same order, and progress in as many parts."""
+    monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)
+    monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
+    told: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
+
+    alone, shared = (
+        search(
+            SHAPE,
+            CLUSTER,
+            (8,),
+            16,
+            processes=count,
+            on_progress=lambda done, total, count=count: told[count].append((done, total)),
+        )
+        for count in told
+    )
+
+    assert shared == alone
+    assert told[1] == told[2]
+    assert len(told[1]) > 2
+    assert told[1][-1][0] == told[1][-1][1]
+
+
+def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
+    """As the system does where memory runs out; no other process is left."""
+    monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)
+    monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
+
+    def kill(done: int, total: int) -> None:
+        for child in multiprocessing.active_children():
+            os.kill(child.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(ScalejaxError, match="memory ran out"):
+        search(SHAPE, CLUSTER, (64,), 64, processes=2, on_progress=kill)
+
+    assert not multiprocessing.active_children()
+
+
+def test_front_is_beaten_by_none():
+    """In both time and memory."""
+    ranked = search(SHAPE, CLUSTER, (8,), 8).ranked
+    for each in pareto(ranked):
+        assert not any(
+            other.step_seconds < each.step_seconds
+            and other.peak_memory_bytes < each.peak_memory_bytes
+            for other in ranked
+        )
+
+
+def test_strategies_alike_but_for_zero_stage_are_one():
+    """Of ZeRO 1 and 2 with the same time, the one with less memory; of unlike times, both."""
+    found = search(SHAPE, CLUSTER, (8,), 16).ranked
+    shown = distinct(found)
+
+    ways: dict[Strategy, list[Candidate]] = {}
+    for each in shown:
+        ways.setdefault(dataclasses.replace(each.strategy, zero_stage=0), []).append(each)
+    assert len(shown) < len(found)
+    assert len(shown) > len(ways)
+    assert [e.step_seconds for e in shown] == pytest.approx(
+        sorted(e.step_seconds for e in shown), rel=1e-3
+    )
+    for each in found:
+        alike = [
+            other
+            for other in ways[dataclasses.replace(each.strategy, zero_stage=0)]
+            if abs(other.step_seconds / each.step_seconds - 1) < 2e-3
+        ]
+        assert min(other.peak_memory_bytes for other in alike) <= each.peak_memory_bytes
+
+
+def test_tensor_axes_that_do_not_divide_the_vocabulary_are_named():
+    """16 heads allow 2, 4, 8 and 16; of 50,260 values, 8 and 16 do not divide; 50,272 is the
+    next multiple of 16."""
+    odd = replace(SHAPE, vocabulary=50_260)
+
+    assert left_out(odd, (8, 64)) == (8, 16)
+    assert left_out(odd, (4,)) == left_out(SHAPE, (64,)) == ()
+    assert "--data.vocabulary 50272" in left_out_notes(odd, (64,))[0]
+    assert left_out_notes(SHAPE, (64,)) == ()
+    assert max(each.layout.tensor for each in strategies(odd, 16, 16)) == 4
+
+
+def test_near_winner_loses_where_its_terms_are_longer():
+    """The changes of the terms; what is alike is left out."""
+    best = (("compute", 1.0), ("communication data", 0.1))
+    own = (("compute", 1.0), ("communication data", 0.05), ("communication tensor", 0.2))
+
+    assert [name for name, _ in losses(own, best)] == ["communication tensor", "communication data"]
+    assert losses(own, best)[0][1] == pytest.approx(0.2)
+
+
+def test_nothing_fits():
+    """GPT-3 on 8 devices; the nearest needs several times their memory."""
+    found = search(GPT3, CLUSTER, (8,), 8)
+
+    assert found.ranked == ()
+    assert found.nearest is not None
+    assert 3 < found.nearest[1] < 10
+
+
+def test_impossible_questions_are_refused():
+    """More devices than there are, and no samples."""
+    with pytest.raises(DoesNotFit, match="4480"):
+        search(SHAPE, CLUSTER, (8192,), 8192)
+    with pytest.raises(ConfigError, match="global_batch"):
+        search(SHAPE, CLUSTER, (8,), 0)
+
+
+def test_more_memory_never_makes_the_best_slower():
+    """What fits a small device fits a large one."""
+    small = replace(CLUSTER.chip, memory_bytes=10 * 10**9)
+    few = search(SHAPE, replace(CLUSTER, chip=small), (8,), 64).ranked
+    many = search(SHAPE, CLUSTER, (8,), 64).ranked
+
+    assert len(few) < len(many)
+    assert many[0].step_seconds <= few[0].step_seconds
+
+
+@pytest.mark.slow
+def test_published_layout_of_gpt3_is_among_the_best():
+    """Tensor 8, pipeline 16, data 12, microbatches of 1, all computed again (Narayanan et al. 2021,
+    arXiv 2104.04473): in the first 5 %. Takes a minute or two."""
+    ranked = search(GPT3, CLUSTER, (1536,), 1536).ranked
+    place = next(
+        index
+        for index, each in enumerate(ranked)
+        if (each.strategy.layout.tensor, each.strategy.layout.pipeline) == (8, 16)
+        and each.strategy.layout.data == 12
+        and each.strategy.split.microbatch == 1
+        and each.strategy.recompute == "full"
+        and each.strategy.pipeline_chunks > 1
+        and not each.strategy.sequence_parallel
+        and not each.strategy.zero_stage
+    )
+
+    assert place < 0.05 * len(ranked)
+
+
+def test_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """A table that fits 80 columns, figures and a plot; without compiling."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--confirm", "0"]
+
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert main([*command, "--output", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("2 against 1:" in line for line in lines)
+    assert max(len(line) for line in lines if not line.startswith("wrote")) <= 80
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "search.json",
+        "time_and_memory.png",
+    }
+
+
+def test_ranking_is_printed_before_its_first_are_compiled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """What is compiled keeps its place in the table; the best of it is what to train."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    printed = []
+
+    def compiled(jobs, cases, on_case):
+        printed.append(capsys.readouterr().out)
+        milliseconds = 3.0 - len(printed)  # the second takes half of the first
+        return [program_of(matmul("m", milliseconds))]
+
+    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
+
+    assert main([*command, "--confirm", "2", "--json", str(tmp_path / "out.json")]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert "samples/s" in printed[0]
+    assert "1: compiled, " in said
+    assert "2: compiled, " in said
+    assert "Train 2 with --layout." in said
+    assert "predict it with --devices 8 as well" in said
+    assert "1 against 2: +" in said
+    assert "as compiled; in closed form " in said
+    assert "3 against 2: " in said
+    ranked = json.loads((tmp_path / "out.json").read_text())["ranked"]
+    assert [each["place"] for each in ranked] == [2, 1, 3]
+
+
+def test_what_was_seen_not_to_fit_is_not_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Nor is what nobody compiled, where all that was compiled does not fit."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    wide = replace(program_of(matmul("m", 1.0)).memory, temporary_bytes=2**40)
+
+    def compiled(jobs, cases, on_case):
+        return [replace(program_of(matmul("m", 1.0)), memory=wide)]
+
+    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
+
+    assert main([*command, "--confirm", "2"]) == 0
+
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("it does not fit") == 2
+    assert "None of the 2 that were compiled fits" in said
+    assert "Train" not in said
+
+
+@pytest.mark.parametrize("flag", ["layout.tensor", "model.remat", "batch.microbatches"])
+def test_what_is_searched_is_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str], flag):
+    """A flag that would not be heeded is refused, not dropped."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]
+
+    assert main([*command, f"--{flag}", "full" if flag == "model.remat" else "2"]) == 2
+
+    assert f"{flag}=" in capsys.readouterr().err
+
+
+def test_command_has_a_column_of_devices_where_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Beside a price too, the table fits; what the vocabulary leaves out is said."""
+    monkeypatch.setenv("COLUMNS", "80")
+    run = tmp_path / "run.toml"
+    run.write_text(RUN.replace("vocabulary = 1024", "vocabulary = 1025"))
+    command = ["search", str(run), "--cluster", "dgx-h100", "--confirm", "0", "--top", "3"]
+
+    assert main([*command, "--devices", "8,16", "--price-per-device-hour", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(line for line in lines if "pp x v" in line)
+    rows = lines[lines.index(heading) + 1 :][:3]
+    assert heading.split()[0] == "dev"
+    assert [row.split()[0] for row in rows] == ["1", "2", "3"]
+    assert {row.split()[1] for row in rows} <= {"8", "16"}
+    assert max(map(len, lines)) <= 80
+    assert "tensor 2, 4, 8 left out: the vocabulary of 1,025" in " ".join(lines)
+
+
+def test_winner_is_a_run_that_can_be_trained(tmp_path: Path):
+    """Its layout, microbatches and recompute are those of the strategy."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    config = load_config(path)
+    shape = shape_of(config, CLUSTER.chip)
+    for each in (*strategies(shape, 4, 8), *strategies(shape, 3, 6)):
+        run = run_of(config, each)
+
+        assert (run.layout, run.split) == (each.layout, each.split)
+        assert getattr(run.config.model, "remat", None) == each.recompute
+        assert run.config.layout.zero_stage == each.zero_stage
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cuda_compiler(), reason="needs pip install 'scalejax[gpu-target]'")
+def test_winners_are_confirmed_by_the_compiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """On one device nothing is left out of what the trainer does."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+
+    command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "1"]
+    assert main([*command, "--confirm", "1"]) == 0
+    assert "1: compiled, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--model.layers", "96", "--model.hidden", "12288", "--model.heads", "96"], "the nearest"),
+        (["--objective", "speed"], "objective"),
+        (["--devices", "many"], "devices"),
+        (["--global-batch", "7", "--devices", "5"], "no strategy divides"),
+    ],
+)
+def test_command_says_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
+):
+    """One line, and exit code 2."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    command = ["search", str(run), "--cluster", "dgx-h100"]
+    devices = [] if "--devices" in changes else ["--devices", "8"]
+
+    assert main([*command, *devices, *changes]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """With the reason."""
+    run = tmp_path / "run.toml"
+    text = RUN.replace('"gpt"', '"resnet50"').replace("layers = 4\nhidden = 256\nheads = 8\n", "")
+    run.write_text(
+        text.replace('"synthetic_tokens"', '"synthetic_images"').replace(
+            "tokens = 128\nvocabulary = 1024", ""
+        )
+    )
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    assert "in closed form" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_exchange_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The closed form sends whole gradients."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN + '[exchange]\nname = "fp16"\n[layout]\nmode = "shard_map"\n')
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "exchange.name='fp16' is refused: the closed form sums gradients as they are" in said
+
+
+def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The closed form has gradients and moments of everything; rates of their own cost nothing."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN + '[fine_tuning]\ntrainable = ["norm"]\n')
+
+    assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "fine_tuning.trainable=('norm',) is refused: the closed form costs training in" in said
+    run.write_text(RUN + "[fine_tuning.rate_factors]\nnorm = 0.1\n")
+    assert shape_of(load_config(run), CLUSTER.chip).layers == 4

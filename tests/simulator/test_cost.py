@@ -1,0 +1,148 @@
+"""Cost of operations, and memory: by hand and by property."""
+
+from dataclasses import replace
+
+import pytest
+from hardware_cases import CHIP
+from hypothesis import given
+from hypothesis import strategies as st
+from program_cases import NO_MEMORY, PAPER, fusion
+
+from scalejax.hardware import Chip, load_chip, load_cluster
+from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.memory import memory_verdict
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.program import Collective, DeviceGroup, Operation
+
+ATTAINABLE = CHIP.attainable
+
+
+# --- one operation -------------------------------------------------------------------------
+
+
+def test_operation_takes_the_larger_of_arithmetic_and_traffic():
+    """100 GFLOP at 100 TFLOP/s are 1 ms; 3 GB at 1 TB/s are 3 ms; together 3, bound by memory."""
+    operation = Operation(
+        name="x", kind="matmul", dtype="bf16", flop=10**11, read_bytes=2 * 10**9, write_bytes=10**9
+    )
+
+    time = operation_time(operation, CHIP)
+
+    assert time.seconds == pytest.approx(3e-3)
+    assert time.bound == "memory"
+    assert operation_time(replace(operation, flop=4 * 10**11), CHIP).bound == "compute"
+
+
+def test_small_products_are_slower_per_flop_than_large_ones():
+    """A ramp of 1 us halves the rate of a product that would take 1 us without it."""
+    chip = replace(CHIP, attainable=replace(ATTAINABLE, matmul_ramp_seconds=1e-6))
+
+    small = operation_time(Operation(name="s", kind="matmul", dtype="bf16", flop=10**8), chip)
+    large = operation_time(Operation(name="l", kind="matmul", dtype="bf16", flop=10**12), chip)
+
+    assert small.seconds == pytest.approx(2e-6)
+    assert large.seconds == pytest.approx(10e-3, rel=1e-3)
+
+
+def test_half_precision_that_matrix_units_cannot_load_runs_without_them():
+    """200 GFLOP of heads 225 wide: at half of 10 TFLOP/s in f32 40 ms, and not 2 at 100."""
+    attainable = replace(CHIP.attainable, unaligned_fraction=0.5)
+    chip = replace(CHIP, attainable=attainable)
+    heads = Operation(name="qk", kind="matmul", dtype="bf16", flop=2 * 10**11)
+
+    def milliseconds(width: int, on: Chip) -> float:
+        return operation_time(replace(heads, shape=(8, 64, 64, width)), on).busy_seconds * 1e3
+
+    assert milliseconds(225, chip) == pytest.approx(40)
+    assert milliseconds(232, chip) == pytest.approx(2)
+    assert milliseconds(225, CHIP) == pytest.approx(2)
+
+
+def test_fused_attention_has_a_rate_of_its_own():
+    """Softmax and masks between its two products keep the matrix units waiting."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, attention_fraction=0.5))
+    operation = Operation(name="a", kind="attention", dtype="bf16", flop=10**11)
+
+    assert operation_time(operation, chip).busy_seconds == pytest.approx(2e-3)
+
+
+def test_launch_is_counted_apart_from_the_work():
+    """Each operation waits for its launch, also one that does nothing."""
+    chip = replace(CHIP, attainable=replace(ATTAINABLE, launch_seconds=2e-6))
+
+    time = operation_time(fusion("f", 1.0), chip)
+
+    assert time.launch_seconds == 2e-6
+    assert time.seconds == pytest.approx(1e-3 + 2e-6)
+
+
+operations = st.builds(
+    Operation,
+    name=st.just("any"),
+    kind=st.sampled_from(["matmul", "convolution", "attention", "fusion", "copy", "custom"]),
+    dtype=st.sampled_from(["bf16", "f16", "f32", "f8e4m3fn", "s32", "pred"]),
+    flop=st.integers(0, 10**13),
+    read_bytes=st.integers(0, 10**10),
+    write_bytes=st.integers(0, 10**10),
+    shape=st.one_of(st.just(()), st.tuples(*[st.integers(1, 4096)] * 5)),
+    convolution_pass=st.sampled_from([None, "forward", "input_gradient", "filter_gradient"]),
+    convolution_groups=st.sampled_from([1, 4, 64]),
+)
+chips = st.sampled_from(["p100", "v100", "a100-80gb", "h100", "b200", "tpu-v5p"]).map(load_chip)
+
+
+@given(operations, chips, st.floats(1.0, 10.0))
+def test_no_operation_beats_the_chip(operation: Operation, chip, factor: float):
+    """Never faster than FLOP over peak nor bytes over bandwidth; a better chip is no slower."""
+    moved = operation.read_bytes + operation.write_bytes
+    better = replace(
+        chip,
+        peak_flop_per_second={k: v * factor for k, v in chip.peak_flop_per_second.items()},
+        memory_bytes_per_second=chip.memory_bytes_per_second * factor,
+    )
+
+    seconds = operation_time(operation, chip).seconds
+
+    assert seconds >= operation.flop / chip.peak(operation.dtype)
+    assert seconds >= moved / chip.memory_bytes_per_second
+    assert operation_time(operation, better).seconds <= seconds
+
+
+# --- memory, and a whole step by hand ------------------------------------------------------
+
+
+def test_memory_counts_the_runtime_s_own_share():
+    """9 GB of program and 1 GB of runtime fill a chip of 10 GB; one byte more does not fit."""
+    use = replace(NO_MEMORY, argument_bytes=6 * 10**9, temporary_bytes=3 * 10**9)
+
+    assert memory_verdict(use, CHIP).fits
+    assert memory_verdict(use, CHIP).peak_bytes == 10**10
+    assert not memory_verdict(replace(use, output_bytes=1), CHIP).fits
+
+
+def test_a_library_that_runs_buffers_one_by_one_pays_latency_for_each():
+    """Rings of 8 have 14 hops of 1 us: 4 buffers cost 3 x 14 us more than one of all bytes."""
+    group = DeviceGroup(extents=((8, 1),), axes=("data",))
+    whole = Collective(name="all_reduce", payload_bytes=10**8, group=group, is_async=False)
+    parts = replace(whole, buffer_count=4)
+    library = replace(PAPER.library, runs_buffers_one_by_one=True)
+    one_by_one = replace(PAPER, library=library)
+
+    assert collective_seconds(parts, PAPER) == collective_seconds(whole, PAPER)
+    assert collective_seconds(parts, one_by_one) == pytest.approx(
+        collective_seconds(whole, PAPER) + 3 * 14e-6
+    )
+
+
+def test_gradients_of_resnet50_cost_a_tenth_of_a_step_on_ethernet():
+    """Goyal et al. 2017, section 4: 100 MB of gradients over 32 servers of 8 on 50 Gb/s.
+
+    Halving-doubling moves 2 x 31/32 x 102 MB through 5.6 GB/s: 35 ms; two passes over NVLink
+    at 72 GB/s add 2.5 ms. Little beside 120 ms of backpropagation, when overlapped with it.
+    """
+    group = DeviceGroup(extents=((256, 1),), axes=("data",))
+    exchange = Collective(name="all_reduce", payload_bytes=102_228_128, group=group, is_async=True)
+
+    seconds = collective_seconds(exchange, load_cluster("big-basin-goyal2017"))
+
+    assert seconds == pytest.approx(38e-3, rel=0.05)

@@ -1,0 +1,149 @@
+"""Linear layers in fp8, by hand: which products, what they read, and what the casts add; and who
+may ask for them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from program_cases import kept_jobs, program_of
+
+from scalejax.config.parallelism import BatchSplit, Layout
+from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build
+from scalejax.hardware import load_cluster
+from scalejax.planning.search.run import shape_of
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Loop, Operation
+from scalejax.simulator.timeline.timeline import timeline
+from scalejax.simulator.transformer import Strategy, transformer_program
+from scalejax.simulator.transforms.float8 import in_float8
+from scalejax.training.train import train
+from scalejax.xla import ProfileJob, profile_many
+
+LINEAR = Operation(
+    name="up",
+    kind="matmul",
+    dtype="bf16",
+    flop=2 * 4096**3,
+    shape=(1, 4096, 4096, 4096),
+    read_bytes=2 * 2 * 4096**2,
+    write_bytes=2 * 4096**2,
+)
+SCORES = replace(LINEAR, name="scores", shape=(32, 512, 512, 64), flop=2 * 32 * 512**2 * 64)
+HEAD = replace(LINEAR, name="head")
+
+
+def test_products_of_blocks_are_cast_and_nothing_else():
+    """In the loop over blocks: not the products of attention, nor the output layer outside it."""
+    blocks = Loop(name="blocks", trip_count=3, body=(LINEAR, SCORES))
+    microbatches = Loop(name="microbatches", trip_count=2, body=(blocks, HEAD))
+
+    program = in_float8(program_of(microbatches))
+
+    (outer,) = program.operations
+    assert isinstance(outer, Loop)
+    inner, head = outer.body
+    assert isinstance(inner, Loop)
+    cast, product, scores = inner.body
+    assert (scores, head) == (SCORES, HEAD)
+    assert product == replace(LINEAR, dtype="f8e4m3fn", read_bytes=2 * 4096**2)
+    assert isinstance(cast, Operation)
+    # Two operands of 4096 x 4096: read in two bytes an element, written in one.
+    assert (cast.read_bytes, cast.write_bytes) == (2 * 2 * 4096**2, 2 * 4096**2)
+    assert "fp8" in program.notes[-1]
+
+
+def test_large_products_gain_and_narrow_ones_lose():
+    """Twice the rate, less what the casts move: worth it for 16k rows, not for 128."""
+    cluster = load_cluster("dgx-h100")
+
+    def gain(rows: int) -> float:
+        product = replace(LINEAR, shape=(1, rows, 4096, 4096), flop=2 * rows * 4096**2)
+        program = program_of(Loop(name="blocks", trip_count=100, body=(product,)))
+        before = timeline(program, cluster).device_seconds
+        return before / timeline(in_float8(program), cluster).device_seconds
+
+    assert 1.2 < gain(16384) < 2
+    assert gain(128) < 1
+
+
+def test_chip_without_fp8_gains_nothing():
+    """An A100 converts them back."""
+    cluster = load_cluster("dgx-a100")
+    program = program_of(Loop(name="blocks", trip_count=2, body=(LINEAR,)))
+
+    before, after = timeline(program, cluster), timeline(in_float8(program), cluster)
+    assert after.compute_seconds == pytest.approx(before.compute_seconds, rel=0.05)
+    assert after.step_seconds > before.step_seconds
+
+
+def run_in(compute_dtype: str, layers: int = 4) -> ResolvedRun:
+    """A small llama on eight devices."""
+    model = {"name": "llama", "layers": layers, "hidden": 512, "heads": 8, "kv_heads": 4}
+    tables = {
+        "model": {**model, "ffn_hidden": 1536, "compute_dtype": compute_dtype},
+        "data": {"name": "synthetic_tokens", "tokens": 256, "vocabulary": 512},
+        "batch": {"global_batch": 16},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+        "layout": {"data": 2, "fsdp": 4},
+    }
+    return resolve(build(RunConfig, tables))
+
+
+def test_a_run_in_float8_is_that_in_bfloat16_with_its_linear_layers_cast(tmp_path, monkeypatch):
+    """Whoever asks: four matrices a block, one product forward and two backward; asked for again,
+    it is remembered."""
+    cluster = load_cluster("dgx-h100")
+    jobs = [ProfileJob(run=run_in(each), cluster=cluster) for each in ("bfloat16", "float8")]
+
+    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    bf16, fp8 = profile_many(jobs, cache=tmp_path, backend="cuda")
+    monkeypatch.setattr("scalejax.xla.run_jobs", lambda *_: pytest.fail("compiled again"))
+    (again,) = profile_many(jobs[1:], cache=tmp_path, backend="cuda")
+
+    assert fp8 == again == in_float8(bf16)
+    flop = sum(item.flop * times for item, times in fp8.walk() if item.dtype == "f8e4m3fn")
+    matrices = 512 * (512 + 2 * 256) + 512 * 512 + 3 * 512 * 1536
+    assert flop == 3 * 2 * 4 * matrices * 2 * 256  # two samples of 256 tokens on a device
+    assert predict(fp8, cluster).matmul_type == "fp8"
+
+
+def test_the_closed_form_casts_the_same_products():
+    """Of search: the blocks of its program, and nothing else."""
+    chip, strategy = (
+        load_cluster("dgx-h100").chip,
+        Strategy(split=BatchSplit(global_batch=16, layout=Layout(data=2, fsdp=4))),
+    )
+    bf16, fp8 = (
+        transformer_program(shape_of(run_in(each).config, chip), strategy)
+        for each in ("bfloat16", "float8")
+    )
+
+    assert fp8.operations == in_float8(bf16).operations
+    assert fp8.memory == bf16.memory
+
+
+def test_float8_does_not_train(tmp_path):
+    """Refused before anything is written, with what would do."""
+    with pytest.raises(ConfigError, match=r"compute_dtype='float8'.*costing only.*\"bfloat16\""):
+        train(run_in("float8").config, Path(tmp_path) / "run")
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_float8_is_refused_where_it_means_nothing():
+    """On a chip without a rate for it, compiled or in closed form; in a network of one block,
+    where no loop tells its products; and in networks of other kinds."""
+    a100 = load_cluster("dgx-a100")
+    config = run_in("float8").config
+
+    with pytest.raises(ConfigError, match='a100-40gb has no rate for fp8; use "bfloat16"'):
+        profile_many([ProfileJob(run=resolve(config), cluster=a100)], cache=None)
+    with pytest.raises(ConfigError, match="a100-40gb has no rate for fp8"):
+        shape_of(config, a100.chip)
+    with pytest.raises(ConfigError, match=r"model\.layers=1 is refused: float8 needs a stack"):
+        run_in("float8", layers=1)
+    with pytest.raises(ConfigError, match=r"model\.compute_dtype='float8' is refused"):
+        build(RunConfig, {"model": {"name": "mlp", "compute_dtype": "float8"}})

@@ -1,0 +1,121 @@
+"""Exchanges that frameworks run beside products, on steps of a few operations."""
+
+from dataclasses import replace
+
+import pytest
+from ledger_cases import GPT, case
+from program_cases import PAPER, fusion, gather, matmul, program_of, wait
+
+from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
+from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.timeline.timeline import timeline
+
+TENSOR, STATE = GPT | {"fsdp": "1", "tensor": "4", "data": "2"}, GPT | {"fsdp": "1", "data": "8"}
+
+
+def scatter(name: str, milliseconds: float, axis: str) -> Operation:
+    """A reduce-scatter that takes as long as the gather does."""
+    likewise = gather(name, milliseconds, axis=axis)
+    assert likewise.collective is not None
+    return replace(likewise, collective=replace(likewise.collective, name="reduce_scatter"))
+
+
+def names(program: Program) -> list[str]:
+    """Of all operations, in order."""
+    return [operation.name for operation, _ in program.walk()]
+
+
+def exchanged_bytes(program: Program) -> int:
+    """By all collectives."""
+    found = (each.collective for each, _ in program.walk())
+    return sum(each.payload_bytes for each in found if isinstance(each, Collective))
+
+
+def test_product_begins_with_what_is_gathered_and_is_summed_as_it_goes():
+    """Between two devices half of each exchange is hidden: 10 ms of products, 4 + 4 of exchanges,
+    of which the compiler's order hides nothing, and this one 2 + 2."""
+    step = program_of(
+        gather("tokens", 4, axis="tensor"),
+        wait("tokens"),
+        matmul("up", 5),
+        matmul("down", 5),
+        scatter("sum", 4, "tensor"),
+        wait("sum"),
+    )
+
+    beside = with_overlapped_tensor(step)
+
+    first = ["tokens.part", "tokens.part.done", "tokens.others", "up", "tokens.others.done"]
+    last = ["sum.others", "down", "sum.others.done", "sum.part", "sum.part.done"]
+    assert names(beside) == [*first, *last]
+    assert exchanged_bytes(beside) == exchanged_bytes(step)
+    assert timeline(step, PAPER).step_seconds == pytest.approx(18e-3, rel=1e-3)
+    assert timeline(beside, PAPER).step_seconds == pytest.approx(14e-3, rel=1e-3)
+
+
+def test_what_has_no_product_beside_it_stays():
+    """A sum after a loop, a gather before nothing, and all that crosses another axis."""
+    step = program_of(
+        Loop(name="blocks", trip_count=2, body=(matmul("up", 1),)),
+        scatter("sum", 4, "tensor"),
+        wait("sum"),
+        gather("parameters", 4, axis="data"),
+        wait("parameters"),
+    )
+
+    assert with_overlapped_tensor(step) == step
+
+
+def test_state_is_gathered_and_summed_beside_the_passes():
+    """Gathers end after the first pass, sums begin before the last, those of a layer with it."""
+    body = (matmul("back", 1), scatter("layer", 1, "data"), fusion("norm", 1), wait("layer"))
+    step = program_of(
+        gather("parameters", 2, axis="data"),
+        wait("parameters"),
+        Loop(name="forward", trip_count=2, body=(matmul("up", 1),)),
+        Loop(name="backward", trip_count=2, body=body),
+        scatter("gradients", 2, "data"),
+        wait("gradients"),
+        fusion("update", 1),
+    )
+
+    beside = with_overlapped_state(step)
+
+    passes = ["up", "parameters-done", "gradients", "layer", "back", "norm", "layer-done"]
+    assert names(beside) == ["parameters", *passes, "gradients-done", "update"]
+    assert timeline(step, PAPER).step_seconds == pytest.approx(11e-3, rel=0.01)
+    assert timeline(beside, PAPER).step_seconds == pytest.approx(8e-3, rel=0.01)
+
+
+def test_state_of_one_loop_over_microbatches_is_beside_all_of_them():
+    """Which stands for the first and the last of them."""
+    step = program_of(
+        gather("parameters", 2, axis="data"),
+        wait("parameters"),
+        Loop(name="microbatches", trip_count=4, body=(matmul("both", 1),)),
+        scatter("gradients", 2, "data"),
+        wait("gradients"),
+    )
+
+    beside = with_overlapped_state(step)
+
+    middle = ["gradients", "both", "parameters-done"]
+    assert names(beside) == ["parameters", *middle, "gradients-done"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "tensor", "state"),
+    [
+        (TENSOR, False, False),
+        (TENSOR | {"framework": "Megatron-LM"}, False, False),
+        (TENSOR | {"framework": "Megatron-Core r0.8.0"}, True, True),
+        (TENSOR | {"case_id": "titan_8b_asyncTP"}, True, False),
+        (TENSOR | {"notes": "full AC; AsyncTP"}, True, False),
+        (STATE | {"framework": "Megatron-Core r0.8.0"}, True, True),
+    ],
+)
+def test_rows_say_what_their_framework_overlaps(cells, tensor: bool, state: bool, row):
+    """By its name, or by a note."""
+    found = case(row(cells))
+
+    assert (found.overlaps_tensor, found.overlaps_state) == (tensor, state)

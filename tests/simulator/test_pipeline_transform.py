@@ -1,0 +1,200 @@
+"""Pipelines from one of their stages, by hand: work of all microbatches, and the bubble."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from program_cases import PAPER, matmul, program_of
+
+from scalejax.core.errors import ConfigError
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Loop, Operation, Program, with_bubble, without_bubble
+from scalejax.simulator.timeline.timeline import timeline
+from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
+
+LOGITS = matmul("logits", 2)
+
+
+def stage() -> Program:
+    """Eight microbatches of 3 blocks, 1 ms forward and 2 ms back, and 2 ms of logits; then 1 ms."""
+    return _stage(_work(8, 3, (LOGITS,)))
+
+
+def without_logits() -> Program:
+    """The same of a stage before the last."""
+    return _stage(_work(8, 3, ()))
+
+
+def _work(microbatches: int, blocks: int, between: tuple[Operation, ...]) -> Loop:
+    forward = Loop(name="forward", trip_count=blocks, body=(matmul("f", 1),))
+    backward = Loop(name="backward", trip_count=blocks, body=(matmul("b", 2),))
+    return Loop(name="work", trip_count=microbatches, body=(forward, *between, backward))
+
+
+def _stage(work: Loop) -> Program:
+    return replace(program_of(work, matmul("update", 1)), mesh_axes=(("data", 2),))
+
+
+def pipeline(**changed: Any) -> Pipeline:
+    """4 stages, 8 microbatches, nothing to send."""
+    return Pipeline(**{"stages": 4, "microbatches": 8, "boundary_bytes": 0, **changed})
+
+
+def step_milliseconds(program: Program) -> float:
+    """Without what is sent: two hops of a microsecond or ten for each microbatch."""
+    times = timeline(program, PAPER)
+    return (times.step_seconds - times.exposed_seconds) * 1e3
+
+
+def test_bubble_is_the_time_of_all_other_stages():
+    """8 x 11 ms on the last stage, 3 x 9 ms until it is reached and left again, 1 ms after."""
+    assert step_milliseconds(pipelined(stage(), pipeline())) == pytest.approx(88 + 27 + 1)
+
+
+def test_chunks_divide_the_bubble():
+    """Of 3 chunks, each stage waits a third as long: 9 ms."""
+    assert step_milliseconds(pipelined(stage(), pipeline(chunks=3))) == pytest.approx(88 + 9 + 1)
+
+
+def test_bubble_of_unequal_stages_is_what_each_of_the_others_takes():
+    """8 x 11 ms on the last stage, of 3 blocks; 9 ms for each block of 2 + 3 + 3 others, 1 ms
+    after. Where another stage of 3 is slower, 8 x 9 ms there, and 2 ms of logits once."""
+    last = pipelined(stage(), pipeline(layers=(2, 3, 3, 3)))
+    first = pipelined(without_logits(), pipeline(layers=(3, 3, 3, 2)), last=(LOGITS,))
+
+    assert step_milliseconds(last) == pytest.approx(88 + 3 * 8 + 1)
+    assert step_milliseconds(first) == pytest.approx(72 + 3 * 8 + 2 + 1)
+
+
+@given(
+    least=st.integers(1, 5),
+    long=st.integers(0, 3),
+    short=st.integers(1, 4),
+    microbatches=st.integers(1, 12),
+    logits=st.sampled_from([0.5, 1.5, 4.0]),
+)
+def test_step_is_that_of_the_schedule_walked_through(least, long, short, microbatches, logits):
+    """One forward, one backward, by an event-driven walk: as long where stages are equal or the
+    last is the slowest, and else no longer, by a block of each stage that lacks one at most."""
+    counts = (least + 1,) * long + (least,) * short
+    assume(len(counts) > 1)
+    has_logits = not long or logits > 3
+    own = least if has_logits else least + 1
+    one = replace(LOGITS, flop=matmul("l", logits).flop)
+    work = _work(microbatches, own, (one,) if has_logits else ())
+    whole = pipeline(stages=len(counts), layers=counts, microbatches=microbatches)
+    program = pipelined(_stage(work), whole, last=() if has_logits else (one,))
+
+    walked = _walked([(count, 2 * count) for count in counts], logits, microbatches)
+    own_milliseconds = step_milliseconds(program) - 1
+    if has_logits:
+        assert own_milliseconds == pytest.approx(walked)
+    else:
+        assert walked - 1e-6 <= own_milliseconds <= walked + 3 * short + 1e-6
+
+
+def _walked(blocks: list[tuple[float, float]], logits: float, microbatches: int) -> float:
+    """Milliseconds of 1F1B over stages that take so long forward and back; logits are a third
+    forward and two back, on the last."""
+    times = [*blocks[:-1], (blocks[-1][0] + logits / 3, blocks[-1][1] + 2 * logits / 3)]
+    stages, orders = len(times), []
+    for index in range(stages):
+        first = min(microbatches, stages - index - 1)
+        order = [("f", each) for each in range(first)]
+        for each in range(microbatches - first):
+            order += [("f", first + each), ("b", each)]
+        orders.append(order + [("b", each) for each in range(microbatches - first, microbatches)])
+    done: dict[tuple[int, str, int], float] = {}
+    free = [0.0] * stages
+    while any(orders):
+        for index, order in enumerate(orders):
+            while order:
+                way, each = order[0]
+                before = (index - 1, "f", each) if way == "f" else (index + 1, "b", each)
+                if way == "b" and index == stages - 1:
+                    before = (index, "f", each)
+                if before[0] >= 0 and before not in done:
+                    break
+                order.pop(0)
+                start = max(free[index], done.get(before, 0.0))
+                free[index] = start + times[index][way == "b"]
+                done[index, way, each] = free[index]
+    return max(free)
+
+
+def test_what_is_handed_on_is_paid_for_each_microbatch_and_each_chunk():
+    """100 MB at 100 GB/s are 1 ms, forward and back, for 8 microbatches and 3 in the bubble."""
+    sent = pipelined(stage(), pipeline(boundary_bytes=10**8))
+    in_chunks = pipelined(stage(), pipeline(boundary_bytes=10**8, chunks=3))
+
+    once = timeline(sent, PAPER).exposed_seconds
+    assert once == pytest.approx(2 * (8 + 3) * 1e-3, rel=0.01)
+    assert timeline(in_chunks, PAPER).exposed_seconds == pytest.approx(
+        once * (3 * 8 + 3) / (8 + 3), rel=0.01
+    )
+
+
+def test_devices_and_names_are_those_of_the_pipeline():
+    """4 stages of 2 devices; every operation has a name of its own."""
+    even = pipelined(stage(), pipeline(boundary_bytes=10**6, chunks=3))
+    uneven = pipeline(boundary_bytes=10**6, layers=(3, 3, 2, 2))
+    for program in (even, pipelined(without_logits(), uneven, last=(LOGITS,))):
+        names = [operation.name for operation, _ in program.walk()]
+
+        assert program.device_count == 8
+        assert len(names) == len(set(names))
+
+
+def test_a_stage_holds_activations_of_the_microbatches_under_way():
+    """The last of 4 holds none but its own; counted is the first, with 3 more of 3 blocks."""
+    program = pipelined(stage(), pipeline(boundary_bytes=10**6))
+
+    assert program.memory.temporary_bytes == 3 * 3 * 10**6
+
+
+def test_a_step_without_microbatches_is_no_stage():
+    """There is nothing for the stages to work on in turn."""
+    layers = Loop(name="layers", trip_count=3, body=(matmul("b", 2),))
+    for program in (program_of(matmul("m", 1)), program_of(layers)):
+        with pytest.raises(ConfigError, match="loop over microbatches, 8 of them"):
+            pipelined(program, pipeline())
+
+
+def test_stages_that_are_not_the_one_given_are_refused():
+    """The stage has 3 blocks; and each has a number of its own."""
+    with pytest.raises(ConfigError, match="one of them must be the stage given, of 3 blocks"):
+        pipelined(stage(), pipeline(layers=(2, 2, 1, 1)))
+    with pytest.raises(ConfigError, match="an entry for each of 4 stages"):
+        pipeline(layers=(3, 3))
+
+
+@pytest.mark.parametrize("changed", [{"stages": 1}, {"chunks": 0}, {"microbatches": 0}])
+def test_a_pipeline_of_nothing_is_refused(changed):
+    """At least two stages, a chunk, a microbatch."""
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        pipeline(**changed)
+
+
+def test_bubble_is_a_term_of_its_own():
+    """3 trips of 9 ms; the terms still add up to the step, and stages without one have none."""
+    program = pipelined(stage(), pipeline())
+    terms = dict(predict(program, PAPER).waterfall)
+    working = dict(predict(without_bubble(program), PAPER).waterfall)
+
+    assert terms["bubble"] == pytest.approx(27e-3, rel=1e-3)
+    assert {name: terms[name] for name in working} == working
+    assert "bubble" not in working
+
+
+def test_ticks_without_work_are_told_apart():
+    """Of 11 ticks of a compiled pipeline, 3 are idle: the same step in other words."""
+    ticks = Loop(name="ticks", trip_count=11, body=(matmul("product", 4),))
+    whole = program_of(ticks, matmul("update", 1))
+    told = replace(whole, operations=with_bubble(whole.operations, ticks=11, idle_ticks=3))
+
+    times = timeline(told, PAPER).step_seconds
+    assert times == pytest.approx(timeline(whole, PAPER).step_seconds)
+    assert times - timeline(without_bubble(told), PAPER).step_seconds == pytest.approx(12e-3)
+    assert without_bubble(whole) is whole

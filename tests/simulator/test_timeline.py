@@ -1,0 +1,278 @@
+"""The two streams of a step: by hand and by property."""
+
+from dataclasses import replace
+
+import pytest
+from hardware_cases import CHIP, cluster_of
+from hypothesis import given
+from hypothesis import strategies as st
+from program_cases import PAPER, contended, fusion, gather, matmul, program_of, schedules, wait
+
+from scalejax.core.errors import ConfigError
+from scalejax.hardware import Attainable, RunConditions
+from scalejax.hardware.site import NO_CONDITIONS
+from scalejax.simulator.device_state import GRAPH_LAUNCH_SECONDS
+from scalejax.simulator.program import DeviceGroup, Loop, Operation
+from scalejax.simulator.timeline.timeline import timeline
+from scalejax.simulator.timeline.trace import record
+
+
+def milliseconds(*operations: Operation | Loop) -> float:
+    """Step time of these operations on paper, rounded to a microsecond."""
+    return round(timeline(program_of(*operations), PAPER).step_seconds * 1e3, 3)
+
+
+# --- two streams ---------------------------------------------------------------------------
+
+
+def test_host_that_waits_for_each_operation_adds_its_work_to_theirs():
+    """Two operations of 3 ms, 1 ms each to set off: 8 ms instead of 6."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=1e-3))
+    program = program_of(matmul("a", 3), matmul("b", 3))
+    ahead = cluster_of(chip=chip)
+    blocking = replace(ahead, conditions=RunConditions(launches_block=True))
+
+    assert timeline(program, ahead).step_seconds == pytest.approx(6e-3)
+    assert timeline(program, blocking).step_seconds == pytest.approx(8e-3)
+    assert timeline(program, blocking).device_seconds == pytest.approx(8e-3)
+    assert record(program, blocking).step_seconds == pytest.approx(8e-3)
+
+
+def test_operations_of_a_graph_wait_for_no_host():
+    """100 operations of no time, 10 us apart and each 36 us to set off: 3.6 ms one by one, and in
+    a graph 100 times the gap that is left. A chip that is quicker than that stays as it is."""
+    slow = replace(CHIP.attainable, launch_seconds=10e-6, dispatch_seconds=36e-6)
+    quick = replace(CHIP.attainable, launch_seconds=1e-6)
+    program = program_of(*(fusion(f"f{index}", 0) for index in range(100)))
+
+    def seconds(attainable: Attainable, conditions: RunConditions) -> float:
+        cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
+        cluster = replace(cluster, conditions=conditions)
+        assert record(program, cluster).step_seconds == pytest.approx(
+            timeline(program, cluster).step_seconds
+        )
+        return timeline(program, cluster).step_seconds
+
+    graph = RunConditions(launches_in_graph=True)
+    assert seconds(slow, NO_CONDITIONS) == pytest.approx(3.6e-3)
+    assert seconds(slow, graph) == pytest.approx(100 * GRAPH_LAUNCH_SECONDS)
+    assert seconds(quick, graph) == pytest.approx(100e-6) == seconds(quick, NO_CONDITIONS)
+
+
+def test_a_graph_is_not_set_off_one_by_one():
+    """Both at once say nothing."""
+    with pytest.raises(ConfigError, match=r"conditions\.launches_in_graph=True is refused"):
+        RunConditions(launches_in_graph=True, launches_block=True)
+
+
+def test_a_hidden_collective_costs_nothing():
+    """3 ms of gathering behind 5 ms of work: 5 ms."""
+    assert milliseconds(gather("g", 3), matmul("m", 5), wait("g")) == 5
+
+
+def test_only_the_rest_of_a_collective_is_waited_for():
+    """7 ms of gathering behind 5 ms of work: 2 ms are exposed, on the axis of the collective."""
+    program = program_of(gather("g", 7), matmul("m", 5), wait("g"), fusion("f", 1))
+
+    times = timeline(program, PAPER)
+
+    assert times.compute_seconds == pytest.approx(5e-3)
+    assert times.memory_seconds == pytest.approx(1e-3)
+    assert dict(times.exposed) == {("fsdp",): pytest.approx(2e-3)}
+    assert times.communication_seconds == pytest.approx(7e-3)
+    assert times.step_seconds == pytest.approx(8e-3)
+
+
+def test_a_synchronous_collective_holds_up_compute():
+    """No overlap: times add up."""
+    assert milliseconds(gather("g", 3, is_async=False), matmul("m", 5)) == 8
+
+
+def test_collectives_on_the_same_wires_queue():
+    """Two of 3 ms started together behind 4 ms of work: the second ends at 6 ms."""
+    assert milliseconds(gather("a", 3), gather("b", 3), matmul("m", 4), wait("a"), wait("b")) == 6
+
+
+def test_exchanges_between_nodes_run_beside_those_within_them():
+    """Other wires: 3 ms on the links are over long before as many bytes have crossed."""
+    within, between = gather("links", 3), gather("network", 3)
+    assert between.collective is not None
+    far = DeviceGroup(extents=((2, PAPER.devices_per_node),), axes=("data",))
+    between = replace(between, collective=replace(between.collective, group=far))
+    alone = milliseconds(between, wait("network"))
+
+    assert alone > 3
+    together = (between, within, wait("links"), matmul("m", 1), wait("network"))
+    assert milliseconds(*together) == alone
+    waits = dict(timeline(program_of(*together), PAPER).exposed_by_name)
+    assert waits["links"] == pytest.approx(3e-3)
+
+
+def test_a_synchronous_collective_queues_behind_an_asynchronous_one():
+    """It starts when the stream is free: 3 + 2 ms, then 1 ms of work."""
+    assert milliseconds(gather("a", 3), gather("b", 2, is_async=False), matmul("m", 1)) == 6
+
+
+def test_what_is_under_way_at_the_end_is_waited_for():
+    """A step is over when its last collective is, though nothing names it."""
+    assert milliseconds(matmul("m", 1), gather("g", 3)) == 4
+
+
+def test_exposed_time_is_that_of_the_axis_waited_for():
+    """Each axis pays for its own wait, in the order of the waits."""
+    program = program_of(
+        gather("a", 2, axis="tensor"), gather("b", 3, axis="data"), wait("a"), wait("b")
+    )
+
+    exposed = dict(timeline(program, PAPER).exposed)
+
+    assert exposed == {("tensor",): pytest.approx(2e-3), ("data",): pytest.approx(3e-3)}
+
+
+def test_a_loop_repeats_its_body():
+    """Ten iterations of 2 ms work and 1 ms exposed communication."""
+    body = (gather("g", 3), matmul("m", 2), wait("g"))
+
+    assert milliseconds(Loop(name="layers", trip_count=10, body=body)) == 30
+
+
+def test_loops_nest_and_may_be_empty():
+    """3 x (1 + 4 x 1) ms; a loop of no iterations costs nothing."""
+    inner = Loop(name="inner", trip_count=4, body=(matmul("m", 1),))
+    outer = Loop(name="outer", trip_count=3, body=(fusion("f", 1), inner))
+    never = Loop(name="never", trip_count=0, body=(fusion("n", 1),))
+
+    assert milliseconds(outer, never) == 15
+
+
+def test_a_collective_runs_on_into_the_next_iteration():
+    """Started at the end of an iteration, waited for in the middle of the next: 4 ms a turn.
+
+    Each turn: 3 ms of work, wait for the gather of the turn before (4 ms, so 1 ms is left),
+    start the next. The first turn waits for nothing; the last gather ends after the loop.
+    """
+    body = (matmul("m", 3), wait("g"), gather("g", 4))
+
+    assert milliseconds(Loop(name="layers", trip_count=5, body=body)) == 3 + 4 * 4 + 4
+
+
+def test_a_collective_may_be_started_before_a_loop_and_awaited_in_it():
+    """10 ms of gathering, awaited after 2 ms in the first of three iterations of 2 ms."""
+    body = (matmul("m", 2), wait("g"))
+
+    assert milliseconds(gather("g", 10), Loop(name="layers", trip_count=3, body=body)) == 14
+
+
+def test_a_backlog_grows_until_it_is_drained():
+    """Gathers of 3 ms every 1 ms, none awaited: the stream decides, 3 ms x 50."""
+    body = (gather("g", 3), matmul("m", 1))
+
+    assert milliseconds(Loop(name="layers", trip_count=50, body=body)) == 150
+
+
+def test_a_wait_for_nothing_is_refused():
+    """A program that waits for what it never starts was read wrongly."""
+    with pytest.raises(ConfigError, match=r"waits for 'ghost'"):
+        timeline(program_of(matmul("m", 1), wait("ghost")), PAPER)
+
+
+def _unrolled(items: tuple[Operation | Loop, ...]) -> list[Operation]:
+    flat: list[Operation] = []
+    for item in items:
+        if isinstance(item, Loop):
+            flat += _unrolled(item.body) * item.trip_count
+        else:
+            flat.append(item)
+    return flat
+
+
+@given(schedules(), st.sampled_from([0.0, 0.1, 0.7]))
+def test_a_loop_costs_what_its_unrolled_iterations_do(
+    items: tuple[Operation | Loop, ...], contention: float
+):
+    """Stopping at the steady state loses nothing, with contention or without."""
+    cluster = contended(contention)
+    flat = _unrolled(items)
+    names = {item.name for item in flat if item.collective is not None}
+    flat = [item for item in flat if item.waits_for is None or item.waits_for in names]
+
+    assert timeline(program_of(*items), cluster).step_seconds == pytest.approx(
+        timeline(program_of(*flat), cluster).step_seconds, rel=1e-9
+    )
+
+
+@given(schedules(), st.floats(1.0, 10.0))
+def test_a_step_is_between_perfect_overlap_and_none(
+    items: tuple[Operation | Loop, ...], factor: float
+):
+    """max(device, communication) <= step <= their sum; faster parts never make it slower."""
+    program = program_of(*items)
+    faster = cluster_of(
+        link=replace(PAPER.link, bytes_per_second=PAPER.link.bytes_per_second * factor),
+        chip=replace(CHIP, memory_bytes_per_second=CHIP.memory_bytes_per_second * factor),
+    )
+
+    times = timeline(program, PAPER)
+
+    longest = max(times.device_seconds, times.communication_seconds)
+    total = times.device_seconds + times.communication_seconds
+    assert longest * (1 - 1e-9) <= times.step_seconds <= total * (1 + 1e-9)
+    assert timeline(program, faster).step_seconds <= times.step_seconds * (1 + 1e-9)
+
+
+# --- contention and overhead ---------------------------------------------------------------
+
+
+def test_compute_is_slower_while_a_collective_is_under_way():
+    """8 ms beside 5 ms of gathering at 4/5 speed: 4 ms of it by then, 4 ms after; 9 in all."""
+    program = program_of(gather("g", 5), matmul("m", 8), wait("g"))
+
+    times = timeline(program, contended(0.2))
+
+    assert times.step_seconds == pytest.approx(9e-3)
+    assert times.compute_seconds == pytest.approx(8e-3)
+    assert times.contention_seconds == pytest.approx(1e-3)
+
+
+def test_compute_that_is_hidden_within_a_collective_is_slow_throughout():
+    """4 ms at 4/5 speed are 5 ms; the gather of 7 ms leaves 2 ms to wait for."""
+    program = program_of(gather("g", 7), matmul("m", 4), wait("g"))
+
+    times = timeline(program, contended(0.2))
+
+    assert times.contention_seconds == pytest.approx(1e-3)
+    assert times.exposed_seconds == pytest.approx(2e-3)
+    assert times.step_seconds == pytest.approx(7e-3)
+
+
+def test_overhead_of_the_step_is_added_once():
+    """It is the host's, whatever the operations."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, step_overhead_seconds=2e-3))
+    program = program_of(matmul("m", 1), matmul("n", 1))
+
+    times = timeline(program, cluster_of(chip=chip))
+
+    assert times.overhead_seconds == 2e-3
+    assert times.step_seconds == pytest.approx(4e-3)
+
+
+def test_devices_wait_for_a_host_that_is_slower_than_they_are():
+    """A loop of 100 products of 10 us and one of 2 ms: 101 x 30 us is 0.03 ms more than 3 ms."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=30e-6))
+    small = Loop(name="l", trip_count=100, body=(matmul("m", 0.01),))
+    program = program_of(small, matmul("n", 2))
+
+    times = timeline(program, cluster_of(chip=chip))
+
+    assert times.host_seconds == pytest.approx(0.03e-3)
+    assert times.step_seconds == pytest.approx(3.03e-3)
+
+
+def test_a_host_that_is_ahead_costs_nothing():
+    """It sets off the products of 1 ms in 30 us each, while those before run."""
+    chip = replace(CHIP, attainable=replace(CHIP.attainable, dispatch_seconds=30e-6))
+
+    times = timeline(program_of(matmul("m", 1), matmul("n", 1)), cluster_of(chip=chip))
+
+    assert times.host_seconds == 0
+    assert times.step_seconds == pytest.approx(2e-3)

@@ -1,0 +1,785 @@
+"""The grammar and the plan of a sweep, and what is made of its records."""
+
+import dataclasses
+import io
+import json
+import math
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from scalejax.cli.main import main
+from scalejax.config.optimizer import SgdConfig
+from scalejax.config.run import load_config, resolve
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import plain
+from scalejax.core.units import UNKNOWN
+from scalejax.planning.convergence.sources import read_data
+from scalejax.report.figures import sweep as sweep_figures
+from scalejax.report.terminal import sweep as sweep_tables
+from scalejax.sweep import (
+    SweepFolder,
+    parse_grammar,
+    plan_sweep,
+    read_rows,
+    run_sweep,
+    write_results,
+)
+from scalejax.sweep.optuna import best_of, search
+from scalejax.sweep.plan import begin_sweep, parse_target
+from scalejax.sweep.results import arms, mean_and_deviation
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    Status,
+    StatusChange,
+)
+from scalejax.training.run_folder import describe_run
+
+RUN = """
+[model]
+name = "mlp"
+hidden = [8]
+[data]
+name = "synthetic_images"
+image_size = 8
+channels = 1
+classes = 4
+train_examples = 64
+test_examples = 16
+[batch]
+global_batch = 8
+[optimizer]
+name = "sgd"
+[schedule]
+base_learning_rate = 0.01
+[train]
+epochs = 2
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    """A small run."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def expanded(variables=(), parameters=(), extensions=(), file=None):
+    """What the grammar makes of these texts."""
+    texts = [json.dumps(extension) for extension in extensions]
+    return parse_grammar(parameters, variables, texts).expanded(file or {})
+
+
+def test_variables_are_combined_over_parameters_the_last_changing_fastest():
+    """By hand, as DLBS builds its plans."""
+    runs = expanded(["a=[1,2]", 'b=["x","y"]'], ["c=3", "a=9"])
+
+    assert runs == [
+        {"c": 3, "a": 1, "b": "x"},
+        {"c": 3, "a": 1, "b": "y"},
+        {"c": 3, "a": 2, "b": "x"},
+        {"c": 3, "a": 2, "b": "y"},
+    ]
+
+
+def test_extensions_override_and_fork_what_they_match_in_order():
+    """The second one sees what the first one made; a run that does not match stays as it is."""
+    runs = expanded(
+        ["a=[1,2,3]"],
+        extensions=[
+            {"condition": {"a": [1, 2]}, "parameters": {"t": {"b": 5}}, "cases": [{}, {"c": 7}]},
+            {"condition": {"c": 7, "a": 2}, "parameters": {"a": 20}},
+        ],
+    )
+
+    assert runs == [
+        {"a": 1, "t.b": 5},
+        {"a": 1, "t.b": 5, "c": 7},
+        {"a": 2, "t.b": 5},
+        {"a": 20, "t.b": 5, "c": 7},
+        {"a": 3},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "is_met"),
+    [
+        ({}, True),
+        ({"name": "resnet50"}, True),
+        ({"name": "resnet.*"}, True),
+        ({"name": "res"}, False),  # the whole value
+        ({"name": ["vgg16", "resnet50"]}, True),
+        ({"n": 1}, True),
+        ({"n": 1.0}, True),
+        ({"n": True}, False),  # JSON's 1 is not its true
+        ({"flag": True}, True),
+        ({"absent": None}, False),
+        ({"n": 1, "name": "vgg16"}, False),
+    ],
+)
+def test_conditions(condition, is_met):
+    """Fields of the file are seen too."""
+    file = {"name": "resnet50", "n": 1, "flag": True}
+
+    (run,) = expanded(extensions=[{"condition": condition, "parameters": {"x": 1}}], file=file)
+
+    assert run == ({"x": 1} if is_met else {})
+
+
+def test_templates_take_values_of_fields_and_of_the_environment(monkeypatch):
+    """A template that is all of a text keeps its type; names may be made of other templates."""
+    monkeypatch.setenv("SWEEP_WORD", "blue")
+    parameters = [
+        'whole="${n}"',
+        'part="b${n}-${SWEEP_WORD}"',
+        'nested="${${which}}"',
+        'which="n"',
+        'list=["${n}"]',
+    ]
+
+    (run,) = expanded(parameters=parameters, file={"n": 64})
+
+    assert run["whole"] == 64
+    assert run["part"] == "b64-blue"
+    assert run["nested"] == 64
+    assert run["list"] == [64]
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ({"parameters": ['a="${b}"', 'b="${a}"']}, "a -> b -> a"),
+        ({"parameters": ['a="${nowhere}"']}, "no field of the run"),
+        ({"parameters": ["a=mlp"]}, "a text is written '\"mlp\"'"),
+        ({"variables": ["a=[none,gradual]"]}, r"try '\[\"none\",\"gradual\"\]'"),
+        ({"variables": ["a=0,1"]}, r"try '\[0,1\]'"),
+        ({"parameters": ["a=NaN"]}, "NaN is no number of JSON"),
+        ({"parameters": ["a"]}, "must be field=value"),
+        ({"variables": ["a=3"]}, r"such as 'a=\[3\]'"),
+        ({"variables": ["a=[]"]}, "must be a list of values"),
+        ({"extensions": [{"conditions": {}}]}, "did you mean 'condition'"),
+        ({"extensions": [{"condition": {}}]}, "parameters or cases"),
+        ({"extensions": [{"cases": [1]}]}, "list of objects"),
+        ({"extensions": [{"condition": {"a": "("}, "cases": [{}]}]}, "regular expression"),
+    ],
+)
+def test_what_is_not_of_the_grammar_is_refused(texts, words):
+    """By what is accepted."""
+    with pytest.raises(ConfigError, match=words):
+        expanded(**texts)
+
+
+def test_runs_of_a_plan_are_checked_and_the_bad_one_is_named(run_file):
+    """Before anything is trained or written."""
+    grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8,0]"], [])
+
+    with pytest.raises(ConfigError, match=r"run 2 of 4 \(seed=0 global_batch=0\): batch.global"):
+        plan_sweep(run_file, grammar)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-P", "train.epoch=3"], "train.epoch is no field"),
+        (["-E", '{"condition": {"sed": 1}, "cases": [{}]}'], "did you mean 'seed'"),
+        (["-E", '{"condition": {"batch.global_batch": 7}, "cases": [{}]}'], "of the runs."),
+        (
+            ["-E", '{"condition": {"batch.microbatches": 2}, "cases": [{}]}'],
+            "where -P 'batch.microbatches=2' puts it",
+        ),
+        (["--target", "accuracy=1"], "did you mean 'test_accuracy'"),
+        (["--processes", "0"], "at least 1"),
+        (["--resume"], "holds no sweep to resume"),
+    ],
+)
+def test_command_refuses_at_the_door(run_file, tmp_path, capsys, flags, words):
+    """With the exit code of a refusal, and nothing left behind."""
+    folder = tmp_path / "sweep"
+
+    code = main(["sweep", str(run_file), "--folder", str(folder), *flags])
+
+    assert code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not folder.exists()
+
+
+def test_runs_that_differ_in_seed_and_rates_share_a_program(run_file):
+    """Another momentum is another program; a run that is there already is left out."""
+    grammar = parse_grammar(
+        [],
+        ["optimizer.momentum=[0.5,0.9]", "schedule.base_learning_rate=[0.01,0.02]", "seed=[0,0]"],
+        [],
+    )
+
+    plan = plan_sweep(run_file, grammar)
+
+    assert len(plan.runs) == 4
+    assert plan.repeated == 4
+    assert sorted(plan.jobs) == [(0, 1), (2, 3)]
+    assert plan.runs[3].varied == {
+        "optimizer.momentum": 0.9,
+        "schedule.base_learning_rate": 0.02,
+    }
+    assert len(plan_sweep(run_file, grammar, one_by_one=True).jobs) == 4
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    ['model={"name":"cnn"}', 'train.early_stopping={"patience":3}', "layout.data=2"],
+)
+def test_runs_with_turns_of_their_own_train_alone(run_file, parameter):
+    """Convolutions, early stopping and several devices are not put in one program."""
+    if parameter.startswith("model"):
+        run_file.write_text(RUN.replace('name = "mlp"\nhidden = [8]', 'name = "cnn"'))
+        parameter = "train.epochs=2"
+
+    plan = plan_sweep(run_file, parse_grammar([parameter], ["seed=[0,1]"], []))
+
+    assert plan.jobs == ((0,), (1,))
+
+
+TOLD_APART = [
+    (
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]'],
+        [{"optimizer.name": "sgd"}, {"optimizer.name": "lamb"}],
+    ),
+    (
+        ['averaging=[null,{"name":"ema"},{"name":"ema","decay":0.9}]'],
+        [
+            {"averaging.name": None, "averaging.decay": None},
+            {"averaging.name": "ema", "averaging.decay": 0.999},
+            {"averaging.name": "ema", "averaging.decay": 0.9},
+        ],
+    ),
+    (
+        ['model=[{"name":"mlp","hidden":[8]},{"name":"mlp","hidden":[16]}]'],
+        [{"model.hidden": [8]}, {"model.hidden": [16]}],
+    ),
+    (  # a field of a table and the table
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]', "optimizer.weight_decay=[0.1,0.2]"],
+        [
+            {"optimizer.name": name, "optimizer.weight_decay": decay}
+            for name in ("sgd", "lamb")
+            for decay in (0.1, 0.2)
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("variables", "varied"), TOLD_APART)
+def test_runs_that_differ_in_a_table_are_told_apart(run_file, tmp_path, variables, varied):
+    """They are arms of their own, with columns of their own, and no seeds of one."""
+    import pyarrow.parquet
+
+    run_file.write_text(RUN.replace('[optimizer]\nname = "sgd"\n', ""))
+    parameters = [] if "optimizer" in variables[0] else ['optimizer.name="sgd"']
+    plan = plan_sweep(run_file, parse_grammar(parameters, [*variables, "seed=[0,1]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in range(len(plan.runs)):
+        record(folder.run(index), [0.5])
+
+    rows = read_rows(plan, folder)
+    write_results(plan, folder, rows)
+
+    assert [arm.varied for arm in arms(rows)] == varied
+    assert [len(arm.rows) for arm in arms(rows)] == [2] * len(varied)
+    table = pyarrow.parquet.read_table(folder.results).to_pylist()
+    assert len({tuple(str(line[name]) for name in plan.varied_names) for line in table}) == len(
+        table
+    )
+
+
+def test_a_table_among_values_replaces_that_of_the_file_and_others_merge_into_it(run_file):
+    """As the help of the command says: momentum is the file's, which lamb has not."""
+    run_file.write_text(RUN.replace('name = "sgd"\n', 'name = "sgd"\nmomentum = 0.5\n'))
+
+    whole = plan_sweep(run_file, parse_grammar([], ['optimizer=[{"name":"lamb"}]'], []))
+    assert [run.run.config.optimizer.name for run in whole.runs] == ["lamb"]
+
+    merged = parse_grammar(['optimizer={"nesterov":true}'], [], [])
+    (run,) = plan_sweep(run_file, merged).runs
+    assert run.run.config.optimizer == SgdConfig(momentum=0.5, nesterov=True)
+    with pytest.raises(ConfigError, match=r"optimizer\.momentum is no field"):
+        plan_sweep(run_file, parse_grammar(['optimizer={"name":"lamb"}'], [], []))
+
+
+def test_plan_is_printed_in_80_columns_and_nothing_is_trained(run_file, tmp_path, capsys):
+    """Flags with a dot are parameters."""
+    flags = ["-V", "seed=[0,1]", "-V", "batch.global_batch=[8,16]", "--train.epochs", "3"]
+
+    code = main(["sweep", str(run_file), "--folder", str(tmp_path / "sweep"), "--plan", *flags])
+
+    printed = capsys.readouterr().out
+    assert code == 0
+    assert "4 runs in 2 programs" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert [line.split() for line in printed.splitlines()[2:]] == [
+        ["run", "seed", "batch", "steps"],
+        ["0000", "0", "8", "24"],
+        ["0001", "0", "16", "12"],
+        ["0002", "1", "8", "24"],
+        ["0003", "1", "16", "12"],
+    ]
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_another_sweep_is_not_resumed(run_file, tmp_path):
+    """Nor is one begun where there is one."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    other = plan_sweep(run_file, parse_grammar([], ["seed=[0,2]"], []))
+    begin_sweep(plan, folder, resume=False)
+
+    begin_sweep(plan, folder, resume=True)
+
+    with pytest.raises(ConfigError, match="holds a sweep already"):
+        begin_sweep(plan, folder, resume=False)
+    with pytest.raises(ConfigError, match=r"runs differ \(run 1: seed is 2, was 1\)"):
+        begin_sweep(other, folder, resume=True)
+
+
+def test_a_sweep_that_was_killed_as_it_began_is_begun_again(run_file, tmp_path):
+    """Between its two files; one of another run.toml is not."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    begin_sweep(plan, folder, resume=False)
+    written = folder.plan.read_text()
+    folder.plan.unlink()
+
+    begin_sweep(plan, folder, resume=True)
+
+    assert folder.plan.read_text() == written
+    folder.plan.unlink()
+    with pytest.raises(ConfigError, match="holds no sweep to resume"):
+        begin_sweep(dataclasses.replace(plan, text=f"{plan.text}\n"), folder, resume=True)
+
+
+def test_a_sweep_does_not_begin_where_a_run_is(run_file, tmp_path, capsys):
+    """What `train` has left stays as it is, also before its first measurement; so does any other
+    run.toml, and that of the sweep itself is no other."""
+    folder = tmp_path / "run"
+    record(RunFolder(path=folder), [0.5])
+    described = tmp_path / "described"
+    describe_run(RunFolder(path=described), resolve(load_config(run_file), 1))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "run.toml").write_text("seed = 3\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for path in (folder, described, other):
+        assert main(["sweep", str(run_file), "--folder", str(path), "-V", "seed=[0,1]"]) == 2
+        assert "holds a run, or another run.toml" in " ".join(capsys.readouterr().err.split())
+
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    begin_sweep(plan, SweepFolder(path=run_file.parent), resume=False)
+
+
+def test_states_that_a_killed_job_left_are_removed(run_file, tmp_path):
+    """The kill fell after the last end of a run, and before that of their states."""
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5])
+    left = folder.shared_checkpoints(0)
+    (left / "24").mkdir(parents=True)
+
+    assert run_sweep(plan, folder) == []
+
+    assert not left.exists()
+
+
+def record(folder: RunFolder, accuracies: list, status: Status | None = "completed"):
+    """Write the record of a run with these accuracies, one an epoch of 8 steps."""
+    log = MeasurementLog(folder.measurements)
+    for epoch, accuracy in enumerate(accuracies, start=1):
+        log.append(
+            EvaluationMeasurement(
+                step=8 * epoch,
+                epoch=epoch,
+                test_loss=None if accuracy is None else 1 - accuracy,
+                test_accuracy=accuracy or 0.25,
+                examples=16,
+                seconds=0.1,
+                elapsed_seconds=epoch,
+            )
+        )
+    if status:
+        log.append(StatusChange(step=16, status=status, message="", elapsed_seconds=2.5))
+    log.close()
+
+
+def test_results_have_a_row_for_each_finished_run(run_file, tmp_path):
+    """Final, best, and what it took to the target; a run at work is not in the tables yet."""
+    import pyarrow.parquet
+
+    grammar = parse_grammar([], ["seed=[0,1,2,3]"], [])
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=0.5"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    record(folder.run(0), [0.5, 0.75])
+    record(folder.run(1), [0.75, 0.25])
+    record(folder.run(2), [None, None], status="diverged")
+    record(folder.run(3), [0.5], status=None)
+
+    rows = read_rows(plan, folder)
+    write_results(plan, folder, rows)
+
+    (arm,) = arms(rows)
+    assert arm.accuracies == [0.75, 0.25, 0.25]
+    assert arm.diverged == 1
+    table = pyarrow.parquet.read_table(folder.results).to_pylist()
+    assert [line["run"] for line in table] == [0, 1, 2]
+    assert [line["seed"] for line in table] == [0, 1, 2]
+    assert [line["status"] for line in table] == ["completed", "completed", "diverged"]
+    assert [line["final_test_accuracy"] for line in table] == [0.75, 0.25, 0.25]
+    assert [line["best_test_accuracy"] for line in table] == [0.75, 0.75, 0.25]
+    assert [line["steps_to_target"] for line in table] == [8, 8, None]
+    assert [line["samples_to_target"] for line in table] == [64, 64, None]
+    assert [line["best_test_loss"] for line in table] == [0.25, 0.25, None]
+    lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()
+    assert [(line["run"], line["samples"]) for line in lines] == [
+        (run, samples) for run in (0, 1, 2) for samples in (64, 128)
+    ]
+    times = pyarrow.parquet.read_table(folder.timings).to_pylist()
+    assert [line["seconds"] for line in times] == [2.5, 2.5, 2.5]
+
+
+def test_results_are_points_of_convergence(run_file, tmp_path):
+    """Batches 8 and 16 with two optimizers and two seeds: what `scalejax plan` fits, unaltered."""
+    grammar = parse_grammar(
+        [],
+        ['optimizer=[{"name":"sgd"},{"name":"lamb"}]', "batch.global_batch=[8,16]", "seed=[0,1]"],
+        [],
+    )
+    run_file.write_text(RUN.replace('[optimizer]\nname = "sgd"\n', ""))
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=50%"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    accuracies = [[0.5], [0.25, 0.5], [0.5], [0.5], [0.25, 0.75], [0.75], [0.25], [0.25]]
+    for index, each in enumerate(accuracies):
+        record(folder.run(index), each)
+    write_results(plan, folder, read_rows(plan, folder))
+
+    data = read_data(folder.results, target=0.5)
+
+    # An evaluation is after 8 and 16 updates.
+    points = {(p.recipe, p.global_batch): (p.samples, p.run_count) for p in data.points}
+    assert points == {
+        ("optimizer.name=sgd", 8): ((64 + 128) / 2, 2),
+        ("optimizer.name=sgd", 16): (128, 2),
+        ("optimizer.name=lamb", 8): ((128 + 64) / 2, 2),
+    }
+    with pytest.raises(ConfigError, match=r"target=0\.6 is refused"):
+        read_data(folder.results, target=0.6)
+
+
+def test_results_of_one_batch_name_it(run_file, tmp_path):
+    """Also where no run differs in its batch, and it is given for each device."""
+    grammar = parse_grammar(["batch.per_device_batch=4", "layout.data=2"], ["seed=[0,1]"], [])
+    run_file.write_text(RUN.replace("[batch]\nglobal_batch = 8\n", ""))
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_loss=0.5"))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5])
+    write_results(plan, folder, read_rows(plan, folder))
+
+    (point,) = read_data(folder.results).points
+
+    assert (point.global_batch, point.samples, point.recipe) == (8, 64, "")
+
+
+def test_mean_and_deviation_by_hand():
+    """Of a sample: n - 1."""
+    assert mean_and_deviation([1.0, 2.0, 3.0]) == (2.0, 1.0)
+
+
+def test_target_is_written_as_it_was_given(run_file):
+    """So that a resumed sweep is held to the same."""
+    target = parse_target("test_loss=0.5")
+    assert target is not None
+
+    plan = plan_sweep(run_file, parse_grammar([], [], []), target=target)
+
+    assert plan.document()["target"] == plain(target)
+    assert target.is_reached(0.5)
+    assert not target.is_reached(0.6)
+    assert not target.is_reached(None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("test_accuracy=nan", "a finite number, such as test_accuracy=0.8"),
+        ("test_accuracy=88", "try test_accuracy=88%"),
+        ("test_accuracy=188%", "from 0 to 1"),
+        ("test_accuracy=-0.1", "from 0 to 1"),
+        ("test_loss=-inf", "a finite number"),
+        ("test_loss", "a finite number"),
+    ],
+)
+def test_targets_that_every_run_or_none_reaches_are_refused(text, words):
+    """Before hours of training that cannot end there."""
+    with pytest.raises(ConfigError, match=words):
+        parse_target(text)
+
+
+def test_target_may_be_a_percentage():
+    """As that of a plan."""
+    assert parse_target("test_accuracy=88%") == parse_target("test_accuracy=0.88")
+    assert parse_target("test_loss=2.5") is not None
+
+
+def test_ranges_are_for_searches(run_file):
+    """A sweep of every combination cannot take every number."""
+    grammar = parse_grammar([], ['schedule.base_learning_rate={"low":0.01,"high":1}'], [])
+
+    with pytest.raises(ConfigError, match="for --optuna to choose from"):
+        plan_sweep(run_file, grammar)
+    with pytest.raises(ConfigError, match="it must be a list, or"):
+        parse_grammar([], ['a={"low":1}'], [])
+
+
+def test_search_is_refused_without_optuna(run_file, tmp_path, capsys, monkeypatch):
+    """By how to install it; nothing is left behind."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    flags = ["-V", "batch.global_batch=[8,16]", "--optuna", "2"]
+
+    code = main(["sweep", str(run_file), "--folder", str(tmp_path / "sweep"), *flags])
+
+    assert code == 2
+    assert "pip install 'scalejax[optuna]'" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_search_goes_where_it_is_better_and_resumes(run_file, tmp_path):
+    """Of learning rates from 0.001 to 1 the best is 0.1 by decree: trials gather around it; one
+    that is resumed asks for the same and trains nothing again."""
+    pytest.importorskip("optuna")
+    grammar = parse_grammar(
+        [],
+        ["seed=[0,1]", 'schedule.base_learning_rate={"low":0.001,"high":1,"log":true}'],
+        [],
+    )
+    trained = []
+
+    def train(plan, folder):
+        for planned in plan.runs:
+            if not folder.run(planned.index).measurements.exists():
+                rate = planned.run.config.schedule.base_learning_rate
+                trained.append(rate)
+                record(folder.run(planned.index), [1 / (1 + math.log10(rate / 0.1) ** 2)])
+        return []
+
+    def searched(trials):
+        return search(
+            lambda grammar: plan_sweep(run_file, grammar),
+            grammar,
+            tmp_path / "search",
+            trials=trials,
+            target=None,
+            train=train,
+        )[0]
+
+    first = searched(10)
+    assert len(trained) == 20
+    found = searched(30)
+
+    assert found[:10] == first
+    assert len(trained) == 60
+    late = [abs(math.log10(rate / 0.1)) for rate in trained[40:]]
+    assert sum(late) / len(late) < 0.5  # at random it would be 1.5 / 2 or more
+    best = best_of(found, None)
+    assert best is not None
+    assert abs(math.log10(float(str(best.fields["schedule.base_learning_rate"])) / 0.1)) < 0.2
+
+
+def test_finals_are_drawn_with_every_run_as_a_point(run_file, tmp_path, monkeypatch):
+    """The mean of each arm on its line, one run a point, over the field with the most numbers."""
+    figures = []
+    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
+    grammar = parse_grammar(
+        [],
+        ["batch.global_batch=[8,16,32]", "seed=[0,1]"],
+        ['{"cases": [{}, {"schedule": {"warmup_epochs": 1, "warmup": "gradual"}}]}'],
+    )
+    grammar = dataclasses.replace(grammar, parameters={"schedule.warmup_from": "zero"})
+    plan = plan_sweep(run_file, grammar)
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for planned in plan.runs:
+        batch = planned.run.split.global_batch
+        record(folder.run(planned.index), [0.1, batch / 64 + planned.run.config.seed / 8])
+    rows = read_rows(plan, folder)
+
+    sweep_figures.save_finals(rows, path=tmp_path / "final.png")
+    sweep_figures.save_curves(rows, path=tmp_path / "curves.png")
+
+    (finals,), (curves,) = (figure.axes for figure in figures)
+    assert finals.get_xlabel() == "batch.global_batch"
+    assert [text.get_text() for text in finals.get_legend().get_texts()] == [
+        "warmup_epochs=0.0 warmup=none",
+        "warmup_epochs=1.0 warmup=gradual",
+    ]
+    lines = [line for line in finals.lines if len(line.get_xdata()) == 3]
+    means = [(x / 64) + 1 / 16 for x in (8, 16, 32)]
+    assert list(lines[0].get_ydata()) == pytest.approx(means)
+    assert len(curves.get_legend().get_texts()) == 6
+    assert list(curves.lines[0].get_ydata()) == pytest.approx([0.1, means[0]])
+
+
+def sweep_with_diverged_runs(run_file, folder):
+    """Of 3 seeds with batch 8 two diverge, one before any evaluation, one after the first; of
+    batch 16 all do; of batch 32 none."""
+    grammar = parse_grammar([], ["batch.global_batch=[8,16,32]", "seed=[0,1,2]"], [])
+    plan = plan_sweep(run_file, grammar, target=parse_target("test_accuracy=0.5"))
+    record(folder.run(0), [0.5, 0.89])
+    record(folder.run(1), [], status="diverged")
+    record(folder.run(2), [0.75], status="diverged")  # given up after 16 updates
+    for index in (3, 4, 5):
+        record(folder.run(index), [], status="diverged")
+    for index in (6, 7, 8):
+        record(folder.run(index), [0.5, 0.75])
+    return plan, read_rows(plan, folder)
+
+
+def test_runs_that_diverged_are_not_passed_over(run_file, tmp_path):
+    """The mean says of how many runs it is, and how many are in none."""
+    plan, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
+    console = Console(width=80, highlight=False, file=io.StringIO())
+
+    for part in sweep_tables.results(plan, rows):
+        console.print(part)
+
+    assert isinstance(console.file, io.StringIO)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert lines[1].startswith("global_batch=8 1 of 3 89.00 % 89.0 % 2 2 of 3")
+    assert lines[2].startswith(f"global_batch=16 0 of 3 {UNKNOWN} {UNKNOWN} 3 0 of 3")
+    assert lines[3].startswith("global_batch=32 3 of 3 75.00 ± 0.00 % 75.0 % 0 3 of 3")
+    assert "5 of 9 runs ended without a last evaluation, and are in no mean." in " ".join(lines)
+
+
+def test_runs_that_diverged_are_crosses(run_file, tmp_path, monkeypatch):
+    """One for each, at the bottom, over its batch or where it ended; explained in the legend."""
+    figures = []
+    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
+    _, rows = sweep_with_diverged_runs(run_file, SweepFolder(path=tmp_path / "sweep"))
+
+    sweep_figures.save_finals(rows, path=tmp_path / "final.png")
+    sweep_figures.save_curves(rows, path=tmp_path / "curves.png")
+
+    for figure, places in zip(figures, ([8, 8, 16, 16, 16], [2, 2, 4, 4, 4]), strict=True):
+        (axes,) = figure.axes
+        bottom = axes.get_xaxis_transform()
+        crosses = [each for each in axes.collections if each.get_offset_transform() == bottom]
+        assert sorted(x for each in crosses for x in each.get_offsets()[:, 0]) == places
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert "diverged (5 runs, in no mean)" in labels
+
+
+def test_mean_of_the_seeds_that_are_left_is_no_part_of_the_curve(run_file, tmp_path, monkeypatch):
+    """The worse of two seeds ends after the first epoch: the line does not rise to the other."""
+    figures = []
+    monkeypatch.setattr(sweep_figures, "save_figure", lambda figure, path: figures.append(figure))
+    folder = SweepFolder(path=tmp_path / "sweep")
+    plan = plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], []))
+    record(folder.run(0), [0.5, 0.75])
+    record(folder.run(1), [0.25], status="diverged")
+
+    sweep_figures.save_curves(read_rows(plan, folder), path=tmp_path / "curves.png")
+
+    (axes,) = figures[0].axes
+    whole, rest = axes.lines[:2]
+    assert list(whole.get_ydata()) == [0.375]
+    assert list(rest.get_ydata()) == [0.75]
+    assert [text.get_text() for text in axes.texts] == ["1 of 2 seeds from here"]
+
+
+def test_report_of_a_sweep_that_has_not_begun_is_refused(run_file, tmp_path, capsys):
+    """There is no empty report."""
+    folder = SweepFolder(path=tmp_path / "sweep")
+    begin_sweep(plan_sweep(run_file, parse_grammar([], ["seed=[0,1]"], [])), folder, resume=False)
+
+    code = main(["report", str(folder.path)])
+
+    assert code == 2
+    assert "of which no run has begun" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("metric", "values"),
+    [("test_accuracy", [(0.5 + 0.0) / 2, None]), ("test_loss", [math.inf, None])],
+)
+def test_search_is_told_the_worst_of_runs_that_diverged(run_file, tmp_path, metric, values):
+    """They shall be shunned, and not passed over; of a run that is not finished it is told
+    nothing."""
+    pytest.importorskip("optuna")
+    grammar = parse_grammar([], ["seed=[0,1]", "batch.global_batch=[8]"], [])
+    target = parse_target(f"{metric}=0.9")
+    trials: Iterator[Status | None] = iter(("diverged", None))
+
+    def train(plan, folder):
+        record(folder.run(0), [0.5])
+        record(folder.run(1), [], status=next(trials))
+        return []
+
+    found, _ = search(
+        lambda grammar: plan_sweep(run_file, grammar),
+        grammar,
+        tmp_path / "search",
+        trials=2,
+        target=target,
+        train=train,
+    )
+
+    assert [trial.value for trial in found] == values
+    best = best_of(found, target)
+    assert best is (found[0] if metric == "test_accuracy" else None)
+
+
+def test_experiment_on_warmup_counts_a_run_given_up_as_failed():
+    """It has no accuracy; where it should have had one, the claim does not hold."""
+    path = Path(__file__).parents[2] / "experiments" / "warmup_by_batch" / "measure.py"
+    claims = runpy.run_path(str(path))["claims"]
+    found = json.loads((path.parent / "results.json").read_text())["accuracies"]
+    assert all(claims(found).values())
+
+    shown = claims(
+        found | {"512 linear none": [None] * 3, "512 linear gradual": [0.88, None, 0.89]}
+    )
+
+    assert list(shown.values()) == [True, False, True, True]
+
+
+def test_samples_are_those_of_a_batch_that_grows(run_file, tmp_path):
+    """64 examples in batches of 8, and of 16 from the second epoch on: 8 + 4 updates."""
+    import pyarrow.parquet
+
+    grammar = parse_grammar(["batch.ramp_epochs=[1]", "batch.ramp_factor=2"], ["seed=[0,1]"], [])
+    plan = plan_sweep(run_file, grammar)
+    folder = SweepFolder(path=tmp_path / "sweep")
+    for index in (0, 1):
+        record(folder.run(index), [0.5, 0.75])
+
+    write_results(plan, folder, read_rows(plan, folder))
+
+    assert plan.jobs == ((0,), (1,))
+    lines = pyarrow.parquet.read_table(folder.evaluations).to_pylist()
+    assert [line["samples"] for line in lines][:2] == [8 * 8, 8 * 8 + 8 * 16]
+
+
+def test_a_rule_that_changes_the_optimizer_is_another_program(run_file):
+    """Malladi's rule scales the moments of Adam too."""
+    text = RUN.replace('name = "sgd"', 'name = "adamw"').replace(
+        "base_learning_rate = 0.01", "base_learning_rate = 0.01\nreference_batch = 4"
+    )
+    run_file.write_text(text)
+
+    plan = plan_sweep(run_file, parse_grammar([], ['schedule.scaling=["none","sqrt","sde"]'], []))
+
+    assert sorted(plan.jobs) == [(0, 1), (2,)]

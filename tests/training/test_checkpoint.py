@@ -1,0 +1,307 @@
+"""A state that was saved comes back bit for bit, or is refused in one sentence."""
+
+import gc
+import os
+import threading
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from scalejax.core.errors import CheckpointMismatch, ConfigError
+from scalejax.training.checkpoint import Checkpoints, checksums, load_weights, save_weights
+from scalejax.training.state import TrainState
+
+
+def state_on(devices, *, optimizer=None, width=8, value=0.0):
+    """A small state whose kernel is divided over `devices`."""
+    mesh = jax.make_mesh(
+        (devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    kernel = np.arange(width * 4, dtype=np.float32).reshape(width, 4) / 3 + value
+    params = {
+        "dense": {"kernel": jax.device_put(kernel, split)},
+        "bias": jax.device_put(np.array([0.1, np.nan], np.float32), whole),
+    }
+    opt_state = (optimizer or optax.sgd(0.1, momentum=0.9)).init(params)
+    return TrainState(
+        step=jax.device_put(np.int32(3), whole),
+        params=params,
+        model_state={},
+        opt_state=jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, whole), opt_state),
+    )
+
+
+def shapes_of(state):
+    """Shapes and shardings of a state, as a `Step` states them."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def assert_same(restored, state):
+    """The two trees hold the same bits."""
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for ours, theirs in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def open_files():
+    """Files that this process holds open, once what nobody refers to any more is gone."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_many_checkpoints_hold_no_more_files_and_threads_than_few(tmp_path):
+    """A run of a month saves some thousand times."""
+    state = state_on(1)
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        held = []
+        for step in range(1, 7):
+            checkpoints.save(step, state)
+            checkpoints.wait()
+            held.append((open_files(), threading.active_count()))
+    assert held[-1] <= held[1]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_a_state_comes_back_bit_for_bit_on_any_number_of_devices(tmp_path, devices):
+    """Saved on four devices, restored on others: the same bits where the new mesh wants them."""
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state_on(4))
+    like = shapes_of(state_on(devices))
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        restored = checkpoints.restore(3, like)
+
+    assert_same(restored, state_on(4))
+    assert restored.params["dense"]["kernel"].sharding == like.params["dense"]["kernel"].sharding
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path):
+    """The next updates reuse the state's memory; what is written is the state as it was."""
+    update = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    state = state_on(8, width=8192)
+    expected = jax.tree.map(np.array, state)
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state)
+        for _ in range(5):
+            state = update(state)
+        restored = checkpoints.restore(3, shapes_of(state))
+
+    assert_same(restored, expected)
+
+
+def test_the_latest_the_best_and_the_pinned_are_kept(tmp_path):
+    """A worse metric never deletes the newest; a state without metric is not kept for ever."""
+    accuracies = {1: 0.2, 2: 0.9, 3: 0.5, 4: None, 5: 0.9, 6: None, 7: 0.1, 8: 0.3}
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step, accuracy in accuracies.items():
+            if step == 3:
+                checkpoints.pinned_step = 3
+            checkpoints.save(step, state_on(2), test_accuracy=accuracy)
+        checkpoints.wait()
+
+        assert checkpoints.steps == (2, 3, 7, 8)
+        assert checkpoints.latest_step == 8
+    on_disk = {int(path.name) for path in tmp_path.iterdir()}
+    assert on_disk == {2, 3, 7, 8}
+
+
+def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
+    """An interruption right after a checkpoint asks for the same one again."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2))
+        checkpoints.save(3, state_on(2, value=1.0))
+        restored = checkpoints.restore(3, shapes_of(state_on(2)))
+
+    assert_same(restored, state_on(2))
+
+
+def test_what_a_kill_left_half_written_is_no_checkpoint(tmp_path):
+    """A save that was not committed is neither listed nor in the way."""
+    half = tmp_path / "4.orbax-checkpoint-tmp"
+    half.mkdir(parents=True)
+    (half / "state").mkdir()
+
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.latest_step is None
+        checkpoints.save(4, state_on(2))
+        checkpoints.wait()
+        assert checkpoints.steps == (4,)
+    assert not half.exists()
+
+
+def test_checkpoints_damaged_beyond_listing_are_refused(tmp_path, capfd):
+    """Every file cut to ten bytes, those that say what is there as well."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2), test_accuracy=0.5)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:10])
+
+    with pytest.raises(CheckpointMismatch, match=r"cannot be opened: \w+Error.*start over"):  # noqa: SIM117
+        with Checkpoints(tmp_path, keep=2) as checkpoints:
+            checkpoints.restore(3, shapes_of(state_on(2)))
+
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("manifest.ocdbt", "gone"),
+        ("_METADATA", "gone"),
+        ("_METADATA", "cut"),
+        ("d/*", "cut"),
+        ("d/*", "garbled"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path, capfd, file, damage):
+    """The message names the folder, cause and way out; Orbax's pages of tracebacks stay inside."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2))
+        checkpoints.save(5, state_on(2))
+    for path in (tmp_path / "5" / "state").glob(file):
+        content = path.read_bytes()
+        path.unlink()
+        if damage != "gone":
+            path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"?" * 99)
+
+    with (
+        Checkpoints(tmp_path, keep=2) as checkpoints,
+        pytest.raises(
+            CheckpointMismatch,
+            match=r"/5 is refused: .* \(\w+Error: .*\)\. .* resume from step 3\.",
+        ) as caught,
+    ):
+        checkpoints.restore(5, shapes_of(state_on(2)))
+
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (PermissionError(13, "Permission denied"), r"PermissionError: \[Errno 13\] Permission"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("RESOURCE_EXHAUSTED: Out of memory\nwhile"), "Out of memory"),
+    ],
+)
+def test_what_cannot_be_read_now_is_not_called_damaged(tmp_path, monkeypatch, raised, said):
+    """No rights, or no memory: nobody is told to delete a good checkpoint."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2))
+        checkpoints.wait()
+
+        def load(step, like):
+            raise KeyError("no handler") from raised
+
+        monkeypatch.setattr(checkpoints._checkpointer, "load", load)
+        with pytest.raises(CheckpointMismatch, match=f"/3 cannot be read: .*{said}") as caught:
+            checkpoints.restore(3, shapes_of(state_on(2)))
+
+    assert "elete" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"width": 16}, {"optimizer": optax.adam(0.1)}],
+    ids=["shape", "optimizer"],
+)
+def test_a_state_of_another_run_is_refused(tmp_path, other):
+    """Arrays of other shapes are never cut or padded to fit."""
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, state_on(2))
+
+        with pytest.raises(CheckpointMismatch, match=r"no state of this run.* start over\."):
+            checkpoints.restore(3, shapes_of(state_on(2, **other)))
+
+
+def test_weights_come_back_and_are_replaced_whole(tmp_path):
+    """What a run ends with can be loaded without its optimizer; missing weights say so."""
+    path = tmp_path / "weights"
+    first, second = state_on(2).params, state_on(2, value=1.0).params
+
+    save_weights(path, first)
+    save_weights(path, second)
+
+    assert_same(load_weights(path, shapes_of(second)), second)
+    with pytest.raises(CheckpointMismatch, match="elsewhere is refused: it is missing"):
+        load_weights(tmp_path / "elsewhere", shapes_of(second))
+
+
+def test_a_bit_that_turned_on_disk_is_refused_and_the_array_named(tmp_path):
+    """Storage keeps checksums of its indices, not of the numbers: any flip is to be seen."""
+    state = state_on(4, width=2048)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(3, state)
+    files = [path for path in (tmp_path / "3").rglob("*") if "/d/" in str(path) and path.is_file()]
+    damaged = max(files, key=lambda path: path.stat().st_size)
+    whole = damaged.read_bytes()
+    refused = set()
+    for position in range(0, len(whole), max(1, len(whole) // 5)):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        damaged.write_bytes(flipped)
+        try:
+            with Checkpoints(tmp_path, keep=1) as checkpoints:
+                assert_same(checkpoints.restore(3, shapes_of(state)), state)
+        except CheckpointMismatch as error:
+            refused.add("another checksum" in str(error))
+
+    assert True in refused  # some fall on numbers, where nothing else sees them
+
+
+def test_checksums_are_those_of_the_bits_wherever_they_lie():
+    """Computed here from the definition, in integers of any size."""
+    state = state_on(4)
+
+    found = checksums({"kernel": state.params["dense"]["kernel"]})["['kernel']"]
+
+    bits = np.asarray(state.params["dense"]["kernel"]).view(np.uint32).ravel().tolist()
+    odd = [(2 * position + 1) * 0x9E3779B1 for position in range(len(bits))]
+    assert found == sum((each + 1) * by for each, by in zip(bits, odd, strict=True)) % 2**32
+    assert checksums(state_on(2)) == checksums(state)
+
+
+def test_numbers_of_64_bits_have_a_checksum_too():
+    """As two words each."""
+    with jax.enable_x64(True):
+        values = jnp.asarray([1.5, -2.0])
+        found = checksums({"mean": values})["['mean']"]
+
+    words = np.array([1.5, -2.0]).view(np.uint32).tolist()
+    odd = [(2 * position + 1) * 0x9E3779B1 for position in range(4)]
+    assert found == sum((each + 1) * by for each, by in zip(words, odd, strict=True)) % 2**32
+
+
+def test_another_process_that_is_gone_is_no_disk_that_cannot_be_written(tmp_path, monkeypatch):
+    """What a barrier of Orbax raises is left as it is, for the launcher to start again; the same
+    words of a store are of the disk."""
+    said = "DEADLINE_EXCEEDED: Barrier timed out. Id: save"
+    state = {"x": jnp.zeros(2)}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+
+        def fail(kind, *ignored, **also_ignored):
+            raise kind(said)
+
+        for kind, expected in ((jax.errors.JaxRuntimeError, None), (ValueError, ConfigError)):
+            monkeypatch.setattr(checkpoints._checkpointer, "save_async", partial(fail, kind))
+            with pytest.raises(expected or kind, match="Barrier timed out"):
+                checkpoints.save(1, state)
+            monkeypatch.setattr(checkpoints._checkpointer, "load", partial(fail, kind))
+            monkeypatch.setattr(checkpoints._checkpointer, "metadata", partial(fail, kind))
+            with pytest.raises(kind if expected is None else CheckpointMismatch, match="Barrier"):
+                checkpoints.restore(1, state)

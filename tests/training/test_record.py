@@ -1,0 +1,121 @@
+"""The record of a run survives what happens to runs."""
+
+import math
+from contextlib import closing
+
+import pytest
+
+from scalejax.core.errors import ConfigError
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    RunRecord,
+    StatusChange,
+    TrainMeasurement,
+    finite,
+)
+
+
+def update(step, loss: float | None = 0.5):
+    """The measurement of one update."""
+    return TrainMeasurement(
+        step=step,
+        epoch=step / 10,
+        loss=loss,
+        accuracy=0.1,
+        learning_rate=0.02,
+        step_seconds=0.003,
+        samples_per_second=100.0,
+        elapsed_seconds=float(step),
+    )
+
+
+EVALUATION = EvaluationMeasurement(
+    step=3,
+    epoch=1.0,
+    test_loss=0.7,
+    test_accuracy=0.8,
+    examples=21,
+    seconds=0.1,
+    elapsed_seconds=3.5,
+)
+STARTED = StatusChange(step=0, status="started", message="on 8 devices", elapsed_seconds=0.0)
+
+
+def write(path, *measurements, after_step=None):
+    """Append `measurements` to the record in the folder `path`."""
+    log = MeasurementLog(RunFolder(path=path).measurements, after_step=after_step)
+    with closing(log):
+        for measurement in measurements:
+            log.append(measurement)
+
+
+def test_what_is_written_is_read(tmp_path):
+    """Every kind of line survives the round trip, to the last bit of a float."""
+    odd = update(1, loss=0.1 + 0.2)
+
+    write(tmp_path, STARTED, odd, EVALUATION)
+    record = RunRecord.load(tmp_path)
+
+    assert record.measurements == (STARTED, odd, EVALUATION)
+    assert record.training == (odd,)
+    assert record.evaluations == (EVALUATION,)
+    assert record.status == "started"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_null(tmp_path, value):
+    """JSON has no word for NaN; strict readers in other languages must not choke."""
+    write(tmp_path, update(1, loss=finite(value)))
+
+    assert '"loss": null' in RunFolder(path=tmp_path).measurements.read_text()
+    assert RunRecord.load(tmp_path).training[0].loss is None
+
+
+def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path):
+    """Half a last line is no damage; the next session writes over it."""
+    write(tmp_path, update(1), update(2))
+    path = RunFolder(path=tmp_path).measurements
+    path.write_text(path.read_text()[:-20])
+
+    assert RunRecord.load(tmp_path).training == (update(1),)
+    write(tmp_path, update(2), after_step=2)
+    assert RunRecord.load(tmp_path).training == (update(1), update(2))
+
+
+def test_resuming_removes_what_will_be_measured_again(tmp_path):
+    """No step stands twice in the record of a resumed run."""
+    write(tmp_path, STARTED, update(1), update(2), update(3), EVALUATION, update(4))
+
+    with closing(MeasurementLog(RunFolder(path=tmp_path).measurements, after_step=2)) as log:
+        elapsed = log.elapsed_seconds
+
+    assert RunRecord.load(tmp_path).measurements == (STARTED, update(1), update(2))
+    assert elapsed == 2.0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no measurement"),
+        ("[]", "its kind must be one of train, evaluation, unreadable, status"),
+        ('{"kind": "gossip"}', "its kind must be one of"),
+        ('{"kind": "status", "step": 1}', "status is missing"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, line, message):
+    """Damage in the middle is no kill, and is refused with its place."""
+    write(tmp_path, update(1))
+    path = RunFolder(path=tmp_path).measurements
+    path.write_text(path.read_text() + line + "\n" + path.read_text())
+
+    with pytest.raises(ConfigError, match=message):
+        RunRecord.load(tmp_path)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    """`report` of the wrong folder says so."""
+    with pytest.raises(ConfigError, match=r"holds no run: it has no measurements\.jsonl"):
+        RunRecord.load(tmp_path)
+    assert not RunFolder(path=tmp_path).holds_run

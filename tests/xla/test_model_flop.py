@@ -1,0 +1,85 @@
+"""What a model needs, counted in its trace."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from scalejax.xla.model_flop import forward_flop
+
+X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+PRODUCT = 2 * 4 * 8 * 8
+"""FLOP of x @ w."""
+
+
+@jax.custom_vjp
+def with_own_gradient(x, w):
+    """A product whose gradient is the user's own."""
+    return x @ w
+
+
+with_own_gradient.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g),
+)
+
+
+@pytest.mark.parametrize(
+    ("function", "products"),
+    [
+        pytest.param(lambda x, w: jnp.tanh(x @ w) @ w, 2, id="plain"),
+        pytest.param(jax.jit(lambda x, w: x @ w), 1, id="jit"),
+        pytest.param(jax.checkpoint(lambda x, w: x @ w), 1, id="remat"),
+        pytest.param(lambda x, w: jax.nn.relu(x @ w), 1, id="custom_jvp"),
+        pytest.param(with_own_gradient, 1, id="custom_vjp"),
+        pytest.param(
+            lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, None, length=5)[0],
+            5,
+            id="scan",
+        ),
+        pytest.param(
+            lambda x, w: jax.lax.cond(x.sum() > 0, lambda: x @ w @ w, lambda: x @ w),
+            2,
+            id="costlier branch",
+        ),
+        pytest.param(lambda x, w: jax.vmap(lambda row: row @ w)(x), 1, id="vmap"),
+        pytest.param(lambda x, w: x[:, :1] + w[:4, :1], 0, id="no product"),
+    ],
+)
+def test_products_are_counted_wherever_they_stand(function, products):
+    """In nested calls, loops, rematerialised and custom-gradient functions."""
+    assert forward_flop(function, X, W) == products * PRODUCT
+
+
+def test_a_per_device_function_counts_for_all_its_devices():
+    """The trace under `shard_map` is that of one device of 8."""
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rows = jax.ShapeDtypeStruct((32, 8), jnp.float32)
+    mapped = jax.shard_map(
+        lambda x, w: x @ w,
+        mesh=mesh,
+        in_specs=(PartitionSpec(("data", "tensor")), PartitionSpec()),
+        out_specs=PartitionSpec(("data", "tensor")),
+    )
+
+    assert forward_flop(mapped, rows, W) == 2 * 32 * 8 * 8
+
+
+def test_a_convolution_counts_its_groups_and_strides():
+    """4 groups of 32 / 4 input channels, 14 x 14 outputs, 3 x 3 window."""
+
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(
+            images,
+            kernel,
+            (2, 2),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=4,
+        )
+
+    images = jax.ShapeDtypeStruct((16, 28, 28, 32), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 8, 64), jnp.float32)
+
+    assert forward_flop(convolve, images, kernel) == 2 * 16 * 14 * 14 * 64 * 9 * 8

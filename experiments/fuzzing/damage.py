@@ -331,7 +331,7 @@ class Files:
     def _cache(self, draw: random.Random, into: Path) -> Case:
         import os
 
-        from scalejax.xla.cache import user_folder
+        from scalejax.core.cache import user_folder
 
         (into / "run.toml").write_text(material.RUN)
         kept = sorted(user_folder().glob("*.json.gz"))

@@ -30,7 +30,7 @@ import numpy as np
 
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.serialization import load, save_toml
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.hardware import HostInput, InputRates
 from scalejax.measure.input.bench import GRID, bench, write_sized
 from scalejax.measure.input.probes import sample_seconds

@@ -162,8 +162,8 @@ def scalejax_batches(
 
     from scalejax.config.input import InputConfig
     from scalejax.config.parquet import ParquetConfig
+    from scalejax.data.datasets import open_source
     from scalejax.data.loader.loader import training_batches
-    from scalejax.data.source import open_source
 
     files = str(folder / "nested")
     config = ParquetConfig(train=files, test=files, image_size=SIZE)

@@ -19,7 +19,7 @@ from PIL import Image
 
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.environment import limit_cores
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.data.transforms.images import decoded
 
 IMAGES, PASSES = 256, 9

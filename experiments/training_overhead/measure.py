@@ -24,8 +24,8 @@ from statistics import median
 import jax
 
 from scalejax.config.run import RunConfig, load_config, resolve
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
-from scalejax.data.source import open_source
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import Measurement, TrainMeasurement
 from scalejax.training.reporter import Silent

@@ -219,7 +219,7 @@ class DataBench(RunFileCommand):
 
     def execute(self, overrides: Overrides) -> None:
         """Measure, print the stages, write the rates."""
-        from scalejax.xla.cache import user_folder
+        from scalejax.core.cache import user_folder
 
         config = load_config(self.run_file, overrides)
         output = self.output or user_folder() / "this-machine" / "input.toml"

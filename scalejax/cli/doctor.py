@@ -41,7 +41,7 @@ class Doctor:
 
     def execute(self) -> None:
         """Look, print the table, write the findings; ends with 1 if something is bad."""
-        from scalejax.xla.cache import user_folder
+        from scalejax.core.cache import user_folder
 
         serialization.require_writable("json", self.json)
         environment = dict(os.environ)  # before any of it is set here

@@ -195,7 +195,7 @@ class Calibrate:
 
     def execute(self) -> None:
         """Measure, or fit to what was measured, and write the files."""
-        from scalejax.xla.cache import user_folder
+        from scalejax.core.cache import user_folder
 
         here = user_folder() / "this-machine"
         serialization.require_writable_folder("output", self.output or here)

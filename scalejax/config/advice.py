@@ -1,16 +1,11 @@
 """What may well be meant in a run and often is not: said, and not refused.
 
-Knows runs as they are resolved, and what was predicted of them; needs no JAX.
+Knows runs as they are resolved.
 """
 
 from scalejax.config.run import ResolvedRun
 from scalejax.config.scaling_rules import warmup_epochs
 from scalejax.data.formats.tokens import TokensConfig
-from scalejax.simulator.predict import Prediction
-
-FAR_OFF = 3
-"""How many times the predicted a measured step may take before it is said what that tells: runs on
-a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
@@ -53,17 +48,3 @@ def _plain_training(run: ResolvedRun) -> str | None:
     if run.config.emulation is None:
         return None
     return "[emulation] is for scalejax emulate and sweep alone, and is not looked at here"
-
-
-def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
-    """What to think of a step that takes far longer than was predicted; None if it does not."""
-    times = measured_seconds / prediction.step_seconds
-    if times <= FAR_OFF:
-        return None
-    why = "other work on this machine, what the host needs to start a step, or a wrong prediction"
-    if prediction.backend == "cpu" and prediction.device_count > 1:
-        why = (
-            "virtual devices share the cores of one machine, with its other work and with what "
-            "starts each step: they show that a run is right, not how fast it is"
-        )
-    return f"{times:.0f} times the predicted step: {why}"

@@ -488,3 +488,33 @@ def _epochs_of(
                 yield "multipliers.start_epoch", each.start_epoch, each.start_epoch
                 if each.end_epoch is not None:
                     yield "multipliers.end_epoch", each.end_epoch, each.end_epoch
+
+
+def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
+    """Parts of a global batch whose gradients an update sees before it adds them up.
+
+    Those of the microbatches, but for a pipeline, whose stages differentiate all of them at once;
+    and those of the data axis, but where the compiler adds them up: with BatchNorm in mode "jit".
+    The gradients of devices along fsdp are added up where they are made.
+    """
+    is_compilers = mode == "jit" and has_batch_norm
+    microbatches = 1 if split.layout.pipeline > 1 else split.microbatches
+    return microbatches * (1 if is_compilers else split.layout.data)
+
+
+def require_parts(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
+    """`part_count`, at least 2.
+
+    Raises:
+        ConfigError: if an update has one gradient alone.
+    """
+    count = part_count(split, mode=mode, has_batch_norm=has_batch_norm)
+    if count == 1:
+        accepted = (
+            "train.noise_scale compares gradients of parts of a batch, and this layout has one "
+            "part; it needs batch.microbatches above 1 (not in a pipeline) or layout.data above 1"
+        )
+        if has_batch_norm:
+            accepted += ' (with BatchNorm in layout.mode="shard_map")'
+        raise ConfigError(refusal("batch.microbatches", split.microbatches, accepted))
+    return count

@@ -26,6 +26,7 @@ from scalejax.config.checks import (
     require_own_statistics,
     require_paired_devices,
     require_pairs,
+    require_parts,
     require_reached_ramp,
     require_same_examples,
     require_shared_batch,
@@ -63,7 +64,6 @@ from scalejax.config.training import (
 from scalejax.core import metrics
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, build, load_toml, plain
-from scalejax.training.noise_scale import require_parts
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
 """Two ways to give one thing, of which a run has exactly one."""

@@ -6,7 +6,7 @@ Knows how far something is, and nothing of what it is.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import (
@@ -20,8 +20,16 @@ from rich.progress import (
 
 from scalejax.core.units import UNKNOWN, counted, format_count, format_seconds
 
-if TYPE_CHECKING:
-    from scalejax.xla.batch import OnCase, Stage
+Stage = Literal["begun", "compiled", "remembered"]
+"""What has become of a case: remembered ones were compiled for an earlier question."""
+
+
+OnCase = Callable[[Stage, str], None]
+"""Called with each turn of a case, and the name of the case."""
+
+
+def nothing_said(stage: Stage, case: str) -> None:
+    """An `OnCase` that tells nobody."""
 
 
 _LINES = {
@@ -32,7 +40,7 @@ _LINES = {
 
 
 @contextmanager
-def compiling(case_count: int) -> "Iterator[OnCase]":
+def compiling(case_count: int) -> Iterator[OnCase]:
     """A display of which cases are being compiled, on standard error.
 
     Yields:
@@ -52,7 +60,7 @@ def compiling(case_count: int) -> "Iterator[OnCase]":
         task = progress.add_task("compiling", total=case_count)
         open_cases: list[str] = []
 
-        def show(stage: "Stage", case: str) -> None:
+        def show(stage: Stage, case: str) -> None:
             if stage == "begun":
                 open_cases.append(case)
             elif stage == "compiled":

@@ -10,6 +10,7 @@ from scalejax.config.emulation import AlgorithmConfig, EmulationConfig, HogwildC
 from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
 from scalejax.config.run import ResolvedRun, resolve, with_fields
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.progress import OnCase, nothing_said
 from scalejax.emulation.virtual_cluster import Durations
 from scalejax.hardware import Cluster, load_library
 from scalejax.simulator.device_state import as_used
@@ -17,7 +18,7 @@ from scalejax.simulator.reliability import step_deviation_seconds
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import what_if
 from scalejax.xla import ProfileJob
-from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+from scalejax.xla.batch import compile_cases, in_words
 
 # On how many hosts the workers of an algorithm can be, and what must be known of one of them.
 

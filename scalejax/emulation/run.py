@@ -10,7 +10,7 @@ import numpy as np
 
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.emulation.algorithms import algorithm_of, minibatches_per_update
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction

@@ -14,6 +14,7 @@ from pathlib import Path
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ScalejaxError
+from scalejax.core.progress import OnCase, nothing_said
 from scalejax.emulation.checks import emulated_run, require_progress
 from scalejax.emulation.durations import durations_of
 from scalejax.emulation.event_log import read_events, write_events
@@ -34,7 +35,6 @@ from scalejax.training.record import (
 )
 from scalejax.training.reporter import Reporter
 from scalejax.training.run_folder import RunLock, resolved_config, versions
-from scalejax.xla.batch import OnCase, nothing_said
 
 _README = """\
 A run that scalejax emulated: real gradients, virtual time.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError, ProfileError
+from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_shortage
@@ -16,7 +17,7 @@ from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.perfetto import MeasuredTrace
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob
-from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+from scalejax.xla.batch import compile_cases, in_words
 
 CASES = 2
 """Programs that are compiled for one explanation: as asked for, and with twice the batch."""

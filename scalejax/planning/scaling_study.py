@@ -11,6 +11,7 @@ from scalejax.config.run import ResolvedRun, RunConfig, in_phase, resolve, with_
 from scalejax.config.scaling_rules import scaled_optimizer
 from scalejax.config.schedule import Phase, ScheduleConfig
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_shortage
@@ -24,7 +25,7 @@ from scalejax.simulator.predict import (
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
 from scalejax.xla import ProfileJob
-from scalejax.xla.batch import OnCase, compile_cases, in_words, nothing_said
+from scalejax.xla.batch import compile_cases, in_words
 
 
 def study(

@@ -12,7 +12,6 @@ from statistics import median
 
 import numpy as np
 
-from scalejax.config.advice import slow_note
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.config.scaling_rules import warmup_epochs
 from scalejax.core import serialization
@@ -22,7 +21,7 @@ from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.results import Summary, read_plan, read_summaries
 from scalejax.planning.observed_failures import FailuresMet, failures_met
 from scalejax.planning.time_to_target.plan import Plan
-from scalejax.simulator.predict import Prediction, ScalingPrediction, scaling_prediction
+from scalejax.simulator.predict import Prediction, ScalingPrediction, scaling_prediction, slow_note
 from scalejax.simulator.ramp import RampPrediction
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan, in_words

@@ -378,3 +378,22 @@ def _notes(
     elif not has_band:
         notes.append(f"{cluster.library.title}: uncalibrated, so no p10 and p90")
     return tuple(notes)
+
+
+FAR_OFF = 3
+"""How many times the predicted a measured step may take before it is said what that tells: runs on
+a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
+
+
+def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
+    """What to think of a step that takes far longer than was predicted; None if it does not."""
+    times = measured_seconds / prediction.step_seconds
+    if times <= FAR_OFF:
+        return None
+    why = "other work on this machine, what the host needs to start a step, or a wrong prediction"
+    if prediction.backend == "cpu" and prediction.device_count > 1:
+        why = (
+            "virtual devices share the cores of one machine, with its other work and with what "
+            "starts each step: they show that a run is right, not how fast it is"
+        )
+    return f"{times:.0f} times the predicted step: {why}"

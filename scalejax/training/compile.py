@@ -9,23 +9,22 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from scalejax.config.advice import slow_note
 from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core import serialization
+from scalejax.core.cache import user_folder
 from scalejax.core.errors import ConfigError, ProfileError, ScalejaxError
 from scalejax.core.process_group import GO_ON
 from scalejax.core.units import UNKNOWN, format_seconds
 from scalejax.hardware import Cluster, HostInput, load_cluster
 from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
-from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.predict import Prediction, predict, slow_note
 from scalejax.training.evaluation import Evaluation, build_evaluation
 from scalejax.training.multihost import all_say, first_says, is_first
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Reporter
 from scalejax.training.step import Step, build_step
 from scalejax.xla import read_step
-from scalejax.xla.cache import user_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun
+from scalejax.core.cache import package_digest, user_folder
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import plain
 from scalejax.core.units import format_seconds
+from scalejax.data.datasets import open_source
 from scalejax.data.readers.row_group_cache import DiskCache
-from scalejax.data.source import Grouped, Source, Split, open_source
+from scalejax.data.source import Grouped, Source, Split
 from scalejax.training.data_fingerprints import used_files
 from scalejax.training.evaluation import build_features
 from scalejax.training.multihost import is_first
@@ -30,7 +32,6 @@ from scalejax.training.reporter import Reporter
 from scalejax.training.setup import reads_features, recipe_of
 from scalejax.training.state import abstract_state
 from scalejax.training.step import initial_weights, input_dtype
-from scalejax.xla.cache import package_digest, user_folder
 
 KEPT_TOGETHER = 4096
 """Examples whose features are one file: what a kill loses."""

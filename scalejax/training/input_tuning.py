@@ -9,8 +9,9 @@ from scalejax.config.input import InputConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import chosen_workers
-from scalejax.data.source import Shared, Source, open_source
+from scalejax.data.source import Shared, Source
 from scalejax.simulator.predict import Prediction
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Reporter

@@ -14,9 +14,6 @@ Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2 and appendix A.1.
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from scalejax.config.parallelism import BatchSplit
-from scalejax.core.errors import ConfigError, refusal
-
 
 class NoiseAverages(NamedTuple):
     """Moving averages of the two estimates, begun at zero.
@@ -87,33 +84,3 @@ def averaged(noise_scales: Iterable[float | None], global_batch: float) -> float
     if not scales:
         return None
     return sum(s * p for s, p in zip(scales, progress, strict=True)) / sum(progress)
-
-
-def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
-    """Parts of a global batch whose gradients an update sees before it adds them up.
-
-    Those of the microbatches, but for a pipeline, whose stages differentiate all of them at once;
-    and those of the data axis, but where the compiler adds them up: with BatchNorm in mode "jit".
-    The gradients of devices along fsdp are added up where they are made.
-    """
-    is_compilers = mode == "jit" and has_batch_norm
-    microbatches = 1 if split.layout.pipeline > 1 else split.microbatches
-    return microbatches * (1 if is_compilers else split.layout.data)
-
-
-def require_parts(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
-    """`part_count`, at least 2.
-
-    Raises:
-        ConfigError: if an update has one gradient alone.
-    """
-    count = part_count(split, mode=mode, has_batch_norm=has_batch_norm)
-    if count == 1:
-        accepted = (
-            "train.noise_scale compares gradients of parts of a batch, and this layout has one "
-            "part; it needs batch.microbatches above 1 (not in a pipeline) or layout.data above 1"
-        )
-        if has_batch_norm:
-            accepted += ' (with BatchNorm in layout.mode="shard_map")'
-        raise ConfigError(refusal("batch.microbatches", split.microbatches, accepted))
-    return count

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from scalejax.config.checks import require_parts
 from scalejax.config.data import DatasetFacts
 from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.run import ResolvedRun, in_phase
@@ -23,7 +24,7 @@ from scalejax.training.data_parallel import combined_gradients
 from scalejax.training.gradient_sync.local_sgd import local_update
 from scalejax.training.gradients import Batch, gradients, mean_loss
 from scalejax.training.mesh import batch_sharding, replicated
-from scalejax.training.noise_scale import NoiseAverages, estimates, require_parts
+from scalejax.training.noise_scale import NoiseAverages, estimates
 from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.optimizers.loss_scale import LossScaled

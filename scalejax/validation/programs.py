@@ -13,6 +13,7 @@ from scalejax.config.data import SyntheticTokensConfig
 from scalejax.config.model import ELEMENT_BYTES, CausalConfig, GptConfig
 from scalejax.config.parallelism import stage_layers
 from scalejax.config.run import ResolvedRun
+from scalejax.core.cache import user_folder
 from scalejax.core.environment import compiler_settings
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.simulator.frameworks.eager import (
@@ -37,7 +38,7 @@ from scalejax.simulator.transforms.scale_out import narrowed, widened
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
 from scalejax.xla import as_asked, for_chip
-from scalejax.xla.cache import cached_program, case_key, keep, user_folder
+from scalejax.xla.cache import cached_program, case_key, keep
 from scalejax.xla.job import Compiled, RunJob
 from scalejax.xla.target import Target, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalejax.config.run import ResolvedRun
+from scalejax.core.cache import user_folder
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Program
-from scalejax.xla.cache import cached_program, keep, user_folder
+from scalejax.xla.cache import cached_program, keep
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
 from scalejax.xla.substitution import as_asked, for_chip, require_type

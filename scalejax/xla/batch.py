@@ -4,9 +4,9 @@ Knows which sizes follow from which; nothing of what the programs are for.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from scalejax.config.run import ResolvedRun
+from scalejax.core.progress import OnCase, Stage, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Program
@@ -14,15 +14,6 @@ from scalejax.simulator.transforms.scale_out import narrowed, widened
 from scalejax.xla import ProfileJob, profile_many, remembered
 
 # The programs of several cases, with word of each: when its compilation begins, when it is done.
-
-Stage = Literal["begun", "compiled", "remembered"]
-"""What has become of a case: remembered ones were compiled for an earlier question."""
-OnCase = Callable[[Stage, str], None]
-"""Called with each turn of a case, and the name of the case."""
-
-
-def nothing_said(stage: Stage, case: str) -> None:
-    """An `OnCase` that tells nobody."""
 
 
 def in_words(device_count: int) -> str:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-import scalejax
 from scalejax.config.model import CustomConfig
 from scalejax.config.run import exchange_shares
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.config.training import LossConfig
+from scalejax.core.cache import package_digest
 from scalejax.core.environment import compiler_settings
 from scalejax.core.serialization import JsonValue, plain
 from scalejax.simulator.program import Program
@@ -32,14 +32,6 @@ _LIBRARIES = (
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
     "libtpu",
 )  # fmt: skip
-
-
-def user_folder() -> Path:
-    """Where programs are kept: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
-    if named := os.environ.get("SCALEJAX_CACHE"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "scalejax"
 
 
 def cached_program(folder: Path, job: RunJob) -> Program | None:
@@ -189,16 +181,6 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def package_digest() -> str:
-    """Of every source file of scalejax: cheap (5 ms), and no stale figure ever."""
-    folder = Path(scalejax.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _digest(path: Path) -> str:

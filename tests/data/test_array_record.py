@@ -7,8 +7,9 @@ from parquet_cases import encoded, random_images
 
 from scalejax.config.data import facts
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.array_record import ArrayRecordConfig
-from scalejax.data.source import UnreadableExample, open_source
+from scalejax.data.source import UnreadableExample
 from scalejax.training.data_fingerprints import used_files
 
 IMAGES = random_images(30)

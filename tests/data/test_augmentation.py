@@ -15,8 +15,8 @@ from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
-from scalejax.data.source import open_source
 from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.images import Box, decoded
 from scalejax.data.transforms.pixels import enlarged, flipped, recoloured, shifted

@@ -6,9 +6,9 @@ from test_datasets import EMBEDDED, shapes_of
 
 from scalejax.config.input import InputConfig
 from scalejax.core.environment import machine_cores
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.autotune import chosen
 from scalejax.data.loader.loader import chosen_workers
-from scalejax.data.source import open_source
 
 
 @pytest.mark.parametrize(

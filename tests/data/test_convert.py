@@ -24,7 +24,7 @@ from scalejax.cli.main import main
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.convert import RowsOptions, Wanted, convert
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 
 
 @pytest.fixture

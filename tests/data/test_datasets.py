@@ -22,13 +22,13 @@ from scalejax.config.data import (
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import (
     evaluation_batches,
     training_batches,
     training_batches_of_seeds,
 )
 from scalejax.data.readers import fashion_mnist
-from scalejax.data.source import open_source
 from scalejax.training.mesh import batch_sharding, build_mesh
 
 EMBEDDED = FashionMnistConfig(edition="embedded")

@@ -11,9 +11,10 @@ from parquet_cases import encoded, random_images
 from scalejax.config.data import facts
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.data.loader.skip_unreadable import ReadableExamples
-from scalejax.data.source import UnreadableExample, open_source
+from scalejax.data.source import UnreadableExample
 from scalejax.training.data_fingerprints import used_files
 from scalejax.training.train import train
 

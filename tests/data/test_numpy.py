@@ -10,8 +10,9 @@ import pytest
 from scalejax.config.data import facts
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import for_process, open_source
 from scalejax.data.formats.numpy import NumpyConfig
-from scalejax.data.source import UnreadableExample, for_process, open_source
+from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
 
 GENERATOR = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from scalejax.config.data import facts
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.training.train import train
 
 IMAGES = random_images(40)

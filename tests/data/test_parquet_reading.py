@@ -20,9 +20,9 @@ from scalejax.config.parallelism import Layout
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.readers.row_group_cache import BoundedMemory
-from scalejax.data.source import open_source
 from scalejax.training.mesh import batch_sharding, build_mesh
 from scalejax.training.train import train
 

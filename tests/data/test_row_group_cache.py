@@ -20,10 +20,10 @@ from parquet_cases import encoded, random_images, write_images
 from scalejax.config.data import facts
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet import _footer
 from scalejax.data.readers.parquet import ParquetExamples
 from scalejax.data.readers.row_group_cache import DiskCache, _memories
-from scalejax.data.source import open_source
 from scalejax.measure.input.work import sample_work
 
 SMALL = pa.table({"values": np.arange(1000)})

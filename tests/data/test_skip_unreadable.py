@@ -22,11 +22,12 @@ from scalejax.config.parallelism import Layout
 from scalejax.config.run import load_config, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import load
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.batching import take_batches
 from scalejax.data.loader.loader import _are_counted_here, evaluation_batches, training_batches
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.loader.skip_unreadable import ReadableExamples, Skipped
-from scalejax.data.source import UnreadableExample, open_source
+from scalejax.data.source import UnreadableExample
 from scalejax.launch import Runner
 from scalejax.simulator.predict import Prediction
 from scalejax.sweep.vmapped_loop import train_together

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from scalejax.config.data import facts
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.tokens import TokensConfig
 from scalejax.data.readers.tokens import cut
-from scalejax.data.source import UnreadableExample, open_source
+from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
 
 STREAM = np.random.default_rng(0).integers(1, 1000, 500)

@@ -15,8 +15,9 @@ from test_datasets import CONFIGS, EMBEDDED, SMALL_IMAGES, Numbers, shapes_of
 from scalejax.config.input import InputConfig
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.core.errors import ConfigError, ScalejaxError
+from scalejax.data.datasets import for_process, open_source
 from scalejax.data.loader.loader import training_batches
-from scalejax.data.source import UnreadableExample, for_process, open_source
+from scalejax.data.source import UnreadableExample
 
 HERE = Path(__file__).parents[1]
 IMAGES = 180

@@ -17,7 +17,7 @@ from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.emulation.executor import adasum, compressed
 from scalejax.emulation.instructions import Rows
 from scalejax.emulation.run import emulate_run

@@ -10,8 +10,8 @@ from record_cases import figures
 
 from scalejax.config.emulation import DownpourConfig, EmulationConfig, SynchronousConfig
 from scalejax.config.run import with_fields
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.sampler import TrainingOrder
-from scalejax.data.source import open_source
 from scalejax.models import BatchNormScope
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.gradients import gradients

@@ -4,7 +4,7 @@ import pytest
 from emulated_outcomes import CONFIG, emulated, run_of
 
 from scalejax.config.emulation import EmulationConfig, SynchronousConfig
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.emulation.instructions import Rows
 from scalejax.emulation.sampler import Samples
 

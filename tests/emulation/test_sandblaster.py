@@ -19,7 +19,7 @@ from scalejax.config.emulation import (
 )
 from scalejax.config.run import with_fields
 from scalejax.core.errors import ConfigError
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.emulation.checks import emulated_run
 from scalejax.emulation.work_queue import Portions
 from scalejax.training.mesh import build_mesh

@@ -12,7 +12,7 @@ from flax import nnx
 
 from scalejax.config.data import SEPARATOR_TOKEN, MaskedTokensConfig, facts
 from scalejax.config.model import BertConfig, Remat
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.bert import Bert
 from scalejax.xla.model_flop import forward_flop

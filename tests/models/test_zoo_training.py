@@ -8,7 +8,7 @@ import pytest
 
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step, init_state

@@ -17,10 +17,10 @@ from scalejax.config.data import facts
 from scalejax.config.parallelism import Layout
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.serialization import build
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.readers.parquet import _moments
 from scalejax.data.readers.row_group_cache import _memories
-from scalejax.data.source import open_source
 from scalejax.training.mesh import batch_sharding, build_mesh
 
 GLOBAL_BATCH = 8192

@@ -9,7 +9,7 @@ from ramp_cases import TABLES
 from scalejax.config.run import RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.hardware import load_cluster
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.mesh import build_mesh

@@ -12,8 +12,8 @@ from scalejax.config.input import AugmentationConfig
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches, training_batches_of_seeds
-from scalejax.data.source import open_source
 from scalejax.models import BatchNormScope
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.gradients import mean_loss

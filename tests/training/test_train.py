@@ -16,8 +16,8 @@ from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import CheckpointMismatch, ConfigError, DoesNotFit
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import evaluation_batches
-from scalejax.data.source import open_source
 from scalejax.simulator.predict import Prediction
 from scalejax.simulator.program import Program
 from scalejax.training.checkpoint import load_weights

@@ -16,7 +16,8 @@ from scalejax.core import serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.units import MIB
-from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images, open_rows
+from scalejax.data.convert.open import open_rows
+from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images
 from scalejax.data.convert.shards import (
     Compression,
     Plan,

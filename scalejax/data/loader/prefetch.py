@@ -16,10 +16,11 @@ import numpy as np
 from scalejax.config.input import InputConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import format_bytes
+from scalejax.data.datasets import for_process
 from scalejax.data.loader.batching import LocalBatch, take_batches, unchanged
 from scalejax.data.loader.sampler import EvaluationOrder, Rows, TrainingOrder
 from scalejax.data.loader.worker_pool import Workers
-from scalejax.data.source import Grouped, Source, for_process
+from scalejax.data.source import Grouped, Source
 
 Made = TypeVar("Made")
 

@@ -21,9 +21,10 @@ import numpy as np
 
 from scalejax.core.environment import keep_pages, limit_cores
 from scalejax.core.errors import ScalejaxError
+from scalejax.data.datasets import Origin
 from scalejax.data.loader.batching import LocalBatch, take_batches
 from scalejax.data.loader.sampler import Rows
-from scalejax.data.source import Origin, Source
+from scalejax.data.source import Source
 
 _ALIGNMENT = 64  # bytes: so that an array begins where a cache line does
 

@@ -21,10 +21,11 @@ from typing import IO, cast
 import numpy as np
 
 from scalejax.core.errors import ScalejaxError
+from scalejax.data.datasets import Origin
 from scalejax.data.loader.batching import LocalBatch, unchanged
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.loader.worker import Failed, Made, Request, Task, array_at
-from scalejax.data.source import Origin, Source
+from scalejax.data.source import Source
 
 
 class Workers:

@@ -24,7 +24,7 @@ from scalejax.config.data import DataConfig
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.environment import machine_cores
-from scalejax.data.source import open_source
+from scalejax.data.datasets import open_source
 from scalejax.hardware import CopyRates, HostInput, InputRates, ReadRates, Speedups, TakeRates
 from scalejax.measure.input import probes
 from scalejax.measure.input.probes import TAKEN, ReadyBatches

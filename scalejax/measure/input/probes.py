@@ -21,9 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import DATA
 from scalejax.core.environment import limit_cores
+from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
 from scalejax.data.loader.loader import training_batches
-from scalejax.data.source import Source, open_source
+from scalejax.data.source import Source
 
 _LEAST_BATCHES = 4
 

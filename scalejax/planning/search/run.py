@@ -13,6 +13,7 @@ from scalejax.config.model import ELEMENT_BYTES, CausalConfig, LlamaConfig
 from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.progress import OnCase, nothing_said
 from scalejax.hardware import Chip, Cluster
 from scalejax.planning.search import (
     Candidate,
@@ -30,7 +31,7 @@ from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
 from scalejax.xla import ProfileJob, has_cuda_compiler, require_type
-from scalejax.xla.batch import OnCase, compile_cases, nothing_said
+from scalejax.xla.batch import compile_cases
 
 _FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
 _FUSED_HEAD, _WIDE_HEAD = 128, 256

@@ -1,0 +1,225 @@
+"""Packages import from the layers above their own, and the arithmetic ones start no JAX.
+
+The layers are those of ARCHITECTURE.md: a package imports only from lines above its own, and the
+files inside a package import each other in no circle.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import scalejax
+
+ROOT = Path(scalejax.__file__).parent
+
+LAYERS = (
+    {"core"},
+    {"hardware", "config"},
+    {"launch", "simulator", "data"},
+    {"models"},
+    {"training"},
+    {"xla"},
+    {"planning", "emulation"},
+    {"sweep"},
+    {"measure"},
+    {"validation"},
+    {"report"},
+    {"cli", "__init__"},
+    {"__main__"},
+)
+"""A package imports from earlier sets only."""
+NEVER_JAX = (
+    "core",
+    "hardware",
+    "config",
+    "launch",
+    "simulator",
+    "planning",
+    "validation",
+    "report",
+)
+"""Packages that start without JAX; `planning` has it compile in other processes."""
+EXCEPTIONS = {
+    **dict.fromkeys(
+        (
+            "config.advice -> data.formats.tokens",
+            "config.data -> data.formats.array_record",
+            "config.data -> data.formats.image_folder",
+            "config.data -> data.formats.numpy",
+            "config.data -> data.formats.parquet_columns",
+            "config.data -> data.formats.tokens",
+        ),
+        "the config of a format of files is read where the files are",
+    ),
+    **dict.fromkeys(
+        (
+            "training.compile -> measure.devices.quick",
+            "training.compile -> measure.input.work",
+            "training.compile -> xla",
+        ),
+        "a run writes what it is predicted to take before it trains",
+    ),
+}
+"""Imports against the layers that are there, and why they are still."""
+
+
+def modules() -> dict[str, ast.Module]:
+    """Syntax tree of each module by dotted name, `scalejax` left out."""
+    names = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        names[name.removesuffix(".__init__")] = path
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in names.items()}
+
+
+def imports_of(tree: ast.Module, known: Mapping[str, ast.Module]) -> set[str]:
+    """Modules of scalejax that a tree imports anywhere, functions included."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scalejax":
+            package = (node.module or "").removeprefix("scalejax").removeprefix(".")
+            for alias in node.names:
+                module = f"{package}.{alias.name}".removeprefix(".")
+                found.add(module if module in known else package)
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("scalejax.")]
+            found |= {name.removeprefix("scalejax.") for name in names}
+    return found - {""}
+
+
+def package_of(module: str) -> str:
+    """The first part of a module's name."""
+    return module.split(".")[0]
+
+
+def layer_of(module: str) -> int:
+    """The line of LAYERS that holds a module's package."""
+    return next(line for line, packages in enumerate(LAYERS) if package_of(module) in packages)
+
+
+def wrong_imports(trees: Mapping[str, ast.Module]) -> set[str]:
+    """Every import from a package of its own line or below, as "importer -> imported"."""
+    return {
+        f"{module} -> {imported}"
+        for module, tree in trees.items()
+        for imported in imports_of(tree, trees)
+        if package_of(imported) != package_of(module) and layer_of(imported) >= layer_of(module)
+    }
+
+
+def circle(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of one package that import each other in a circle; empty if there are none."""
+    for package in {package_of(module) for module in trees}:
+        inside = {name: tree for name, tree in trees.items() if package_of(name) == package}
+        graph = {name: imports_of(tree, inside) & set(inside) for name, tree in inside.items()}
+        # A package's own file offers what the files beside it define.
+        graph = {name: {x for x in found if x != name} for name, found in graph.items()}
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            return error.args[1]
+    return []
+
+
+def starts_jax(names: str) -> bool:
+    """Whether importing `names` alone, in a fresh process, imports JAX."""
+    code = f"import sys, {names}; sys.exit(42 if 'jax' in sys.modules else 0)"
+    code_of_exit = subprocess.run([sys.executable, "-c", code]).returncode
+    assert code_of_exit in (0, 42)
+    return code_of_exit == 42
+
+
+def test_every_package_has_its_layer():
+    """The root of the package holds folders, few enough to take in at a glance."""
+    packages = {package_of(module) for module in modules()}
+
+    assert packages == set.union(*LAYERS)
+    assert len(packages | {"py.typed"}) <= 22
+
+
+def test_packages_import_from_the_layers_above_their_own():
+    """The exceptions are those that are listed, and each of them is still there."""
+    assert wrong_imports(modules()) == set(EXCEPTIONS)
+
+
+def test_check_of_layers_can_fail():
+    """An import from below is found, at the top of a file or within a function."""
+    trees = {
+        "core.units": ast.parse("from scalejax.simulator.predict import predict"),
+        "simulator.predict": ast.parse("from scalejax.core import units"),
+        "hardware.chip": ast.parse("def f():\n    import scalejax.config.run"),
+        "config.run": ast.parse("from scalejax import config"),
+    }
+
+    assert wrong_imports(trees) == {
+        "core.units -> simulator.predict",
+        "hardware.chip -> config.run",
+    }
+
+
+def test_files_of_a_package_import_each_other_in_no_circle():
+    """Each can be read after those that it imports."""
+    assert circle(modules()) == []
+
+
+def test_check_of_circles_can_fail():
+    """A circle is found, also of imports within functions."""
+    trees = {
+        "core.a": ast.parse("from scalejax.core import b"),
+        "core.b": ast.parse("def f():\n    from scalejax.core.a import g"),
+    }
+
+    assert {"core.a", "core.b"} == set(circle(trees))
+
+
+def test_arithmetic_packages_start_no_jax():
+    """All of their files, imported together in one fresh process."""
+    names = [f"scalejax.{name}" for name in modules() if package_of(name) in NEVER_JAX]
+
+    assert not starts_jax(", ".join(names))
+
+
+def test_check_for_jax_can_fail():
+    """A module of another package is told apart."""
+    assert starts_jax("scalejax.training.mesh")
+
+
+def jit_calls(tree: ast.Module) -> list[str]:
+    """First arguments of the calls of `jax.jit`, as source."""
+    return [
+        ast.unparse(node.args[0]) if node.args else ""
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("jax.jit", "jit", "nnx.jit")
+    ]
+
+
+def test_training_step_is_jitted_once():
+    """What is costed is what is trained: there is one `jax.jit` of the update."""
+    calls = {module: jit_calls(tree) for module, tree in modules().items()}
+    updates = [(m, call) for m, found in calls.items() for call in found if "_update" in call]
+
+    assert updates == [("training.step", "partial(_update, recipe, mesh)")]
+
+
+def test_step_and_evaluation_are_the_only_modules_that_jit_a_run():
+    """Other modules call what these built; the tools that jit say why here."""
+    jitting = {module for module, tree in modules().items() if jit_calls(tree)}
+    others = jitting - {"training.step", "training.evaluation"}
+
+    # they time small programs of their own: products, copies, all-reduces
+    others -= {f"measure.devices.{name}" for name in ("quick", "timing", "probes")}
+    others -= {"training.multihost"}  # it sums up the bits of a state, and changes none
+    # it has the gradient and the optimizer that the step is made of, in another order
+    others -= {"emulation.executor"}
+    assert others <= {"sweep.vmapped"}  # it maps what they built over several runs
+
+
+@pytest.mark.parametrize("source", ["jax.jit(partial(_update, r))", "nnx.jit(f)"])
+def test_check_for_jit_can_fail(source: str):
+    """The calls are recognised."""
+    assert jit_calls(ast.parse(source))

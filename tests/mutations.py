@@ -187,8 +187,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/training/step.py",
-        old="average=averaged(recipe.run, step, state.average, weights),",
-        new="average=averaged(recipe.run, state.step, state.average, weights),",
+        old="average=averaged(setup.run, step, state.average, weights),",
+        new="average=averaged(setup.run, state.step, state.average, weights),",
         mistake="averages of weights count updates from one too few",
         first_tests=("tests/training/test_averaging.py",),
         words="weights_that_training_has",
@@ -740,8 +740,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/emulation/algorithms/easgd.py",
-        old="params = tape.combine_shards((1.0, -1.0), (params, difference))",
-        new="params = tape.combine_shards((1.0, 1.0), (params, difference))",
+        old="params = instructions.combine_shards((1.0, -1.0), (params, difference))",
+        new="params = instructions.combine_shards((1.0, 1.0), (params, difference))",
         mistake="elastic averaging pushes workers away from the centre",
         first_tests=("tests/emulation/test_easgd.py",),
     ),

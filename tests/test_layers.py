@@ -203,7 +203,7 @@ def test_training_step_is_jitted_once():
     calls = {module: jit_calls(tree) for module, tree in modules().items()}
     updates = [(m, call) for m, found in calls.items() for call in found if "_update" in call]
 
-    assert updates == [("training.step", "partial(_update, recipe, mesh)")]
+    assert updates == [("training.step", "partial(_update, setup, mesh)")]
 
 
 def test_step_and_evaluation_are_the_only_modules_that_jit_a_run():

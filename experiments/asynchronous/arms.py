@@ -54,7 +54,7 @@ def served(workers: int, backup: int) -> Fields:
         "emulation.workers": workers,
         "emulation.algorithm": {
             "name": "synchronous",
-            "exchange": "parameter_server",
+            "gradient_sync": "parameter_server",
             "backup_workers": backup,
         },
         "batch.global_batch": 16 * counted,
@@ -80,7 +80,7 @@ def local(every_steps: int, **outer: float) -> Fields:
         "emulation.workers": 16,
         "emulation.server_shards": 1,
         "emulation.algorithm": {"name": "local_sgd", "every_steps": every_steps, **outer},
-        "emulation.timing.exchange_seconds": 0.5,
+        "emulation.timing.collective_seconds": 0.5,
         "batch.global_batch": 256,
         "schedule.base_learning_rate": 0.3,
         "train.epochs": 12,

@@ -63,7 +63,7 @@ def cluster_of(hardware: str) -> Cluster:
     return adapted(load_cluster(CLUSTERS[family]), family)
 
 
-def exchange_of(point: Point) -> Collective:
+def gradient_sync_of(point: Point) -> Collective:
     """The collective that was measured."""
     group = DeviceGroup(extents=((point.devices, 1),), axes=())
     name: CollectiveName = point.operation  # pyright: ignore[reportAssignmentType]

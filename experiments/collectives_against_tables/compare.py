@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, pstdev
 
-from cases import CLUSTERS, adapted, exchange_of, family_of
+from cases import CLUSTERS, adapted, family_of, gradient_sync_of
 from fit import (
     LIBRARY,
     LINKS,
@@ -110,7 +110,7 @@ def outcomes(points: list[Point], fold: Fold, constants: Constants) -> list[Outc
         for point in fold.held_out:
             if family_of(point.hardware) != family:
                 continue
-            way = group_route(exchange_of(point).group.extents, cluster)
+            way = group_route(gradient_sync_of(point).group.extents, cluster)
             modelled = MODELS[point.operation](point.payload_bytes, way, cluster.library.methods)
             key = (point.operation, way.members_per_node)
             if key not in curves:

@@ -25,7 +25,7 @@ def _stored() -> Program:
     raise RuntimeError("the archive holds no program for 8 devices")
 
 
-def stand_in(
+def substitute(
     jobs: Sequence[Job],
     on_done: Callable[[int, Compiled], None],
     on_failed: Callable[[int, Exception], None] | None = None,
@@ -42,5 +42,5 @@ def stand_in(
 
 def install() -> None:
     """Take the place of the compiler in this process."""
-    scalejax.xla.run_jobs = stand_in
-    scalejax.validation.programs.run_jobs = stand_in
+    scalejax.xla.run_jobs = substitute
+    scalejax.validation.programs.run_jobs = substitute

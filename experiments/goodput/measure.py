@@ -39,7 +39,12 @@ from scalejax.core.heartbeat import read_beat
 from scalejax.planning.observed_failures import FailuresMet, failures_met
 from scalejax.simulator.reliability import goodput
 from scalejax.training.record import RunFolder, RunRecord
-from scalejax.training.time_accounting import Stretch, ledger_in_words, load_stretches, time_ledger
+from scalejax.training.time_accounting import (
+    Interval,
+    ledger_in_words,
+    load_intervals,
+    time_account,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -71,7 +76,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunStatus:
     """A run from its start to its end."""
 
     kills: tuple[Kill, ...]
@@ -111,7 +116,7 @@ def main() -> None:
         sys.exit("\n".join(wrong))
 
 
-def failing_run(folder: Path, mtbf_seconds: float, intervals: int, rng: random.Random) -> Course:
+def failing_run(folder: Path, mtbf_seconds: float, intervals: int, rng: random.Random) -> RunStatus:
     """Train, and kill one process after the other until the run is done."""
     command = [sys.executable, "-m", "scalejax", "launch", "--np", str(-PROCESSES)]
     command += [str(HERE / "run.toml"), "--folder", str(folder), "--max-restarts", "1000"]
@@ -159,7 +164,7 @@ def failing_run(folder: Path, mtbf_seconds: float, intervals: int, rng: random.R
         sys.exit(f"the launcher ended with {launcher.returncode}")
     if not kills:
         sys.exit(f"the run ended before the first failure: {intervals} intervals are too few here")
-    return Course(
+    return RunStatus(
         kills=tuple(kills),
         up_seconds=up_seconds,
         starts_unix_seconds=tuple(starts),
@@ -214,15 +219,15 @@ def last_checkpoint(folder: Path) -> int:
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def outcome(folder: Path, course: Course, mtbf: int) -> dict:
+def outcome(folder: Path, course: RunStatus, mtbf: int) -> dict:
     """Figures of one run: its ledger, what it has met, and what the model says of that."""
     record = RunRecord.load(folder)
-    stretches = load_stretches(record.folder.time)
-    ledger, met = time_ledger(stretches), failures_met(stretches)
+    intervals = load_intervals(record.folder.time)
+    ledger, met = time_account(intervals), failures_met(intervals)
     if met is None or ledger.goodput is None:
         sys.exit(f"the ledger of the run is empty: {record.folder.time}")
     met = with_what_was_seen(met, course)
-    met = replace(met, latency_seconds=latency_seconds(record.folder, stretches))
+    met = replace(met, latency_seconds=latency_seconds(record.folder, intervals))
     steady = goodput(
         met.interval_seconds,
         met.pause_seconds,
@@ -240,7 +245,7 @@ def outcome(folder: Path, course: Course, mtbf: int) -> dict:
         "ledger_seconds": round(ledger.seconds, 2),
         "parts_seconds": {name: round(seconds, 2) for name, seconds in ledger.parts},
         "repeated_steps": ledger.repeated_steps,
-        "steps_lost": [round(lost) for lost, _ in losses(stretches, course)],
+        "steps_lost": [round(lost) for lost, _ in losses(intervals, course)],
         "met": {name: round(value, 3) for name, value in asdict(met).items()},
         "goodput": round(ledger.goodput, 4),
         "goodput_of_model": round(met.goodput, 4),
@@ -249,10 +254,10 @@ def outcome(folder: Path, course: Course, mtbf: int) -> dict:
     }
 
 
-def latency_seconds(folder: RunFolder, stretches: Sequence[Stretch]) -> float:
+def latency_seconds(folder: RunFolder, intervals: Sequence[Interval]) -> float:
     """Mean time from the end of a pause until its checkpoint got the name of a whole one."""
     paused: dict[int, float] = {}
-    for _, lines in groupby(stretches, key=lambda each: each.session):
+    for _, lines in groupby(intervals, key=lambda each: each.session):
         now, of_session = 0.0, dict[int, float]()
         for each in lines:
             now = (now or each.began_unix_seconds) + each.seconds
@@ -267,7 +272,7 @@ def latency_seconds(folder: RunFolder, stretches: Sequence[Stretch]) -> float:
     return fmean(max(0.0, named[step] - paused[step]) for step in named if step in paused)
 
 
-def with_what_was_seen(met: FailuresMet, course: Course) -> FailuresMet:
+def with_what_was_seen(met: FailuresMet, course: RunStatus) -> FailuresMet:
     """`met` with the failures as they were made: the record cannot tell when a process was killed
     that waited for another, and has nothing of sessions that were killed among their imports."""
     downs = [
@@ -283,12 +288,12 @@ def with_what_was_seen(met: FailuresMet, course: Course) -> FailuresMet:
     )
 
 
-def losses(stretches: Sequence[Stretch], course: Course) -> Iterator[tuple[int, int]]:
+def losses(intervals: Sequence[Interval], course: RunStatus) -> Iterator[tuple[int, int]]:
     """Of each session in the ledger that went on after kills: steps that the session before had
     begun beyond those it went on with, and beyond the last whole checkpoint."""
     begins = [
         (group[0].began_unix_seconds, group[-1].first_step)
-        for group in (list(lines) for _, lines in groupby(stretches, key=lambda s: s.session))
+        for group in (list(lines) for _, lines in groupby(intervals, key=lambda s: s.session))
     ]
     reached = checkpoint = 0
     kills = list(course.kills)
@@ -301,7 +306,7 @@ def losses(stretches: Sequence[Stretch], course: Course) -> Iterator[tuple[int, 
             reached = 0
 
 
-def findings(folder: Path, course: Course, figures: dict) -> Iterator[str]:
+def findings(folder: Path, course: RunStatus, figures: dict) -> Iterator[str]:
     """What does not hold."""
     record = RunRecord.load(folder)
     if record.status != "completed":
@@ -309,7 +314,7 @@ def findings(folder: Path, course: Course, figures: dict) -> Iterator[str]:
     steps = [line.step for line in record.training]
     if steps != list(range(20, steps[-1] + 1, 20)):
         yield f"lines of the record are missing or double: {steps}"
-    for lost, since_checkpoint in losses(load_stretches(record.folder.time), course):
+    for lost, since_checkpoint in losses(load_intervals(record.folder.time), course):
         if lost > since_checkpoint:
             yield f"a restart lost {lost} steps, {since_checkpoint} since the last checkpoint"
     gap = figures["wall_seconds"] - figures["ledger_seconds"]

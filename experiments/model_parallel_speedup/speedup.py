@@ -39,10 +39,14 @@ def seconds(side: int | None, count: int) -> dict[str, float]:
     cluster = load_cluster(CLUSTER)
     program = profile_function(builder, cluster=cluster, mesh_axes={networks.AXIS: count})
     found = predict(program, cluster)
-    exchange = sum(
+    collective = sum(
         value or 0 for name, value in found.waterfall if name.startswith("communication")
     )
-    return {"step_seconds": found.step_seconds, "exchange_seconds": exchange, "fits": found.fits}
+    return {
+        "step_seconds": found.step_seconds,
+        "collective_seconds": collective,
+        "fits": found.fits,
+    }
 
 
 def main() -> None:

@@ -53,8 +53,8 @@ def ratios(rows: list[LedgerRow]) -> dict[tuple[object, ...], list[float]]:
 def setting(row: LedgerRow) -> tuple[object, ...]:
     """All that a prediction depends on, but for the number of devices."""
     work = row.work
-    exchange = row.spread.gradient_exchange
-    return row.model, row.machine, work.precision, work.per_device_batch, exchange
+    collective = row.spread.gradient_exchange
+    return row.model, row.machine, work.precision, work.per_device_batch, collective
 
 
 def most_within(known: list[float]) -> int:

@@ -214,8 +214,8 @@ def through_one_device(cluster: Cluster, devices: int) -> Cluster:
 
 def with_payload(program: Program, payload_bytes: float) -> Program:
     """`program`, whose largest exchange is of so many bytes."""
-    exchanges = [each.collective for each, _ in program.walk() if each.collective is not None]
-    largest = max(exchanges, key=lambda collective: collective.payload_bytes)
+    collectives = [each.collective for each, _ in program.walk() if each.collective is not None]
+    largest = max(collectives, key=lambda collective: collective.payload_bytes)
 
     def changed(item: Operation | Loop) -> Operation | Loop:
         if isinstance(item, Loop) or item.collective is not largest:

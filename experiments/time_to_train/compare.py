@@ -19,7 +19,7 @@ from scalejax.config.run import load_config
 from scalejax.hardware import load_cluster, with_conditions
 from scalejax.planning.convergence import ConvergenceData, fit, published_data
 from scalejax.planning.time_to_target.plan import PlanPoint, plan_point
-from scalejax.planning.time_to_target.run import Offer, plan_run
+from scalejax.planning.time_to_target.run import ClusterOption, plan_run
 from scalejax.simulator.predict import predict
 from scalejax.validation import LedgerRow, Skipped, compile_cases, read_ledger
 
@@ -121,7 +121,7 @@ def whole_runs() -> list[Comparison]:
             fields["train.epochs"] = int(row["epochs"])
         plan = plan_run(
             load_config(EXAMPLE, fields),
-            [Offer(cluster=with_conditions(load_cluster(row["cluster"]), _stated(row)))],
+            [ClusterOption(cluster=with_conditions(load_cluster(row["cluster"]), _stated(row)))],
             [int(row["devices"])],
             convergence=points_without(batch) if is_to_target else None,
             recipe=row["recipe"] or None,

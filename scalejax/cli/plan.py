@@ -16,7 +16,7 @@ from scalejax.core.units import parse_seconds
 from scalejax.report.terminal import tables
 
 if TYPE_CHECKING:
-    from scalejax.planning.time_to_target.run import Offer
+    from scalejax.planning.time_to_target.run import ClusterOption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,13 @@ class PlanRun(RunFileCommand):
         batches = parse_range("global_batch", self.global_batch) if self.global_batch else []
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
         target = None if self.target is None else parse_target(self.target)
-        offers, rest = self._offers(overrides)
+        options, rest = self._options(overrides)
         config = load_config(self.run_file, rest)
         data = find_convergence(config, self.convergence, target=target, recipe=self.recipe)
         with progress.compiling_programs() as on_progress:
             plan = plan_run(
                 config,
-                offers,
+                options,
                 counts,
                 global_batches=batches,
                 convergence=data,
@@ -97,9 +97,9 @@ class PlanRun(RunFileCommand):
         if plan.nearest is not None:
             raise DoesNotFit(notes.missed(plan))
 
-    def _offers(self, overrides: Overrides) -> tuple[list["Offer"], Overrides]:
+    def _options(self, overrides: Overrides) -> tuple[list["ClusterOption"], Overrides]:
         """The clusters with their prices, and the overrides that are not about them."""
-        from scalejax.planning.time_to_target.run import Offer
+        from scalejax.planning.time_to_target.run import ClusterOption
 
         names = list(dict.fromkeys(self.clusters.split(",")))
         prices: list[float | None] = [None] * len(names)
@@ -110,11 +110,11 @@ class PlanRun(RunFileCommand):
             if len(prices) != len(names):
                 accepted = f"it must be one number, or one for each of {len(names)} clusters"
                 raise ConfigError(refusal("price", self.price, accepted))
-        offers, rest = [], overrides
+        options, rest = [], overrides
         for name, price in zip(names, prices, strict=True):
             cluster, rest = take_conditions(find_cluster(name), overrides)
-            offers.append(Offer(cluster=cluster, price_per_device_hour=price))
-        return offers, rest
+            options.append(ClusterOption(cluster=cluster, price_per_device_hour=price))
+        return options, rest
 
 
 def parse_range(field: str, text: str) -> list[int]:

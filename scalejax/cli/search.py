@@ -88,7 +88,7 @@ class Search(RunFileCommand):
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With an exchange, the layout is as it must be, and `shape_of` says what is wrong.
-        is_given = given_name(self.run_file, overrides, table="exchange") is not None
+        is_given = given_name(self.run_file, overrides, table="gradient_sync") is not None
         config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
         name = given_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts(config.data))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from scalejax.config.data import DataConfig, facts
 from scalejax.config.gradient_sync import (
     AdasumConfig,
-    ExchangeConfig,
+    GradientSyncConfig,
     LocalSgdConfig,
     TopKConfig,
     TwoBitConfig,
@@ -331,8 +331,8 @@ def require_ending_epochs(given: InputConfig, data: DataConfig) -> None:
 # the mean of gradients.
 
 
-def require_exchangeable(
-    exchange: ExchangeConfig | None,
+def require_compatible_gradient_sync(
+    gradient_sync: GradientSyncConfig | None,
     model: ModelConfig,
     batch: BatchConfig,
     optimizer: OptimizerConfig,
@@ -340,14 +340,14 @@ def require_exchangeable(
     layout: LayoutConfig,
     train: TrainConfig,
 ) -> None:
-    """Refuse what does not go with `exchange`.
+    """Refuse what does not go with `gradient_sync`.
 
     Raises:
         ConfigError: naming the field of the other part, and what it may be.
     """
-    if exchange is None:
+    if gradient_sync is None:
         return
-    name = f"exchange.name={exchange.name!r}"
+    name = f"gradient_sync.name={gradient_sync.name!r}"
     if layout.mode != "shard_map":
         accepted = (
             f'with {name} the step itself places the collectives; use "shard_map" '
@@ -359,19 +359,19 @@ def require_exchangeable(
             "train.noise_scale compares gradients with their mean, which is not made; leave one "
             "of the two out"
         )
-        raise ConfigError(refusal("exchange.name", exchange.name, accepted))
+        raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
     # What is left of a gradient for the next one would be of another scale, or not finite.
-    is_hiding = isinstance(exchange, TwoBitConfig | TopKConfig)
-    if model.compute_dtype == "float16" and (keeps_state(exchange) or is_hiding):
+    is_hiding = isinstance(gradient_sync, TwoBitConfig | TopKConfig)
+    if model.compute_dtype == "float16" and (keeps_state(gradient_sync) or is_hiding):
         accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
         raise ConfigError(refusal("model.compute_dtype", "float16", accepted))
-    if isinstance(exchange, LocalSgdConfig):
-        _require_averaged(exchange, model, optimizer, averaging, layout)
-        _require_begun(exchange, batch, train)
+    if isinstance(gradient_sync, LocalSgdConfig):
+        _require_averaged(gradient_sync, model, optimizer, averaging, layout)
+        _require_begun(gradient_sync, batch, train)
 
 
 def _require_averaged(
-    exchange: LocalSgdConfig,
+    gradient_sync: LocalSgdConfig,
     model: ModelConfig,
     optimizer: OptimizerConfig,
     averaging: AveragingConfig | None,
@@ -381,10 +381,12 @@ def _require_averaged(
     if has_batch_norm(model):
         require_own_batch_norm(layout)
     if averaging is not None:
-        accepted = 'exchange.name="local_sgd" evaluates an average of its own; leave it out'
+        accepted = 'gradient_sync.name="local_sgd" evaluates an average of its own; leave it out'
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
     if isinstance(optimizer, ScheduleFreeConfig):
-        accepted = 'it evaluates an average of its own, as exchange.name="local_sgd"; use another'
+        accepted = (
+            'it evaluates an average of its own, as gradient_sync.name="local_sgd"; use another'
+        )
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
 
 
@@ -395,32 +397,32 @@ def require_own_batch_norm(layout: LayoutConfig) -> None:
         ConfigError: saying what to use.
     """
     if layout.bn_scope != "local":
-        accepted = 'exchange.name="local_sgd" exchanges nothing within a step; use "local"'
+        accepted = 'gradient_sync.name="local_sgd" exchanges nothing within a step; use "local"'
         raise ConfigError(refusal("layout.bn_scope", layout.bn_scope, accepted))
 
 
-def _require_begun(exchange: LocalSgdConfig, batch: BatchConfig, train: TrainConfig) -> None:
+def _require_begun(gradient_sync: LocalSgdConfig, batch: BatchConfig, train: TrainConfig) -> None:
     """Refuse a beginning when the run is over, and one that is counted in steps of one batch."""
-    if exchange.begin_epoch >= train.epochs:
+    if gradient_sync.begin_epoch >= train.epochs:
         accepted = f"it must be below train.epochs={train.epochs}"
-        raise ConfigError(refusal("exchange.begin_epoch", exchange.begin_epoch, accepted))
-    if exchange.begin_epoch and batch.ramp_epochs:
+        raise ConfigError(refusal("gradient_sync.begin_epoch", gradient_sync.begin_epoch, accepted))
+    if gradient_sync.begin_epoch and batch.ramp_epochs:
         accepted = "its steps are those of one batch; leave batch.ramp_epochs out"
-        raise ConfigError(refusal("exchange.begin_epoch", exchange.begin_epoch, accepted))
+        raise ConfigError(refusal("gradient_sync.begin_epoch", gradient_sync.begin_epoch, accepted))
 
 
-def require_paired_devices(exchange: ExchangeConfig | None, devices: int) -> None:
+def require_paired_devices(gradient_sync: GradientSyncConfig | None, devices: int) -> None:
     """Refuse a number of devices along data that cannot be halved down to one, where their
     gradients are taken in pairs.
 
     Raises:
         ConfigError: naming the nearest that can.
     """
-    if isinstance(exchange, AdasumConfig) and devices & (devices - 1):
+    if isinstance(gradient_sync, AdasumConfig) and devices & (devices - 1):
         below = 1 << (devices.bit_length() - 1)
         accepted = (
-            'exchange.name="adasum" takes devices in pairs, and pairs of pairs: their number must '
-            f"be a power of two (nearest: {below} or {2 * below})"
+            'gradient_sync.name="adasum" takes devices in pairs, and pairs of pairs: their number '
+            f"must be a power of two (nearest: {below} or {2 * below})"
         )
         raise ConfigError(refusal("layout.data", devices, accepted))
 

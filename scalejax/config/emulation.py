@@ -208,7 +208,7 @@ class SynchronousConfig:
 
     name: Literal["synchronous"] = "synchronous"
     """Selects this algorithm."""
-    exchange: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    gradient_sync: Literal["all_reduce", "parameter_server"] = "all_reduce"
     """How gradients meet: a collective, costed as the compiled step has it, or servers."""
     backup_workers: int = 0
     """Of the workers, those whose gradients are not waited for (Chen et al. 2016, arXiv
@@ -220,8 +220,8 @@ class SynchronousConfig:
 
     def __post_init__(self) -> None:
         require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
-        if self.backup_workers and self.exchange == "all_reduce":
-            accepted = 'a collective waits for all; it needs exchange = "parameter_server"'
+        if self.backup_workers and self.gradient_sync == "all_reduce":
+            accepted = 'a collective waits for all; it needs gradient_sync = "parameter_server"'
             raise ConfigError(
                 refusal("emulation.algorithm.backup_workers", self.backup_workers, accepted)
             )
@@ -251,7 +251,7 @@ def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
         case KvStoreConfig(type="dist_async"):
             return DownpourConfig()
         case KvStoreConfig(type="dist_sync" | "dist_device_sync"):
-            return SynchronousConfig(exchange="parameter_server")
+            return SynchronousConfig(gradient_sync="parameter_server")
         case VariableUpdateConfig(variable_update="independent"):
             return IndependentConfig()
         case VariableUpdateConfig(cross_replica_sync=False):
@@ -261,7 +261,7 @@ def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
         case VariableUpdateConfig(variable_consistency="relaxed"):
             return DelayedConfig(delayed="gradients")
         case VariableUpdateConfig(variable_update="parameter_server" | "distributed_replicated"):
-            return SynchronousConfig(exchange="parameter_server")
+            return SynchronousConfig(gradient_sync="parameter_server")
         case VariableUpdateConfig() | KvStoreConfig():
             return SynchronousConfig()
         case _:
@@ -274,7 +274,7 @@ class TimingConfig:
 
     gradient_seconds: float | None = None
     """Mean time of one worker's gradient."""
-    exchange_seconds: float | None = None
+    collective_seconds: float | None = None
     """Time of an all-reduce that no worker's arithmetic hides."""
     update_seconds: float = 0.0
     """Time in which one server applies a gradient of all parameters, or of its part of them that
@@ -291,7 +291,7 @@ class TimingConfig:
     def __post_init__(self) -> None:
         if self.gradient_seconds is not None:
             require_above("emulation.timing.gradient_seconds", self.gradient_seconds, 0)
-        for name in ("exchange_seconds", "update_seconds", "latency_seconds"):
+        for name in ("collective_seconds", "update_seconds", "latency_seconds"):
             value = getattr(self, name)
             if value is not None:
                 require_at_least(f"emulation.timing.{name}", value, 0)
@@ -384,7 +384,7 @@ class EmulationConfig:
         if self.compression is not None and (not pushing or self.is_all_reduced):
             accepted = (
                 "it is of gradients that are pushed to servers: of downpour, stale_synchronous, "
-                'and synchronous with exchange = "parameter_server"'
+                'and synchronous with gradient_sync = "parameter_server"'
             )
             field = "emulation.compression.method"
             raise ConfigError(refusal(field, self.compression.method, accepted))
@@ -433,7 +433,7 @@ class EmulationConfig:
         """Whether workers exchange by a collective, which no server takes part in."""
         core = self.core
         if isinstance(core, SynchronousConfig):
-            return core.exchange == "all_reduce"
+            return core.gradient_sync == "all_reduce"
         return isinstance(core, LocalSgdConfig | DelayedConfig)
 
     @property

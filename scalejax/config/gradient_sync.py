@@ -52,7 +52,7 @@ class TwoBitConfig:
     """Whether each device adds what was not sent to its next gradient, as MXNet does."""
 
     def __post_init__(self) -> None:
-        require_above("exchange.threshold", self.threshold, 0)
+        require_above("gradient_sync.threshold", self.threshold, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class TopKConfig:
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
             raise ConfigError(
-                refusal("exchange.fraction", self.fraction, "it must be above 0, to 1")
+                refusal("gradient_sync.fraction", self.fraction, "it must be above 0, to 1")
             )
 
 
@@ -101,12 +101,14 @@ class LocalSgdConfig:
     """Nesterov momentum of these ways; 0 for none."""
 
     def __post_init__(self) -> None:
-        require_at_least("exchange.every_steps", self.every_steps, 1)
-        require_at_least("exchange.begin_epoch", self.begin_epoch, 0)
-        require_above("exchange.outer_learning_rate", self.outer_learning_rate, 0)
+        require_at_least("gradient_sync.every_steps", self.every_steps, 1)
+        require_at_least("gradient_sync.begin_epoch", self.begin_epoch, 0)
+        require_above("gradient_sync.outer_learning_rate", self.outer_learning_rate, 0)
         if not 0 <= self.outer_momentum < 1:
             accepted = "it must be from 0 to below 1"
-            raise ConfigError(refusal("exchange.outer_momentum", self.outer_momentum, accepted))
+            raise ConfigError(
+                refusal("gradient_sync.outer_momentum", self.outer_momentum, accepted)
+            )
 
     @property
     def has_outer_optimizer(self) -> bool:
@@ -114,13 +116,15 @@ class LocalSgdConfig:
         return self.outer_learning_rate != 1 or self.outer_momentum != 0
 
 
-ExchangeConfig = Annotated[
+GradientSyncConfig = Annotated[
     AdasumConfig | Fp16Config | TwoBitConfig | TopKConfig | LocalSgdConfig,
     Field(discriminator="name"),
 ]
 """One of the exchanges, told apart by `name`."""
 
 
-def keeps_state(exchange: ExchangeConfig | None) -> bool:
+def keeps_state(gradient_sync: GradientSyncConfig | None) -> bool:
     """Whether each device keeps something of its own from one step to the next."""
-    return isinstance(exchange, LocalSgdConfig) or getattr(exchange, "error_feedback", False)
+    return isinstance(gradient_sync, LocalSgdConfig) or getattr(
+        gradient_sync, "error_feedback", False
+    )

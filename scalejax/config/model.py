@@ -30,13 +30,13 @@ ELEMENT_BYTES: dict[CostedType, int] = {"bfloat16": 2, "float16": 2, "float32": 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
 
-Remat = Literal["none", "selective", "per_op", "full"]
+Remat = Literal["none", "selective", "selective_op", "full"]
 """What the backward pass of a transformer computes again instead of keeping it. selective: of
 attention, scores, softmax and mixing, which take most memory for least work (Korthikanti et al.
 2022, arXiv 2205.05198, section 5; fused attention does so in any case), and what the activation
-function of gpt and llama makes. per_op: of each block, all but its input, every second product
-(queries to values, the gate or what GELU reads) and what attention gives; where devices along
-tensor share a layer, what they add up is kept too, not exchanged again (torchtitan's
+function of gpt and llama makes. selective_op: of each block, all but its input, every second
+product (queries to values, the gate or what GELU reads) and what attention gives; where devices
+along tensor share a layer, what they add up is kept too, not communicated again (torchtitan's
 selective_ac_option "op"; there wq, wk, wv, w1, w3 are products of their own). full: each block,
 all but its input."""
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from scalejax.config.checks import (
     has_batch_norm,
     require_begun_average,
+    require_compatible_gradient_sync,
     require_counted_parts,
     require_counted_steps,
     require_divided_heads,
     require_divisible_blocks,
     require_ending_epochs,
-    require_exchangeable,
     require_fitting_augmentation,
     require_fitting_data,
     require_kept_apart,
@@ -34,7 +34,7 @@ from scalejax.config.checks import (
 )
 from scalejax.config.data import DataConfig, DatasetFacts, facts
 from scalejax.config.emulation import EmulationConfig
-from scalejax.config.gradient_sync import ExchangeConfig, LocalSgdConfig
+from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
 from scalejax.config.model import ImageNetworkConfig, ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
@@ -91,7 +91,7 @@ class RunConfig:
     """Which parameters learn, and how fast; if absent, all alike."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """Over which devices, and how."""
-    exchange: ExchangeConfig | None = None
+    gradient_sync: GradientSyncConfig | None = None
     """How devices along data bring together what each has computed; if absent, by the mean of
     their gradients. It needs `layout.mode = "shard_map"`."""
     input: InputConfig = field(default_factory=InputConfig)
@@ -120,8 +120,8 @@ class RunConfig:
         require_begun_average(self.averaging, train)
         require_counted_parts(self.input, train)
         require_ending_epochs(self.input, self.data)
-        require_exchangeable(
-            self.exchange, model, self.batch, self.optimizer, self.averaging, layout, train
+        require_compatible_gradient_sync(
+            self.gradient_sync, model, self.batch, self.optimizer, self.averaging, layout, train
         )
 
 
@@ -256,7 +256,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     )
     if run.is_mixed:
         require_pairs(split)
-    require_paired_devices(config.exchange, layout.data)
+    require_paired_devices(config.gradient_sync, layout.data)
     if config.train.metric_average == "devices":
         require_tested_devices(split, dataset.test_examples)
     require_counted_steps(
@@ -414,9 +414,9 @@ def begin_step(run: ResolvedRun, config: LocalSgdConfig) -> int:
     return round(config.begin_epoch * run.steps_per_epoch)
 
 
-def exchange_shares(run: ResolvedRun) -> dict[str, float]:
+def gradient_sync_shares(run: ResolvedRun) -> dict[str, float]:
     """In which part of the steps of `run` each scope runs, 0..1; none if it is not local SGD."""
-    config = run.config.exchange
+    config = run.config.gradient_sync
     if not isinstance(config, LocalSgdConfig):
         return {}
     before = config.begin_epoch / run.config.train.epochs

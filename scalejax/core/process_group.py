@@ -97,7 +97,7 @@ def join(place: Place | None) -> None:
     # It would take SIGTERM for itself, and a run that is asked to stop would not hear of it.
     jax.config.update("jax_enable_preemption_service", False)
     if place.bind_address is not None:
-        _keep_exchanges_here()
+        _keep_collectives_here()
     try:
         with _ending_by_interrupts():
             _initialize(place)
@@ -138,7 +138,7 @@ def _ending_by_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _keep_exchanges_here() -> None:
+def _keep_collectives_here() -> None:
     """Have gloo, by which CPUs exchange, listen on loopback.
 
     By itself it listens where the name of this machine leads, which other machines may reach; JAX

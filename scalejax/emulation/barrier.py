@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 import simpy
 
-from scalejax.emulation.virtual_cluster import Body, World, after
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster, after
 
 Part = TypeVar("Part")
 
 
-class Meeting(Generic[Part]):
+class Barrier(Generic[Part]):
     """Where workers wait for each other, again and again.
 
     What a worker brings is in its memory alone. One that fails before the exchange is over, while
@@ -23,9 +23,9 @@ class Meeting(Generic[Part]):
 
     def __init__(
         self,
-        world: World,
+        cluster: VirtualCluster,
         exchange_seconds: Callable[[], float],
-        exchanged: Callable[[list[Part]], None],
+        synchronised: Callable[[list[Part]], None],
     ) -> None:
         """Nobody is there.
 
@@ -34,16 +34,16 @@ class Meeting(Generic[Part]):
             exchange_seconds: what the exchange takes from when all are there.
             exchanged: is given what all have brought, in the order of the workers.
         """
-        self._world = world
-        self._exchange_seconds, self._exchanged = exchange_seconds, exchanged
+        self._cluster = cluster
+        self._exchange_seconds, self._synchronised = exchange_seconds, synchronised
         self._parts: dict[int, Part] = {}
-        self._over = world.env.event()
+        self._over = cluster.env.event()
         self._begun = 0  # exchanges, of which only the last one counts
 
     def wait(self, worker: int, part: Part) -> Body:
         """Until all workers have exchanged what they have, of `worker` this `part`."""
         self._parts[worker], over = part, self._over
-        if len(self._parts) == self._world.workers:
+        if len(self._parts) == self._cluster.workers:
             self._begun += 1
             self._begin(self._begun)
         try:
@@ -59,8 +59,8 @@ class Meeting(Generic[Part]):
             if number != self._begun:  # somebody has failed since
                 return
             parts = [self._parts[worker] for worker in sorted(self._parts)]
-            self._parts, self._over, over = {}, self._world.env.event(), self._over
-            self._exchanged(parts)
+            self._parts, self._over, over = {}, self._cluster.env.event(), self._over
+            self._synchronised(parts)
             over.succeed()
 
-        after(self._world.env, self._exchange_seconds(), end)
+        after(self._cluster.env, self._exchange_seconds(), end)

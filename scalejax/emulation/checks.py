@@ -94,11 +94,11 @@ def _require_plain(config: RunConfig) -> None:
     if model.compute_dtype == "float16":
         accepted = 'its loss scale is of one optimizer; take "bfloat16" or "float32"'
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
-    if config.exchange is not None:
+    if config.gradient_sync is not None:
         accepted = (
             "it is of devices that train here; an emulation has --algorithm, and its compression"
         )
-        raise ConfigError(refusal("exchange.name", config.exchange.name, accepted))
+        raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     for name in ("averaging", "fine_tuning"):
         if getattr(config, name) is not None:
             raise ConfigError(

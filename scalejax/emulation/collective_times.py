@@ -24,7 +24,7 @@ from scalejax.emulation.virtual_cluster import Durations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceWires:
+class ReduceLinks:
     """What joins the workers."""
 
     workers: int
@@ -57,12 +57,12 @@ def with_reduction(
         ConfigError: if workers cannot be reduced in that way.
     """
     mode = emulation.algorithm
-    is_given = emulation.timing.exchange_seconds is not None
+    is_given = emulation.timing.collective_seconds is not None
     is_mode = isinstance(mode, VariableUpdateConfig | KvStoreConfig)
     if not is_mode or is_given or not emulation.is_all_reduced:
         return durations
     hop = durations.hop_seconds
-    wires = ReduceWires(
+    links = ReduceLinks(
         workers=emulation.workers,
         workers_per_host=durations.workers_per_host,
         latency_seconds=durations.latency_seconds,
@@ -71,14 +71,14 @@ def with_reduction(
         link_bytes_per_second=mode.host_bytes_per_second or durations.link_bytes_per_second,
         host_bytes_per_second=mode.host_bytes_per_second or durations.host_bytes_per_second,
     )
-    seconds = reduction_seconds(mode.reduction, tensor_elements, wires)
+    seconds = reduction_seconds(mode.reduction, tensor_elements, links)
     return replace(durations, exchange_seconds=seconds)
 
 
 def reduction_seconds(
     ranges: Sequence[ReduceRange],
     tensor_elements: Sequence[int],
-    wires: ReduceWires,
+    links: ReduceLinks,
     *,
     element_bytes: int = 4,
 ) -> float:
@@ -101,39 +101,39 @@ def reduction_seconds(
             for elements in tensor_elements
             if elements > below and (most is None or elements <= most)
         ]
-        total += _range_seconds(each, sizes, wires) if sizes and wires.workers > 1 else 0.0
+        total += _range_seconds(each, sizes, links) if sizes and links.workers > 1 else 0.0
         below = below if most is None else most
     return total
 
 
-def _range_seconds(each: ReduceRange, sizes: list[int], wires: ReduceWires) -> float:
+def _range_seconds(each: ReduceRange, sizes: list[int], links: ReduceLinks) -> float:
     inside, _, between = each.algorithm.partition("/")
-    per_host = min(wires.workers, wires.workers_per_host)
-    hop, link = wires.hop_seconds, wires.link_bytes_per_second
-    latency, network = wires.latency_seconds, wires.network_bytes_per_second
+    per_host = min(links.workers, links.workers_per_host)
+    hop, link = links.hop_seconds, links.link_bytes_per_second
+    latency, network = links.latency_seconds, links.network_bytes_per_second
     if not between:  # all workers alike
         if inside == "nccl":
-            if wires.hosts > 1:
+            if links.hosts > 1:
                 accepted = "nccl alone reduces within one host; take nccl/xring or nccl/pscpu"
                 field = "emulation.algorithm.all_reduce_spec"
                 raise ConfigError(refusal(field, inside, accepted))
-            return _ring([sum(sizes)], wires.workers, hop, link)
+            return _ring([sum(sizes)], links.workers, hop, link)
         if inside in ("pscpu", "psgpu"):
-            return _served(sizes, each.shards, inside == "psgpu", wires)
-        if wires.hosts == 1:
-            return _ring(sizes, wires.workers, hop, link)
-        return _ring(sizes, wires.workers, latency, network)
+            return _served(sizes, each.shards, inside == "psgpu", links)
+        if links.hosts == 1:
+            return _ring(sizes, links.workers, hop, link)
+        return _ring(sizes, links.workers, latency, network)
     local = (
         _ring([sum(sizes)], per_host, hop, link)
         if inside == "nccl"
-        else _served(sizes, 1, False, replace(wires, workers=per_host))
+        else _served(sizes, 1, False, replace(links, workers=per_host))
     )
     if between == "rechd":
-        return local + _halved(sizes, wires.hosts, latency, network)
+        return local + _halved(sizes, links.hosts, latency, network)
     if between == "xring":
-        return local + _ring(sizes, wires.hosts, latency, network)
+        return local + _ring(sizes, links.hosts, latency, network)
     # One worker of each host, whose gradient is in its memory already.
-    hosts = replace(wires, workers=wires.hosts, workers_per_host=1, host_bytes_per_second=None)
+    hosts = replace(links, workers=links.hosts, workers_per_host=1, host_bytes_per_second=None)
     return local + _served(sizes, each.shards, False, hosts)
 
 
@@ -150,12 +150,12 @@ def _halved(sizes: list[int], members: int, latency: float, rate: float | None) 
     return 2 * ((members.bit_length() - 1) * len(sizes) * latency + moved)
 
 
-def _served(sizes: list[int], shards: int, on_devices: bool, wires: ReduceWires) -> float:
+def _served(sizes: list[int], shards: int, on_devices: bool, links: ReduceLinks) -> float:
     """Tensors go to groups of `shards` servers in turn, as tf_cnn_benchmarks groups devices: to
     the devices of all workers, or to the memories of their hosts."""
-    if wires.workers == 1:
+    if links.workers == 1:
         return 0.0
-    servers = wires.workers if on_devices else wires.hosts
+    servers = links.workers if on_devices else links.hosts
     if shards > servers:
         accepted = f"there are {servers} devices to reduce on, and no more shards than those"
         raise ConfigError(refusal("emulation.algorithm.all_reduce_spec", f"#{shards}", accepted))
@@ -165,21 +165,21 @@ def _served(sizes: list[int], shards: int, on_devices: bool, wires: ReduceWires)
         for place in range(tensor % groups, groups * shards, groups):
             loads[place % servers] += size / shards
             copies[place % servers] += 1
-    per_host = wires.workers_per_host
+    per_host = links.workers_per_host
     slowest = 0.0
-    for host in range(wires.hosts):
-        members = min(per_host, wires.workers - host * per_host)
+    for host in range(links.hosts):
+        members = min(per_host, links.workers - host * per_host)
         own = (
             slice(host * per_host, host * per_host + members)
             if on_devices
             else slice(host, host + 1)
         )
         senders = members - on_devices  # a device has its own gradient
-        rate = wires.link_bytes_per_second if on_devices else wires.host_bytes_per_second
+        rate = links.link_bytes_per_second if on_devices else links.host_bytes_per_second
         within = senders * max(loads[own]) / rate if rate else 0.0
-        within += wires.hop_seconds * max(copies[own]) if senders else 0.0
-        network = wires.network_bytes_per_second
-        remote = (wires.workers - members) * sum(loads[own])
-        from_others = wires.latency_seconds + (remote / network if network else 0.0)
-        slowest = max(slowest, within, from_others if wires.hosts > 1 else 0.0)
+        within += links.hop_seconds * max(copies[own]) if senders else 0.0
+        network = links.network_bytes_per_second
+        remote = (links.workers - members) * sum(loads[own])
+        from_others = links.latency_seconds + (remote / network if network else 0.0)
+        slowest = max(slowest, within, from_others if links.hosts > 1 else 0.0)
     return 2 * slowest

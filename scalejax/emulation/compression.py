@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from scalejax.config.emulation import CompressionConfig
 from scalejax.emulation.executor import kept_entries
-from scalejax.emulation.instructions import Operation, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Operation, Shards, Value
 
 
 class Compression:
@@ -16,7 +16,7 @@ class Compression:
     def __init__(
         self,
         config: CompressionConfig,
-        tape: Tape,
+        instructions: InstructionLog,
         shard_layers: Sequence[Sequence[tuple[int, int]]],
         *,
         samples: int,
@@ -32,7 +32,7 @@ class Compression:
         self._method: Operation = config.method
         self._keeps = config.method != "fp16"
         numbers = {"fp16": 0.0, "two_bit": config.threshold / samples, "top_k": config.fraction}
-        self._number, self._tape = numbers[config.method], tape
+        self._number, self._instructions = numbers[config.method], instructions
         self._sent_bytes = [
             sum(_sent_bytes(config, *piece) for piece in pieces) for pieces in shard_layers
         ]
@@ -43,7 +43,7 @@ class Compression:
         arriving = []
         for server, part in enumerate(gradient):
             kept = self._kept.get((worker, server))
-            sent, left = self._tape.compress(self._method, self._number, part, kept)
+            sent, left = self._instructions.compress(self._method, self._number, part, kept)
             if self._keeps:
                 self._kept[worker, server] = left
             arriving.append(sent)

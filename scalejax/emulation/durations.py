@@ -13,7 +13,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.emulation.virtual_cluster import Durations
 from scalejax.hardware import Cluster, load_library
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.reliability import step_deviation_seconds
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import what_if
@@ -55,13 +55,13 @@ def require_rates(emulation: EmulationConfig, workers_per_host: int) -> None:
     if (
         isinstance(mode, VariableUpdateConfig | KvStoreConfig)
         and emulation.is_all_reduced
-        and emulation.timing.exchange_seconds is None
+        and emulation.timing.collective_seconds is None
         and mode.host_bytes_per_second is None
         and min(workers_per_host, emulation.workers) > 1
     ):
         raise ConfigError(
             "emulation.algorithm.host_bytes_per_second is missing: workers share a host, "
-            "and exchange at its rate. Give it, emulation.timing.exchange_seconds, or --cluster."
+            "and exchange at its rate. Give it, emulation.timing.collective_seconds, or --cluster."
         )
 
 
@@ -123,7 +123,7 @@ def durations_of(
         return _given(placed, emulation, gradient=given.gradient_seconds)
     _require_room(emulation, cluster)
     require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
-    gradient, exchange = _compiled(run, emulation, cluster, on_case)
+    gradient, gradient_sync = _compiled(run, emulation, cluster, on_case)
     method = load_library("parameter-server").methods[0]
     network, link = cluster.network, cluster.link
     link_rate = link.bytes_per_second * link.attainable_fraction
@@ -136,7 +136,7 @@ def durations_of(
         latency = method.network_hop_seconds + network.message_seconds
     found = TimingConfig(
         gradient_seconds=gradient,
-        exchange_seconds=exchange,
+        collective_seconds=gradient_sync,
         latency_seconds=latency,
         worker_bytes_per_second=rate,
         server_bytes_per_second=rate,
@@ -148,7 +148,7 @@ def durations_of(
     both = replace(found, **stated)
     if given.gradient_seconds is not None:
         gradient = given.gradient_seconds
-    deviation = step_deviation_seconds(cluster, gradient + exchange) or 0.0
+    deviation = step_deviation_seconds(cluster, gradient + gradient_sync) or 0.0
     durations = _given(both, emulation, gradient=gradient, deviation=deviation)
     return replace(
         durations,
@@ -175,7 +175,7 @@ def _given(
     return Durations(
         gradient_seconds=gradient,
         gradient_deviation_seconds=deviation,
-        exchange_seconds=timing.exchange_seconds or 0.0,
+        exchange_seconds=timing.collective_seconds or 0.0,
         update_seconds=timing.update_seconds,
         latency_seconds=timing.latency_seconds or 0.0,
         worker_bytes_per_second=timing.worker_bytes_per_second,
@@ -196,12 +196,12 @@ def _compiled(
     fields = {"layout.data": devices, "batch.global_batch": samples, "emulation": None}
     job = ProfileJob(run=resolve(with_fields(run.config, fields), devices), cluster=cluster)
     (program,) = compile_cases([job], [in_words(devices)], on_case)
-    cluster = as_used(cluster, program)
+    cluster = under_load(cluster, program)
     times = what_if(program).timeline(cluster)
     terms = step_terms(program, cluster, times.step_seconds)
-    exchange = times.exposed_seconds + times.contention_seconds
-    gradient = times.step_seconds - exchange + (terms.input_seconds or 0.0)
-    return gradient, exchange
+    gradient_sync = times.exposed_seconds + times.contention_seconds
+    gradient = times.step_seconds - gradient_sync + (terms.input_seconds or 0.0)
+    return gradient, gradient_sync
 
 
 def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:

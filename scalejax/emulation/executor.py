@@ -31,7 +31,7 @@ from scalejax.models import network_class
 from scalejax.training.data_parallel import combined_gradients
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.gradient_sync.layers import from_layers, layers_of
-from scalejax.training.setup import recipe_of, schedule_of
+from scalejax.training.setup import schedule_of, train_setup
 from scalejax.training.state import PyTree, abstract_state
 from scalejax.training.step import init_state
 
@@ -134,19 +134,19 @@ class JaxArithmetic:
             shards: parts of the parameters.
             gradients_per_update: minibatches of an update; the learning rate is by minibatches.
         """
-        recipe = recipe_of(run, mesh)
+        setup = train_setup(run, mesh)
         if gradients_per_update > 1:
             by_minibatch = schedule_of(run)
-            recipe = recipe_of(run, mesh, lambda step: by_minibatch(step * gradients_per_update))
+            setup = train_setup(run, mesh, lambda step: by_minibatch(step * gradients_per_update))
         self._run, self._mesh, self._shards = run, mesh, shards
-        self._optimizer = recipe.optimizer
-        state = abstract_state(recipe)
+        self._optimizer = setup.optimizer
+        state = abstract_state(setup)
         if jax.tree.leaves(state.model_state):  # a user's own network may have BatchNorm too
             accepted = "its BatchNorm has running statistics that no server holds"
             raise ConfigError(refusal("model.name", run.config.model.name, accepted))
         self._like = state.params
         self._samples, self._test = Samples(run, sources[0]), sources[1]
-        self._model_gradients = combined_gradients(recipe, mesh)
+        self._model_gradients = combined_gradients(setup, mesh)
         self._gradients = jax.jit(lambda several: [self._gradient(*each) for each in several])
         self._updated = jax.jit(self._applied)
         self._combined = jax.jit(_combine)

@@ -96,7 +96,7 @@ class Arithmetic(Protocol):
 
 
 @dataclass(slots=True)
-class Tape:
+class InstructionLog:
     """Has an `Arithmetic` do the instructions of an algorithm, and keeps them."""
 
     arithmetic: Arithmetic

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from scalejax.config.emulation import FailuresConfig
 from scalejax.emulation.compression import Compression
-from scalejax.emulation.instructions import Shards, Tape, Value
-from scalejax.emulation.virtual_cluster import Line, Then, World, after
+from scalejax.emulation.instructions import InstructionLog, Shards, Value
+from scalejax.emulation.virtual_cluster import Line, Then, VirtualCluster, after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,11 @@ class Servers:
     """The servers of a run, and what joins them to the workers."""
 
     def __init__(
-        self, world: World, tape: Tape, shard_bytes: Sequence[int], failures: FailuresConfig
+        self,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        shard_bytes: Sequence[int],
+        failures: FailuresConfig,
     ) -> None:
         """With the parameters before the first update.
 
@@ -50,9 +54,9 @@ class Servers:
             shard_bytes: size of the part that each holds.
             failures: how they break.
         """
-        self.params = list(tape.initial())
+        self.params = list(instructions.initial())
         """The part that each server holds."""
-        self.states = [tape.optimizer(params) for params in self.params]
+        self.states = [instructions.optimizer(params) for params in self.params]
         """Of its optimizer."""
         self.versions = [0] * len(self.params)
         """Updates that it has made."""
@@ -67,14 +71,14 @@ class Servers:
         """Size of the part that each holds."""
         self.compression: Compression | None = None
         """What workers do to gradients before they push them."""
-        self._world, self._tape = world, tape
+        self._cluster, self._instructions = cluster, instructions
         self._pushes: dict[tuple[int, int], _Push] = {}  # the last of a worker to a server
         self._in, self._out, self._at_work = (
-            [Line(world.env) for _ in self.params] for _ in range(3)
+            [Line(cluster.env) for _ in self.params] for _ in range(3)
         )
         if failures.server_mtbf_seconds is not None:
             for server in range(len(self.params)):
-                world.env.process(self._fail(server, failures))
+                cluster.env.process(self._fail(server, failures))
 
     def whole(self) -> Shards:
         """All parameters as they are now."""
@@ -112,7 +116,7 @@ class Servers:
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
-            if self._world.done.triggered:  # at the same moment, and too late
+            if self._cluster.done.triggered:  # at the same moment, and too late
                 return
             apply(server, part)
             left -= 1
@@ -125,8 +129,8 @@ class Servers:
     def operate(self, then: Callable[[], object] = lambda: None) -> None:
         """Have every server do one small operation on its own part, at the word of a coordinator;
         `then` is called when all have answered. What is sent is a few numbers."""
-        left, seconds = len(self.params), self._world.durations.update_seconds / len(self.params)
-        env, latency_seconds = self._world.env, self._world.durations.latency_seconds
+        left, seconds = len(self.params), self._cluster.durations.update_seconds / len(self.params)
+        env, latency_seconds = self._cluster.env, self._cluster.durations.latency_seconds
 
         def answered() -> None:
             nonlocal left
@@ -142,7 +146,7 @@ class Servers:
 
     def update(self, server: int, gradient: Value) -> None:
         """Apply a gradient to the part of one server."""
-        self.params[server], self.states[server] = self._tape.update(
+        self.params[server], self.states[server] = self._instructions.update(
             self.params[server], self.states[server], gradient
         )
         self.versions[server] += 1
@@ -153,7 +157,7 @@ class Servers:
         self.versions[server] += 1
 
     def _asked(self, worker: int, server: int, arrived: Callable[[int, Value, int], None]) -> None:
-        world, size = self._world, self.shard_bytes[server]
+        cluster, size = self._cluster, self.shard_bytes[server]
         before = self._pushes.get((worker, server))
         self.sent_bytes += size
 
@@ -162,12 +166,12 @@ class Servers:
             part, version = self.params[server], self.versions[server]
 
             def sent() -> None:
-                after(world.env, world.durations.latency_seconds, on_host)
+                after(cluster.env, cluster.durations.latency_seconds, on_host)
 
             def on_host() -> None:
-                world.receive(worker, size, lambda: arrived(server, part, version))
+                cluster.receive(worker, size, lambda: arrived(server, part, version))
 
-            self._out[server].serve(self._wire_seconds(size), sent)
+            self._out[server].serve(self._link_seconds(size), sent)
 
         def at_work() -> None:
             self._at_work[server].serve(0.0, asked)
@@ -178,23 +182,23 @@ class Servers:
             else:
                 before.behind.append(at_work)
 
-        after(world.env, world.durations.latency_seconds, at_server)
+        after(cluster.env, cluster.durations.latency_seconds, at_server)
 
     def _pushed(
         self, worker: int, server: int, part: Value, applied: Callable[[int, Value], None]
     ) -> None:
-        world, size = self._world, self.shard_bytes[server]
+        cluster, size = self._cluster, self.shard_bytes[server]
         if self.compression is not None:
             size = self.compression.sent_bytes(server)
         self.sent_bytes += size
-        seconds = world.durations.update_seconds / len(self.params)
+        seconds = cluster.durations.update_seconds / len(self.params)
         push = self._pushes[worker, server] = _Push()
 
         def on_wire() -> None:
-            after(world.env, world.durations.latency_seconds, at_server)
+            after(cluster.env, cluster.durations.latency_seconds, at_server)
 
         def at_server() -> None:
-            self._in[server].serve(self._wire_seconds(size), at_work)
+            self._in[server].serve(self._link_seconds(size), at_work)
 
         def at_work() -> None:
             self._at_work[server].serve(seconds, lambda: applied(server, part))
@@ -203,17 +207,17 @@ class Servers:
                 request()
             push.behind.clear()  # which would keep the parameters that came of them
 
-        world.send(worker, size, on_wire)
+        cluster.send(worker, size, on_wire)
 
-    def _wire_seconds(self, size: int) -> float:
-        rate = self._world.durations.server_bytes_per_second
+    def _link_seconds(self, size: int) -> float:
+        rate = self._cluster.durations.server_bytes_per_second
         return size / rate if rate else 0.0
 
     def _fail(self, server: int, failures: FailuresConfig):
-        generator = self._world.random("server failures", server)
+        generator = self._cluster.random("server failures", server)
         mtbf = failures.server_mtbf_seconds
-        while mtbf and self._world.living:  # when nobody is left, nothing is to happen any more
-            yield self._world.env.timeout(generator.exponential(mtbf))
+        while mtbf and self._cluster.living:  # when nobody is left, nothing is to happen any more
+            yield self._cluster.env.timeout(generator.exponential(mtbf))
             self.failures += 1
             self._at_work[server].close(failures.server_restart_seconds)
-            yield self._world.env.timeout(failures.server_restart_seconds)
+            yield self._cluster.env.timeout(failures.server_restart_seconds)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from scalejax.emulation.instructions import Shards, Tape, Value
-from scalejax.emulation.virtual_cluster import World
+from scalejax.emulation.instructions import InstructionLog, Shards, Value
+from scalejax.emulation.virtual_cluster import VirtualCluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,8 @@ class Progress:
 
     def __init__(
         self,
-        world: World,
-        tape: Tape,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
         listener: Listener,
         *,
         total_steps: int,
@@ -66,7 +66,7 @@ class Progress:
         """Gradients that were applied so far, to the parameters or a worker's own."""
         self.steps_per_epoch = steps_per_epoch
         """Gradients of one pass over the examples."""
-        self._world, self._tape, self._listener = world, tape, listener
+        self._cluster, self._instructions, self._listener = cluster, instructions, listener
         self.total_steps = total_steps
         """Of the run."""
         self._log_every = log_every_steps
@@ -81,7 +81,7 @@ class Progress:
             metrics: [loss, accuracy] of each of their minibatches.
             params: the parameters as they are now.
         """
-        if self._world.done.triggered:
+        if self._cluster.done.triggered:
             return
         steps = range(self.step + 1, min(self.step + gradients, self.total_steps) + 1)
         self.step = steps[-1]
@@ -92,27 +92,27 @@ class Progress:
         if any(map(self._is_evaluated, steps)):
             self._evaluated(params())
         if is_last:
-            self._world.done.succeed()
+            self._cluster.done.succeed()
 
     def end(self, params: Shards) -> None:
         """The run has nothing left to gain: it ends with these parameters, evaluated."""
-        if self._world.done.triggered:
+        if self._cluster.done.triggered:
             return
         if self._since:
             self._trained()
         if not self._is_evaluated(self.step):
             self._evaluated(params)
-        self._world.done.succeed()
+        self._cluster.done.succeed()
 
     def _trained(self) -> None:
-        self._tape.line("trained", self.step, self._since)
+        self._instructions.line("trained", self.step, self._since)
         self._listener.trained(self._moment(tuple(self._since)))
         self._since = []
 
     def _evaluated(self, params: Shards) -> None:
-        metrics = self._tape.evaluate(params)
-        self._tape.line("evaluated", self.step, [metrics])
+        metrics = self._instructions.evaluate(params)
+        self._instructions.line("evaluated", self.step, [metrics])
         self._listener.evaluated(self._moment((metrics,)))
 
     def _moment(self, metrics: tuple[Value, ...]) -> Moment:
-        return Moment(at_seconds=self._world.now, step=self.step, metrics=metrics)
+        return Moment(at_seconds=self._cluster.now, step=self.step, metrics=metrics)

@@ -16,11 +16,11 @@ from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
 from scalejax.emulation.compression import Compression
 from scalejax.emulation.executor import JaxArithmetic
-from scalejax.emulation.instructions import Instruction, Tape
+from scalejax.emulation.instructions import Instruction, InstructionLog
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Moment, Progress
 from scalejax.emulation.record import Emulation
-from scalejax.emulation.virtual_cluster import Durations, World
+from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 from scalejax.training.logger import evaluation_measurement, train_measurement
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import Measurement
@@ -59,37 +59,41 @@ def emulate_run(
     began = time.perf_counter()
     arithmetic = arithmetic_of(run, emulation)
     durations = with_reduction(durations, emulation, arithmetic.tensor_elements)
-    world = World(emulation, durations, seed=run.config.seed)
-    tape = Tape(arithmetic, lambda: world.now, emulation.server_shards, log)
-    servers = Servers(world, tape, arithmetic.shard_bytes, emulation.failures)
+    virtual_cluster = VirtualCluster(emulation, durations, seed=run.config.seed)
+    instructions = InstructionLog(
+        arithmetic, lambda: virtual_cluster.now, emulation.server_shards, log
+    )
+    servers = Servers(virtual_cluster, instructions, arithmetic.shard_bytes, emulation.failures)
     if emulation.compression is not None:
         samples = run.split.global_batch // emulation.sharing_workers
         pieces = arithmetic.shard_layers
-        servers.compression = Compression(emulation.compression, tape, pieces, samples=samples)
+        servers.compression = Compression(
+            emulation.compression, instructions, pieces, samples=samples
+        )
     progress = Progress(
-        world,
-        tape,
+        virtual_cluster,
+        instructions,
         Lines(run, arithmetic, write),
         total_steps=run.total_steps,
         steps_per_epoch=run.steps_per_epoch,
         log_every_steps=run.config.train.log_every_steps,
         is_evaluated=run.is_evaluated,
     )
-    training = algorithm_of(emulation.algorithm, world, tape, servers, progress)
+    training = algorithm_of(emulation.algorithm, virtual_cluster, instructions, servers, progress)
     training.start()
-    world.run()
+    virtual_cluster.run()
     return Emulation(
         config=emulation,
         cluster=cluster,
         gradient_seconds=durations.gradient_seconds,
         exchange_seconds=durations.exchange_seconds,
-        virtual_seconds=world.now,
+        virtual_seconds=virtual_cluster.now,
         gradients=progress.step,
         updates=servers.versions[0],
         staleness=tuple(sorted(servers.staleness.items())),
         sent_bytes=servers.sent_bytes,
         dropped_gradients=training.dropped_gradients,
-        worker_failures=world.worker_failures,
+        worker_failures=virtual_cluster.worker_failures,
         server_failures=servers.failures,
         wall_seconds=time.perf_counter() - began,
     )

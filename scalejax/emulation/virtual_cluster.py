@@ -124,7 +124,7 @@ def after(env: simpy.Environment, seconds: float, then: Then) -> None:
     timeout.callbacks.append(happen)
 
 
-class World:
+class VirtualCluster:
     """The workers of an emulation, their delays and failures, and the clock."""
 
     def __init__(self, config: EmulationConfig, durations: Durations, *, seed: int) -> None:

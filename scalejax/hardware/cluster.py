@@ -57,7 +57,7 @@ class Link:
         for name in ("own_share", "ramp_seconds", "in_switch_ramp_seconds"):
             require_at_least(f"link.{name}", getattr(self, name), 0)
         if self.wires is not None:
-            _require_wires(self.wires)
+            _require_links(self.wires)
         if self.in_switch_fraction is not None:
             _require_fraction("link.in_switch_fraction", self.in_switch_fraction)
 
@@ -210,7 +210,7 @@ def _require_fraction(field_name: str, fraction: float) -> None:
         raise ConfigError(refusal(field_name, fraction, "it must be above 0 and at most 1"))
 
 
-def _require_wires(wires: tuple[tuple[int, ...], ...]) -> None:
+def _require_links(wires: tuple[tuple[int, ...], ...]) -> None:
     is_square = all(len(row) == len(wires) for row in wires)
     if (
         not is_square

@@ -18,7 +18,7 @@ from scalejax.core.errors import ConfigError, nearest_name, refusal
 from scalejax.core.serialization import load
 from scalejax.hardware import CalibratedRange, Chip, Cluster, Link, Network, load_cluster
 from scalejax.measure.trace import refuse_other_kind
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import timeline
@@ -331,7 +331,7 @@ def _scaled(fraction: float, time_factor: float) -> float:
 
 
 def _step_seconds(cluster: Cluster, program: Program) -> float:
-    used = as_used(cluster, program)
+    used = under_load(cluster, program)
     seconds = timeline(program, used).step_seconds
     terms = step_terms(program, used, seconds)
     return seconds + (terms.stragglers_seconds or 0.0) + (terms.input_seconds or 0.0)

@@ -94,13 +94,14 @@ def causal_attention(
         k_BSGK: keys, for each of which there are as many queries: H is a multiple of G.
         v_BSGK: values.
         kind: one kernel, or products and softmax apart.
-        remat: "selective" and "per_op" keep queries, keys and values alone for the backward pass.
+        remat: "selective" and "selective_op" keep only queries, keys and values for the backward
+            pass.
     """
     k_BSGK, v_BSGK = placed_keys(k_BSGK), placed_keys(v_BSGK)
     if kind == "fused":  # keeps no more than that in any case
         return _fused(q_BSHK, k_BSGK, v_BSGK)
     unfused = _unfused if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
-    if remat in ("selective", "per_op"):
+    if remat in ("selective", "selective_op"):
         unfused = jax.checkpoint(unfused, prevent_cse=False)  # a scan already prevents it
     return kept(unfused(q_BSHK, k_BSGK, v_BSGK))
 
@@ -110,7 +111,7 @@ def full_attention(
 ) -> jax.Array:
     """What every token takes from all of them, [B, S, H, K]; `remat` as for `causal_attention`."""
     attend = jax.nn.dot_product_attention
-    if remat in ("selective", "per_op"):
+    if remat in ("selective", "selective_op"):
         attend = jax.checkpoint(attend, prevent_cse=False)
     return kept(attend(q_BSHK, k_BSHK, v_BSHK))
 

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.sharding import (
-    arrangement,
     axis_size,
+    constraints,
     is_data_manual,
     placed,
     placed_for_layer,
@@ -247,10 +247,10 @@ def multiplied(
 ) -> jax.Array:
     """The product of `x` and a kernel that is kept in parts; the rest as for `linear`."""
     kernel = kernel.astype(x.dtype)
-    if remat in ("per_op", "full"):
+    if remat in ("selective_op", "full"):
         result = jnp.einsum(equation, x, gathered(kernel, kept))
     else:
         result = product(equation, kept, x, kernel)
-    if arrangement().is_sequence_parallel and _is_summed(kept):
+    if constraints().is_sequence_parallel and _is_summed(kept):
         result = _with_whole_gradient(result)
     return result

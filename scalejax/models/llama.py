@@ -105,12 +105,14 @@ class FeedForward(nnx.Module):
 
     def _gate_and_up(self, x_BSD: jax.Array) -> Sequence[jax.Array]:
         """The two, each [B, S, F]: of one product, unless one of them is computed again."""
-        if self.remat != "per_op":
+        if self.remat != "selective_op":
             gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
             return jnp.unstack(gated_BSNF, axis=2)
         kernels_DF = jnp.unstack(self.gated.kernel[...], axis=1)
         columns = P(FSDP, TENSOR)
-        return [multiplied(each, "bsd,df->bsf", columns, x_BSD, "per_op") for each in kernels_DF]
+        return [
+            multiplied(each, "bsd,df->bsf", columns, x_BSD, "selective_op") for each in kernels_DF
+        ]
 
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.models.remat import recomputed_with_picks
-from scalejax.models.sharding import arrangement, placed, placed_for_head
+from scalejax.models.sharding import constraints, placed, placed_for_head
 
 
 def through_stages(
@@ -53,7 +53,7 @@ def through_stages(
             divide the layers.
         remat: what the backward pass computes again of each block, as `blocks` has it done.
     """
-    chunks, microbatches = arrangement().chunks, arrangement().microbatches
+    chunks, microbatches = constraints().chunks, constraints().microbatches
     dealt = jax.tree.map(lambda leaf: _dealt(leaf, chunks, stages), stacked)
     rows_MBSD = _by_stage(_split(x_BSD, microbatches), leading=(None,))
     here = jnp.arange(stages)

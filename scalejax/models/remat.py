@@ -25,8 +25,8 @@ def kept(activations: jax.Array) -> jax.Array:
 def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     """`block`, a whole one, whose backward pass computes again what `remat` says.
 
-    "full": all but its input. "per_op": all but its input, what is marked `kept`, and what fused
-    attention gives. Of "selective" blocks see to themselves.
+    "full": all but its input. "selective_op": all but its input, what is marked `kept`, and what
+    fused attention gives. Of "selective" blocks see to themselves.
     """
     if remat not in _POLICIES:
         return block
@@ -76,6 +76,6 @@ def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
     return _is_entering(primitive, *values, **params) or _is_kept(primitive, *values, **params)
 
 
-_POLICIES = {"full": _is_entering, "per_op": _is_entering_or_kept}
+_POLICIES = {"full": _is_entering, "selective_op": _is_entering_or_kept}
 """What is kept of blocks that are computed again. Their input is marked outside of them: only a
 policy around several sees it, a single one keeps it anyway."""

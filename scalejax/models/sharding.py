@@ -20,7 +20,7 @@ from scalejax.core.errors import ConfigError, refusal, unknown_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
+class ShardingConstraints:
     """What a network must know of its run besides the mesh."""
 
     is_sequence_parallel: bool = False
@@ -31,13 +31,13 @@ class Arrangement:
     """Parts of the blocks of one stage."""
 
 
-_ARRANGEMENT: ContextVar[Arrangement | None] = ContextVar("arrangement", default=None)
+_ARRANGEMENT: ContextVar[ShardingConstraints | None] = ContextVar("arrangement", default=None)
 
 
 @contextmanager
-def arranged(mesh: AbstractMesh, arrangement: Arrangement) -> Iterator[None]:
+def arranged(mesh: AbstractMesh, constraints: ShardingConstraints) -> Iterator[None]:
     """A context in which networks are traced for `mesh`."""
-    token = _ARRANGEMENT.set(arrangement)
+    token = _ARRANGEMENT.set(constraints)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             yield
@@ -45,9 +45,9 @@ def arranged(mesh: AbstractMesh, arrangement: Arrangement) -> Iterator[None]:
         _ARRANGEMENT.reset(token)
 
 
-def arrangement() -> Arrangement:
+def constraints() -> ShardingConstraints:
     """That of the context."""
-    return _ARRANGEMENT.get() or Arrangement()
+    return _ARRANGEMENT.get() or ShardingConstraints()
 
 
 def axis_size(axis: str) -> int:
@@ -132,14 +132,14 @@ def placed_by_row(activations: jax.Array) -> jax.Array:
 def placed_residual(x_BSD: jax.Array) -> jax.Array:
     """Activations between layers [batch, tokens, width]: rows over the axes that divide the batch,
     tokens over context, and over tensor too where the run is sequence-parallel."""
-    axes = _token_axes(is_shared=arrangement().is_sequence_parallel)
+    axes = _token_axes(is_shared=constraints().is_sequence_parallel)
     return _placed_tokens(x_BSD, axes)
 
 
 def placed_for_layer(x_BSD: jax.Array) -> jax.Array:
     """The input of a layer that devices along tensor share, each of which needs all the tokens
     of its part of the context; unchanged where they hold them anyway."""
-    if not arrangement().is_sequence_parallel:
+    if not constraints().is_sequence_parallel:
         return x_BSD
     return _placed_tokens(x_BSD, _token_axes(is_shared=False))
 
@@ -156,7 +156,7 @@ def placed_between(activations: jax.Array) -> jax.Array:
     """What a layer that devices along tensor share makes on its way [batch, tokens, heads or
     inner width, ...], divided over tensor; unchanged but in a sequence-parallel run, where the
     compiler could as well divide the tokens."""
-    if not arrangement().is_sequence_parallel:
+    if not constraints().is_sequence_parallel:
         return activations
     rest = (None,) * (activations.ndim - 3)
     axes = _token_axes(is_shared=False) or None
@@ -177,7 +177,7 @@ def _token_axes(*, is_shared: bool) -> tuple[str, ...]:
 
 
 def _placed_tokens(activations: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    if not axes and not arrangement().is_sequence_parallel:
+    if not axes and not constraints().is_sequence_parallel:
         return placed_by_row(activations)
     rest = (PartitionSpec.UNCONSTRAINED,) * (activations.ndim - 2)
     return placed(activations, PartitionSpec(BATCH_AXES, axes or None, *rest))

@@ -10,8 +10,8 @@ from scalejax.core.errors import ConfigError, ProfileError
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
-from scalejax.planning.memory_advice import memory_shortage
-from scalejax.simulator.device_state import as_used
+from scalejax.planning.memory_advice import memory_notes
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.explain import Explanation, explain, match_trace
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.perfetto import MeasuredTrace
@@ -78,10 +78,8 @@ def explain_run(
     if refused is not None:
         note = f"twice the batch is left out: {str(refused).rstrip('.')}"
         explanation = replace(explanation, notes=(*explanation.notes, note))
-    memory = memory_verdict(programs[0].memory, as_used(cluster, programs[0]).chip)
-    shortage = memory_shortage(
-        run, needed_bytes=memory.peak_bytes, memory_bytes=memory.memory_bytes
-    )
+    memory = memory_verdict(programs[0].memory, under_load(cluster, programs[0]).chip)
+    shortage = memory_notes(run, needed_bytes=memory.peak_bytes, memory_bytes=memory.memory_bytes)
     if shortage is not None:
         explanation = replace(explanation, notes=(shortage, *explanation.notes))
     return ExplainedRun(explanation=explanation, program=programs[0], shortage=shortage)

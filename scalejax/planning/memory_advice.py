@@ -7,7 +7,7 @@ from scalejax.config.run import ResolvedRun
 from scalejax.core.units import GIB
 
 
-def memory_shortage(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> str | None:
+def memory_notes(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> str | None:
     """What is said of a step that does not fit into a device; None if it fits.
 
     Args:
@@ -37,7 +37,7 @@ def _remedies(run: ResolvedRun) -> list[str]:
         in (
             "none",
             "selective",
-            "per_op",
+            "selective_op",
         ),
     }
     return [name for name, applies in is_open.items() if applies]

@@ -10,7 +10,7 @@ from itertools import groupby
 from statistics import fmean
 
 from scalejax.simulator.reliability import seconds_without_failure
-from scalejax.training.time_accounting import Stretch, steps_made, time_ledger, which_counted
+from scalejax.training.time_accounting import Interval, steps_made, time_account, which_counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +59,16 @@ class FailuresMet:
         return useful_seconds / (self.start_seconds + self.intervals * seconds)
 
 
-def failures_met(stretches: Sequence[Stretch]) -> FailuresMet | None:
+def failures_met(intervals: Sequence[Interval]) -> FailuresMet | None:
     """What a run has met, by its stretches in order; None before its first interval is done."""
-    made = zip(stretches, steps_made(stretches), which_counted(stretches), strict=True)
-    intervals = [each for each, steps, is_counted in made if is_counted and steps]
-    intervals = [each for each in intervals if each.is_finished]
-    if not intervals:
+    made = zip(intervals, steps_made(intervals), which_counted(intervals), strict=True)
+    counted = [each for each, steps, is_counted in made if is_counted and steps]
+    finished = [each for each in counted if each.is_finished]
+    if not finished:
         return None
-    ledger = time_ledger(stretches)
+    ledger = time_account(intervals)
     failures = ledger.sessions - 1
-    starts, restarts = _starts(stretches)
+    starts, restarts = _starts(intervals)
     start_seconds = fmean(starts or restarts)
     up_seconds = ledger.seconds - ledger.down_seconds - start_seconds
     return FailuresMet(
@@ -77,19 +77,17 @@ def failures_met(stretches: Sequence[Stretch]) -> FailuresMet | None:
         down_seconds=ledger.down_seconds / failures if failures else 0.0,
         start_seconds=start_seconds,
         restart_seconds=fmean(restarts or starts),
-        intervals=len(intervals),
-        interval_seconds=fmean(each.step_seconds + each.input_wait_seconds for each in intervals),
-        pause_seconds=fmean(
-            each.evaluation_seconds + each.checkpoint_seconds for each in intervals
-        ),
+        intervals=len(finished),
+        interval_seconds=fmean(each.step_seconds + each.input_wait_seconds for each in finished),
+        pause_seconds=fmean(each.evaluation_seconds + each.checkpoint_seconds for each in finished),
     )
 
 
-def _starts(stretches: Sequence[Stretch]) -> tuple[list[float], list[float]]:
+def _starts(intervals: Sequence[Interval]) -> tuple[list[float], list[float]]:
     """Seconds until training of the sessions that came so far: of those that began the run, and
     of those that went on with it."""
     starts, restarts = [], []
-    for _, lines in groupby(stretches, key=lambda each: each.session):
+    for _, lines in groupby(intervals, key=lambda each: each.session):
         of_session = list(lines)
         if any(each.step_seconds + each.input_wait_seconds > 0 for each in of_session):
             seconds = math.fsum(each.startup_seconds + each.compile_seconds for each in of_session)

@@ -14,7 +14,7 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
-from scalejax.planning.memory_advice import memory_shortage
+from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.predict import (
     Prediction,
     Scaling,
@@ -86,7 +86,7 @@ def predict_run(
         DoesNotFit: if the cluster has fewer devices.
     """
     prediction = predict(program, cluster, train_examples=run.samples_per_epoch, epochs=epochs)
-    shortage = memory_shortage(
+    shortage = memory_notes(
         run,
         needed_bytes=prediction.peak_memory_bytes,
         memory_bytes=prediction.memory_bytes,

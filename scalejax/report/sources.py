@@ -28,7 +28,7 @@ from scalejax.sweep.plan import SweepPlan, in_words
 from scalejax.sweep.results import RunRow, recorded_sweep, seedless
 from scalejax.training.input_stalls import wait_share
 from scalejax.training.record import RunRecord, TrainMeasurement
-from scalejax.training.time_accounting import TimeLedger, load_stretches, time_ledger
+from scalejax.training.time_accounting import TimeAccount, load_intervals, time_account
 
 # How far apart the loss curves of two runs lie once both have warmed up: one figure.
 
@@ -135,7 +135,7 @@ class RunSource:
     """What was measured."""
     prediction: Prediction | None
     """What had been predicted; None if that is not there."""
-    time: TimeLedger | None = None
+    time: TimeAccount | None = None
     """Where its wall time went; None if nobody wrote it down."""
     emulation: Emulation | None = None
     """What else came of it, if it was emulated: its seconds are virtual then."""
@@ -308,7 +308,7 @@ def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
 def _read_run(path: Path) -> RunSource:
     record = RunRecord.load(path)
     folder = record.folder
-    prediction, stretches = folder.prediction, load_stretches(folder.time)
+    prediction, intervals = folder.prediction, load_intervals(folder.time)
     name, emulated = path.resolve().name, path / EMULATION
     family = path.resolve().parent.name if re.fullmatch(r"seed-\d+", name) else name
     return RunSource(
@@ -317,8 +317,8 @@ def _read_run(path: Path) -> RunSource:
         config=load_kept_config(folder.config),
         record=record,
         prediction=serialization.load(Prediction, prediction) if prediction.is_file() else None,
-        time=time_ledger(stretches) if stretches else None,
-        failures=failures_met(stretches),
+        time=time_account(intervals) if intervals else None,
+        failures=failures_met(intervals),
         emulation=serialization.load(Emulation, emulated) if emulated.is_file() else None,
     )
 

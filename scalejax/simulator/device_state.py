@@ -15,7 +15,7 @@ GRAPH_LAUNCH_SECONDS = 1.3e-6
 GPU is not named). In it is the time of the addition itself."""
 
 
-def as_used(cluster: Cluster, program: Program) -> Cluster:
+def under_load(cluster: Cluster, program: Program) -> Cluster:
     """`cluster` with its chip as it is while `program` runs; itself where nothing is shared.
 
     What is taken into account is taken out, so that doing it again changes nothing.
@@ -39,7 +39,7 @@ def as_used(cluster: Cluster, program: Program) -> Cluster:
 
 
 def in_graph(cluster: Cluster) -> Cluster:
-    """`cluster` with its operations set off as its conditions say; the part of `as_used` that
+    """`cluster` with its operations set off as its conditions say; the part of `under_load` that
     needs no program."""
     if not cluster.conditions.launches_in_graph:
         return cluster

@@ -16,7 +16,7 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, save_text
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Operation, Program
-from scalejax.simulator.timeline.trace import MOST_EVENTS, Moment, Recording, StreamName, record
+from scalejax.simulator.timeline.trace import MOST_EVENTS, Recording, StreamName, TraceEvent, record
 
 STEP_MARK = "scalejax step"
 """Name of the annotation around each step that `train --profile` records."""
@@ -197,7 +197,7 @@ def trace_of(recording: Recording, program: Program, cluster: Cluster) -> dict[s
         },
         "traceEvents": [
             *(event for name, pid in _PROCESSES.items() for event in _named(name, pid)),
-            *(_event(moment) for moment in recording.moments),
+            *(_event(event) for event in recording.events),
         ],
     }
 
@@ -212,23 +212,23 @@ def _named(stream: StreamName, pid: int) -> list[JsonValue]:
     ]
 
 
-def _event(moment: Moment) -> JsonValue:
+def _event(event: TraceEvent) -> JsonValue:
     # Whole nanoseconds, which is what Perfetto keeps: so no event reaches into the next.
-    start, end = (round(t * 1e9) for t in (moment.start_seconds, moment.end_seconds))
+    start, end = (round(t * 1e9) for t in (event.start_seconds, event.end_seconds))
     arguments: dict[str, JsonValue] = {}
-    if moment.iteration:
-        arguments["iteration"] = ", ".join(map(str, moment.iteration))
-    if moment.operation is not None:
-        arguments |= _arguments(moment.operation)
+    if event.iteration:
+        arguments["iteration"] = ", ".join(map(str, event.iteration))
+    if event.operation is not None:
+        arguments |= _arguments(event.operation)
     return {
         "ph": "X",
-        "name": moment.name,
-        "cat": moment.bound,
-        "pid": _PROCESSES[moment.stream],
+        "name": event.name,
+        "cat": event.bound,
+        "pid": _PROCESSES[event.stream],
         "tid": 0,
         "ts": start / 1000,
         "dur": (end - start) / 1000,
-        "args": {"bound": moment.bound, **arguments},
+        "args": {"bound": event.bound, **arguments},
     }
 
 
@@ -237,12 +237,12 @@ def _arguments(operation: Operation) -> dict[str, JsonValue]:
     arguments: dict[str, JsonValue] = {"kind": operation.kind, "dtype": operation.dtype}
     if operation.source is not None:
         arguments["source"] = operation.source
-    if (exchange := operation.collective) is not None:
+    if (collective := operation.collective) is not None:
         return arguments | {
-            "collective": exchange.name,
-            "payload_bytes": exchange.payload_bytes,
-            "axes": " x ".join(exchange.group.axes),
-            "devices": exchange.group.size,
+            "collective": collective.name,
+            "payload_bytes": collective.payload_bytes,
+            "axes": " x ".join(collective.group.axes),
+            "devices": collective.group.size,
         }
     if operation.shape:
         arguments["shape"] = list(operation.shape)

@@ -15,7 +15,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_le
 from scalejax.core.units import TFLOP
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.hardware.site import FARTHEST
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program, without_bubble
@@ -135,7 +135,7 @@ def predict(
         ConfigError: if an epoch is shorter than a batch.
     """
     _require_devices(program, cluster)
-    cluster = as_used(cluster, program)
+    cluster = under_load(cluster, program)
     costs, busy = what_if(program), without_bubble(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
@@ -303,7 +303,7 @@ def _waterfall(
         conditions: what comes on top of a step.
         losses: what comes on top of the steps of a run.
     """
-    exchanges = tuple(
+    collectives = tuple(
         (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in working.exposed
     )
     optional = (
@@ -318,7 +318,7 @@ def _waterfall(
         ("compute", working.compute_seconds),
         ("memory", working.memory_seconds),
         ("launch", working.launch_seconds),
-        *exchanges,
+        *collectives,
         *((name, seconds) for name, seconds in optional if seconds),
         *zip(STEP_CONDITIONS, of_step, strict=True),
         *zip(RUN_CONDITIONS, of_run, strict=True),

@@ -131,13 +131,13 @@ def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) 
 
 def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
     final, best = row.final, row.best
-    recipe = {name: value for name, value in seedless(row).items() if name not in _BATCHES}
+    setup = {name: value for name, value in seedless(row).items() if name not in _BATCHES}
     return {
         "run": row.planned.index,
         **row.planned.varied,
         # With these names `scalejax plan --convergence` reads the table.
         "global_batch": row.planned.run.split.global_batch,
-        "recipe": in_words(recipe),
+        "recipe": in_words(setup),
         "status": row.status,
         "steps": row.steps,
         "samples": _samples(row.planned.run, row.steps),

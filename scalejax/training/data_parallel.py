@@ -13,35 +13,35 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.parallelism import DATA
 from scalejax.models import BatchNormScope
-from scalejax.models.sharding import Arrangement, arranged
+from scalejax.models.sharding import ShardingConstraints, arranged
 from scalejax.training.gradients import Batch, gradients
-from scalejax.training.setup import Recipe
+from scalejax.training.setup import TrainSetup
 from scalejax.training.state import (
     PyTree,
     as_part,
     data_parts,
-    exchange_of,
+    gradient_sync_of,
     learning_params,
     own_part,
 )
 
 
-def combined_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
+def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
     """`gradients` of the global batch, brought together as the run's exchange and the layout's mode
     say: from (params, model_state, batch, scale, what each device has kept for it [devices, ...])
     to (gradient, model_state, metrics, what each device keeps)."""
-    run = recipe.run
+    run = setup.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
         is_in_turn = run.config.layout.bn_running == "in_turn"
         bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        reduced = partial(with_arrangement, recipe, mesh, partial(_reduced_once, recipe, mesh, bn))
+        reduced = partial(with_constraints, setup, mesh, partial(_reduced_once, setup, mesh, bn))
         return partial(_keeping, reduced)
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
         bn = BatchNormScope(axis_name=DATA)
-    exchange = exchange_of(recipe)
+    gradient_sync = gradient_sync_of(setup)
 
     def per_device(
         params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None, kept: PyTree
@@ -49,8 +49,8 @@ def combined_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        gradient, *others = gradients(recipe, bn, params, model_state, batch, scale)
-        gradient, kept = exchange.combine(gradient, own_part(kept))
+        gradient, *others = gradients(setup, bn, params, model_state, batch, scale)
+        gradient, kept = gradient_sync.combine(gradient, own_part(kept))
         return gradient, *lax.pmean(others, DATA), as_part(kept)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
@@ -62,7 +62,8 @@ def combined_gradients(recipe: Recipe, mesh: Mesh) -> Callable[..., Any]:
             mesh=mesh,
             in_specs=(whole, whole, split, whole, split),
             out_specs=(whole, whole, whole, split),
-            check_vma=run.config.exchange is None,  # of a gather, JAX does not see that it is whole
+            check_vma=run.config.gradient_sync
+            is None,  # of a gather, JAX does not see that it is whole
         )
     mapped = jax.pmap(
         lambda params, model_state, batch, scale: per_device(
@@ -91,7 +92,7 @@ def _keeping(reduced: Callable[..., Any], *arguments: PyTree) -> PyTree:
 
 
 def _reduced_once(
-    recipe: Recipe,
+    setup: TrainSetup,
     mesh: Mesh,
     bn: BatchNormScope,
     params: PyTree,
@@ -107,20 +108,20 @@ def _reduced_once(
     sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
     For the noise scale it must not be: the gradients of the devices are compared before.
     """
-    run = recipe.run
+    run = setup.run
     zero_stage = run.config.layout.zero_stage
     is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
     is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
     if is_compilers or (is_whole and zero_stage < 2):
-        return gradients(recipe, bn, params, model_state, batch, scale)
-    parts = data_parts(recipe, mesh)
+        return gradients(setup, bn, params, model_state, batch, scale)
+    parts = data_parts(setup, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
     def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
         reduce = scattered if zero_stage == 2 else None
-        gradient, _, metrics = gradients(recipe, bn, params, model_state, batch, scale, reduce)
+        gradient, _, metrics = gradients(setup, bn, params, model_state, batch, scale, reduce)
         gradient = gradient if zero_stage == 2 else scattered(gradient)
         return gradient, lax.pmean(metrics, DATA)
 
@@ -132,20 +133,20 @@ def _reduced_once(
         axis_names={DATA},
         check_vma=False,  # jax 0.12 refuses erf, which BERT's GELU is made of, when it checks
     )(params, batch, scale)
-    learning = learning_params(recipe, params)
+    learning = learning_params(setup, params)
     whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, learning)
     return whole, model_state, metrics
 
 
-def with_arrangement(
-    recipe: Recipe, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
+def with_constraints(
+    setup: TrainSetup, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
 ) -> Any:
     """`function` traced with `mesh` in the context, and what networks must know of the run."""
-    layout = recipe.run.config.layout
-    arrangement = Arrangement(
+    layout = setup.run.config.layout
+    constraints = ShardingConstraints(
         is_sequence_parallel=layout.sequence_parallel,
-        microbatches=recipe.run.split.microbatches,
+        microbatches=setup.run.split.microbatches,
         chunks=layout.pipeline_chunks,
     )
-    with arranged(mesh.abstract_mesh, arrangement):
+    with arranged(mesh.abstract_mesh, constraints):
         return function(*arguments)

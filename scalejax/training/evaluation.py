@@ -18,12 +18,12 @@ from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.optimizer import ScheduleFreeConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
-from scalejax.training.data_parallel import with_arrangement
+from scalejax.training.data_parallel import with_constraints
 from scalejax.training.gradients import Batch, normalised, sample_metrics
 from scalejax.training.mesh import batch_sharding, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
-from scalejax.training.setup import Recipe, network_of, recipe_of, with_features
+from scalejax.training.setup import TrainSetup, network_of, train_setup, with_features
 from scalejax.training.state import (
     PyTree,
     TrainState,
@@ -54,8 +54,8 @@ class Evaluation:
 
 def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
-    recipe = recipe_of(run, mesh)
-    state = whole_shapes(recipe, mesh)
+    setup = train_setup(run, mesh)
+    state = whole_shapes(setup, mesh)
     of_training = ("weights", "mix")
     batch = {name: of for name, of in batch_shapes(run, mesh).items() if name not in of_training}
     shape = jax.ShapeDtypeStruct(
@@ -63,11 +63,11 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
     batch = {**batch, "mask": shape}
     function = jax.jit(
-        partial(with_arrangement, recipe, mesh, partial(_evaluate, recipe, mesh)),
+        partial(with_constraints, setup, mesh, partial(_evaluate, setup, mesh)),
         in_shardings=shardings_of((state.params, state.model_state, batch)),
         out_shardings=replicated(mesh),
     )
-    weights = _evaluated_weights(recipe, shardings_of((state.params, state.model_state)))
+    weights = _evaluated_weights(setup, shardings_of((state.params, state.model_state)))
     return Evaluation(
         weights_shapes=(state.params, state.model_state),
         weights=weights,
@@ -76,25 +76,25 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     )
 
 
-def build_features(recipe: Recipe) -> Any:
+def build_features(setup: TrainSetup) -> Any:
     """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
     of a frozen network reads of each example; by the running statistics of BatchNorm."""
 
     def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
+        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, BatchNormScope())))
         network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
-        found = network.features(normalised(inputs, recipe.run.dataset), is_training=False)
+        found = network.features(normalised(inputs, setup.run.dataset), is_training=False)
         return found.astype(jnp.float32)
 
     return jax.jit(features)
 
 
 def _evaluated_weights(
-    recipe: Recipe, shardings: tuple[PyTree, PyTree]
+    setup: TrainSetup, shardings: tuple[PyTree, PyTree]
 ) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
     """From a state to the parameters and statistics to evaluate, lying as `shardings` say."""
-    averaging, optimizer = recipe.run.config.averaging, recipe.run.config.optimizer
-    if isinstance(recipe.run.config.exchange, LocalSgdConfig):
+    averaging, optimizer = setup.run.config.averaging, setup.run.config.optimizer
+    if isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
         mean = jax.jit(
             partial(jax.tree.map, lambda copies: copies.mean(axis=0)), out_shardings=shardings
         )
@@ -104,7 +104,7 @@ def _evaluated_weights(
     if isinstance(optimizer, ScheduleFreeConfig):
 
         def meant(opt_state: PyTree, params: PyTree) -> PyTree:
-            learned = evaluated_params(optimizer, opt_state, learning_params(recipe, params))
+            learned = evaluated_params(optimizer, opt_state, learning_params(setup, params))
             return updated(params, learned)
 
         jitted = jax.jit(meant, out_shardings=shardings[0])
@@ -113,16 +113,16 @@ def _evaluated_weights(
 
 
 def _evaluate(
-    recipe: Recipe, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
+    setup: TrainSetup, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
 ) -> dict[str, jax.Array]:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, BatchNormScope())))
-    params = gathered_params(recipe, mesh, params)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, BatchNormScope())))
+    params = gathered_params(setup, mesh, params)
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits, logits = sample_metrics(recipe, network, batch, is_training=False)
+    losses, hits, logits = sample_metrics(setup, network, batch, is_training=False)
     mask = batch["mask"]
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
     samples = tuple(range(logits.ndim - 1))
-    run = recipe.run
+    run = setup.run
     is_of_all = run.config.train.metric_average == "examples"
 
     def summed(values: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.training.evaluation import Evaluation
 from scalejax.training.features import open_examples
 from scalejax.training.input_tuning import beside_workers
-from scalejax.training.logger import Journal, evaluation_measurement
+from scalejax.training.logger import MetricsLogger, evaluation_measurement
 from scalejax.training.record import EvaluationMeasurement
 from scalejax.training.reporter import Reporter
 from scalejax.training.state import TrainState
@@ -43,7 +43,7 @@ class RunEvaluation:
     def measure(
         self,
         state: TrainState,
-        journal: Journal,
+        logger: MetricsLogger,
         *,
         step: int,
         is_stopped: Callable[[], int],
@@ -57,7 +57,7 @@ class RunEvaluation:
         )
         with closing(batches):
             for batch in batches:
-                journal.heartbeat.at("evaluating", step)
+                logger.heartbeat.at("evaluating", step)
                 if len(sums) > 1:
                     jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
                 sums.append(self._compiled(*weights, batch))
@@ -69,5 +69,5 @@ class RunEvaluation:
             parts,
             step=step,
             seconds=time.perf_counter() - begin,
-            elapsed_seconds=journal.elapsed_seconds,
+            elapsed_seconds=logger.elapsed_seconds,
         )

@@ -29,7 +29,7 @@ from scalejax.training.data_fingerprints import used_files
 from scalejax.training.evaluation import build_features
 from scalejax.training.multihost import is_first
 from scalejax.training.reporter import Reporter
-from scalejax.training.setup import reads_features, recipe_of
+from scalejax.training.setup import reads_features, train_setup
 from scalejax.training.state import abstract_state
 from scalejax.training.step import initial_weights, input_dtype
 
@@ -123,17 +123,17 @@ class _Program:
         mesh = Mesh(np.array(devices), (DATA,))
         whole = NamedSharding(mesh, PartitionSpec())
         split = NamedSharding(mesh, PartitionSpec(DATA))
-        recipe = recipe_of(run)
-        state = abstract_state(recipe)
+        setup = train_setup(run)
+        state = abstract_state(setup)
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
             (state.params, state.model_state),
         )
         self.batch = BATCH * len(devices)
-        self._weights = initial_weights(recipe, shapes)
+        self._weights = initial_weights(setup, shapes)
         shape = (self.batch, *run.dataset.input_shape)
         images = jax.ShapeDtypeStruct(shape, input_dtype(run.dataset), sharding=split)
-        lowered = build_features(recipe).lower(*shapes, images)
+        lowered = build_features(setup).lower(*shapes, images)
         digest = hashlib.sha256(lowered.as_text().encode())
         params, model_state = self._weights
         backbone = {name: part for name, part in params.items() if name != HEAD}

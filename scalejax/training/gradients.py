@@ -18,7 +18,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.models import BatchNormScope
 from scalejax.models.sharding import is_data_manual
 from scalejax.training.optimizers.fine_tuning import trainable, updated
-from scalejax.training.setup import Recipe, network_of, reads_features, with_features
+from scalejax.training.setup import TrainSetup, network_of, reads_features, with_features
 
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
@@ -39,7 +39,7 @@ def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
 
 
 def sample_metrics(
-    recipe: Recipe, network: nnx.Module, batch: Batch, *, is_training: bool
+    setup: TrainSetup, network: nnx.Module, batch: Batch, *, is_training: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and accuracy of each sample, float32 of shape (samples,); and the logits.
 
@@ -47,15 +47,15 @@ def sample_metrics(
     accuracy are so much of each one's target (Zhang et al. 2017, arXiv 1710.09412, section 2).
     A partner may have weight 0 in the mean: its row holds an image and a target all the same.
     """
-    if reads_features(recipe.run.config):
+    if reads_features(setup.run.config):
         logits = with_features(network).classified(batch["inputs"])
     else:
-        inputs = normalised(batch["inputs"], recipe.run.dataset)
+        inputs = normalised(batch["inputs"], setup.run.dataset)
         if "mix" in batch:
             inputs = _mixed(batch["mix"], inputs, _partners(inputs))
         where = {"places": batch["places"]} if "places" in batch else {}
         logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
-    smoothing = recipe.run.config.loss.label_smoothing if is_training else 0.0
+    smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
 
     def measured(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
@@ -102,7 +102,7 @@ def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> j
 
 
 def mean_loss(
-    recipe: Recipe,
+    setup: TrainSetup,
     bn: BatchNormScope,
     params: PyTree,
     model_state: PyTree,
@@ -115,9 +115,9 @@ def mean_loss(
     Weights of mean 1 over the global batch multiply loss and accuracy of each sample, so that
     means over parts of equal size, and the mean of these, are of the samples that count.
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(recipe, bn)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
-    losses, hits, _ = sample_metrics(recipe, network, batch, is_training=True)
+    losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     if "weights" in batch:
         losses, hits = losses * batch["weights"], hits * batch["weights"]
@@ -126,7 +126,7 @@ def mean_loss(
 
 
 def gradients(
-    recipe: Recipe,
+    setup: TrainSetup,
     bn: BatchNormScope,
     params: PyTree,
     model_state: PyTree,
@@ -141,12 +141,12 @@ def gradients(
     added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
     hold the squared norm of the gradients before they are added up.
     """
-    is_pipelined = recipe.run.layout.pipeline > 1  # its stages take the microbatches in turn
-    microbatches = 1 if is_pipelined else recipe.run.split.microbatches
-    learning = trainable(recipe.run.config.fine_tuning, params)
+    is_pipelined = setup.run.layout.pipeline > 1  # its stages take the microbatches in turn
+    microbatches = 1 if is_pipelined else setup.run.split.microbatches
+    learning = trainable(setup.run.config.fine_tuning, params)
 
     def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
-        return mean_loss(recipe, bn, updated(params, learning), model_state, batch, scale)
+        return mean_loss(setup, bn, updated(params, learning), model_state, batch, scale)
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
@@ -155,7 +155,7 @@ def gradients(
     ) -> tuple[PyTree, dict[str, jax.Array]]:
         metrics = {"loss": loss, "accuracy": accuracy}
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-        if recipe.run.config.train.noise_scale is not None:
+        if setup.run.config.train.noise_scale is not None:
             metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
         return gradient if reduce is None else reduce(gradient), metrics
 

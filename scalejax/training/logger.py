@@ -140,7 +140,7 @@ def evaluation_measurement(
 # The record of a run while it is made: to its file and to whoever listens.
 
 
-class Journal:
+class MetricsLogger:
     """The record, the reporter and the clock of a run; writes in the first process alone."""
 
     def __init__(

@@ -20,7 +20,7 @@ from scalejax.training.checkpoint import Checkpoints, save_weights
 from scalejax.training.compile import RunPrograms, beside_predicted, resume_command
 from scalejax.training.evaluation_loop import RunEvaluation
 from scalejax.training.features import open_examples
-from scalejax.training.logger import Journal, UpdateClock, train_measurement
+from scalejax.training.logger import MetricsLogger, UpdateClock, train_measurement
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
@@ -33,7 +33,7 @@ from scalejax.training.run_folder import versions
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import Step
-from scalejax.training.stopping import Course
+from scalejax.training.stopping import RunStatus
 from scalejax.training.unreadable import SkippedExamples
 
 
@@ -45,7 +45,7 @@ class TrainingLoop:
         run: ResolvedRun,
         programs: RunPrograms,
         checkpoints: Checkpoints,
-        journal: Journal,
+        logger: MetricsLogger,
         signals: StopSignals,
         recorder: StepTraces,
     ) -> None:
@@ -53,16 +53,16 @@ class TrainingLoop:
         self._config = run.config.train
         self._programs = programs
         self._checkpoints = checkpoints
-        self._journal = journal
+        self._logger = logger
         self._signals = signals
         self._recorder = recorder
-        self._course = Course(run)
+        self._status = RunStatus(run)
         self._step = 0
         self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
         self._skipped = SkippedExamples(run)
         self._evaluation = RunEvaluation(
-            run, programs.evaluation, programs.evaluate, self._skipped.of["test"], journal.reporter
+            run, programs.evaluation, programs.evaluate, self._skipped.of["test"], logger.reporter
         )
         self._clock = UpdateClock()
 
@@ -70,9 +70,9 @@ class TrainingLoop:
         """Update `state`, the one after `begin` updates, until the run ends; `remark` is for the
         record."""
         self._step, self._is_tuned = begin, bool(remark)
-        for measurement in self._journal.earlier:
+        for measurement in self._logger.earlier:
             self._note(measurement)
-        self._journal.reporter.begin(begin, self._run.total_steps)
+        self._logger.reporter.begin(begin, self._run.total_steps)
         layout = self._run.layout
         spread = f" ({layout})" if layout.device_count > 1 else ""
         devices = f"on {counted(layout.device_count, 'device')}{spread}; {versions()}"
@@ -81,18 +81,18 @@ class TrainingLoop:
         else:
             changes = "".join(f"; {change}" for change in self._run.changes)
             self._change_status("started", devices + changes + remark)
-        if begin and self._run.is_evaluated(begin) and self._course.evaluated_step != begin:
+        if begin and self._run.is_evaluated(begin) and self._status.evaluated_step != begin:
             self._pause(state)  # a signal fell into its evaluation
         state = self._run_steps(state)
-        self._journal.clock.enter("checkpoint")  # until the last of them is whole
-        self._journal.heartbeat.at("saving", self._step)
-        save_weights(self._journal.files.weights, self._final_weights(state))
+        self._logger.clock.enter("checkpoint")  # until the last of them is whole
+        self._logger.heartbeat.at("saving", self._step)
+        save_weights(self._logger.files.weights, self._final_weights(state))
         self._change_status(*self._ending())
 
     def _run_steps(self, state: TrainState) -> TrainState:
         programs, phases = self._programs, self._run.phases
         # Once: files may appear while the run goes on, and are none of its data.
-        source = open_examples(self._run, "train", self._journal.reporter)
+        source = open_examples(self._run, "train", self._logger.reporter)
         compiled = [(programs.step, programs.update), *programs.later]
         ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
         for phase, (step, update), end in zip(phases, compiled, ends, strict=True):
@@ -124,39 +124,39 @@ class TrainingLoop:
         )
         self._clock.restart(self._step)
         self._signals.restart_pace()
-        self._journal.clock.enter("step")
+        self._logger.clock.enter("step")
         with closing(batches):
             state = self._run_batches(state, batches, update, end)
         self._settle()
-        self._skipped.tell("train", self._journal, step=self._step)
+        self._skipped.tell("train", self._logger, step=self._step)
         return state
 
     def _run_batches(
         self, state: TrainState, batches: Batches, update: Any, end: int
     ) -> TrainState:
         """Updates until `end`, or until something ends the run before."""
-        while self._step < end and not self._course.has_ended_early:
+        while self._step < end and not self._status.has_ended_early:
             if self._recorder.is_boundary:
                 self._settle()
                 self._recorder.cross(self._step)
                 self._clock.restart(self._step)
-            self._journal.heartbeat.at("waiting for input", self._step)
+            self._logger.heartbeat.at("waiting for input", self._step)
             with self._recorder.step(self._step + 1):
                 batch, waited_seconds = batches.next_beside(self._is_updating)
                 self._clock.waited_seconds += waited_seconds
-                self._journal.clock.waited(waited_seconds)
-                self._journal.heartbeat.at("training", self._step)
+                self._logger.clock.waited(waited_seconds)
+                self._logger.heartbeat.at("training", self._step)
                 state, metrics = update(state, batch)
             self._settle()  # of the update before: this one is queued behind it
             self._step += 1
-            self._journal.clock.at(self._step)
+            self._logger.clock.at(self._step)
             self._queued = metrics
-            if self._course.has_diverged:
+            if self._status.has_diverged:
                 break
             signal_number = self._signals.agreed("training")
             if self._is_pause or signal_number:
                 self._settle()
-                if self._course.has_diverged:
+                if self._status.has_diverged:
                     break
                 self._pause(state, signal_number)
         return state
@@ -189,7 +189,7 @@ class TrainingLoop:
         if self._step % self._config.log_every_steps and not self._is_last:
             # It is saved next, or early stopping ends the run, with no line of it.
             if self._is_pause:
-                self._course.see_loss(self._step, jax.device_get(metrics))
+                self._status.see_loss(self._step, jax.device_get(metrics))
             return
         step_seconds, data_wait_seconds = self._clock.lap(self._step)
         measurement = train_measurement(
@@ -198,9 +198,9 @@ class TrainingLoop:
             step=self._step,
             step_seconds=step_seconds,
             data_wait_seconds=data_wait_seconds,
-            elapsed_seconds=self._journal.elapsed_seconds,
+            elapsed_seconds=self._logger.elapsed_seconds,
         )
-        self._journal.write(measurement)
+        self._logger.write(measurement)
         self._note(measurement)
 
     def _pause(self, state: TrainState, signal_number: int = 0) -> None:
@@ -208,17 +208,17 @@ class TrainingLoop:
 
         A signal does not wait for an evaluation: the resumed run makes it again.
         """
-        accuracy, clock = None, self._journal.clock
-        self._skipped.tell("train", self._journal, step=self._step)
+        accuracy, clock = None, self._logger.clock
+        self._skipped.tell("train", self._logger, step=self._step)
         if self._run.is_evaluated(self._step) and not signal_number:
-            self._journal.heartbeat.at("evaluating", self._step)
+            self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
                 accuracy, signal_number = self._evaluate(state)
-        self._journal.heartbeat.at("saving", self._step)
-        if not self._course.has_diverged:  # a checkpoint of it would push out a better one
+        self._logger.heartbeat.at("saving", self._step)
+        if not self._status.has_diverged:  # a checkpoint of it would push out a better one
             with clock.within("checkpoint"):
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)
-        clock.finish_stretch()
+        clock.finish_interval()
         if signal_number:
             self._interrupt(signal_number)
         self._clock.restart(self._step)
@@ -233,54 +233,54 @@ class TrainingLoop:
             return found
 
         evaluation = self._evaluation.measure(
-            state, self._journal, step=self._step, is_stopped=is_stopped
+            state, self._logger, step=self._step, is_stopped=is_stopped
         )
         if evaluation is None:
             return None, found
-        self._skipped.tell("test", self._journal, step=self._step)
-        self._journal.write(evaluation)
+        self._skipped.tell("test", self._logger, step=self._step)
+        self._logger.write(evaluation)
         self._note(evaluation)
         return evaluation.test_accuracy, 0
 
     def _note(self, measurement: Measurement) -> None:
         """Keep in mind what later decisions rest on; a resumed run is told its record again."""
-        self._course.note(measurement)
+        self._status.note(measurement)
         self._skipped.note(measurement)
-        self._checkpoints.pinned_step = self._course.best_step
+        self._checkpoints.pinned_step = self._status.best_step
         if isinstance(measurement, EvaluationMeasurement):
             self._checkpoints.rated[measurement.step] = measurement.test_accuracy
 
     def _final_weights(self, state: TrainState) -> dict[str, Any]:
         """Parameters and running statistics to end with: of the best epoch, if so configured."""
-        wanted, best_step = self._config.early_stopping, self._course.best_step
+        wanted, best_step = self._config.early_stopping, self._status.best_step
         if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
             state = self._checkpoints.restore(best_step, self._programs.step.state)
         params, model_state = self._programs.evaluation.weights(state)
         return {"params": params, "model_state": model_state}
 
     def _interrupt(self, signal_number: int) -> None:
-        with self._journal.clock.within("checkpoint"):
+        with self._logger.clock.within("checkpoint"):
             self._checkpoints.wait()
-        command = resume_command(self._journal.files, self._run)
+        command = resume_command(self._logger.files, self._run)
         self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
         raise Interrupted(128 + signal_number)
 
     def _ending(self) -> tuple[Status, str, DivergenceCause | None]:
-        measured = [update.step_seconds for update in self._course.updates]
-        remarks = beside_predicted(self._journal.files, measured) + self._skipped.in_words
-        return self._course.ending(
-            self._step, self._journal.elapsed_seconds, remarks, is_tuned=self._is_tuned
+        measured = [update.step_seconds for update in self._status.updates]
+        remarks = beside_predicted(self._logger.files, measured) + self._skipped.in_words
+        return self._status.ending(
+            self._step, self._logger.elapsed_seconds, remarks, is_tuned=self._is_tuned
         )
 
     def _change_status(
         self, status: Status, message: str, cause: DivergenceCause | None = None
     ) -> None:
-        self._journal.write(
+        self._logger.write(
             StatusChange(
                 step=self._step,
                 status=status,
                 message=message,
-                elapsed_seconds=self._journal.elapsed_seconds,
+                elapsed_seconds=self._logger.elapsed_seconds,
                 cause=cause,
             )
         )

@@ -20,7 +20,7 @@ from typing import Literal
 
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, plain, save_text
-from scalejax.training.time_accounting import TimeLedger, load_ledger
+from scalejax.training.time_accounting import TimeAccount, load_ledger
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
 """Where a run stands. "diverged": it was given up, for the cause that is named; or it ran to its
@@ -179,7 +179,7 @@ class RunFolder:
 
     @property
     def time(self) -> Path:
-        """Where its wall time went, a `Stretch` a line."""
+        """Where its wall time went, a `Interval` a line."""
         return self.path / "time.jsonl"
 
     @property
@@ -255,7 +255,7 @@ class RunRecord:
         return tuple(m for m in self.measurements if isinstance(m, StatusChange))
 
     @property
-    def time(self) -> TimeLedger | None:
+    def time(self) -> TimeAccount | None:
         """Where its wall time went, over all its sessions; None if nobody wrote it down.
 
         Raises:

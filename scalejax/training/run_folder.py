@@ -166,11 +166,12 @@ def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
 
 def _refuse_other_devices(devices_before: JsonValue, run: ResolvedRun) -> None:
     """Refuse another number of devices where it is a part of what is computed."""
-    exchange, devices = run.config.exchange, run.layout.data
-    if exchange is not None and devices != devices_before:
+    gradient_sync, devices = run.config.gradient_sync, run.layout.data
+    if gradient_sync is not None and devices != devices_before:
         accepted = (
-            f"exchange.name={exchange.name!r} brings together what each of {devices_before} "
-            f"devices has; on another number it is another run. Resume on {devices_before}"
+            f"gradient_sync.name={gradient_sync.name!r} brings together what each of "
+            f"{devices_before} devices has; on another number it is another run. "
+            f"Resume on {devices_before}"
         )
         raise ConfigError(refusal("layout.data", devices, accepted))
 

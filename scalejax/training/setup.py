@@ -30,7 +30,7 @@ from scalejax.training.schedules import Schedule, learning_rate_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class TrainSetup:
     """What the step of a run is made of."""
 
     run: ResolvedRun
@@ -41,9 +41,9 @@ class Recipe:
     """Learning rate by updates made."""
 
 
-def recipe_of(
+def train_setup(
     run: ResolvedRun, mesh: Mesh | None = None, schedule: Schedule | None = None
-) -> Recipe:
+) -> TrainSetup:
     """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone.
 
     With `schedule`, that is the learning rate, and not what the config says of it.
@@ -63,7 +63,7 @@ def recipe_of(
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":
         optimizer = with_loss_scale(optimizer)
-    return Recipe(run=run, optimizer=optimizer, schedule=schedule)
+    return TrainSetup(run=run, optimizer=optimizer, schedule=schedule)
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
@@ -119,27 +119,27 @@ def with_features(network: nnx.Module) -> NetworkWithFeatures:
     return network
 
 
-def feature_width(recipe: Recipe) -> int:
+def feature_width(setup: TrainSetup) -> int:
     """Features that the last layer of the network reads of an example.
 
     Raises:
         ConfigError: if the network cannot be taken apart before it.
     """
-    if recipe.run.dataset.is_text:
+    if setup.run.dataset.is_text:
         accepted = "texts have targets at every place, and no features of the whole"
         raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
-    images = jax.ShapeDtypeStruct((1, *recipe.run.dataset.input_shape), jnp.float32)
+    images = jax.ShapeDtypeStruct((1, *setup.run.dataset.input_shape), jnp.float32)
 
     def features(images: jax.Array) -> jax.Array:
-        network = with_features(network_of(recipe, BatchNormScope()))
+        network = with_features(network_of(setup, BatchNormScope()))
         return network.features(images, is_training=False)
 
     return jax.eval_shape(features, images).shape[-1]
 
 
-def network_of(recipe: Recipe, bn: BatchNormScope) -> nnx.Module:
+def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
     """The network as its seed draws it; in a traced function, to be merged with other values."""
-    run = recipe.run
+    run = setup.run
     rngs = nnx.Rngs(run.config.seed)
     network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)
     freeze_norms(run.config.fine_tuning, network)

@@ -100,12 +100,12 @@ class StopSignals:
         compare notes about once a second only, or every 50 calls: it takes an exchange. What the
         slowest call of all took decides after how many; a new kind of work begins with one.
         """
-        found = self._received if jax.process_count() == 1 else self._exchanged(kind)
+        found = self._received if jax.process_count() == 1 else self._synchronised(kind)
         if found:
             self._is_honoured.set()
         return found
 
-    def _exchanged(self, kind: str) -> int:
+    def _synchronised(self, kind: str) -> int:
         now = time.monotonic()
         if self._pace is None or self._pace.kind != kind:
             self._pace = _Pace(kind, now)

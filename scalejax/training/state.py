@@ -21,12 +21,12 @@ from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
 from scalejax.models.sharding import also_over, split_axes
-from scalejax.training.gradient_sync import GradientExchange, gradient_exchange
+from scalejax.training.gradient_sync import GradientSync, gradient_exchange
 from scalejax.training.gradient_sync.diloco import initial_outer
 from scalejax.training.mesh import replicated
 from scalejax.training.noise_scale import NoiseAverages
 from scalejax.training.optimizers.fine_tuning import require_known_parts, trainable
-from scalejax.training.setup import Recipe, network_of, recipe_of
+from scalejax.training.setup import TrainSetup, network_of, train_setup
 
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
@@ -55,40 +55,40 @@ class TrainState:
     last average and what steps from it, whole; None if nothing."""
 
 
-def initial_network(recipe: Recipe) -> tuple[PyTree, PyTree]:
+def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
     """Parameters and running statistics before the first update."""
-    network = network_of(recipe, BatchNormScope())
+    network = network_of(setup, BatchNormScope())
     try:
         _, params, statistics = nnx.split(network, nnx.Param, nnx.BatchStat)
     except ValueError as error:
         accepted = "a network may hold nnx.Param and nnx.BatchStat only (no dropout, no counters)"
-        raise ConfigError(refusal("model.name", recipe.run.config.model.name, accepted)) from error
+        raise ConfigError(refusal("model.name", setup.run.config.model.name, accepted)) from error
     return nnx.to_pure_dict(params), nnx.to_pure_dict(statistics)
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
     """Bytes of the state of `run`, each parameter and moment once, however they are spread; those
     of each device where each has its own."""
-    leaves = jax.tree.leaves(state_shapes(recipe_of(run, mesh), mesh))
+    leaves = jax.tree.leaves(state_shapes(train_setup(run, mesh), mesh))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def abstract_state(recipe: Recipe) -> TrainState:
+def abstract_state(setup: TrainSetup) -> TrainState:
     """Shapes and types of the state, nothing computed.
 
     Raises:
         ConfigError: if the network cannot be built, or is to be fine-tuned in parts it has not.
     """
-    params, model_state = jax.eval_shape(partial(initial_network, recipe))
-    require_known_parts(recipe.run.config.fine_tuning, params)
+    params, model_state = jax.eval_shape(partial(initial_network, setup))
+    require_known_parts(setup.run.config.fine_tuning, params)
     return TrainState(
         step=jax.ShapeDtypeStruct((), jnp.int32),
         params=params,
         model_state=model_state,
-        opt_state=jax.eval_shape(recipe.optimizer.init, learning_params(recipe, params)),
-        average=_kept_average(recipe, params, model_state),
-        noise=jax.eval_shape(partial(initial_noise, recipe)),
-        exchange=jax.eval_shape(partial(initial_exchange, recipe), params),
+        opt_state=jax.eval_shape(setup.optimizer.init, learning_params(setup, params)),
+        average=_kept_average(setup, params, model_state),
+        noise=jax.eval_shape(partial(initial_noise, setup)),
+        exchange=jax.eval_shape(partial(initial_gradient_sync, setup), params),
     )
 
 
@@ -98,48 +98,48 @@ def learning_count(run: ResolvedRun) -> tuple[int, int]:
     Raises:
         ConfigError: as of `abstract_state`.
     """
-    recipe = recipe_of(run)
-    params = abstract_state(recipe).params
+    setup = train_setup(run)
+    params = abstract_state(setup).params
     learning, whole = (
         sum(leaf.size for leaf in jax.tree.leaves(tree))
-        for tree in (learning_params(recipe, params), params)
+        for tree in (learning_params(setup, params), params)
     )
     return learning, whole
 
 
-def learning_params(recipe: Recipe, params: PyTree) -> PyTree:
+def learning_params(setup: TrainSetup, params: PyTree) -> PyTree:
     """`params`, or a tree alike, with None in place of what does not learn."""
-    return trainable(recipe.run.config.fine_tuning, params)
+    return trainable(setup.run.config.fine_tuning, params)
 
 
-def initial_noise(recipe: Recipe) -> NoiseAverages | None:
+def initial_noise(setup: TrainSetup) -> NoiseAverages | None:
     """The averages of the noise scale before the first update, if the run measures it."""
-    if recipe.run.config.train.noise_scale is None:
+    if setup.run.config.train.noise_scale is None:
         return None
     return NoiseAverages(*(jnp.zeros((), jnp.float32) for _ in NoiseAverages._fields))
 
 
-def exchange_of(recipe: Recipe) -> GradientExchange:
+def gradient_sync_of(setup: TrainSetup) -> GradientSync:
     """How the devices of the run bring their gradients together."""
-    run = recipe.run
+    run = setup.run
     return gradient_exchange(
-        run.config.exchange,
+        run.config.gradient_sync,
         stacked=network_class(run.config.model).stacked,
         per_device_batch=run.split.per_device_batch,
     )
 
 
-def initial_exchange(recipe: Recipe, params: PyTree) -> PyTree:
+def initial_gradient_sync(setup: TrainSetup, params: PyTree) -> PyTree:
     """What the devices keep for their exchange before the first update."""
-    config, learning = recipe.run.config.exchange, learning_params(recipe, params)
+    config, learning = setup.run.config.gradient_sync, learning_params(setup, params)
     if isinstance(config, LocalSgdConfig):
         return initial_outer(config, learning)
-    return copies(recipe, exchange_of(recipe).init(learning))
+    return copies(setup, gradient_sync_of(setup).init(learning))
 
 
-def copies(recipe: Recipe, tree: PyTree) -> PyTree:
+def copies(setup: TrainSetup, tree: PyTree) -> PyTree:
     """`tree` once for each device along data, [devices, ...]."""
-    devices = recipe.run.layout.data
+    devices = setup.run.layout.data
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (devices, *leaf.shape)), tree)
 
 
@@ -153,54 +153,54 @@ def as_part(own: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[None], own)
 
 
-def _kept_average(recipe: Recipe, params: PyTree, model_state: PyTree) -> PyTree:
+def _kept_average(setup: TrainSetup, params: PyTree, model_state: PyTree) -> PyTree:
     """The tree of an average of these, if the run keeps one."""
-    if recipe.run.config.averaging is None:
+    if setup.run.config.averaging is None:
         return None
     return {"params": params, "model_state": model_state}
 
 
-def state_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
+def state_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     """Shapes of the state with their shardings: those of `whole_shapes`, or, with local SGD, of
     each device along data its own."""
-    shapes = whole_shapes(recipe, mesh)
-    if not isinstance(recipe.run.config.exchange, LocalSgdConfig):
+    shapes = whole_shapes(setup, mesh)
+    if not isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
         return shapes
     parts = NamedSharding(mesh, PartitionSpec(DATA))
     own = (shapes.params, shapes.model_state, shapes.opt_state)
     params, model_state, opt_state = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=parts),
-        jax.eval_shape(partial(copies, recipe), own),
+        jax.eval_shape(partial(copies, setup), own),
     )
     return replace(shapes, params=params, model_state=model_state, opt_state=opt_state)
 
 
-def whole_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
+def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     """Shapes of a state that all devices share: optimizer state lies where its parameters do.
 
     With a ZeRO stage that is in parts over data, as Megatron-LM's distributed optimizer has it:
     what the network reads is gathered from them (`gathered_params`).
     """
-    shapes = abstract_state(recipe)
+    shapes = abstract_state(setup)
     whole = replicated(mesh)
-    params = _used_shardings(recipe, mesh, shapes.params)
-    if recipe.run.config.layout.zero_stage:
+    params = _used_shardings(setup, mesh, shapes.params)
+    if setup.run.config.layout.zero_stage:
         params = jax.tree.map(_over_data, shapes.params, params)
     model_state = jax.tree.map(lambda _: whole, shapes.model_state)
-    is_local = isinstance(recipe.run.config.exchange, LocalSgdConfig)
+    is_local = isinstance(setup.run.config.gradient_sync, LocalSgdConfig)
     kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
     shardings = TrainState(
         step=whole,
         params=params,
         model_state=model_state,
         opt_state=optax.tree.map_params(
-            recipe.optimizer,
+            setup.optimizer,
             lambda _, like: like,
             shapes.opt_state,
-            learning_params(recipe, params),
+            learning_params(setup, params),
             transform_non_params=lambda _: whole,
         ),
-        average=_kept_average(recipe, params, model_state),
+        average=_kept_average(setup, params, model_state),
         noise=jax.tree.map(lambda _: whole, shapes.noise),
         exchange=jax.tree.map(lambda _: kept, shapes.exchange),
     )
@@ -211,12 +211,12 @@ def whole_shapes(recipe: Recipe, mesh: Mesh) -> TrainState:
     )
 
 
-def _used_shardings(recipe: Recipe, mesh: Mesh, params: PyTree) -> PyTree:
+def _used_shardings(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
     """How parameters of these shapes lie while the network reads them: whole over data."""
     specs = param_specs(
         params,
-        network_class(recipe.run.config.model).partition_rules(),
-        recipe.run.layout.axis_sizes,
+        network_class(setup.run.config.model).partition_rules(),
+        setup.run.layout.axis_sizes,
     )
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
@@ -225,16 +225,16 @@ def _used_shardings(recipe: Recipe, mesh: Mesh, params: PyTree) -> PyTree:
     )
 
 
-def gathered_params(recipe: Recipe, mesh: Mesh, params: PyTree) -> PyTree:
+def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
     """The parameters that the network reads, gathered if the state keeps them in parts over data.
 
     Those that the network uses in the compute type travel in it: half the bytes of float32, and
     the only whole copy that a device holds.
     """
-    model = recipe.run.config.model
-    if not recipe.run.config.layout.zero_stage:
+    model = setup.run.config.model
+    if not setup.run.config.layout.zero_stage:
         return params
-    used = _used_shardings(recipe, mesh, params)
+    used = _used_shardings(setup, mesh, params)
 
     def gathered(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         if is_cast(model, parameter_path(path)):
@@ -284,16 +284,16 @@ class DataPart:
         )(gradient.reshape(self.shape))
 
 
-def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
+def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
     """A `DataPart` for each parameter that learns: whole, but for what the layout's ZeRO stage
     keeps apart."""
-    params = abstract_state(recipe).params
+    params = abstract_state(setup).params
 
     def part(leaf: jax.ShapeDtypeStruct, used: NamedSharding) -> DataPart:
         spec = _over_data(leaf, used).spec
         for index, entry in enumerate(spec):
             axes = entry if isinstance(entry, tuple) else (entry,)
-            if recipe.run.config.layout.zero_stage and DATA in axes:
+            if setup.run.config.layout.zero_stage and DATA in axes:
                 others = math.prod(mesh.shape[axis] for axis in axes if axis != DATA)
                 split = (others, mesh.shape[DATA], -1)
                 kept = (*used.spec, *[None] * leaf.ndim)[: leaf.ndim]
@@ -305,8 +305,8 @@ def data_parts(recipe: Recipe, mesh: Mesh) -> PyTree:
                 )
         return DataPart(spec=PartitionSpec())
 
-    parts = jax.tree.map(part, params, _used_shardings(recipe, mesh, params))
-    return learning_params(recipe, parts)
+    parts = jax.tree.map(part, params, _used_shardings(setup, mesh, params))
+    return learning_params(setup, parts)
 
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:

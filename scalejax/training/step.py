@@ -29,14 +29,14 @@ from scalejax.training.optimizers.averaging import averaged
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.optimizers.loss_scale import LossScaled
 from scalejax.training.schedules import Schedule
-from scalejax.training.setup import Recipe, feature_width, reads_features, recipe_of
+from scalejax.training.setup import TrainSetup, feature_width, reads_features, train_setup
 from scalejax.training.state import (
     PyTree,
     TrainState,
     abstract_state,
     copies,
     gathered_params,
-    initial_exchange,
+    initial_gradient_sync,
     initial_network,
     initial_noise,
     learning_params,
@@ -61,7 +61,7 @@ def batch_shapes_on(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
     parts: dict[str, tuple[tuple[int, ...], Any]]
     parts = {"inputs": (dataset.input_shape, input_dtype(dataset))}
     if reads_features(run.config):
-        parts = {"inputs": ((feature_width(recipe_of(run)),), jnp.float32)}
+        parts = {"inputs": ((feature_width(train_setup(run)),), jnp.float32)}
     for name in ("targets", "places") if dataset.is_masked else ("targets",):
         parts[name] = (dataset.target_shape, jnp.int32)
     if run.is_weighted:
@@ -113,16 +113,16 @@ def build_step(
     Raises:
         ConfigError: if the network cannot be built for the data set.
     """
-    recipe = recipe_of(run, mesh, schedule)
+    setup = train_setup(run, mesh, schedule)
     if phase:  # with the optimizer and the schedule of the whole run
-        recipe = replace(recipe, run=in_phase(recipe.run, run.phases[phase]))
-    state = state_shapes(recipe, mesh)
+        setup = replace(setup, run=in_phase(setup.run, run.phases[phase]))
+    state = state_shapes(setup, mesh)
     if run.config.train.noise_scale is not None:
-        _part_count(recipe.run, state.model_state)  # a user's own network may have BatchNorm too
-    batch = batch_shapes(recipe.run, mesh)
+        _part_count(setup.run, state.model_state)  # a user's own network may have BatchNorm too
+    batch = batch_shapes(setup.run, mesh)
     state_shardings = shardings_of(state)
     function = jax.jit(
-        partial(_update, recipe, mesh),
+        partial(_update, setup, mesh),
         in_shardings=(state_shardings, shardings_of(batch)),
         out_shardings=(state_shardings, replicated(mesh)),
         donate_argnums=0,
@@ -137,24 +137,24 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     Raises:
         ConfigError: if such weights are not there.
     """
-    recipe = recipe_of(run, mesh)
-    shapes = whole_shapes(recipe, mesh)
+    setup = train_setup(run, mesh)
+    shapes = whole_shapes(setup, mesh)
     shardings = shardings_of(shapes)
-    params, model_state = initial_weights(recipe, (shapes.params, shapes.model_state))
-    init = jax.jit(recipe.optimizer.init, out_shardings=shardings.opt_state)
-    opt_state = init(learning_params(recipe, params))
+    params, model_state = initial_weights(setup, (shapes.params, shapes.model_state))
+    init = jax.jit(setup.optimizer.init, out_shardings=shardings.opt_state)
+    opt_state = init(learning_params(setup, params))
     step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
-    noise = jax.device_put(initial_noise(recipe), shardings.noise)
+    noise = jax.device_put(initial_noise(setup), shardings.noise)
     state = TrainState(
         step=step, params=params, model_state=model_state, opt_state=opt_state, noise=noise
     )
-    if run.config.exchange is not None:
-        kept = jax.jit(partial(initial_exchange, recipe), out_shardings=shardings.exchange)
+    if run.config.gradient_sync is not None:
+        kept = jax.jit(partial(initial_gradient_sync, setup), out_shardings=shardings.exchange)
         state = replace(state, exchange=kept(params))
-    if isinstance(run.config.exchange, LocalSgdConfig):
-        spread = shardings_of(state_shapes(recipe, mesh))
+    if isinstance(run.config.gradient_sync, LocalSgdConfig):
+        spread = shardings_of(state_shapes(setup, mesh))
         own, lies = ((of.params, of.model_state, of.opt_state) for of in (state, spread))
-        params, model_state, opt_state = jax.jit(partial(copies, recipe), out_shardings=lies)(own)
+        params, model_state, opt_state = jax.jit(partial(copies, setup), out_shardings=lies)(own)
         state = replace(state, params=params, model_state=model_state, opt_state=opt_state)
     if run.config.averaging is not None:  # of its own: the update may write over either
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
@@ -163,13 +163,13 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     return state
 
 
-def initial_weights(recipe: Recipe, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+def initial_weights(setup: TrainSetup, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
     """Parameters and statistics of these shapes: those that the model begins with, or drawn."""
-    read = tuple(pretrained_weights(recipe.run.config.model, tree) for tree in shapes)
+    read = tuple(pretrained_weights(setup.run.config.model, tree) for tree in shapes)
     is_read = jax.tree.map(lambda leaf: leaf is not None, read, is_leaf=lambda leaf: leaf is None)
 
     def drawn() -> PyTree:  # only what is missing: to draw all takes seconds to compile
-        weights = initial_network(recipe)
+        weights = initial_network(setup)
         return jax.tree.map(lambda leaf, has: None if has else leaf, weights, is_read)
 
     shardings = jax.tree.map(lambda leaf, has: None if has else leaf.sharding, shapes, is_read)
@@ -182,20 +182,20 @@ def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]
     For counting what the model itself needs: no mesh, no gradient, no recompute, and no call of
     a library that a trace does not see into.
     """
-    recipe = recipe_of(run)
-    return partial(mean_loss, recipe, BatchNormScope()), _traced(recipe)
+    setup = train_setup(run)
+    return partial(mean_loss, setup, BatchNormScope()), _traced(setup)
 
 
 def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
     """Likewise the loss and its gradient by the parameters that learn, with what the model
     recomputes: where few learn, the backward pass is less than twice the forward pass."""
-    recipe = recipe_of(run)
-    return partial(gradients, recipe, BatchNormScope(), scale=None), _traced(recipe)
+    setup = train_setup(run)
+    return partial(gradients, setup, BatchNormScope(), scale=None), _traced(setup)
 
 
-def _traced(recipe: Recipe) -> tuple[PyTree, ...]:
+def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
     """Shapes of parameters, statistics and a global batch."""
-    state, batch = abstract_state(recipe), batch_shapes_on(recipe.run, sharding=None)
+    state, batch = abstract_state(setup), batch_shapes_on(setup.run, sharding=None)
     return state.params, state.model_state, batch
 
 
@@ -212,21 +212,21 @@ def _evenly_weighted(batch: Batch) -> Batch:
 
 
 def _update(
-    recipe: Recipe, mesh: Mesh, state: TrainState, batch: Batch
+    setup: TrainSetup, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     batch = _evenly_weighted(batch)
-    exchange = recipe.run.config.exchange
-    if isinstance(exchange, LocalSgdConfig):
-        return local_update(recipe, exchange, mesh, state, batch)
+    gradient_sync = setup.run.config.gradient_sync
+    if isinstance(gradient_sync, LocalSgdConfig):
+        return local_update(setup, gradient_sync, mesh, state, batch)
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
-    params = gathered_params(recipe, mesh, state.params)
-    gradient, model_state, metrics, kept = combined_gradients(recipe, mesh)(
+    params = gathered_params(setup, mesh, state.params)
+    gradient, model_state, metrics, kept = combined_gradients(setup, mesh)(
         params, state.model_state, batch, scale, state.exchange
     )
-    noise, metrics = _measured(recipe, state, gradient, metrics, scale)
-    learning = learning_params(recipe, state.params)
-    updates, opt_state = recipe.optimizer.update(gradient, state.opt_state, learning)
+    noise, metrics = _measured(setup, state, gradient, metrics, scale)
+    learning = learning_params(setup, state.params)
+    updates, opt_state = setup.optimizer.update(gradient, state.opt_state, learning)
     step = state.step + 1
     params = updated(state.params, optax.apply_updates(learning, updates))
     weights = {"params": params, "model_state": model_state}
@@ -235,11 +235,11 @@ def _update(
         params=params,
         model_state=model_state,
         opt_state=opt_state,
-        average=averaged(recipe.run, step, state.average, weights),
+        average=averaged(setup.run, step, state.average, weights),
         noise=noise,
         exchange=kept,
     )
-    learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+    learning_rate = jnp.asarray(setup.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}
     if isinstance(before, LossScaled):
         return _unless_skipped(state, new_state, metrics)
@@ -247,14 +247,14 @@ def _update(
 
 
 def _measured(
-    recipe: Recipe,
+    setup: TrainSetup,
     state: TrainState,
     gradient: PyTree,
     metrics: dict[str, jax.Array],
     scale: jax.Array | None,
 ) -> tuple[NoiseAverages | None, dict[str, jax.Array]]:
     """What the run measures of its gradient: averages for the noise scale, and metrics."""
-    run, wanted = recipe.run, recipe.run.config.train.noise_scale
+    run, wanted = setup.run, setup.run.config.train.noise_scale
     if not run.config.train.measures_gradient_norm:
         return None, metrics
     unscaled = 1.0 if scale is None else 1 / scale**2

@@ -148,7 +148,7 @@ class EarlyStopping:
         return bool(np.float32(value - min_delta) > np.float32(reference))
 
 
-class Course:
+class RunStatus:
     """Takes in the record of a run, line by line; says when the run is to end, and how it did."""
 
     def __init__(self, run: ResolvedRun) -> None:

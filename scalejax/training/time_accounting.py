@@ -34,7 +34,7 @@ them fills a page of memory, so that none lies in two: the system writes a page 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class Interval:
     """What a session did from one pause to the end of the next, or until it was last seen."""
 
     session: int
@@ -76,7 +76,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimeLedger:
+class TimeAccount:
     """The wall time of a run, each second of it in one place."""
 
     sessions: int
@@ -133,7 +133,7 @@ class TimeLedger:
         )
 
 
-def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
+def time_account(intervals: Sequence[Interval]) -> TimeAccount:
     """The sums of the stretches of a run, in their order; there must be one at least.
 
     The time between two sessions is by a clock that nobody sets, where the machine was not started
@@ -142,8 +142,8 @@ def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
     """
     kept = dict.fromkeys(PARTS, 0.0)
     wasted_seconds, repeated_steps = 0.0, 0
-    made = steps_made(stretches)
-    for each, steps, is_counted in zip(stretches, made, which_counted(stretches), strict=True):
+    made = steps_made(intervals)
+    for each, steps, is_counted in zip(intervals, made, which_counted(intervals), strict=True):
         for part in PARTS:
             seconds = getattr(each, f"{part}_seconds")
             if is_counted or part in ("startup", "compile"):
@@ -152,45 +152,45 @@ def time_ledger(stretches: Sequence[Stretch]) -> TimeLedger:
                 wasted_seconds += seconds
         if not is_counted:
             repeated_steps += steps
-    return TimeLedger(
-        sessions=len({each.session for each in stretches}),
+    return TimeAccount(
+        sessions=len({each.session for each in intervals}),
         repeated_steps=repeated_steps,
         wasted_seconds=wasted_seconds,
-        down_seconds=math.fsum(_down_times(stretches)),
+        down_seconds=math.fsum(_down_times(intervals)),
         **{f"{part}_seconds": seconds for part, seconds in kept.items()},
     )
 
 
-def which_counted(stretches: Sequence[Stretch]) -> list[bool]:
+def which_counted(intervals: Sequence[Interval]) -> list[bool]:
     """Whether the updates of each stretch counted: no later session began before its end.
 
     One that was cut off counts neither, however few updates it had finished.
     """
     resumed_at, counted_ones = math.inf, []
-    for index in range(len(stretches) - 1, -1, -1):
-        each = stretches[index]
+    for index in range(len(intervals) - 1, -1, -1):
+        each = intervals[index]
         is_cut_off = each.step == resumed_at and not each.is_finished
         counted_ones.append(each.step <= resumed_at and not is_cut_off)
-        is_first_of_session = index == 0 or stretches[index - 1].session != each.session
+        is_first_of_session = index == 0 or intervals[index - 1].session != each.session
         if is_first_of_session and each.first_step is not None:
             resumed_at = min(resumed_at, each.first_step)
     return counted_ones[::-1]
 
 
-def steps_made(stretches: Sequence[Stretch]) -> list[int]:
+def steps_made(intervals: Sequence[Interval]) -> list[int]:
     """Updates that were made in each stretch."""
     made = []
-    for before, each in zip((None, *stretches), stretches, strict=False):
+    for before, each in zip((None, *intervals), intervals, strict=False):
         is_same = before is not None and before.session == each.session
         made.append(each.step - (before.step if before and is_same else each.first_step or 0))
     return made
 
 
-def _down_times(stretches: Sequence[Stretch]) -> list[float]:
+def _down_times(intervals: Sequence[Interval]) -> list[float]:
     """Seconds between each session and the next."""
-    first: dict[int, Stretch] = {}
+    first: dict[int, Interval] = {}
     spent: dict[int, float] = {}
-    for each in stretches:
+    for each in intervals:
         first.setdefault(each.session, each)
         spent[each.session] = spent.get(each.session, 0.0) + each.seconds
     return [
@@ -199,7 +199,7 @@ def _down_times(stretches: Sequence[Stretch]) -> list[float]:
     ]
 
 
-def _between(earlier: Stretch, later: Stretch) -> float:
+def _between(earlier: Interval, later: Interval) -> float:
     """Seconds from the begin of one session to that of another."""
     begins = earlier.began_boot_seconds, later.began_boot_seconds
     is_same_boot = earlier.boot_id is not None and earlier.boot_id == later.boot_id
@@ -208,7 +208,7 @@ def _between(earlier: Stretch, later: Stretch) -> float:
     return later.began_unix_seconds - earlier.began_unix_seconds
 
 
-def ledger_in_words(ledger: TimeLedger) -> str:
+def ledger_in_words(ledger: TimeAccount) -> str:
     """The ledger on one line, parts that are next to nothing left out."""
     shares = [
         f"{name} {format_fraction(seconds / ledger.seconds)}"
@@ -222,7 +222,7 @@ def ledger_in_words(ledger: TimeLedger) -> str:
     )
 
 
-def load_stretches(path: Path) -> tuple[Stretch, ...]:
+def load_intervals(path: Path) -> tuple[Interval, ...]:
     """The lines of a file; a last line that was cut off is passed over, and no file has none.
 
     Raises:
@@ -239,33 +239,33 @@ def load_stretches(path: Path) -> tuple[Stretch, ...]:
     )
 
 
-def load_ledger(path: Path) -> TimeLedger | None:
+def load_ledger(path: Path) -> TimeAccount | None:
     """The ledger of the lines in a file; None if it has none.
 
     Raises:
         ConfigError: if a line is damaged (with its number).
     """
-    stretches = load_stretches(path)
-    return time_ledger(stretches) if stretches else None
+    intervals = load_intervals(path)
+    return time_account(intervals) if intervals else None
 
 
-def line_of(stretch: Stretch) -> bytes:
+def line_of(interval: Interval) -> bytes:
     """A stretch as its line: JSON, filled with blanks."""
     values = {
         name: round(value, 6) if isinstance(value, float) else value
-        for name, value in plain(stretch).items()  # type: ignore[union-attr]  a dataclass is a table
+        for name, value in plain(interval).items()  # type: ignore[union-attr]  a dataclass is a table
     }
     return json.dumps(values).encode().ljust(LINE_BYTES - 1) + b"\n"
 
 
-def _parse(line: bytes, where: str) -> Stretch:
+def _parse(line: bytes, where: str) -> Interval:
     try:
         value = json.loads(line)
     except ValueError as error:
         hint = "delete that file to go on without what it says"
         raise ConfigError(f"{where} is damaged ({error}); {hint}.") from error
     try:
-        return build(Stretch, value)
+        return build(Interval, value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -286,7 +286,7 @@ class RunClock:
             began_seconds_ago: how long its start-up has taken already.
         """
         boot_id, boot_seconds = _boot()
-        self._blank = Stretch(
+        self._blank = Interval(
             session=0,
             began_unix_seconds=time.time() - began_seconds_ago,
             boot_id=boot_id,
@@ -311,7 +311,7 @@ class RunClock:
         Raises:
             ConfigError: if the file is damaged or cannot be written.
         """
-        earlier = load_stretches(path)
+        earlier = load_intervals(path)
         if earlier:
             self._blank = replace(self._blank, session=earlier[-1].session + 1)
         self._line, self._path = len(earlier), path
@@ -354,14 +354,14 @@ class RunClock:
             self._seconds["step"] -= seconds
             self._seconds["input_wait"] += seconds
 
-    def finish_stretch(self) -> None:
+    def finish_interval(self) -> None:
         """End a stretch, in a pause; the next one begins.
 
         Raises:
             ConfigError: if it cannot be written.
         """
         with self._lock:
-            self._close_stretch()
+            self._close_interval()
 
     def close(self) -> None:
         """End the session.
@@ -376,7 +376,7 @@ class RunClock:
             if self._file is None:
                 return
             try:
-                self._close_stretch()
+                self._close_interval()
             finally:
                 os.close(self._file)
                 self._file = None
@@ -396,7 +396,7 @@ class RunClock:
             if error is None:  # else that is told, which is often the same
                 raise
 
-    def _close_stretch(self) -> None:
+    def _close_interval(self) -> None:
         now = time.perf_counter()
         try:
             self._write(now, is_finished=True)
@@ -417,14 +417,14 @@ class RunClock:
             return
         seconds = dict(self._seconds)
         seconds[self._part] += now - self._since
-        stretch = replace(
+        interval = replace(
             self._blank,
             first_step=self._first_step,
             step=self._step,
             is_finished=is_finished,
             **{f"{part}_seconds": value for part, value in seconds.items()},
         )
-        os.pwrite(self._file, line_of(stretch), self._line * LINE_BYTES)
+        os.pwrite(self._file, line_of(interval), self._line * LINE_BYTES)
 
 
 def _boot() -> tuple[str | None, float | None]:

@@ -22,7 +22,7 @@ from scalejax.models.pretrained import require_weights
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.compile import RunPrograms, compile_run, predict_run, resume_command
 from scalejax.training.input_tuning import tuned_input
-from scalejax.training.logger import Journal
+from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
 from scalejax.training.mesh import build_mesh
 from scalejax.training.multihost import (
@@ -120,11 +120,13 @@ def train(
             clock.begin(begin)
             signals.begin()
             with (
-                closing(Journal(files, reporter, heartbeat, clock, after_step=begin)) as journal,
+                closing(
+                    MetricsLogger(files, reporter, heartbeat, clock, after_step=begin)
+                ) as logger,
                 closing(StepTraces(files.traces, traces)) as recorder,
                 _naming_the_way_out(),
             ):
-                loop = TrainingLoop(run, programs, checkpoints, journal, signals, recorder)
+                loop = TrainingLoop(run, programs, checkpoints, logger, signals, recorder)
                 loop.train(state, begin, tuned)
     if is_first() and (ledger := load_ledger(files.time)) and ledger.sessions > 1:
         reporter.say(ledger_in_words(ledger))

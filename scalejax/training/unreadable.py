@@ -10,7 +10,7 @@ from typing import Literal
 from scalejax.config.run import ResolvedRun
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Split
-from scalejax.training.logger import Journal
+from scalejax.training.logger import MetricsLogger
 from scalejax.training.multihost import all_say
 from scalejax.training.record import Measurement, UnreadableExamples
 from scalejax.training.reporter import unreadable_in_words
@@ -25,17 +25,17 @@ class SkippedExamples:
         self.of: dict[Split, Skipped] = {"train": Skipped(), "test": Skipped()}
         """What this process found, by part, since the last line."""
 
-    def tell(self, part: Split, journal: Journal, *, step: int) -> None:
+    def tell(self, part: Split, logger: MetricsLogger, *, step: int) -> None:
         """Put down what all processes found since the last line, if there is something to say;
         every process must ask."""
         if self._run.config.input.unreadable == "refuse":
             return
         found = [json.loads(said) for said in all_say(json.dumps(self.of[part].taken()))]
         line = unreadable_examples(
-            self._run, part, found, step=step, elapsed_seconds=journal.elapsed_seconds
+            self._run, part, found, step=step, elapsed_seconds=logger.elapsed_seconds
         )
         if line is not None:
-            journal.write(line)
+            logger.write(line)
             self.note(line)
 
     def note(self, measurement: Measurement) -> None:

@@ -262,9 +262,9 @@ def _recomputes(row: LedgerRow) -> list[str]:
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
     if stated == "selective" and _is_titan(row):
-        stated = "per_op"
+        stated = "selective_op"
     if row.model.model not in _CAUSAL:
-        if stated in ("selective", "per_op", "full"):
+        if stated in ("selective", "selective_op", "full"):
             raise ConfigError(f"{stated} recompute of {row.model.model!r}")
         return ["none"]
     return ["none", "full"] if stated is None else [stated]

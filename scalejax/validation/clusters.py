@@ -55,11 +55,11 @@ def cluster_of(row: LedgerRow) -> Cluster:
     Raises:
         ConfigError: if the catalogue has no such device, or none in such a node.
     """
-    exchange = row.spread.gradient_exchange
-    if exchange not in (None, "all_reduce", "parameter_server"):
-        raise ConfigError(f"gradient_exchange {exchange!r}")
+    collective = row.spread.gradient_exchange
+    if collective not in (None, "all_reduce", "parameter_server"):
+        raise ConfigError(f"gradient_exchange {collective!r}")
     named = _words(f"{row.source} {row.source_locator or ''}")
-    is_served = exchange == "parameter_server"
+    is_served = collective == "parameter_server"
     is_old = row.year is not None and row.year <= _LAST_OF_NCCL_1
     library = "parameter-server" if is_served else "nccl-1" if is_old else None
     cluster = _cluster(_machine(row), named, row.work.precision, library)

@@ -34,10 +34,10 @@ from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
-from scalejax.simulator.transforms.scale_out import narrowed, widened
+from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
-from scalejax.xla import as_asked, for_chip
+from scalejax.xla import for_chip, restored
 from scalejax.xla.cache import cached_program, case_key, keep
 from scalejax.xla.job import Compiled, RunJob
 from scalejax.xla.target import Target, has_cuda_compiler, target_for
@@ -70,7 +70,7 @@ class Programs:
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
         """The program of each key that was asked for, or why there is none."""
-        self._widened: dict[tuple[str | int | bool, ...], Program | str | None] = {}
+        self._scaled_out: dict[tuple[str | int | bool, ...], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -137,10 +137,10 @@ class Programs:
         derived = (*derived, case.overlaps_tensor, case.overlaps_state)
         derived = (*derived, case.has_eager_loss, case.has_eager_blocks)
         key = (case_key(asked.job), *sizes, *derived)
-        if key not in self._widened:
+        if key not in self._scaled_out:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program):
-                program = widened(program, asked.job.run, asked.run)
+                program = scaled_out(program, asked.job.run, asked.run)
             if isinstance(program, Program) and case.is_megatron:
                 program = _as_megatron(program, asked.run, case)
             if isinstance(program, Program) and case.overlaps_tensor:
@@ -151,11 +151,11 @@ class Programs:
                 wordier = [self.known[case_key(job)] for job in asked.wordier]
                 program = _as_eager(program, asked.run, case, wordier)
             if isinstance(program, Program):
-                program = as_asked(program, case.runs[0])  # all are of one type
+                program = restored(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
                 program = _pipelined(program, asked.run, case)
-            self._widened[key] = program
-        return self._widened[key]
+            self._scaled_out[key] = program
+        return self._scaled_out[key]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
         """Have an answer for each of `jobs`."""
@@ -228,7 +228,7 @@ def _as_eager(
             levels.append(each.memory.temporary_bytes)
         at_loss = level_at_loss(levels)
         program = with_eager_loss(program, logits, at_loss, is_divided=layout.tensor > 1)
-    if case.has_eager_blocks and model.remat == "per_op":
+    if case.has_eager_blocks and model.remat == "selective_op":
         size = tokens * model.hidden * ELEMENT_BYTES[model.compute_dtype]
         program = with_eager_blocks(program, size, model.layers)
     return program
@@ -289,7 +289,7 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     """
     run = for_chip(case.runs[choice], case.cluster.chip)
     has_server = case.row.spread.gradient_exchange == "parameter_server"
-    narrow = narrowed(run, has_server=has_server) if is_narrow else run
+    narrow = reduced(run, has_server=has_server) if is_narrow else run
     # Whether or not its compiler is here: the archive has what it made.
     target = target_for(case.cluster, narrow.layout.device_count, "cuda")
     times = WORDIER if case.has_eager_loss else ()
@@ -310,8 +310,8 @@ def _compilable(job: RunJob) -> RunJob:
     """`job` for the CPU, whose FLOP carry over, where no compiler for GPUs is installed."""
     if job.target.backend == "cpu" or has_cuda_compiler():
         return job
-    stand_in = Target(backend="cpu", name="cpu", device_count=job.target.device_count)
-    return replace(job, target=stand_in)
+    substitute = Target(backend="cpu", name="cpu", device_count=job.target.device_count)
+    return replace(job, target=substitute)
 
 
 def _fitting_seconds(answer: Program | str, case: Case) -> float | None:

@@ -18,13 +18,12 @@ from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, keep
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
-from scalejax.xla.substitution import as_asked, for_chip, require_type
+from scalejax.xla.substitution import for_chip, require_type, restored
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
 
 __all__ = [
     "ProfileJob",
-    "as_asked",
     "for_chip",
     "has_cuda_compiler",
     "profile",
@@ -34,6 +33,7 @@ __all__ = [
     "read_step",
     "remembered",
     "require_type",
+    "restored",
 ]
 
 CacheFolder = Path | None | Literal["user"]
@@ -98,7 +98,7 @@ def profile_many(
     programs: dict[int, Program] = {}
 
     def done(position: int, program: Program) -> None:
-        programs[position] = as_asked(program, jobs[position].run)
+        programs[position] = restored(program, jobs[position].run)
         if on_done is not None:
             on_done(position, programs[position])
 
@@ -125,7 +125,7 @@ def remembered(job: ProfileJob) -> Program | None:
         DoesNotFit: if the cluster has fewer devices.
     """
     program = cached_program(user_folder(), _asked(job))
-    return None if program is None else as_asked(program, job.run)
+    return None if program is None else restored(program, job.run)
 
 
 def _asked(job: ProfileJob, backend: Backend | None = None) -> RunJob:

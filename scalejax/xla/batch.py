@@ -10,7 +10,7 @@ from scalejax.core.progress import OnCase, Stage, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Program
-from scalejax.simulator.transforms.scale_out import narrowed, widened
+from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.xla import ProfileJob, profile_many, remembered
 
 # The programs of several cases, with word of each: when its compilation begins, when it is done.
@@ -85,10 +85,10 @@ def programs_of(
         jobs[name] = ProfileJob(run=run, cluster=cluster)
         return name
 
-    asked = [(narrow := narrowed(run), ask(narrow, cluster)) for run, cluster in runs]
+    asked = [(narrow := reduced(run), ask(narrow, cluster)) for run, cluster in runs]
     known = _compiled(jobs, on_progress)
     found = [
-        widened(known[name], narrow, run)
+        scaled_out(known[name], narrow, run)
         for (run, _), (narrow, name) in zip(runs, asked, strict=True)
     ]
     # What does not follow from fewer devices is compiled for all of them.

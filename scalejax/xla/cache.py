@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from scalejax.config.model import CustomConfig
-from scalejax.config.run import exchange_shares
+from scalejax.config.run import gradient_sync_shares
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.config.training import LossConfig
 from scalejax.core.cache import package_digest
@@ -32,6 +32,9 @@ _LIBRARIES = (
     "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt",
     "libtpu",
 )  # fmt: skip
+
+_IN_ARCHIVES = {"gradient_sync": "exchange", "selective_op": "per_op"}
+"""Words of the keys of archives whose programs were compiled when these had other names."""
 
 
 def cached_program(folder: Path, job: RunJob) -> Program | None:
@@ -83,13 +86,13 @@ def case_key(job: RunJob) -> str:
     ):
         if (value := getattr(config.layout, name)) != usual:
             material[name] = value
-    for name in ("loss", "averaging", "fine_tuning", "exchange"):
+    for name in ("loss", "averaging", "fine_tuning", "gradient_sync"):
         if (part := getattr(config, name)) not in (None, LossConfig()):
-            material[name] = _named(part)
+            material[_IN_ARCHIVES.get(name, name)] = _named(part)
     for name, is_beside in (("mix", job.run.is_mixed), ("weights", job.run.is_weighted)):
         if is_beside:
             material[name] = True
-    if shares := exchange_shares(job.run):
+    if shares := gradient_sync_shares(job.run):
         material["shares"] = shares
     if any(measured := _measured(job)):
         material["measured"] = measured
@@ -106,7 +109,11 @@ def _measured(job: RunJob) -> list[JsonValue]:
 def _named(part: object) -> list[JsonValue]:
     """The class of a description, and its fields that are not the default, without lengths."""
     fields = _adapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
-    kept = {name: value for name, value in fields.items() if not name.endswith("_examples")}
+    kept = {
+        name: _IN_ARCHIVES.get(value, value) if isinstance(value, str) else value
+        for name, value in fields.items()
+        if not name.endswith("_examples")
+    }
     # The composed schedule had no name when the first programs were kept.
     name = None if isinstance(part, ScheduleConfig) else getattr(part, "name", None)
     return [name or type(part).__name__, kept]
@@ -146,8 +153,8 @@ def _shaping(job: RunJob) -> JsonValue:
         "mix": job.run.is_mixed,
         "weights": job.run.is_weighted,
         "fine_tuning": config["fine_tuning"],
-        "exchange": config["exchange"],
-        "shares": dict(exchange_shares(job.run)),
+        "gradient_sync": config["gradient_sync"],
+        "shares": dict(gradient_sync_shares(job.run)),
         "layout": config["layout"],
         "measured": _measured(job),
         "split": run["split"],

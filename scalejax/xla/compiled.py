@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from scalejax.config.run import ResolvedRun, exchange_shares, with_fields
+from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import Loop, MemoryUse, Operation, Program, with_bubble
 from scalejax.xla.cpu_workspace import convolution_workspace_bytes
@@ -48,7 +48,7 @@ def read_step(
         global_batch=run.split.global_batch,
         tokens_per_sample=run.dataset.tokens_per_sample,
         model_flop=_model_flop(run),
-        shares=exchange_shares(run),
+        shares=gradient_sync_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
     if (idle_ticks := run.layout.pipeline - 1) > 0:
@@ -57,7 +57,7 @@ def read_step(
         program = replace(program, operations=operations)
     narrow = _NARROW.get(run.config.model.compute_dtype)
     if program.backend == "cpu" and narrow is not None:
-        operations = tuple(_narrowed(item, narrow) for item in program.operations)
+        operations = tuple(_reduced(item, narrow) for item in program.operations)
         return replace(program, operations=operations)
     return program
 
@@ -83,11 +83,11 @@ def _without_remat(run: ResolvedRun) -> ResolvedRun:
     return replace(run, config=with_fields(run.config, {"model.remat": "none"}))
 
 
-def _narrowed(item: Operation | Loop, narrow: str) -> Operation | Loop:
+def _reduced(item: Operation | Loop, narrow: str) -> Operation | Loop:
     """`item` with its f32 products in the type `narrow`: so was asked of a CPU, which widens them,
     and so, in bf16, a TPU rounds them, where not asked for more precision."""
     if isinstance(item, Loop):
-        return replace(item, body=tuple(_narrowed(inner, narrow) for inner in item.body))
+        return replace(item, body=tuple(_reduced(inner, narrow) for inner in item.body))
     return replace(item, dtype=narrow) if item.flop and item.dtype == "f32" else item
 
 
@@ -126,7 +126,7 @@ def read_compiled(
     compilers = ["jax", "jaxlib"]
     if device.platform == "tpu":
         compilers.append("libtpu")
-        operations = tuple(_narrowed(item, "bf16") for item in operations)
+        operations = tuple(_reduced(item, "bf16") for item in operations)
     return Program(
         name=name,
         backend=_BACKENDS[device.platform],

@@ -19,7 +19,7 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     """What is compiled to know the program of `run` on `chip`.
 
     Without the fused attention that only newer chips have, where it is compiled for as one of
-    them; in bfloat16 for float8, whose products `as_asked` derives.
+    them; in bfloat16 for float8, whose products `restored` derives.
 
     Raises:
         ConfigError: if the chip has no fused attention, or no rate for fp8, and it is asked for.
@@ -51,6 +51,6 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
-def as_asked(program: Program, run: ResolvedRun) -> Program:
+def restored(program: Program, run: ResolvedRun) -> Program:
     """`program`, of what `for_chip` makes of `run`, as that of `run` itself."""
     return in_float8(program) if run.config.model.compute_dtype == "float8" else program

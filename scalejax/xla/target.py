@@ -190,12 +190,12 @@ def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaAr
     """The chip to describe to the compiler: itself, or the one that stands in for old ones."""
     if architecture.compute_capability >= OLDEST_CAPABILITY:
         return chip, architecture
-    stand_in = _stand_in()
-    return stand_in, stand_in.cuda or architecture
+    substitute = _substitute()
+    return substitute, substitute.cuda or architecture
 
 
 @cache
-def _stand_in() -> Chip:
+def _substitute() -> Chip:
     return load_chip(OLDEST_STAND_IN)
 
 

@@ -16,7 +16,7 @@ from scalejax.config.emulation import (
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.checks import emulated_run, require_progress
 from scalejax.emulation.run import emulate_run
-from scalejax.emulation.virtual_cluster import World
+from scalejax.emulation.virtual_cluster import VirtualCluster
 
 ALGORITHMS = {
     "all_reduce": SynchronousConfig(),
@@ -55,17 +55,17 @@ def test_exchange_is_of_all_who_live(fails_at: list[float], ends_at: float, monk
         stragglers=StragglersConfig(slow_share=0.5, slow_factor=4.0),
         failures=FailuresConfig(worker_mtbf_seconds=1.0, worker_restart_seconds=0.5),
     )
-    random, takes = World.random, durations(exchange_seconds=2.0)
-    fast = World(emulation, takes, seed=0)._slowness.index(1.0)
+    random, takes = VirtualCluster.random, durations(exchange_seconds=2.0)
+    fast = VirtualCluster(emulation, takes, seed=0)._slowness.index(1.0)
 
-    def given(world: World, *name):
+    def given(cluster: VirtualCluster, *name):
         if name[0] != "failures":
-            return random(world, *name)
+            return random(cluster, *name)
         return Given(*fails_at) if name[1] == fast else Given()
 
-    monkeypatch.setattr(World, "random", given)
+    monkeypatch.setattr(VirtualCluster, "random", given)
 
-    assert emulated(emulation, 1, takes=takes).world.now == pytest.approx(ends_at)
+    assert emulated(emulation, 1, takes=takes).cluster.now == pytest.approx(ends_at)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -82,9 +82,9 @@ def test_failures_change_the_time_and_not_the_parameters(name: str):
 
     broken, expected = (emulated(each, 40, takes=takes) for each in (failing, whole))
 
-    assert broken.world.worker_failures > 10
+    assert broken.cluster.worker_failures > 10
     assert (broken.params == expected.params).all()
-    assert broken.world.now > expected.world.now
+    assert broken.cluster.now > expected.cluster.now
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_failures_change_the_time_and_not_the_parameters(name: str):
         (LocalSgdConfig(every_steps=2), 1, 3.4, False),
         (SynchronousConfig(), 16, 2.0, True),  # ((2 + 1 + 1) / 2)^16 = 65,536
         (SynchronousConfig(), 8, 2.0, False),  # 256
-        (SynchronousConfig(exchange="parameter_server"), 16, 2.0, False),  # each by itself
+        (SynchronousConfig(gradient_sync="parameter_server"), 16, 2.0, False),  # each by itself
         (DownpourConfig(), 4, 0.1, True),  # exp(10)
     ],
 )

@@ -105,7 +105,7 @@ def test_worker_that_comes_back_goes_on_with_its_schedule(workers: int):
 
     result = emulated(replace(config(workers), failures=failures), 40 * workers, problem)
 
-    assert result.world.worker_failures > 3
+    assert result.cluster.worker_failures > 3
     made = Counter(problem.counts)
     assert made[0] == workers
     assert [made[step] for step in sorted(made)] == sorted(made.values(), reverse=True)
@@ -124,8 +124,8 @@ def test_centre_moves_less_often_with_a_longer_period():
     whole = LeastSquares().initial.nbytes
     assert often.servers.sent_bytes == pytest.approx(4 * whole * (1 + 2 * 100), rel=0.01)
     assert seldom.servers.sent_bytes == pytest.approx(4 * whole * (1 + 2 * 10), rel=0.05)
-    assert seldom.world.now == pytest.approx(100 + 10, rel=0.03)
-    assert often.world.now == pytest.approx(100 + 100, rel=0.03)
+    assert seldom.cluster.now == pytest.approx(100 + 10, rel=0.03)
+    assert often.cluster.now == pytest.approx(100 + 100, rel=0.03)
 
 
 def test_centre_comes_to_what_is_learned():

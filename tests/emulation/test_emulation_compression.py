@@ -162,8 +162,8 @@ def test_adasum_of_stacked_layers_is_of_each_by_itself():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exchange", ["adasum", "top_k"])
-def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
+@pytest.mark.parametrize("gradient_sync", ["adasum", "top_k"])
+def test_emulated_transformers_exchange_as_trained_ones(gradient_sync: str):
     """Two updates of two devices, layer by layer of the stacked blocks, with what each keeps.
 
     Slow for the compiler: the step of a transformer on two devices, and its emulation.
@@ -174,8 +174,8 @@ def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
     fields["data"] |= {"train_examples": 8, "test_examples": 4}
     fields["model"] = {"name": "gpt", "layers": 3, "hidden": 8, "heads": 2}
     fields |= {"batch": {"global_batch": 4}, "train": {"epochs": 1, "log_every_steps": 1}}
-    how = {"name": exchange} | ({"fraction": 0.1} if exchange == "top_k" else {})
-    layout = {"layout": {"data": 2, "mode": "shard_map"}, "exchange": how}
+    how = {"name": gradient_sync} | ({"fraction": 0.1} if gradient_sync == "top_k" else {})
+    layout = {"layout": {"data": 2, "mode": "shard_map"}, "gradient_sync": how}
     real = resolve(config(**fields, **layout))
     step = build_step(real, mesh := build_mesh(real.layout))
     state, samples = (
@@ -185,8 +185,10 @@ def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
     for index in range(2):
         rows = Rows(worker=0, index=index, workers=1, way="part")
         state, _ = step.function(state, placed(step, samples.take(rows)))
-    tables: dict[str, Any] = {"algorithm": {"name": "synchronous", "exchange": "parameter_server"}}
-    if exchange == "adasum":
+    tables: dict[str, Any] = {
+        "algorithm": {"name": "synchronous", "gradient_sync": "parameter_server"}
+    }
+    if gradient_sync == "adasum":
         tables["algorithm"]["reduction"] = "adasum"
     else:
         tables["compression"] = {"method": "top_k", "fraction": 0.1}
@@ -200,17 +202,20 @@ def test_emulated_transformers_exchange_as_trained_ones(exchange: str):
 
 def test_adasum_of_one_worker_is_its_gradient():
     """And that of several is the same by either exchange."""
-    exchanges = ("all_reduce", "parameter_server")
-    ways = [{"name": "synchronous", "exchange": each, "reduction": "adasum"} for each in exchanges]
+    gradient_syncs = ("all_reduce", "parameter_server")
+    ways = [
+        {"name": "synchronous", "gradient_sync": each, "reduction": "adasum"}
+        for each in gradient_syncs
+    ]
 
     assert emulated(ways[0], 1)[1] == emulated({"name": "synchronous"}, 1)[1]
     assert emulated(ways[0], 4)[1] == emulated(ways[1], 4)[1]
 
 
-@pytest.mark.parametrize("exchange", ["all_reduce", "parameter_server"])
-def test_update_is_of_the_adasum_of_all_workers(exchange: str):
+@pytest.mark.parametrize("gradient_sync", ["all_reduce", "parameter_server"])
+def test_update_is_of_the_adasum_of_all_workers(gradient_sync: str):
     """Neighbours first, of the gradients of their parts of a global batch."""
-    algorithm = {"name": "synchronous", "exchange": exchange, "reduction": "adasum"}
+    algorithm = {"name": "synchronous", "gradient_sync": gradient_sync, "reduction": "adasum"}
     tables: dict[str, Any] = {"algorithm": algorithm, "workers": 2}
     problem = LeastSquares(learning_rate=0.01)
 

@@ -17,12 +17,12 @@ from scalejax.config.emulation import (
 )
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.checks import emulated_run
-from scalejax.emulation.virtual_cluster import World
+from scalejax.emulation.virtual_cluster import VirtualCluster
 
 STRAGGLERS = StragglersConfig(slow_share=0.3, slow_factor=4)
 SYNCHRONOUS = {
     "all_reduce": SynchronousConfig(),
-    "parameter_server": SynchronousConfig(exchange="parameter_server"),
+    "parameter_server": SynchronousConfig(gradient_sync="parameter_server"),
 }
 SEEDS = range(2)
 
@@ -50,9 +50,13 @@ def test_killing_workers_leaves_synchronous_sgd_as_it_is(name: str, monkeypatch)
         server_mtbf_seconds=9,
         server_restart_seconds=1,
     )
-    random = World.random
+    random = VirtualCluster.random
     for seed in SEEDS:  # other failures, all else as before
-        monkeypatch.setattr(World, "random", lambda world, *name: random(world, *name, seed))  # noqa: B023
+        monkeypatch.setattr(
+            VirtualCluster,
+            "random",
+            lambda cluster, *name, seed=seed: random(cluster, *name, seed),
+        )
         broken = failing(SYNCHRONOUS[name], failures)
 
         assert broken.emulation.worker_failures > 10

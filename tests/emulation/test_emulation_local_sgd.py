@@ -117,9 +117,9 @@ def test_exchange_is_paid_once_a_round():
     """20 steps of 1 s; 5 exchanges of 3 s, or 8 and the 3 that are left."""
     takes = durations(exchange_seconds=3.0)
 
-    assert emulated(config(every_steps=4), 20, takes=takes).world.now == 20 + 5 * 3
+    assert emulated(config(every_steps=4), 20, takes=takes).cluster.now == 20 + 5 * 3
     late = emulated(config(every_steps=4, begin_step=8), 20, takes=takes)
-    assert late.world.now == 20 + (8 + 3) * 3
+    assert late.cluster.now == 20 + (8 + 3) * 3
 
 
 def test_rounds_wait_less_for_stragglers():
@@ -131,9 +131,9 @@ def test_rounds_wait_less_for_stragglers():
     )
     takes = durations(gradient_deviation_seconds=0.5)
 
-    rounds = emulated(settings, 160, takes=takes).world.now
+    rounds = emulated(settings, 160, takes=takes).cluster.now
 
-    assert 160 < rounds < emulated(config(every_steps=1), 160, takes=takes).world.now
+    assert 160 < rounds < emulated(config(every_steps=1), 160, takes=takes).cluster.now
 
 
 def test_failures_change_the_time_and_not_the_result():
@@ -146,8 +146,8 @@ def test_failures_change_the_time_and_not_the_result():
 
     whole, failed = (emulated(each, 40) for each in (config(every_steps=4), failing))
 
-    assert failed.world.worker_failures > 3
-    assert failed.world.now > whole.world.now
+    assert failed.cluster.worker_failures > 3
+    assert failed.cluster.now > whole.cluster.now
     np.testing.assert_array_equal(failed.params, whole.params)
 
 

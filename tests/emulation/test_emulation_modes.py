@@ -17,7 +17,7 @@ from scalejax.config.emulation_modes import (
 )
 from scalejax.config.run import resolve
 from scalejax.core.errors import ConfigError
-from scalejax.emulation.collective_times import ReduceWires, reduction_seconds, with_reduction
+from scalejax.emulation.collective_times import ReduceLinks, reduction_seconds, with_reduction
 from scalejax.emulation.durations import durations_of
 from scalejax.emulation.run import emulate_run
 from scalejax.hardware import load_cluster
@@ -87,8 +87,8 @@ def test_relaxed_consistency_applies_the_gradients_of_the_step_before():
         buffer = 0.9 * buffer + before
         params, before = params - 0.02 * buffer, gradient
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
-    assert result.world.now == pytest.approx(STEPS)
-    assert trained(mode, exchange_seconds=1.5).world.now == pytest.approx(1.5 * STEPS)
+    assert result.cluster.now == pytest.approx(STEPS)
+    assert trained(mode, exchange_seconds=1.5).cluster.now == pytest.approx(1.5 * STEPS)
 
 
 def test_staged_variables_are_one_update_old():
@@ -100,7 +100,7 @@ def test_staged_variables_are_one_update_old():
         buffer = 0.9 * buffer + mean_gradient(read, step)
         params, read = params - 0.02 * buffer, params
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
-    assert result.world.now == pytest.approx(1.3 * STEPS)
+    assert result.cluster.now == pytest.approx(1.3 * STEPS)
 
 
 def test_independent_workers_end_with_the_copy_of_the_first():
@@ -113,7 +113,7 @@ def test_independent_workers_end_with_the_copy_of_the_first():
         buffer = 0.9 * buffer + PROBLEM.gradient(params, 0, step, part)
         params = params - 0.02 * buffer
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
-    assert result.world.now == STEPS
+    assert result.cluster.now == STEPS
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_workers_that_do_not_wait_update_one_after_the_other(algorithm: Algorith
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
 
 
-def wires(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceWires:
+def links(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceLinks:
     """A million bytes a second between hosts, ten within them; so are messages."""
-    return ReduceWires(
+    return ReduceLinks(
         workers=workers,
         workers_per_host=per_host,
         latency_seconds=latency,
@@ -149,26 +149,26 @@ def wires(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceWires:
 @pytest.mark.parametrize(
     ("spec", "joined", "seconds"),
     [
-        ("xring", wires(8), 2 * 7 / 8 * 4),  # 2 P (N - 1) / N
-        ("collective", wires(8, latency=0.1), 2 * 7 / 8 * 4 + 14 * 4 * 0.1),
-        ("pscpu#8", wires(8), 2 * 4 * 7 / 8),  # 2 P (N - 1) / S: its own does not travel
-        ("psgpu#2", wires(8), 2 * 4 * 7 / 8),  # 4 tensors to 4 pairs
-        ("pscpu", wires(8, latency=0.1), 2 * (0.1 + 7 * 1.0)),  # 4 tensors to 4 servers of 8
-        ("pscpu#2", wires(16, per_host=8), 2 * 8 * 2),  # half of 4 MB from 8 workers elsewhere
-        ("psgpu#16", wires(16, per_host=8), 2 * 8 * 2),  # the same, by the same wires
-        ("psgpu", wires(16, per_host=8), 2 * 8 * 4),  # 4 tensors to 4 devices of the first host
-        ("pscpu#2", wires(12, per_host=8), 2 * 8 * 2),  # the last host has 4: 8 elsewhere
-        ("psgpu", wires(8, 8, 0.1), 2 * (0.01 + 7 * 0.1)),  # 4 tensors to 4 devices
-        ("pscpu", wires(8, 8, 0.1), 2 * (4 * 0.01 + 8 * 0.4)),  # all to one memory
-        ("nccl", wires(8, per_host=8), 2 * 7 / 8 * 0.4),
-        ("nccl/xring", wires(8, per_host=2), 2 / 2 * 0.4 + 2 * 3 / 4 * 4),
-        ("nccl/rechd", wires(8, 2, 0.1), 2 / 2 * 0.4 + 2 * 0.01 + 2 * (0.1 * 4 * 2 + 3 / 4 * 4)),
-        ("nccl/pscpu#4", wires(8, per_host=2), 2 / 2 * 0.4 + 2 * 4 * 3 / 4),
-        ("pscpu/pscpu#4", wires(8, per_host=2), 2 * 2 * 0.4 + 2 * 4 * 3 / 4),
-        ("xring", wires(1), 0.0),
+        ("xring", links(8), 2 * 7 / 8 * 4),  # 2 P (N - 1) / N
+        ("collective", links(8, latency=0.1), 2 * 7 / 8 * 4 + 14 * 4 * 0.1),
+        ("pscpu#8", links(8), 2 * 4 * 7 / 8),  # 2 P (N - 1) / S: its own does not travel
+        ("psgpu#2", links(8), 2 * 4 * 7 / 8),  # 4 tensors to 4 pairs
+        ("pscpu", links(8, latency=0.1), 2 * (0.1 + 7 * 1.0)),  # 4 tensors to 4 servers of 8
+        ("pscpu#2", links(16, per_host=8), 2 * 8 * 2),  # half of 4 MB from 8 workers elsewhere
+        ("psgpu#16", links(16, per_host=8), 2 * 8 * 2),  # the same, by the same wires
+        ("psgpu", links(16, per_host=8), 2 * 8 * 4),  # 4 tensors to 4 devices of the first host
+        ("pscpu#2", links(12, per_host=8), 2 * 8 * 2),  # the last host has 4: 8 elsewhere
+        ("psgpu", links(8, 8, 0.1), 2 * (0.01 + 7 * 0.1)),  # 4 tensors to 4 devices
+        ("pscpu", links(8, 8, 0.1), 2 * (4 * 0.01 + 8 * 0.4)),  # all to one memory
+        ("nccl", links(8, per_host=8), 2 * 7 / 8 * 0.4),
+        ("nccl/xring", links(8, per_host=2), 2 / 2 * 0.4 + 2 * 3 / 4 * 4),
+        ("nccl/rechd", links(8, 2, 0.1), 2 / 2 * 0.4 + 2 * 0.01 + 2 * (0.1 * 4 * 2 + 3 / 4 * 4)),
+        ("nccl/pscpu#4", links(8, per_host=2), 2 / 2 * 0.4 + 2 * 4 * 3 / 4),
+        ("pscpu/pscpu#4", links(8, per_host=2), 2 * 2 * 0.4 + 2 * 4 * 3 / 4),
+        ("xring", links(1), 0.0),
     ],
 )
-def test_reductions_cost_what_the_formulas_say(spec: str, joined: ReduceWires, seconds: float):
+def test_reductions_cost_what_the_formulas_say(spec: str, joined: ReduceLinks, seconds: float):
     """Four tensors of 1,000,000 bytes; by hand."""
     found = reduction_seconds(parse_all_reduce_spec(spec), [250_000] * 4, joined)
 
@@ -179,10 +179,10 @@ def test_ranges_take_the_tensors_of_their_sizes():
     """A tensor of just the limit still belongs to the range below it."""
     sizes = [1024, 1025, 100_000]
 
-    both = reduction_seconds(parse_all_reduce_spec("pscpu#4:1k:xring"), sizes, wires(4))
+    both = reduction_seconds(parse_all_reduce_spec("pscpu#4:1k:xring"), sizes, links(4))
 
-    small = reduction_seconds(parse_all_reduce_spec("pscpu#4"), sizes[:1], wires(4))
-    large = reduction_seconds(parse_all_reduce_spec("xring"), sizes[1:], wires(4))
+    small = reduction_seconds(parse_all_reduce_spec("pscpu#4"), sizes[:1], links(4))
+    large = reduction_seconds(parse_all_reduce_spec("xring"), sizes[1:], links(4))
     assert both == pytest.approx(small + large)
 
 
@@ -259,7 +259,7 @@ def test_an_exchange_in_a_host_needs_its_rate():
 def test_algorithms_of_one_machine_are_refused_on_two(algorithm: AlgorithmConfig, words: str):
     """Before anything is compiled; without a cluster all workers are on one."""
     run = resolve(config(), 1)
-    timing = TimingConfig(gradient_seconds=1.0, exchange_seconds=0.5)
+    timing = TimingConfig(gradient_seconds=1.0, collective_seconds=0.5)
     alone = EmulationConfig(algorithm=algorithm, workers=16, timing=timing)
 
     with pytest.raises(ConfigError, match=words):
@@ -294,12 +294,12 @@ def test_flags_that_do_not_belong_together_are_refused(flags: dict, words: str):
 @pytest.mark.parametrize(
     ("spec", "joined", "words"),
     [
-        ("nccl", wires(8, per_host=4), "within one host"),
-        ("nccl/rechd", wires(12, per_host=4), "a power of two"),
-        ("pscpu#3", wires(8, per_host=4), "there are 2 devices"),
+        ("nccl", links(8, per_host=4), "within one host"),
+        ("nccl/rechd", links(12, per_host=4), "a power of two"),
+        ("pscpu#3", links(8, per_host=4), "there are 2 devices"),
     ],
 )
-def test_reductions_that_cannot_be_are_refused(spec: str, joined: ReduceWires, words: str):
+def test_reductions_that_cannot_be_are_refused(spec: str, joined: ReduceLinks, words: str):
     """When it is known where the workers are."""
     with pytest.raises(ConfigError, match=words):
         reduction_seconds(parse_all_reduce_spec(spec), [10], joined)

@@ -17,7 +17,7 @@ from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.gradients import gradients
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import RunFolder
-from scalejax.training.setup import recipe_of
+from scalejax.training.setup import train_setup
 from scalejax.training.step import build_step, init_state
 from scalejax.training.train import train
 
@@ -71,12 +71,12 @@ def plain(tmp_path_factory) -> tuple[list[tuple[Any, ...]], Any]:
     return trained(tmp_path_factory.mktemp("plain"), {})
 
 
-@pytest.mark.parametrize("exchange", ["all_reduce", "parameter_server"])
-def test_one_synchronous_worker_trains_as_train_does(plain, exchange: Any):
+@pytest.mark.parametrize("gradient_sync", ["all_reduce", "parameter_server"])
+def test_one_synchronous_worker_trains_as_train_does(plain, gradient_sync: Any):
     """Likewise, on three servers."""
     lines, params = plain
 
-    algorithm = SynchronousConfig(exchange=exchange)
+    algorithm = SynchronousConfig(gradient_sync=gradient_sync)
     found = emulated(EmulationConfig(algorithm=algorithm, server_shards=3))
 
     assert same_bits(found.params, params)
@@ -88,11 +88,11 @@ def by_the_book(fields: dict[str, Any], *, n: int, rate: float) -> tuple[list[fl
     one replica and plain SGD on the server."""
     run = run_of(fields)
     mesh = build_mesh(run.layout)
-    recipe, source = recipe_of(run, mesh), open_source(run.config.data, "train", seed=0)
+    setup, source = train_setup(run, mesh), open_source(run.config.data, "train", seed=0)
     order = TrainingOrder(source, 8, seed=0, steps=run.total_steps, first_epoch=0)
-    schedule, schedule_step = recipe.schedule, 0
+    schedule, schedule_step = setup.schedule, 0
     server = local = jax.device_get(init_state(run, mesh).params)
-    of_batch = jax.jit(lambda *at: gradients(recipe, BatchNormScope(), at[0], {}, at[1], None))
+    of_batch = jax.jit(lambda *at: gradients(setup, BatchNormScope(), at[0], {}, at[1], None))
     accrued = jax.tree.map(np.zeros_like, server)
     losses = []
     for step in range(run.total_steps + 1):  # the last push is of one minibatch too many

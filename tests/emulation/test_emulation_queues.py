@@ -178,7 +178,7 @@ def test_replicas_share_a_server_as_its_bound_says(workers: int, rate: float):
 
     result = emulated(config, 2000, takes=durations(update_seconds=0.2))
 
-    assert 2000 / result.world.now == pytest.approx(rate, rel=0.02)
+    assert 2000 / result.cluster.now == pytest.approx(rate, rel=0.02)
 
 
 @pytest.mark.parametrize(("workers", "cv"), [(2, 0.5), (8, 0.0), (8, 0.5), (50, 0.5)])

@@ -13,14 +13,14 @@ from scalejax.config.emulation import (
 )
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.checks import emulated_run
-from scalejax.emulation.instructions import Rows, Tape
+from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.run import arithmetic_of
 from scalejax.emulation.sampler import Samples
 
 ALGORITHMS = {
     "downpour": DownpourConfig(),
     "synchronous": SynchronousConfig(),
-    "backup": SynchronousConfig(exchange="parameter_server", backup_workers=1),
+    "backup": SynchronousConfig(gradient_sync="parameter_server", backup_workers=1),
 }
 
 
@@ -56,15 +56,15 @@ def test_samples_that_cannot_be_read_end_the_run(name, error, mtbf_seconds, monk
 def test_whoever_asks_after_a_failure_is_told(monkeypatch):
     """Of another gradient that waited as well."""
     arithmetic = arithmetic_of(run_of(), EmulationConfig(algorithm=DownpourConfig()))
-    tape = Tape(arithmetic, lambda: 0.0, 1)
-    params = tape.initial()
+    instructions = InstructionLog(arithmetic, lambda: 0.0, 1)
+    params = instructions.initial()
     refuse_reading(ConfigError("no samples"), monkeypatch)
     rows = [Rows(worker=0, index=index, workers=1, way="own") for index in range(2)]
-    made = [tape.gradient(params, each) for each in rows]
+    made = [instructions.gradient(params, each) for each in rows]
 
     for _, metrics in made:
         with pytest.raises(ConfigError, match="no samples"):
-            tape.read(metrics)
+            instructions.read(metrics)
 
 
 @pytest.mark.parametrize(

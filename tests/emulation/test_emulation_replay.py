@@ -16,7 +16,7 @@ from scalejax.config.emulation import (
 from scalejax.core.errors import ConfigError
 from scalejax.emulation import executor
 from scalejax.emulation.event_log import read_events, write_events
-from scalejax.emulation.instructions import Rows, Tape
+from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.replay import replay
 from scalejax.emulation.run import arithmetic_of
 
@@ -24,7 +24,7 @@ ADAGRAD = {"optimizer": {"name": "adagrad"}}
 ALGORITHMS = {
     "downpour": DownpourConfig(n_fetch=2, n_push=3, local_learning_rate=0.01),
     "all_reduce": SynchronousConfig(),
-    "parameter_server": SynchronousConfig(exchange="parameter_server", backup_workers=1),
+    "parameter_server": SynchronousConfig(gradient_sync="parameter_server", backup_workers=1),
     "sandblaster": SandblasterConfig(),
 }
 FAILURES = FailuresConfig(worker_mtbf_seconds=9, worker_restart_seconds=2)
@@ -65,15 +65,15 @@ def test_gradients_are_the_same_in_every_company(size: int, monkeypatch):
 
     def gradients(kept: Iterable[int]) -> dict:
         parts = arithmetic_of(run_of(fields), emulation)
-        tape = Tape(parts, lambda: 0.0, 2)
-        params = tape.initial()
+        instructions = InstructionLog(parts, lambda: 0.0, 2)
+        params = instructions.initial()
         made = [
-            tape.gradient(params, Rows(worker=0, index=index, workers=1, way="own"))
+            instructions.gradient(params, Rows(worker=0, index=index, workers=1, way="own"))
             for index in range(12)
         ]
         made = {index: made[index] for index in kept}  # the others are let go
         return {
-            index: [tape.read(part) for part in (*gradient, metrics)]
+            index: [instructions.read(part) for part in (*gradient, metrics)]
             for index, (gradient, metrics) in made.items()
         }
 

@@ -12,7 +12,7 @@ from scalejax.emulation.sampler import Samples
 @pytest.mark.parametrize("backup_workers", [0, 2])
 def test_gradients_that_count_are_of_a_global_batch_together(backup_workers: int):
     """24 samples to an update, of six workers or of the first four: 4 or 6 samples each."""
-    algorithm = SynchronousConfig(exchange="parameter_server", backup_workers=backup_workers)
+    algorithm = SynchronousConfig(gradient_sync="parameter_server", backup_workers=backup_workers)
     fields = {"batch.global_batch": 24}
     ran = emulated(EmulationConfig(algorithm=algorithm, workers=6), fields=fields)
     source = open_source(CONFIG.data, "train", seed=0)

@@ -35,10 +35,12 @@ def test_synchronous_step_takes_what_predict_says():
     run, emulation = emulated_run(config(SYNCHRONOUS))
     (predicted,) = study(config(), cluster, [WORKERS], "strong").predictions
 
-    world, _ = simulated(emulation, durations_of(run, emulation, cluster), steps=run.total_steps)
+    virtual_cluster, _ = simulated(
+        emulation, durations_of(run, emulation, cluster), steps=run.total_steps
+    )
 
     assert predicted.step_seconds > 0
-    assert world.now / run.total_steps == pytest.approx(predicted.step_seconds, rel=0.01)
+    assert virtual_cluster.now / run.total_steps == pytest.approx(predicted.step_seconds, rel=0.01)
 
 
 def test_time_of_a_gradient_by_hand_varies_as_a_step_of_that_length():
@@ -47,7 +49,7 @@ def test_time_of_a_gradient_by_hand_varies_as_a_step_of_that_length():
     attainable = replace(calm.chip.attainable, step_cv=0.0, step_dispersion_seconds=1e-3)
     cluster = replace(calm, chip=replace(calm.chip, attainable=attainable))
     timed = (
-        replace(SYNCHRONOUS, timing=TimingConfig(gradient_seconds=seconds, exchange_seconds=0.0))
+        replace(SYNCHRONOUS, timing=TimingConfig(gradient_seconds=seconds, collective_seconds=0.0))
         for seconds in (1e3, 4e3)
     )
 
@@ -83,11 +85,11 @@ def test_stragglers_cost_what_the_slowest_of_n_does(workers: int, cv: float, ste
     which each number of workers has another."""
     emulation = EmulationConfig(algorithm=SynchronousConfig(), workers=workers)
 
-    world, _ = simulated(
+    virtual_cluster, _ = simulated(
         emulation, durations(gradient_deviation_seconds=cv, exchange_seconds=0.5), steps=steps
     )
 
-    later = world.now / steps - 1.5
+    later = virtual_cluster.now / steps - 1.5
     assert later == pytest.approx(cv * expected_maximum(workers), rel=0.05)
 
 
@@ -95,24 +97,26 @@ def test_all_exponential_workers_take_a_harmonic_number():
     """The mean of the largest of n exponential times is 1 + 1/2 + ... + 1/n."""
     emulation = _with_backup(0, workers=8)
 
-    world, _ = simulated(emulation, durations(), steps=4000)
+    virtual_cluster, _ = simulated(emulation, durations(), steps=4000)
 
-    assert world.now / 4000 == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.05)
+    assert virtual_cluster.now / 4000 == pytest.approx(sum(1 / k for k in range(1, 9)), rel=0.05)
 
 
 def test_a_backup_worker_halves_the_time_of_two():
     """One of two counts. At the start of a round one is fresh and the other at a gradient that
     will be too late: after 1/2 s in the mean one of them is done, in half of the cases the late
     one, after which both are fresh and the first of them takes 1/2 s more. So 3/4 s, not 3/2."""
-    world, servers = simulated(_with_backup(1, workers=2), durations(), steps=8000)
+    virtual_cluster, servers = simulated(_with_backup(1, workers=2), durations(), steps=8000)
 
-    assert world.now / 8000 == pytest.approx(0.75, rel=0.03)
+    assert virtual_cluster.now / 8000 == pytest.approx(0.75, rel=0.03)
     assert servers.versions == [8000]
 
 
 def _with_backup(backup_workers: int, *, workers: int) -> EmulationConfig:
     return EmulationConfig(
-        algorithm=SynchronousConfig(exchange="parameter_server", backup_workers=backup_workers),
+        algorithm=SynchronousConfig(
+            gradient_sync="parameter_server", backup_workers=backup_workers
+        ),
         workers=workers,
         stragglers=StragglersConfig(distribution="exponential"),
     )
@@ -121,16 +125,16 @@ def _with_backup(backup_workers: int, *, workers: int) -> EmulationConfig:
 def test_servers_pass_every_byte_of_a_synchronous_round():
     """4 workers fetch and push 1,000 bytes each by a server of 1,000 bytes a second, one after
     the other: 8 s, of which only a gradient of 1 s hides nothing, and 2 latencies of 0.1 s."""
-    algorithm = SynchronousConfig(exchange="parameter_server")
+    algorithm = SynchronousConfig(gradient_sync="parameter_server")
     emulation = EmulationConfig(algorithm=algorithm, workers=4)
     times = durations(server_bytes_per_second=1000.0, latency_seconds=0.1)
 
-    world, servers = simulated(emulation, times, steps=10, shard_bytes=(1000,))
+    virtual_cluster, servers = simulated(emulation, times, steps=10, shard_bytes=(1000,))
 
     # The first copy comes after 1 s and its gradient after 2 s more, while others are fetched:
     # the last fetched at 4 s pushes from 5 s on, behind those before it.
     assert servers.sent_bytes == 10 * 4 * 2 * 1000
-    assert world.now / 10 == pytest.approx(0.1 + 4 + 0.1 + 1 + 0.1 + 1, abs=1e-6)
+    assert virtual_cluster.now / 10 == pytest.approx(0.1 + 4 + 0.1 + 1 + 0.1 + 1, abs=1e-6)
 
 
 def test_times_by_hand_come_before_those_of_the_cluster():
@@ -139,7 +143,7 @@ def test_times_by_hand_come_before_those_of_the_cluster():
 
     with pytest.raises(ConfigError, match=r"give --cluster NAME .*gradient_seconds SECONDS"):
         durations_of(run, emulation, None)
-    timing = TimingConfig(gradient_seconds=0.25, exchange_seconds=0.5)
+    timing = TimingConfig(gradient_seconds=0.25, collective_seconds=0.5)
     by_hand = EmulationConfig(algorithm=SynchronousConfig(), workers=4, timing=timing)
     found = durations_of(run, by_hand, None)
     assert (found.gradient_seconds, found.exchange_seconds) == (0.25, 0.5)

@@ -38,7 +38,7 @@ def test_one_worker_is_sgd():
         buffer = 0.9 * buffer + problem.gradient(params, 0, step)
         params = params - 0.02 * buffer
     np.testing.assert_allclose(result.params, params, rtol=1e-12)
-    assert result.world.now == pytest.approx(20 * (1 + 2 * FEATURES * 8 / 100))
+    assert result.cluster.now == pytest.approx(20 * (1 + 2 * FEATURES * 8 / 100))
 
 
 def by_hand(problem: LeastSquares, begins: list[float], steps: int, block_seconds: float):
@@ -71,7 +71,7 @@ def test_reads_and_writes_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPa
 
     def later(self: hogwild.Hogwild, worker: int):
         if begins[worker]:
-            yield self._world.env.timeout(begins[worker])
+            yield self._cluster.env.timeout(begins[worker])
         yield from life(self, worker)
 
     monkeypatch.setattr(hogwild.Hogwild, "_worker", later)
@@ -120,4 +120,4 @@ def test_workers_of_one_host_share_its_memory():
 
     result = emulated(config(8), 160, takes=takes)
 
-    assert 160 / result.world.now == pytest.approx(1 / 4, rel=0.02)
+    assert 160 / result.cluster.now == pytest.approx(1 / 4, rel=0.02)

@@ -21,7 +21,7 @@ from scalejax.config.run import with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
 from scalejax.emulation.checks import emulated_run
-from scalejax.emulation.work_queue import Portions
+from scalejax.emulation.work_queue import WorkQueue
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import init_state
 
@@ -185,35 +185,35 @@ def test_all_replicas_dead_is_an_error():
             sandblaster(3, worker_mtbf_seconds=2, server_mtbf_seconds=servers)
 
 
-@given(data=st.data(), portions=st.integers(1, 12), replicas=st.integers(1, 5))
+@given(data=st.data(), parts=st.integers(1, 12), replicas=st.integers(1, 5))
 @settings(max_examples=60)
-def test_every_portion_is_done_whoever_gives_back(data, portions: int, replicas: int):
+def test_every_portion_is_done_whoever_gives_back(data, parts: int, replicas: int):
     """Handed out to who asks until all are done, each to so many at most at once."""
     copies = data.draw(st.integers(0, 2))
-    batch, has, done = Portions(portions, replicas, backup_copies=copies), {}, set()
+    batch, has, done = WorkQueue(parts, replicas, backup_copies=copies), {}, set()
     for turn in range(1000):
         replica = turn % replicas
         if replica not in has:
-            portion = batch.take(replica)
-            if portion is not None:
-                has[replica] = portion
-                assert portion not in done
-                assert list(has.values()).count(portion) <= 1 + copies
+            part = batch.take(replica)
+            if part is not None:
+                has[replica] = part
+                assert part not in done
+                assert list(has.values()).count(part) <= 1 + copies
         elif turn < 500 and data.draw(st.integers(0, 3)) == 0:
             batch.give_back(has.pop(replica), replica)
         else:
-            portion = has.pop(replica)
-            batch.finish(portion)
-            done.add(portion)
-        if len(done) == portions:
+            part = has.pop(replica)
+            batch.finish(part)
+            done.add(part)
+        if len(done) == parts:
             break
 
-    assert done == set(range(portions))
+    assert done == set(range(parts))
 
 
 def test_replicas_take_portions_in_order():
     """Each from a place of its own on, the same in every batch."""
-    batch = Portions(12, 3, backup_copies=0)
+    batch = WorkQueue(12, 3, backup_copies=0)
 
     taken = [[batch.take(replica) for replica in range(3)] for _ in range(4)]
 

@@ -91,8 +91,8 @@ def test_pace_is_that_of_the_slowest_but_for_the_bound():
     bounded = emulated(config(2, 4, slow_share=0.25, slow_factor=3.0), 400)
     free = emulated(config(10**6, 4, slow_share=0.25, slow_factor=3.0), 400)
 
-    assert 400 / bounded.world.now == pytest.approx(4 / 3, rel=0.02)
-    assert 400 / free.world.now == pytest.approx(3 + 1 / 3, rel=0.02)
+    assert 400 / bounded.cluster.now == pytest.approx(4 / 3, rel=0.02)
+    assert 400 / free.cluster.now == pytest.approx(3 + 1 / 3, rel=0.02)
 
 
 def test_without_a_bound_it_is_downpour():
@@ -110,7 +110,7 @@ def test_without_a_bound_it_is_downpour():
 
     np.testing.assert_array_equal(bounded.params, free.params)
     assert bounded.servers.staleness == free.servers.staleness
-    assert bounded.world.now == free.world.now
+    assert bounded.cluster.now == free.cluster.now
 
 
 def test_bound_is_refused_below_0():

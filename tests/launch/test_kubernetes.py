@@ -100,9 +100,9 @@ def test_pods_train_the_file_and_go_on_where_a_run_was_begun(tmp_path):
     (container,) = pod_of(job_set)["containers"]
     shell, flag, command = container["command"]
     command = command.replace("/runs", str(tmp_path / "runs"))
-    stand_in = tmp_path / "scalejax"
-    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    stand_in.chmod(0o755)
+    substitute = tmp_path / "scalejax"
+    substitute.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    substitute.chmod(0o755)
 
     def said() -> list[str]:
         done = subprocess.run(

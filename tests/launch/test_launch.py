@@ -18,7 +18,7 @@ from scalejax.config.run import load_config
 from scalejax.launch import LOST, Launch
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Silent
-from scalejax.training.time_accounting import load_ledger, load_stretches
+from scalejax.training.time_accounting import load_intervals, load_ledger
 from scalejax.training.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -176,15 +176,15 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tm
 
     assert code == 0, said
     files = RunFolder(path=folder)
-    stretches = load_stretches(files.time)
-    ledger, last_line = load_ledger(files.time), stretches[-1]
+    intervals = load_intervals(files.time)
+    ledger, last_line = load_ledger(files.time), intervals[-1]
     assert ledger is not None
     assert last_line.first_step is not None
     assert ledger.goodput is not None
     assert (ledger.sessions, last_line.session) == (2, 1)
     assert last_line.first_step >= max(whole, default=0)
     # The ledger is up to half a second behind a kill: it may not have seen the steps made anew.
-    seen = max(stretch.step for stretch in stretches if stretch.session == 0)
+    seen = max(interval.step for interval in intervals if interval.session == 0)
     assert ledger.repeated_steps == max(0, seen - last_line.first_step) < STEPS
     assert (ledger.wasted_seconds > 0) >= (ledger.repeated_steps > 0)
     assert min(ledger.startup_seconds, ledger.compile_seconds) > 0

@@ -13,11 +13,11 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
-from scalejax.measure.devices.collectives import Exchange, fit_ring
+from scalejax.measure.devices.collectives import MeasuredCollective, fit_ring
 from scalejax.measure.devices.machine import probe_count
 from scalejax.measure.devices.processes import Between, Probe, between_processes
 from scalejax.measure.fit import fit_runs, read_runs
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import MemoryUse, Operation, Program
@@ -122,7 +122,7 @@ def test_temporary_memory_is_paid_for_at_every_step():
     """1500 bytes lie half way between 1 and 3 microseconds; 4000 are twice 2000."""
     cluster = cluster_of(chip=replace(CHIP, measured=MEASURED))
     overheads = [
-        as_used(cluster, program_of(temporary=size)).chip.attainable.step_overhead_seconds
+        under_load(cluster, program_of(temporary=size)).chip.attainable.step_overhead_seconds
         for size in (0, 1500, 4000)
     ]
 
@@ -131,8 +131,8 @@ def test_temporary_memory_is_paid_for_at_every_step():
 
 def test_ring_is_found_again_in_its_own_times():
     """base 100 us, message 10 us, 2 GB/s: times made of them give them back."""
-    exchanges = [
-        Exchange(
+    collectives = [
+        MeasuredCollective(
             device_count=n,
             size_bytes=size,
             seconds=100e-6 + 2 * (n - 1) * 10e-6 + 2 * (n - 1) / n * size / 2e9,
@@ -141,7 +141,7 @@ def test_ring_is_found_again_in_its_own_times():
         for size in (64, 2**20, 2**24)
     ]
 
-    ring = fit_ring(exchanges)
+    ring = fit_ring(collectives)
 
     assert ring.base_seconds == pytest.approx(100e-6)
     assert ring.hop_seconds == pytest.approx(10e-6)
@@ -157,7 +157,7 @@ def test_processes_exchange_over_loopback():
     stages: list[str] = []
     between = between_processes(2, probe, stages.append)
 
-    small, large = between.exchanges
+    small, large = between.collectives
     assert between.chip.measured is not None
     assert (small.device_count, small.size_bytes) == (2, 64)
     assert 0 < small.seconds < 1

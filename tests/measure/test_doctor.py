@@ -19,7 +19,7 @@ from scalejax.hardware import Chip, load_cluster
 from scalejax.measure.doctor import Examination, Finding, devices, examination, examine, is_any_bad
 from scalejax.measure.doctor.devices import (
     Devices,
-    Exchange,
+    MeasuredCollective,
     Rates,
     _rate_type,
     chip_when_busy,
@@ -372,7 +372,9 @@ def rates(part):
         moved_bytes=2**30,
         memory_bytes_per_second=part * 2.85e12,
         reduced_bytes=2**26,
-        exchanges=(Exchange(axis="devices of a process", group=group, seconds=4.5e-4 / part),),
+        collectives=(
+            MeasuredCollective(axis="devices of a process", group=group, seconds=4.5e-4 / part),
+        ),
     )
 
 
@@ -444,14 +446,14 @@ def test_devices_that_fail_at_work_are_a_finding_and_nobody_waits_for_them(monke
     def measure(on_stage):
         if is_here:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return replace(rates(1.0), exchanges=())
+        return replace(rates(1.0), collectives=())
 
     def say(text, processes):
         told.append(text)
         return (text, "measured" if is_here else "failed")
 
     monkeypatch.setattr(devices, "measure", measure)
-    monkeypatch.setattr(devices, "measure_exchange", lambda rates: pytest.fail("others wait"))
+    monkeypatch.setattr(devices, "measure_all_reduce", lambda rates: pytest.fail("others wait"))
     monkeypatch.setattr(examination, "_said_by_all", say)
 
     seen = replace(EIGHT, processes=2)

@@ -32,9 +32,11 @@ def program_of(*, flop: int, moved: int, launches: int, payload: int = 0, device
     ]
     if devices > 1:
         group = DeviceGroup(extents=((devices, 1),), axes=("data",))
-        exchange = Collective(name="all_reduce", payload_bytes=payload, group=group, is_async=False)
+        collective = Collective(
+            name="all_reduce", payload_bytes=payload, group=group, is_async=False
+        )
         operations.append(
-            Operation(name="sum", kind="collective", dtype="f32", collective=exchange)
+            Operation(name="sum", kind="collective", dtype="f32", collective=collective)
         )
     return Program(
         name="a step",
@@ -158,10 +160,10 @@ def test_the_factor_on_communication_holds_for_all_that_exchanges(
     )
     group = DeviceGroup(extents=((devices, 1),), axes=("data",))
     for name in ("all_reduce", "all_gather", "all_to_all", "collective_permute"):
-        exchange = Collective(name=name, payload_bytes=payload, group=group, is_async=False)
+        collective = Collective(name=name, payload_bytes=payload, group=group, is_async=False)
 
         before, after = (
-            collective_seconds(exchange, each)
+            collective_seconds(collective, each)
             for each in (cluster, adjusted(cluster, Factors(communication=1.7)))
         )
 
@@ -241,10 +243,12 @@ def test_contention_that_no_run_tells_of_stays_that_of_the_chip():
 def test_contention_that_runs_show_is_found_again():
     """An exchange of 140 ms beside a product of 200 ms, which it slows by 0.1 and not by 0.3."""
     *kept, last = PROGRAMS
-    *_, exchange = program_of(flop=1, moved=1, launches=0, payload=8 * 10**9, devices=8).operations
-    assert isinstance(exchange, Operation)
-    assert exchange.collective is not None
-    begins = replace(exchange, collective=replace(exchange.collective, is_async=True))
+    *_, collective = program_of(
+        flop=1, moved=1, launches=0, payload=8 * 10**9, devices=8
+    ).operations
+    assert isinstance(collective, Operation)
+    assert collective.collective is not None
+    begins = replace(collective, collective=replace(collective.collective, is_async=True))
     waits = Operation(name="done", kind="wait", dtype="f32", waits_for="sum")
     product = Operation(name="dot", kind="matmul", dtype="f32", flop=10**12)
     beside = replace(last, operations=(begins, product, waits))

@@ -138,17 +138,17 @@ def test_a_token_changes_no_logit_before_it():
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_recompute_changes_no_gradient(name):
-    """`selective` makes scores once more, `per_op` besides them the projection and what is gated,
-    `full` every product of a block but the last. Gradients compile, 2 s of processor time each:
-    a `bert` has those of `selective`."""
+    """`selective` makes scores once more, `selective_op` besides them the projection and what is
+    gated, `full` every product of a block but the last. Gradients compile, 2 s of processor time
+    each: a `bert` has those of `selective`."""
     small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
     gradients, flop = {}, {}
     params = nnx.state(build(small), nnx.Param)
-    remats: tuple[Remat, ...] = ("none", "selective", "per_op", "full")
+    remats: tuple[Remat, ...] = ("none", "selective", "selective_op", "full")
     for remat in remats:
         structure = nnx.graphdef(shapes(dataclasses.replace(small, remat=remat)))
         gradient_of = partial(jax.grad(loss), structure=structure, inputs=INPUTS)
-        if remat in ("none", {"gpt": "full", "llama": "per_op"}[name]):
+        if remat in ("none", {"gpt": "full", "llama": "selective_op"}[name]):
             gradients[remat] = jax.jit(gradient_of)(params)
         flop[remat] = forward_flop(gradient_of, params)
 
@@ -157,8 +157,8 @@ def test_recompute_changes_no_gradient(name):
     assert flop["selective"] - flop["none"] == scores
     again = HIDDEN + (FFN if name == "llama" else 0)
     products = 2 * BATCH * TOKENS * LAYERS * HIDDEN * again
-    assert flop["per_op"] - flop["none"] == scores + products
-    assert flop["full"] > flop["per_op"]
+    assert flop["selective_op"] - flop["none"] == scores + products
+    assert flop["full"] > flop["selective_op"]
     jax.tree.map(
         # the same sums in another order of fusions
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7),
@@ -190,7 +190,9 @@ def test_selective_recompute_keeps_no_scores(name):
 def test_every_second_product_is_kept(name):
     """Of a block its input, queries to values, what attention gives, and gate or inside."""
     small = SMALL if name == "llama" else GptConfig(layers=LAYERS, hidden=HIDDEN, heads=HEADS)
-    structure, params = nnx.split(shapes(dataclasses.replace(small, remat="per_op")), nnx.Param)
+    structure, params = nnx.split(
+        shapes(dataclasses.replace(small, remat="selective_op")), nnx.Param
+    )
     gradient_of = partial(jax.grad(loss), structure=structure, inputs=INPUTS)
     equations = jax.make_jaxpr(gradient_of)(params).jaxpr.eqns
     forward = next(each for each in equations if each.primitive.name == "scan")
@@ -229,10 +231,10 @@ def test_a_profile_has_the_exchanges_of_gpt_and_the_model_flop_of_llama(monkeypa
     assert program.model_flop == 3 * 2 * 8 * 8 * (4 * block + 64 * 32)
     activations = 4 * 8 * 64 * 4  # samples of a device, tokens, width, bytes
     of_blocks = [
-        exchange.payload_bytes
+        gradient_sync.payload_bytes
         for operation, times in program.walk()
-        if (exchange := operation.collective) is not None
-        and exchange.group.axes == ("tensor",)
+        if (gradient_sync := operation.collective) is not None
+        and gradient_sync.group.axes == ("tensor",)
         and times == 4  # in the loops over the layers
     ]
     assert of_blocks == [activations] * 4

@@ -15,7 +15,7 @@ from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
 from scalejax.models.pipeline import through_stages
 from scalejax.models.remat import kept, recomputed
-from scalejax.models.sharding import Arrangement, arranged, arrangement
+from scalejax.models.sharding import ShardingConstraints, arranged, constraints
 from scalejax.training.mesh import build_mesh, replicated
 from scalejax.training.step import build_step
 
@@ -34,10 +34,10 @@ ACTIVATIONS = jnp.asarray(np.random.default_rng(0).normal(size=(ROWS, TOKENS, WI
 def staged(stages: int, chunks: int, microbatches: int):
     """The function through stages, on a mesh of so many devices."""
     mesh = build_mesh(Layout(pipeline=stages))
-    arrangement = Arrangement(microbatches=microbatches, chunks=chunks)
+    constraints = ShardingConstraints(microbatches=microbatches, chunks=chunks)
 
     def function(factors, x_BSD):
-        with arranged(mesh.abstract_mesh, arrangement):
+        with arranged(mesh.abstract_mesh, constraints):
             return through_stages(blocks, factors, x_BSD, stages, "none")
 
     return function
@@ -97,7 +97,7 @@ def temporary_bytes(compiled: jax.stages.Compiled) -> int:
     return memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("remat", ["full", "per_op"])
+@pytest.mark.parametrize("remat", ["full", "selective_op"])
 def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
     """Blocks that are computed again pick theirs again: with chunks a pipeline of many
     microbatches takes little more memory than without, and the same gradients come out."""
@@ -116,7 +116,7 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
     def gradient(chunks: int):
         def loss(matrices):
             with arranged(
-                mesh.abstract_mesh, Arrangement(microbatches=microbatches, chunks=chunks)
+                mesh.abstract_mesh, ShardingConstraints(microbatches=microbatches, chunks=chunks)
             ):
                 return jnp.sum(through_stages(through, matrices, x_BSD, 2, remat) ** 2)
 
@@ -133,7 +133,7 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
     assert more - held < 8 * picked  # where each of 65 ticks kept one
     np.testing.assert_allclose(chunked(matrices), whole(matrices), rtol=2e-5, atol=1e-6)
     forward = 65 * 2  # ticks, and blocks of a chunk; backward twice that
-    again = {"full": forward, "per_op": 0}[remat]
+    again = {"full": forward, "selective_op": 0}[remat]
     assert products(jax.make_jaxpr(gradient(2))(matrices).jaxpr) == 3 * forward + again
 
 
@@ -169,7 +169,7 @@ def step_of_gpt(layers: int):
 
 def test_an_arrangement_ends_with_its_context():
     """Networks that are built afterwards know nothing of it."""
-    with arranged(build_mesh(Layout()).abstract_mesh, Arrangement(chunks=2)):
-        assert arrangement().chunks == 2
+    with arranged(build_mesh(Layout()).abstract_mesh, ShardingConstraints(chunks=2)):
+        assert constraints().chunks == 2
 
-    assert arrangement() == Arrangement()
+    assert constraints() == ShardingConstraints()

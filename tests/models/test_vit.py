@@ -26,7 +26,7 @@ IMAGES = jax.random.normal(jax.random.key(3), (2, 12, 12, 3))
 
 
 @cache
-def build(remat: Literal["none", "selective", "per_op", "full"] = "none") -> Vit:
+def build(remat: Literal["none", "selective", "selective_op", "full"] = "none") -> Vit:
     """A small network whose head is not zero."""
 
     @nnx.jit  # op by op it would take seconds
@@ -92,7 +92,7 @@ def test_logits_are_those_of_a_plain_reference():
 def test_recompute_changes_no_gradient():
     """Selective, by operation or full."""
     gradients = []
-    for remat in ("none", "selective", "per_op", "full"):
+    for remat in ("none", "selective", "selective_op", "full"):
         structure, params = nnx.split(build(remat), nnx.Param)
 
         def loss(params: nnx.State, structure: nnx.GraphDef = structure) -> jax.Array:

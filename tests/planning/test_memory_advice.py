@@ -7,7 +7,7 @@ import pytest
 import scalejax
 from scalejax.config.run import ResolvedRun, load_config, resolve
 from scalejax.core.serialization import JsonValue
-from scalejax.planning.memory_advice import memory_shortage
+from scalejax.planning.memory_advice import memory_notes
 
 IMAGES = Path(scalejax.__file__).parent / "config" / "examples" / "resnet50_goyal2017.toml"
 ZERO = "layout.zero_stage=1"
@@ -38,7 +38,7 @@ def test_remedies_are_those_that_the_run_leaves_open(
     devices: int, fields: dict[str, JsonValue], remedies: str
 ):
     """Samples can be halved, an axis turned, a pass split, activations left out: where they are."""
-    found = memory_shortage(
+    found = memory_notes(
         run_on(devices, fields), needed_bytes=int(37.2 * 2**30), memory_bytes=int(15.9 * 2**30)
     )
 
@@ -49,4 +49,4 @@ def test_remedies_are_those_that_the_run_leaves_open(
 
 def test_nothing_is_said_of_a_step_that_fits():
     """To the last byte."""
-    assert memory_shortage(run_on(8, {}), needed_bytes=5, memory_bytes=5) is None
+    assert memory_notes(run_on(8, {}), needed_bytes=5, memory_bytes=5) is None

@@ -3,19 +3,19 @@
 import random
 
 import pytest
-from test_time_accounting import KILLED_AND_RESUMED, stretch
+from test_time_accounting import KILLED_AND_RESUMED, interval
 
 from scalejax.planning.observed_failures import failures_met
-from scalejax.training.time_accounting import Stretch, time_ledger
+from scalejax.training.time_accounting import Interval, time_account
 
 STARTUP, COMPILE, DOWN, INTERVAL, PAUSE = 8.0, 4.0, 3.0, 20.0, 2.0
 
 
-def played(mtbf: float, intervals: int, seed: int) -> list[Stretch]:
+def played(mtbf: float, intervals: int, seed: int) -> list[Interval]:
     """The stretches of a run with failures at random times while it is up, played through: a
     second is cut off wherever the failure falls."""
     rng = random.Random(seed)
-    stretches: list[Stretch] = []
+    time_intervals: list[Interval] = []
     now, session, done = 0.0, 0, 0
     while done < intervals:
         began, left = now, rng.expovariate(1 / mtbf) if session else float("inf")
@@ -31,7 +31,7 @@ def played(mtbf: float, intervals: int, seed: int) -> list[Stretch]:
             done += is_finished
             session_line = {"began": began, "first": 10 * first, "finished": is_finished}
             step = 10 * done + (0 if is_finished else 5 * (spent["step"] > INTERVAL / 2))
-            stretches.append(stretch(session, step, **session_line, **spent))
+            time_intervals.append(interval(session, step, **session_line, **spent))
             if session == 0 and done == 1:
                 left = rng.expovariate(1 / mtbf)
             if not is_finished or done == intervals:
@@ -39,15 +39,15 @@ def played(mtbf: float, intervals: int, seed: int) -> list[Stretch]:
             parts = {}
         now += DOWN
         session += 1
-    return stretches
+    return time_intervals
 
 
 @pytest.mark.parametrize("mtbf", [400.0, 120.0, 40.0])
 def test_the_model_has_the_goodput_of_a_run_played_through(mtbf: float):
     """A few thousand failures; the ledger knows nothing of how they were drawn."""
-    stretches = played(mtbf, 6000, seed=2)
+    time_intervals = played(mtbf, 6000, seed=2)
 
-    met, ledger = failures_met(stretches), time_ledger(stretches)
+    met, ledger = failures_met(time_intervals), time_account(time_intervals)
 
     assert met is not None
     assert met.failures == ledger.sessions - 1 > 100
@@ -81,4 +81,4 @@ def test_what_a_run_has_met_by_hand():
 def test_nothing_is_known_before_the_first_interval():
     """Neither of no session, nor of one that has just begun."""
     assert failures_met(()) is None
-    assert failures_met([stretch(0, 3, finished=False, startup=5.0, step=1.0)]) is None
+    assert failures_met([interval(0, 3, finished=False, startup=5.0, step=1.0)]) is None

@@ -57,7 +57,7 @@ def test_each_batch_is_costed_as_the_step_that_trains_it(fields):
 
         assert found.global_batch == [8, 16, 32][index]
         assert products(found) == products(trained)
-        assert exchanges(found) == exchanges(trained)
+        assert collectives(found) == collectives(trained)
 
 
 def products(program: Program) -> list[tuple[Any, ...]]:
@@ -65,7 +65,7 @@ def products(program: Program) -> list[tuple[Any, ...]]:
     return sorted((item.kind, item.flop, count) for item, count in program.walk() if item.flop)
 
 
-def exchanges(program: Program) -> list[tuple[str, int, int]]:
+def collectives(program: Program) -> list[tuple[str, int, int]]:
     """Name, bytes and repeats of what goes over wires."""
     found = [(item.collective, count) for item, count in program.walk()]
     return sorted((each.name, each.payload_bytes, count) for each, count in found if each)

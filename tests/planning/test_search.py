@@ -499,11 +499,13 @@ def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_an_exchange_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The closed form sends whole gradients."""
     run = tmp_path / "run.toml"
-    run.write_text(RUN + '[exchange]\nname = "fp16"\n[layout]\nmode = "shard_map"\n')
+    run.write_text(RUN + '[gradient_sync]\nname = "fp16"\n[layout]\nmode = "shard_map"\n')
 
     assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "exchange.name='fp16' is refused: the closed form sums gradients as they are" in said
+    assert (
+        "gradient_sync.name='fp16' is refused: the closed form sums gradients as they are" in said
+    )
 
 
 def test_fine_tuning_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -28,7 +28,7 @@ from scalejax.planning.time_to_target.plan import (
     pareto_front,
     plan_point,
 )
-from scalejax.planning.time_to_target.run import Offer, find_convergence, plan_run
+from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
 from scalejax.report.figures.plan import ANSWERS, EDGE, save_plan
 from scalejax.report.html.report import write_report
 from scalejax.report.terminal.plan import planned
@@ -377,7 +377,7 @@ def test_plan_multiplies_steps_of_the_batch_with_the_time_of_its_step(run_file: 
 
     config, cluster = load_config(run_file), load_cluster("dgx-h100")
     plan = plan_run(
-        config, [Offer(cluster=cluster)], [8, 16, 64], convergence=data_of(64, 512, 2048)
+        config, [ClusterOption(cluster=cluster)], [8, 16, 64], convergence=data_of(64, 512, 2048)
     )
     alone = study(config, cluster, [8, 16, 64], "weak").predictions
 
@@ -396,38 +396,40 @@ def test_recipe_can_be_named(run_file: Path):
         for batch, samples, name in ((256, 1e5, "good"), (512, 2e5, "poor"))
     )
     data = ConvergenceData(name="two", points=points)
-    config, offers = load_config(run_file), [Offer(cluster=load_cluster("dgx-h100"))]
+    config, options = load_config(run_file), [ClusterOption(cluster=load_cluster("dgx-h100"))]
 
-    nearest = plan_run(config, offers, [8, 16], convergence=data)
-    good = plan_run(config, offers, [8, 16], convergence=data, recipe="good")
+    nearest = plan_run(config, options, [8, 16], convergence=data)
+    good = plan_run(config, options, [8, 16], convergence=data, recipe="good")
 
     assert good.points[0].steps == pytest.approx(nearest.points[0].steps)
     assert good.points[1].steps < 0.9 * nearest.points[1].steps
     assert any("--recipe" in note for note in nearest.notes)
     with pytest.raises(ConfigError, match="did you mean 'good'"):
-        plan_run(config, offers, [8], convergence=data, recipe="goode")
+        plan_run(config, options, [8], convergence=data, recipe="goode")
     with pytest.raises(ConfigError, match="the points name none"):
-        plan_run(config, offers, [8], convergence=data_of(256), recipe="good")
+        plan_run(config, options, [8], convergence=data_of(256), recipe="good")
 
 
 def test_batches_that_failed_or_nobody_tried_are_left_out(run_file: Path):
     """Twice the largest that worked is marked; four times it, or one that failed, is left out."""
-    config, offers = load_config(run_file), [Offer(cluster=load_cluster("dgx-h100"))]
+    config, options = load_config(run_file), [ClusterOption(cluster=load_cluster("dgx-h100"))]
 
-    beyond = plan_run(config, offers, [8, 16, 32], convergence=data_of(128, 256))
-    failed = plan_run(config, offers, [8, 16], convergence=data_of(128, 256, failed=(512,)))
+    beyond = plan_run(config, options, [8, 16, 32], convergence=data_of(128, 256))
+    failed = plan_run(config, options, [8, 16], convergence=data_of(128, 256, failed=(512,)))
 
     assert [each.is_extrapolated for each in beyond.points] == [False, True]
     assert [each.global_batch for each in beyond.points] == [256, 512]
     assert [each.global_batch for each in failed.points] == [256]
-    far = plan_run(config, offers, [8, 16], convergence=data_of(64, 128, failed=(4096,)))
+    far = plan_run(config, options, [8, 16], convergence=data_of(64, 128, failed=(4096,)))
     assert [each.global_batch for each in far.points] == [256]  # 512 is four times, and below 4096
     assert sum(count for _, count in beyond.left_out) == 1
 
 
 def test_without_points_the_epochs_are_taken_and_that_is_said_loudly(run_file: Path):
     """As many samples at every batch, and the first note says that nobody measured it."""
-    plan = plan_run(load_config(run_file), [Offer(cluster=load_cluster("dgx-h100"))], [8, 16])
+    plan = plan_run(
+        load_config(run_file), [ClusterOption(cluster=load_cluster("dgx-h100"))], [8, 16]
+    )
 
     assert not plan.has_convergence
     assert [each.steps for each in plan.points] == [10 * (60000 // 256), 10 * (60000 // 512)]
@@ -438,7 +440,7 @@ def test_without_points_the_epochs_are_taken_and_that_is_said_loudly(run_file: P
 def test_critical_batch_of_one_batch_is_called_assumed(run_file: Path):
     """Points of one batch say nothing of others, and those of two recipes no more; two batches of
     one recipe, or a noise scale, do."""
-    offers, config = [Offer(cluster=load_cluster("dgx-h100"))], load_config(run_file)
+    options, config = [ClusterOption(cluster=load_cluster("dgx-h100"))], load_config(run_file)
     one = data_of(256)
     other = replace(one.points[0], global_batch=512, recipe="another")
     apart = replace(one, points=(*one.points, other))
@@ -449,19 +451,19 @@ def test_critical_batch_of_one_batch_is_called_assumed(run_file: Path):
         (replace(one, noise_scale=1000.0), False),
         (data_of(256, 512), False),
     ):
-        source = plan_run(config, offers, [8], convergence=data).steps_source
+        source = plan_run(config, options, [8], convergence=data).steps_source
         assert ("critical batch ASSUMED to be about" in source) == is_assumed
-    source = plan_run(config, offers, [8], convergence=one).steps_source
+    source = plan_run(config, options, [8], convergence=one).steps_source
     assert source.startswith(": 1 point, batch 256; critical batch ASSUMED")
 
 
 def test_points_of_another_optimizer_are_said_loudly_and_behind_each_probability(run_file: Path):
     """Of the same, or of one that nobody knows, nothing is said."""
-    offers, config = [Offer(cluster=load_cluster("dgx-h100"))], load_config(run_file)
+    options, config = [ClusterOption(cluster=load_cluster("dgx-h100"))], load_config(run_file)
 
     def shown(optimizer: str | None) -> str:
         data = replace(data_of(128, 256), optimizer=optimizer)
-        plan = plan_run(config, offers, [8], convergence=data, deadline_seconds=1e9)
+        plan = plan_run(config, options, [8], convergence=data, deadline_seconds=1e9)
         return " ".join(printed(plan).split())
 
     text = shown("lars")
@@ -503,7 +505,7 @@ def test_conditions_of_the_site_are_in_the_time(run_file: Path):
         load_cluster("dgx-h100"), conditions=RunConditions(input_samples_per_second=1000.0)
     )
 
-    plan = plan_run(load_config(run_file), [Offer(cluster=cluster)], [8])
+    plan = plan_run(load_config(run_file), [ClusterOption(cluster=cluster)], [8])
 
     assert plan.points[0].step_seconds == pytest.approx(0.256)
     assert not any("input" in note for note in plan.notes if note.startswith("not known"))
@@ -560,7 +562,7 @@ def test_recorded_run_or_sweep_is_a_source(run_file: Path, tmp_path: Path):
     log.close()
     columns = {"global_batch": [256], "steps_to_target": [100], "noise_scale": [500.0]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "results.parquet")
-    offers = [Offer(cluster=load_cluster("dgx-h100"))]
+    options = [ClusterOption(cluster=load_cluster("dgx-h100"))]
     config = load_config(run_file, {"optimizer.momentum": 0.0})
 
     of_run = find_convergence(config, str(folder.path), target=0.85)
@@ -570,13 +572,13 @@ def test_recorded_run_or_sweep_is_a_source(run_file: Path, tmp_path: Path):
     assert of_sweep is not None
     assert (of_run.noise_scale, of_run.points[0].samples) == (1000.0, 25_600)
     assert of_sweep.noise_scale == pytest.approx(500)
-    plan = plan_run(config, offers, [8, 16], convergence=of_run)
+    plan = plan_run(config, options, [8, 16], convergence=of_run)
     assert "noise scale 1 k samples" in plan.steps_source
     # E(512) / E(256) of a critical batch of 1000: 1.512 / 1.256, within what the two may differ.
     assert 2 * plan.points[1].steps / plan.points[0].steps == pytest.approx(1.512 / 1.256, rel=0.05)
     assert not any("critical_batch" in note for note in plan.notes)
     adam = load_config(run_file, {"optimizer": {"name": "adamw"}})
-    other = plan_run(adam, offers, [8, 16], convergence=of_run)
+    other = plan_run(adam, options, [8, 16], convergence=of_run)
     assert any("too small for adamw: " in note for note in other.notes)
     assert other.points[1].steps < plan.points[1].steps  # its critical batch may be larger
     with pytest.raises(ConfigError, match=r"target=0\.95 is refused: .* did not reach it"):
@@ -608,16 +610,16 @@ def test_command_prints_writes_and_says_no(
 
 def test_clusters_of_one_name_are_refused(run_file: Path):
     """Nobody could tell their rows apart."""
-    offer = Offer(cluster=load_cluster("dgx-h100"))
+    option = ClusterOption(cluster=load_cluster("dgx-h100"))
 
     with pytest.raises(ConfigError, match="each needs a name of its own"):
-        plan_run(load_config(run_file), [offer, offer], [8])
+        plan_run(load_config(run_file), [option, option], [8])
 
 
 def test_price_of_some_clusters_is_refused(run_file: Path):
     """Costs could not be compared; and without a cluster there is nothing to plan."""
-    priced = Offer(cluster=load_cluster("dgx-h100"), price_per_device_hour=1.0)
-    other = Offer(cluster=load_cluster("dgx-a100"))
+    priced = ClusterOption(cluster=load_cluster("dgx-h100"), price_per_device_hour=1.0)
+    other = ClusterOption(cluster=load_cluster("dgx-a100"))
 
     with pytest.raises(ConfigError, match="each cluster needs one, or none has one"):
         plan_run(load_config(run_file), [priced, other], [8])

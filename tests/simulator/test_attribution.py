@@ -9,7 +9,7 @@ from program_cases import PAPER, fusion, gather, matmul, program_of, resnet50_on
 
 from scalejax.hardware import SharedChip, load_cluster
 from scalejax.simulator.program import Loop
-from scalejax.simulator.timeline.attribution import charges, device_terms
+from scalejax.simulator.timeline.attribution import attributions, device_terms
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.simulator.timeline.trace import record
 
@@ -19,7 +19,9 @@ def test_each_operation_is_charged_for_all_its_runs():
     body = (gather("g", 3), matmul("m", 2), wait("g"))
     program = program_of(Loop(name="layers", trip_count=10, body=body), fusion("f", 1))
 
-    by_name = {charge.operation.name: charge for charge in charges(program, PAPER)}
+    by_name = {
+        attribution.operation.name: attribution for attribution in attributions(program, PAPER)
+    }
 
     assert list(by_name) == ["g", "m", "f"]
     assert by_name["m"].runs == 10
@@ -27,7 +29,11 @@ def test_each_operation_is_charged_for_all_its_runs():
     assert by_name["m"].peak_seconds == pytest.approx(20e-3)
     assert by_name["g"].seconds == pytest.approx(30e-3)
     assert by_name["g"].step_seconds == pytest.approx(10e-3)
-    assert [charge.bound for charge in by_name.values()] == ["communication", "compute", "memory"]
+    assert [attribution.bound for attribution in by_name.values()] == [
+        "communication",
+        "compute",
+        "memory",
+    ]
 
 
 def test_charges_and_terms_add_up_to_a_real_step():
@@ -36,10 +42,12 @@ def test_charges_and_terms_add_up_to_a_real_step():
     times = timeline(program, cluster)
     rest = times.contention_seconds + times.overhead_seconds
 
-    charged = math.fsum(charge.step_seconds for charge in charges(program, cluster))
+    attributed = math.fsum(
+        attribution.step_seconds for attribution in attributions(program, cluster)
+    )
     terms = dict(device_terms(program, cluster))
 
-    assert charged + rest == pytest.approx(times.step_seconds)
+    assert attributed + rest == pytest.approx(times.step_seconds)
     assert math.fsum(terms.values()) + times.exposed_seconds + rest == pytest.approx(
         times.step_seconds
     )
@@ -58,6 +66,6 @@ def test_charges_are_those_of_the_devices_as_they_are_when_all_are_busy():
     program = program_of(matmul("m", 3), fusion("f", 1))
 
     assert timeline(program, cluster).step_seconds == pytest.approx(8e-3)
-    assert sum(each.step_seconds for each in charges(program, cluster)) == pytest.approx(8e-3)
+    assert sum(each.step_seconds for each in attributions(program, cluster)) == pytest.approx(8e-3)
     assert sum(dict(device_terms(program, cluster)).values()) == pytest.approx(8e-3)
     assert record(program, cluster).step_seconds == pytest.approx(8e-3)

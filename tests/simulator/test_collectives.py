@@ -20,7 +20,7 @@ NVLS = dataclasses.replace(RING, algorithm="nvls")
 GIGABYTE = 10**9
 
 
-def _exchange(name: CollectiveName, payload_bytes: int, *extents: tuple[int, int]) -> Collective:
+def _collective(name: CollectiveName, payload_bytes: int, *extents: tuple[int, int]) -> Collective:
     group = DeviceGroup(extents=extents, axes=("data",))
     return Collective(name=name, payload_bytes=payload_bytes, group=group, is_async=False)
 
@@ -73,23 +73,23 @@ def test_a_group_that_ends_within_a_node_sits_as_in_a_full_one():
 
 def test_ring_all_reduce_by_hand():
     """8 devices, 1 GB at 100 GB/s: 2 x 7/8 GB is 17.5 ms, and 14 hops of 1 us."""
-    assert collective_seconds(_exchange("all_reduce", GIGABYTE, (8, 1)), PAPER) == pytest.approx(
+    assert collective_seconds(_collective("all_reduce", GIGABYTE, (8, 1)), PAPER) == pytest.approx(
         17.5e-3 + 14e-6
     )
 
 
 def test_ring_all_reduce_over_nodes_by_hand():
     """16 devices in 2 nodes, 1 GB: the network's 10 GB/s sets the pace, 2 of 30 hops cross it."""
-    assert collective_seconds(_exchange("all_reduce", GIGABYTE, (16, 1)), PAPER) == pytest.approx(
+    assert collective_seconds(_collective("all_reduce", GIGABYTE, (16, 1)), PAPER) == pytest.approx(
         2 * 15 / 16 * 0.1 + 28 * 1e-6 + 2 * 10e-6
     )
 
 
 def test_all_gather_is_half_an_all_reduce():
     """A ring all-reduce is a reduce-scatter and an all-gather, of equal cost."""
-    whole = collective_seconds(_exchange("all_reduce", GIGABYTE, (8, 1)), PAPER)
-    gather = collective_seconds(_exchange("all_gather", GIGABYTE, (8, 1)), PAPER)
-    scatter = collective_seconds(_exchange("reduce_scatter", GIGABYTE, (8, 1)), PAPER)
+    whole = collective_seconds(_collective("all_reduce", GIGABYTE, (8, 1)), PAPER)
+    gather = collective_seconds(_collective("all_gather", GIGABYTE, (8, 1)), PAPER)
+    scatter = collective_seconds(_collective("reduce_scatter", GIGABYTE, (8, 1)), PAPER)
 
     assert gather == scatter == pytest.approx(whole / 2)
 
@@ -141,10 +141,10 @@ def test_in_switch_all_reduce_by_hand():
 def test_in_switch_reduction_needs_a_switch_that_adds():
     """The library may know NVLS; without the switch for it, the ring it is."""
     able = Link(kind="nvswitch", bytes_per_second=100e9, in_switch_fraction=1.0)
-    exchange = _exchange("all_reduce", GIGABYTE, (8, 1))
+    collective = _collective("all_reduce", GIGABYTE, (8, 1))
 
-    with_ring = collective_seconds(exchange, cluster_of(RING, NVLS))
-    in_switch = collective_seconds(exchange, cluster_of(RING, NVLS, link=able))
+    with_ring = collective_seconds(collective, cluster_of(RING, NVLS))
+    in_switch = collective_seconds(collective, cluster_of(RING, NVLS, link=able))
 
     assert with_ring == pytest.approx(17.514e-3)
     assert in_switch == pytest.approx(11.251e-3)
@@ -152,15 +152,15 @@ def test_in_switch_reduction_needs_a_switch_that_adds():
 
 def test_all_to_all_by_hand():
     """2 nodes of 8, 160 MB each: 80 MB leave per device, 640 MB per node, at 10 GB/s."""
-    seconds = collective_seconds(_exchange("all_to_all", 160_000_000, (16, 1)), PAPER)
+    seconds = collective_seconds(_collective("all_to_all", 160_000_000, (16, 1)), PAPER)
 
     assert seconds == pytest.approx(64e-3 + 7 * 1e-6 + 8 * 10e-6)
 
 
 def test_permute_by_hand():
     """100 MB to the neighbour: 1 ms in the node; 10 ms where it crosses to the next."""
-    inside = collective_seconds(_exchange("collective_permute", 10**8, (8, 1)), PAPER)
-    across = collective_seconds(_exchange("collective_permute", 10**8, (16, 1)), PAPER)
+    inside = collective_seconds(_collective("collective_permute", 10**8, (8, 1)), PAPER)
+    across = collective_seconds(_collective("collective_permute", 10**8, (16, 1)), PAPER)
 
     assert inside == pytest.approx(1e-3 + 1e-6)
     assert across == pytest.approx(10e-3 + 10e-6)
@@ -169,7 +169,7 @@ def test_permute_by_hand():
 def test_a_group_of_one_exchanges_nothing():
     """One member has what it needs."""
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        assert collective_seconds(_exchange(name, GIGABYTE, (1, 1)), PAPER) == 0
+        assert collective_seconds(_collective(name, GIGABYTE, (1, 1)), PAPER) == 0
 
 
 def test_small_payloads_take_the_method_of_least_latency():
@@ -179,7 +179,7 @@ def test_small_payloads_take_the_method_of_least_latency():
     49 us + W + 2 sqrt(2.4 us W), W = 9/8 GB at 0.73 x 0.82 x 450 GB/s.
     """
     small, large = (
-        collective_seconds(_exchange("all_reduce", payload, (8, 1)), _modelled("dgx-h100"))
+        collective_seconds(_collective("all_reduce", payload, (8, 1)), _modelled("dgx-h100"))
         for payload in (1000, GIGABYTE)
     )
     wire = 1.125 / (0.73 * 0.82 * 450)
@@ -209,7 +209,7 @@ def test_the_fastest_of_the_protocols_is_taken(payload: int, devices: int):
 def test_nodes_without_a_network_are_refused():
     """A group across nodes that nothing joins cannot run."""
     with pytest.raises(DoesNotFit, match="no network"):
-        collective_seconds(_exchange("all_reduce", 8, (16, 1)), cluster_of(network=None))
+        collective_seconds(_collective("all_reduce", 8, (16, 1)), cluster_of(network=None))
 
 
 names = st.sampled_from(
@@ -230,8 +230,8 @@ def test_a_switch_adds_nothing_for_one_device_per_node():
     plain = dataclasses.replace(
         cluster, library=dataclasses.replace(cluster.library, methods=without)
     )
-    one_per_node = _exchange("all_reduce", 10**8, (32, 8))
-    one_node = _exchange("all_reduce", 10**8, (8, 1))
+    one_per_node = _collective("all_reduce", 10**8, (32, 8))
+    one_node = _collective("all_reduce", 10**8, (8, 1))
 
     assert collective_seconds(one_per_node, cluster) == collective_seconds(one_per_node, plain)
     assert collective_seconds(one_node, cluster) < collective_seconds(one_node, plain)
@@ -243,7 +243,7 @@ def test_faster_wires_never_slow_a_collective(
 ):
     """Monotone in bandwidth, in latency and in payload."""
     cluster = load_cluster(cluster_name)
-    exchange = _exchange(name, payload, *extents)
+    collective = _collective(name, payload, *extents)
     assert cluster.network is not None
     faster = dataclasses.replace(
         cluster,
@@ -265,12 +265,12 @@ def test_faster_wires_never_slow_a_collective(
     laggard = dataclasses.replace(
         cluster, library=dataclasses.replace(cluster.library, methods=methods)
     )
-    larger = _exchange(name, payload + 1, *extents)
+    larger = _collective(name, payload + 1, *extents)
 
-    seconds = collective_seconds(exchange, cluster)
+    seconds = collective_seconds(collective, cluster)
 
-    assert collective_seconds(exchange, faster) <= seconds
-    assert collective_seconds(exchange, laggard) >= seconds
+    assert collective_seconds(collective, faster) <= seconds
+    assert collective_seconds(collective, laggard) >= seconds
     assert collective_seconds(larger, cluster) >= seconds
 
 
@@ -286,7 +286,7 @@ def test_no_collective_beats_its_wires(
     way = group_route(extents, cluster)
     n, g, k = way.members, way.members_per_node, way.nodes
 
-    seconds = collective_seconds(_exchange(name, payload, *extents), cluster)
+    seconds = collective_seconds(_collective(name, payload, *extents), cluster)
 
     # In the node: all but the part that a member keeps. Between nodes: what leaves a node, or in
     # a permutation one member's payload.
@@ -308,7 +308,7 @@ def test_more_devices_never_lower_total_communication(
     """
     cluster = load_cluster(cluster_name)
     totals = [
-        n * collective_seconds(_exchange(name, payload, (n, 1)), cluster)
+        n * collective_seconds(_collective(name, payload, (n, 1)), cluster)
         for n in (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 128, 256)
     ]
 
@@ -324,14 +324,14 @@ HOSTED = cluster_of(
 
 def test_parameter_servers_on_every_node_by_hand():
     """2 nodes of 8, 1 GB: 2 x 8 GB at 40 GB/s to the hosts, 2 x 1/2 GB at 10 GB/s between."""
-    seconds = collective_seconds(_exchange("all_reduce", GIGABYTE, (16, 1)), HOSTED)
+    seconds = collective_seconds(_collective("all_reduce", GIGABYTE, (16, 1)), HOSTED)
 
     assert seconds == pytest.approx(0.4 + 0.1 + 2e-6 + 20e-6)
 
 
 def test_lone_worker_pushes_to_its_server_and_sums_with_no_one():
     """1 GB there and back at its eighth of 40 GB/s, two hops of 1 us; a ring of one is silent."""
-    alone = _exchange("all_reduce", GIGABYTE, (1, 1))
+    alone = _collective("all_reduce", GIGABYTE, (1, 1))
 
     assert collective_seconds(alone, HOSTED) == pytest.approx(0.4 + 2e-6)
     assert collective_seconds(alone, cluster_of()) == 0.0
@@ -351,7 +351,7 @@ def test_a_pipeline_takes_time_to_fill():
     """W = 10 ms on the wire, r = 1 us a chunk: 2 sqrt(W r) = 0.2 ms more."""
     link = Link(kind="nvswitch", bytes_per_second=100e9, ramp_seconds=1e-6)
     seconds = collective_seconds(
-        _exchange("all_gather", 8 * GIGABYTE // 7, (8, 1)), cluster_of(link=link)
+        _collective("all_gather", 8 * GIGABYTE // 7, (8, 1)), cluster_of(link=link)
     )
 
     assert seconds == pytest.approx(7e-6 + 10e-3 + 0.2e-3, rel=1e-6)
@@ -360,7 +360,7 @@ def test_a_pipeline_takes_time_to_fill():
 def test_a_member_moves_its_own_part_too():
     """2 members, 1 GB: half a GB on the link, and half of that time again in memory."""
     link = Link(kind="nvswitch", bytes_per_second=100e9, own_share=0.5)
-    seconds = collective_seconds(_exchange("all_gather", GIGABYTE, (2, 1)), cluster_of(link=link))
+    seconds = collective_seconds(_collective("all_gather", GIGABYTE, (2, 1)), cluster_of(link=link))
 
     assert seconds == pytest.approx(5e-3 + 2.5e-3 + 1e-6)
 

@@ -25,8 +25,8 @@ COMPARE = Path(__file__).parents[2] / "experiments" / "collectives_against_table
 
 def _seconds(name: CollectiveName, payload_bytes: int, devices: int, cluster: Cluster) -> float:
     group = DeviceGroup(extents=((devices, 1),), axes=("data",))
-    exchange = Collective(name=name, payload_bytes=payload_bytes, group=group, is_async=False)
-    return collective_seconds(exchange, cluster)
+    collective = Collective(name=name, payload_bytes=payload_bytes, group=group, is_async=False)
+    return collective_seconds(collective, cluster)
 
 
 def _linked(cluster: Cluster, **fields: object) -> Cluster:

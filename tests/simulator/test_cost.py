@@ -141,8 +141,10 @@ def test_gradients_of_resnet50_cost_a_tenth_of_a_step_on_ethernet():
     at 72 GB/s add 2.5 ms. Little beside 120 ms of backpropagation, when overlapped with it.
     """
     group = DeviceGroup(extents=((256, 1),), axes=("data",))
-    exchange = Collective(name="all_reduce", payload_bytes=102_228_128, group=group, is_async=True)
+    collective = Collective(
+        name="all_reduce", payload_bytes=102_228_128, group=group, is_async=True
+    )
 
-    seconds = collective_seconds(exchange, load_cluster("big-basin-goyal2017"))
+    seconds = collective_seconds(collective, load_cluster("big-basin-goyal2017"))
 
     assert seconds == pytest.approx(38e-3, rel=0.05)

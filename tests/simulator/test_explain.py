@@ -20,7 +20,7 @@ from scalejax.report.terminal import explanation as explanation_tables
 from scalejax.simulator.explain import Explanation, explain, match_trace
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
-from scalejax.simulator.timeline.attribution import charges
+from scalejax.simulator.timeline.attribution import attributions
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
 
 HALF = replace(CHIP.attainable, matmul_fraction=0.5, memory_fraction=0.5, launch_seconds=10e-6)
@@ -46,7 +46,7 @@ COPY = Operation(
 )
 
 
-def exchange(kind, axes, size, stride, payload_bytes, name="exchange.3") -> Operation:
+def collective(kind, axes, size, stride, payload_bytes, name="exchange.3") -> Operation:
     """A synchronous collective of `size` devices, `stride` apart."""
     return Operation(
         name=name,
@@ -61,7 +61,7 @@ def exchange(kind, axes, size, stride, payload_bytes, name="exchange.3") -> Oper
     )
 
 
-GRADIENTS = exchange("all_reduce", ("data",), 16, 1, 10**8)
+GRADIENTS = collective("all_reduce", ("data",), 16, 1, 10**8)
 
 
 def program_of(*operations, axes=(("data", 16), ("fsdp", 1), ("tensor", 1))) -> Program:
@@ -193,7 +193,7 @@ def test_half_the_latency_is_half_of_what_the_library_starts_and_sends_with(
     network = Network(bytes_per_second=10e9, message_seconds=4e-6, ramp_seconds=1e-5)
     before = cluster_of(method, never, link=link, network=network)
     after = cluster_of(half, never, link=link, network=replace(network, message_seconds=2e-6))
-    sums = exchange("all_reduce", ("data",), devices, 1, 10**6)
+    sums = collective("all_reduce", ("data",), devices, 1, 10**6)
     step = program_of(PRODUCT, sums, axes=(("data", devices), ("fsdp", 1), ("tensor", 1)))
 
     gains = {each.name: each for each in explain(step, before).improvements}
@@ -212,14 +212,14 @@ def test_measured_times_have_a_latency_to_halve_too():
     h100 = load_cluster("dgx-h100")
     attainable = replace(h100.chip.attainable, step_cv=None)
     h100 = replace(h100, chip=replace(h100.chip, attainable=attainable))
-    sums = exchange("all_reduce", ("data",), 8, 1, 8)
+    sums = collective("all_reduce", ("data",), 8, 1, 8)
     step = program_of(sums, axes=(("data", 8), ("fsdp", 1), ("tensor", 1)))
 
     gains = {each.name: each for each in explain(step, h100).improvements}
 
-    (charge,) = charges(step, h100)
+    (attribution,) = attributions(step, h100)
     saved = predict(step, h100).step_seconds - gains["latency"].step_seconds
-    assert saved == pytest.approx(charge.seconds / 2, rel=0.01)
+    assert saved == pytest.approx(attribution.seconds / 2, rel=0.01)
     assert gains["links"].speedup == pytest.approx(1.0, abs=0.01)
 
 
@@ -268,7 +268,7 @@ def unexpected_names(*operations, axes=MESH) -> list[str]:
 )
 def test_an_exchange_that_no_rule_asks_for_is_named(kind, axes, size, stride):
     """With what it takes, and why it is odd."""
-    odd = exchange(kind, axes, size, stride, 10**9, name="odd.9")
+    odd = collective(kind, axes, size, stride, 10**9, name="odd.9")
 
     (found,) = explain(program_of(PRODUCT, odd, axes=MESH), CLUSTER).unexpected
 
@@ -280,7 +280,7 @@ def test_an_exchange_that_no_rule_asks_for_is_named(kind, axes, size, stride):
 
 def test_blocks_dealt_to_unequal_stages_are_said_to_be():
     """At each step, because the layers are no multiple of the stages."""
-    odd = exchange("all_to_all", ("pipeline",), 4, 4, 10**9, name="deal")
+    odd = collective("all_to_all", ("pipeline",), 4, 4, 10**9, name="deal")
 
     program = program_of(PRODUCT, odd, axes=(("pipeline", 4), *MESH[1:]))
     (found,) = explain(program, CLUSTER).unexpected
@@ -302,13 +302,13 @@ def test_blocks_dealt_to_unequal_stages_are_said_to_be():
 )
 def test_what_the_layout_asks_for_is_not_odd(kind, axes, size, stride):
     """Gradients over data, parameters over fsdp, sums of activations over tensor."""
-    assert unexpected_names(exchange(kind, axes, size, stride, 10**9)) == []
+    assert unexpected_names(collective(kind, axes, size, stride, 10**9)) == []
 
 
 def test_sequence_parallel_sums_are_not_odd():
     """A sum scattered over tensor is gathered again: the layout divides tokens there."""
-    scatter = exchange("reduce_scatter", ("tensor",), 2, 1, 10**9, name="scatter")
-    gather = exchange("all_gather", ("tensor",), 2, 1, 10**9, name="gather")
+    scatter = collective("reduce_scatter", ("tensor",), 2, 1, 10**9, name="scatter")
+    gather = collective("all_gather", ("tensor",), 2, 1, 10**9, name="gather")
 
     assert unexpected_names(scatter, gather) == []
     assert unexpected_names(gather) == ["gather"]
@@ -316,8 +316,8 @@ def test_sequence_parallel_sums_are_not_odd():
 
 def test_small_exchanges_and_axes_of_a_users_own_are_left_alone():
     """Indices are no finding; nobody has said what a user's own axes ask for."""
-    small = exchange("all_to_all", ("tensor",), 2, 1, 10**4)
-    own = exchange("all_to_all", ("experts",), 16, 1, 10**9)
+    small = collective("all_to_all", ("tensor",), 2, 1, 10**4)
+    own = collective("all_to_all", ("experts",), 16, 1, 10**9)
 
     assert unexpected_names(small) == []
     assert unexpected_names(own, axes=(("experts", 16),)) == []
@@ -325,7 +325,10 @@ def test_small_exchanges_and_axes_of_a_users_own_are_left_alone():
 
 def test_a_trace_is_matched_by_name():
     """The copy took twice as long as predicted; the exchange was not recorded."""
-    predicted = {charge.operation.name: charge.seconds for charge in charges(STEP, CLUSTER)}
+    predicted = {
+        attribution.operation.name: attribution.seconds
+        for attribution in attributions(STEP, CLUSTER)
+    }
     measured = {"dot.1": predicted["dot.1"], "copy.2": 2 * predicted["copy.2"], "extra.7": 1e-3}
 
     match = match_trace(STEP, CLUSTER, measured)

@@ -95,18 +95,18 @@ def test_scores_are_dropped_by_a_kernel_of_their_own():
 def test_gradients_and_parameters_of_half_precision_are_half_as_many_bytes():
     """On the data axis, summed or gathered; other axes and other types stay as they are."""
 
-    def exchanged(
+    def communicated(
         name: str, axis: str, dtype: str, kind: CollectiveName = "all_reduce"
     ) -> Operation:
         group = DeviceGroup(extents=((2, 1),), axes=(axis,))
-        exchange = Collective(name=kind, payload_bytes=800, group=group, is_async=True)
-        return Operation(name=name, kind="collective", dtype=dtype, collective=exchange)
+        collective = Collective(name=kind, payload_bytes=800, group=group, is_async=True)
+        return Operation(name=name, kind="collective", dtype=dtype, collective=collective)
 
     sums = (
-        exchanged("gradient", "data", "f32"),
-        exchanged("parameters", "data", "f32", "all_gather"),
-        exchanged("activation", "tensor", "f32"),
-        exchanged("half", "data", "bf16"),
+        communicated("gradient", "data", "f32"),
+        communicated("parameters", "data", "f32", "all_gather"),
+        communicated("activation", "tensor", "f32"),
+        communicated("half", "data", "bf16"),
     )
     step = program_of(Loop(name="microbatches", trip_count=2, body=sums))
 

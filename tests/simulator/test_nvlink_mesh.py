@@ -9,7 +9,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.hardware import Link, load_cluster
 from scalejax.hardware.catalogue import load_library
 from scalejax.simulator.collectives import mesh_rings
-from scalejax.simulator.collectives.nvlink_mesh import wires_by_number
+from scalejax.simulator.collectives.nvlink_mesh import links_by_number
 from scalejax.simulator.collectives.placement import collective_seconds, group_route
 from scalejax.simulator.program import Collective, DeviceGroup
 
@@ -49,9 +49,9 @@ def test_rings_on_the_wires_of_a_dgx1_explain_its_rates(devices: int, bytes_per_
     One share of the wire's rate for all, so that 12 % remain: more rings take more of a GPU.
     """
     group = DeviceGroup(extents=((devices, 1),), axes=("data",))
-    exchange = Collective(name="all_reduce", payload_bytes=2**30, group=group, is_async=False)
+    collective = Collective(name="all_reduce", payload_bytes=2**30, group=group, is_async=False)
 
-    seconds = collective_seconds(exchange, load_cluster("dgx1-v100"))
+    seconds = collective_seconds(collective, load_cluster("dgx1-v100"))
 
     rate = 2 * (devices - 1) / devices * 2**30 / seconds
     assert rate == pytest.approx(bytes_per_second, rel=0.12)
@@ -66,9 +66,9 @@ def test_fewest_wires_of_a_ring_by_numbers():
     """Of a path of three, joined by two wires and one, the ends have none between them."""
     path = ((0, 2, 0), (2, 0, 1), (0, 1, 0))
 
-    assert wires_by_number(path, (0, 1)) == 2
-    assert wires_by_number(path, (2, 1)) == 1
-    assert wires_by_number(path, (0, 1, 2)) == 0
+    assert links_by_number(path, (0, 1)) == 2
+    assert links_by_number(path, (2, 1)) == 1
+    assert links_by_number(path, (0, 1, 2)) == 0
 
 
 def test_nccl_1_runs_one_ring_by_numbers_on_a_dgx1():

@@ -25,7 +25,7 @@ def names(program: Program) -> list[str]:
     return [operation.name for operation, _ in program.walk()]
 
 
-def exchanged_bytes(program: Program) -> int:
+def collective_bytes(program: Program) -> int:
     """By all collectives."""
     found = (each.collective for each, _ in program.walk())
     return sum(each.payload_bytes for each in found if isinstance(each, Collective))
@@ -48,7 +48,7 @@ def test_product_begins_with_what_is_gathered_and_is_summed_as_it_goes():
     first = ["tokens.part", "tokens.part.done", "tokens.others", "up", "tokens.others.done"]
     last = ["sum.others", "down", "sum.others.done", "sum.part", "sum.part.done"]
     assert names(beside) == [*first, *last]
-    assert exchanged_bytes(beside) == exchanged_bytes(step)
+    assert collective_bytes(beside) == collective_bytes(step)
     assert timeline(step, PAPER).step_seconds == pytest.approx(18e-3, rel=1e-3)
     assert timeline(beside, PAPER).step_seconds == pytest.approx(14e-3, rel=1e-3)
 

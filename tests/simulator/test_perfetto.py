@@ -34,9 +34,9 @@ def test_moments_by_hand():
     recording = record(program_of(LAYERS, fusion("f", 1)), PAPER)
 
     of_second = [
-        (moment.name, moment.stream, round(moment.start_seconds * 1e3), moment.bound)
-        for moment in recording.moments
-        if moment.iteration == (1,)
+        (event.name, event.stream, round(event.start_seconds * 1e3), event.bound)
+        for event in recording.events
+        if event.iteration == (1,)
     ]
     assert sorted(of_second) == [
         ("g", "links", 3, "communication"),
@@ -60,7 +60,7 @@ def test_a_recording_ends_when_the_step_does(items: tuple[Operation | Loop, ...]
     step_seconds = timeline(program, cluster).step_seconds
     assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-9)
     for stream in ("compute", "links", "network"):
-        own = [moment for moment in recording.moments if moment.stream == stream]
+        own = [event for event in recording.events if event.stream == stream]
         assert all(a.end_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(own))
 
 

@@ -47,7 +47,7 @@ def operation(draw: st.DrawFn, name: str) -> Operation:
     )
 
 
-def exchange(draw: st.DrawFn, name: str, devices: int) -> Operation:
+def collective(draw: st.DrawFn, name: str, devices: int) -> Operation:
     """A collective between all devices, or between those of one of two axes."""
     inner = draw(st.sampled_from([size for size in (1, 2, 4, 8) if devices % size == 0]))
     extents, axis = draw(
@@ -74,7 +74,7 @@ def body(draw: st.DrawFn, prefix: str, devices: int) -> list[Operation | Loop]:
         if draw(st.booleans()):
             items.append(operation(draw, name))
             continue
-        started = exchange(draw, name, devices)
+        started = collective(draw, name, devices)
         items.append(started)
         if started.collective is not None and started.collective.is_async and draw(st.booleans()):
             items.append(operation(draw, f"{name}-beside"))
@@ -267,7 +267,7 @@ def test_better_hardware_is_never_slower(
 # --- more devices --------------------------------------------------------------------------
 
 
-def exchanging(name: CollectiveName, payload_bytes: int, devices: int) -> Program:
+def communicating(name: CollectiveName, payload_bytes: int, devices: int) -> Program:
     """A step that exchanges something between all of its devices."""
     group = DeviceGroup(extents=((devices, 1),), axes=("data",))
     collective = Collective(name=name, payload_bytes=payload_bytes, group=group, is_async=False)
@@ -307,7 +307,7 @@ def test_more_devices_never_communicate_less(
         return
 
     fewer, larger = (
-        timeline(exchanging(name, payload_bytes, devices), hardware).communication_seconds
+        timeline(communicating(name, payload_bytes, devices), hardware).communication_seconds
         for devices in (few, many)
     )
 

@@ -35,7 +35,7 @@ GRID = {
     },
     "ZeRO 1": {"data": 4, "zero_stage": 1, "microbatches": 4, "attention": "unfused"},
     "tokens divided, kept": {"tensor": 4, "sequence_parallel": True, "attention": "fused"},
-    "every second product": {"fsdp": 4, "attention": "fused", "remat": "per_op"},
+    "every second product": {"fsdp": 4, "attention": "fused", "remat": "selective_op"},
     "data and tensor, full recompute, accumulated": {
         "data": 2, "tensor": 2, "microbatches": 4, "remat": "full", "attention": "unfused",
     },
@@ -51,13 +51,13 @@ GRID = {
     "data and context": {"data": 2, "context": 2, "attention": "unfused"},
     "selective recompute": {"data": 2, "attention": "unfused", "remat": "selective"},
     "every second product, unfused": {
-        "data": 2, "microbatches": 2, "attention": "unfused", "remat": "per_op",
+        "data": 2, "microbatches": 2, "attention": "unfused", "remat": "selective_op",
     },
     "every second product, tokens divided": {
-        "tensor": 4, "sequence_parallel": True, "attention": "fused", "remat": "per_op",
+        "tensor": 4, "sequence_parallel": True, "attention": "fused", "remat": "selective_op",
     },
     "every second product, data and tensor": {
-        "data": 2, "tensor": 2, "attention": "unfused", "remat": "per_op",
+        "data": 2, "tensor": 2, "attention": "unfused", "remat": "selective_op",
     },
 } | {
     f"{axes} x {extras}": {**axes, **dict(extras)}
@@ -124,9 +124,9 @@ def bytes_by_axes(program: Program) -> Counter[tuple[str, ...]]:
     """Payload bytes of collectives by the axes that they span."""
     found: Counter[tuple[str, ...]] = Counter()
     for operation, runs in program.walk():
-        exchange = operation.collective
-        if exchange is not None and exchange.group.size > 1:
-            found[exchange.group.axes] += runs * exchange.payload_bytes
+        collective = operation.collective
+        if collective is not None and collective.group.size > 1:
+            found[collective.group.axes] += runs * collective.payload_bytes
     # The embedding of places, and single figures: at this size less than a hundredth.
     few = sum(found.values()) / 100
     return Counter({axes: payload for axes, payload in found.items() if payload > few})

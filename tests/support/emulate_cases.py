@@ -8,10 +8,10 @@ from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.serialization import build
 from scalejax.emulation.algorithms import algorithm_of
-from scalejax.emulation.instructions import Tape
+from scalejax.emulation.instructions import InstructionLog
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Moment, Progress
-from scalejax.emulation.virtual_cluster import Durations, World
+from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 
 
 def config(emulation: EmulationConfig | None = None, **fields: Any) -> RunConfig:
@@ -43,7 +43,7 @@ def durations(**fields: Any) -> Durations:
     usual: dict[str, Any] = {
         "gradient_seconds": 1.0,
         "gradient_deviation_seconds": 0.0,
-        "exchange_seconds": 0.0,
+        "collective_seconds": 0.0,
         "update_seconds": 0.0,
         "latency_seconds": 0.0,
         "worker_bytes_per_second": None,
@@ -85,22 +85,24 @@ def simulated(
     steps: int,
     seed: int = 0,
     shard_bytes: Sequence[int] = (4000,),
-    watch: Callable[[World], None] = lambda world: None,
-) -> tuple[World, Servers]:
+    watch: Callable[[VirtualCluster], None] = lambda cluster: None,
+) -> tuple[VirtualCluster, Servers]:
     """The world and the servers after a run of so many gradients that nobody computed."""
-    world = World(emulation, times, seed=seed)
-    tape = Tape(NoArithmetic(emulation.server_shards), lambda: world.now, emulation.server_shards)
-    servers = Servers(world, tape, shard_bytes, emulation.failures)
+    cluster = VirtualCluster(emulation, times, seed=seed)
+    instructions = InstructionLog(
+        NoArithmetic(emulation.server_shards), lambda: cluster.now, emulation.server_shards
+    )
+    servers = Servers(cluster, instructions, shard_bytes, emulation.failures)
     progress = Progress(
-        world,
-        tape,
+        cluster,
+        instructions,
         _Nobody(),
         total_steps=steps,
         steps_per_epoch=steps,
         log_every_steps=steps,
         is_evaluated=lambda step: False,
     )
-    algorithm_of(emulation.algorithm, world, tape, servers, progress).start()
-    watch(world)
-    world.run()
-    return world, servers
+    algorithm_of(emulation.algorithm, cluster, instructions, servers, progress).start()
+    watch(cluster)
+    cluster.run()
+    return cluster, servers

@@ -16,7 +16,7 @@ from scalejax.models import BatchNormScope, network_class, parameter_path
 from scalejax.simulator.program import Program
 from scalejax.training.gradients import gradients
 from scalejax.training.mesh import build_mesh
-from scalejax.training.setup import recipe_of
+from scalejax.training.setup import train_setup
 from scalejax.training.state import TrainState
 from scalejax.training.step import Step, build_step, init_state
 from scalejax.xla.compiled import read_step
@@ -37,7 +37,7 @@ Tree = dict[str, np.ndarray]
 
 
 def run_with(
-    exchange: dict[str, Any] | None,
+    gradient_sync: dict[str, Any] | None,
     devices: int,
     *,
     model: str = "mlp",
@@ -47,7 +47,7 @@ def run_with(
 ) -> ResolvedRun:
     """A small run of five updates, whose devices exchange so."""
     run = run_of(model, optimizer, {"data": devices, "mode": "shard_map"}, microbatches)
-    return resolve(with_fields(run.config, {"exchange": exchange, **(fields or {})}))
+    return resolve(with_fields(run.config, {"gradient_sync": gradient_sync, **(fields or {})}))
 
 
 def trained(run: ResolvedRun) -> tuple[list[float], TrainState]:
@@ -83,16 +83,16 @@ class Reference:
 
     def __init__(self, run: ResolvedRun) -> None:
         self.run = run
-        alone = {"layout.data": 1, "layout.mode": "jit", "exchange": None}
+        alone = {"layout.data": 1, "layout.mode": "jit", "gradient_sync": None}
         one = resolve(with_fields(run.config, alone))
-        self.recipe = recipe_of(one)
+        self.setup = train_setup(one)
         self.begin = init_state(one, build_mesh(one.layout, jax.local_devices()[:1]))
         self.stacked = network_class(run.config.model).stacked
         bn = BatchNormScope()
         self._gradients = jax.jit(
-            lambda params, rows: gradients(self.recipe, bn, params, {}, rows, None)
+            lambda params, rows: gradients(self.setup, bn, params, {}, rows, None)
         )
-        self._update = jax.jit(self.recipe.optimizer.update)
+        self._update = jax.jit(self.setup.optimizer.update)
 
     def of_devices(self, params: Any, batch: dict[str, np.ndarray]) -> tuple[list[Any], float]:
         """The gradient of each device's rows, and the mean loss; one set of parameters for all, or
@@ -135,7 +135,7 @@ def program_of(run: ResolvedRun) -> Program:
     return read_step(step.function.lower(step.state, step.batch).compile(), mesh, run)
 
 
-def exchanged_bytes(run: ResolvedRun) -> dict[str, int]:
+def collective_bytes(run: ResolvedRun) -> dict[str, int]:
     """Bytes of the collectives of a step by kind, without those of metrics."""
     names = ("all_reduce", "all_gather", "collective_permute")
     program = program_of(run)

@@ -14,10 +14,10 @@ from emulate_cases import durations
 from scalejax.config.emulation import EmulationConfig
 from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.compression import Compression
-from scalejax.emulation.instructions import Rows, Tape
+from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Moment, Progress
-from scalejax.emulation.virtual_cluster import Durations, World
+from scalejax.emulation.virtual_cluster import Durations, VirtualCluster
 
 FEATURES, BATCH = 12, 6
 
@@ -107,7 +107,7 @@ def adasum_by_hand(*several: np.ndarray) -> np.ndarray:
 class Emulated:
     """What came of an emulation."""
 
-    world: World
+    cluster: VirtualCluster
     """Its clock, and its workers."""
     servers: Servers
     """What they hold at the end."""
@@ -147,24 +147,24 @@ def emulated(
 ) -> Emulated:
     """`steps` gradients of `problem`, as `config` says; evaluated are at least the last."""
     problem = problem or LeastSquares(shards=config.server_shards)
-    world = World(config, takes or durations(), seed=seed)
-    tape = Tape(problem, lambda: world.now, config.server_shards)
+    cluster = VirtualCluster(config, takes or durations(), seed=seed)
+    instructions = InstructionLog(problem, lambda: cluster.now, config.server_shards)
     sizes = [part.nbytes for part in problem.cut(problem.initial)]
-    servers = Servers(world, tape, sizes, config.failures)
+    servers = Servers(cluster, instructions, sizes, config.failures)
     if config.compression is not None:
         samples = BATCH // config.sharing_workers
         pieces = [[(1, part.size)] for part in problem.cut(problem.initial)]
-        servers.compression = Compression(config.compression, tape, pieces, samples=samples)
-    result = Emulated(world=world, servers=servers, training=None)
+        servers.compression = Compression(config.compression, instructions, pieces, samples=samples)
+    result = Emulated(cluster=cluster, servers=servers, training=None)
     progress = Progress(
-        world,
-        tape,
+        cluster,
+        instructions,
         result,
         total_steps=steps,
         log_every_steps=steps,
         is_evaluated=is_evaluated or (lambda step: step == steps),
     )
-    result.training = algorithm_of(config.algorithm, world, tape, servers, progress)
+    result.training = algorithm_of(config.algorithm, cluster, instructions, servers, progress)
     result.training.start()
-    world.run()
+    cluster.run()
     return result

@@ -55,13 +55,13 @@ def gather(
 ) -> Operation:
     """An all-gather for so many milliseconds on two paper chips: half of it at 100 GB/s."""
     seconds = milliseconds * 1e-3 - 1e-6  # one hop of a microsecond
-    exchange = Collective(
+    collective = Collective(
         name="all_gather",
         payload_bytes=round(2 * seconds * 100e9),
         group=DeviceGroup(extents=((2, 1),), axes=(axis,)),
         is_async=is_async,
     )
-    return Operation(name=name, kind="collective", dtype="bf16", collective=exchange)
+    return Operation(name=name, kind="collective", dtype="bf16", collective=collective)
 
 
 def wait(name: str) -> Operation:

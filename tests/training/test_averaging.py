@@ -135,9 +135,9 @@ def final_weights(folder: Path) -> list[np.ndarray]:
     ],
     ids=["ema", "swa", "schedule-free", "momentum correction"],
 )
-def test_a_resumed_run_ends_with_the_same_bits(recipe, tmp_path):
+def test_a_resumed_run_ends_with_the_same_bits(setup, tmp_path):
     """One epoch, then the other two: evaluations and final weights are those of one stretch."""
-    config = build(RunConfig, TABLES | recipe)
+    config = build(RunConfig, TABLES | setup)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(config, whole, device_count=1, reporter=Silent())
     first = replace(config, train=replace(config.train, epochs=1))

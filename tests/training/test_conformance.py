@@ -29,7 +29,7 @@ from scalejax.config.schedule import ScheduleConfig
 from scalejax.core.serialization import build
 from scalejax.models import is_cast, parameter_path
 from scalejax.training.mesh import build_mesh
-from scalejax.training.setup import recipe_of
+from scalejax.training.setup import train_setup
 from scalejax.training.state import TrainState, initial_network
 from scalejax.training.step import build_step, forward, init_state
 from scalejax.xla.compiled import read_step
@@ -388,7 +388,7 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
     """Of which llama keeps everything, and gpt nothing but the input of a block."""
     axes, microbatches = HYBRIDS[layout]
     config = run_of(model, "adamw", axes, microbatches).config
-    run = resolve(replace(config, model=replace(config.model, remat="per_op")))
+    run = resolve(replace(config, model=replace(config.model, remat="selective_op")))
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
@@ -737,7 +737,7 @@ def test_what_is_gathered_in_the_compute_type_is_used_in_it_alone(model):
     run = replace(run, config=replace(run.config, model=network))
     loss, _ = forward(run)
     loss = jax.jit(loss, compiler_options={"xla_allow_excess_precision": False})
-    params, model_state = initial_network(recipe_of(run))
+    params, model_state = initial_network(train_setup(run))
 
     def rounded(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         is_rounded = is_cast(network, parameter_path(path))

@@ -219,7 +219,7 @@ def test_what_is_computed_again_is_no_work_of_the_model():
     block = 2 * ROWS * 16 * 12 * 32**2 + 2 * 2 * ROWS * 16**2 * 32
     head = 2 * ROWS * 16 * 32 * 64
 
-    for remat in ("none", "per_op", "full"):
+    for remat in ("none", "selective_op", "full"):
         run = run_of({"trainable": ["blocks"]}, model=gpt | {"remat": remat}, data=tokens)
         mesh = build_mesh(run.layout)
         step = build_step(run, mesh)

@@ -18,7 +18,7 @@ from exchange_cases import (
     Reference,
     Tree,
     assert_same,
-    exchanged_bytes,
+    collective_bytes,
     flat,
     mean,
     placed,
@@ -137,7 +137,7 @@ def mean_of_halves(gradients: list[Tree]) -> Tree:
 
 THRESHOLD, FRACTION = 0.02, 0.05
 """With which some entries of each gradient are sent and most are not."""
-EXCHANGES: dict[str, dict[str, Any]] = {
+GRADIENT_SYNCS: dict[str, dict[str, Any]] = {
     "adasum": {"name": "adasum"},
     "fp16": {"name": "fp16"},
     "fp16 with feedback": {"name": "fp16", "error_feedback": True},
@@ -158,7 +158,7 @@ def exchange_rows() -> list[Any]:
     """Every two of an exchange, a number of devices and an optimizer; two of stacked layers."""
     rows = [
         (name, devices, optimizer, "mlp")
-        for index, name in enumerate(EXCHANGES)
+        for index, name in enumerate(GRADIENT_SYNCS)
         for devices, optimizer in zip(
             (2, 4), ("adamw", "sgd") if index % 2 else ("sgd", "adamw"), strict=True
         )
@@ -169,9 +169,9 @@ def exchange_rows() -> list[Any]:
 
 def definition(name: str, reference: Reference) -> Callable[[list[Tree]], Tree]:
     """What an exchange makes of gradients, in NumPy."""
-    exchange = EXCHANGES[name]
-    feedback = exchange.get("error_feedback", exchange["name"] != "fp16")
-    match exchange["name"]:
+    gradient_sync = GRADIENT_SYNCS[name]
+    feedback = gradient_sync.get("error_feedback", gradient_sync["name"] != "fp16")
+    match gradient_sync["name"]:
         case "adasum":
             return Adasum(reference.stacked)
         case "fp16":
@@ -185,9 +185,9 @@ def definition(name: str, reference: Reference) -> Callable[[list[Tree]], Tree]:
 
 def as_given(name: str, devices: int) -> dict[str, Any]:
     """The table of an exchange: MXNet's threshold is of gradients summed over samples."""
-    exchange = EXCHANGES[name]
-    samples = {"threshold": THRESHOLD * 32 / devices} if exchange["name"] == "two_bit" else {}
-    return exchange | samples
+    gradient_sync = GRADIENT_SYNCS[name]
+    samples = {"threshold": THRESHOLD * 32 / devices} if gradient_sync["name"] == "two_bit" else {}
+    return gradient_sync | samples
 
 
 @pytest.mark.parametrize(("name", "devices", "optimizer", "model"), exchange_rows())
@@ -261,11 +261,11 @@ def test_what_travels_is_small():
     products = 3 * 4 * len(leaves) * 2
 
     found = {
-        name: exchanged_bytes(run_with(EXCHANGES[name], devices))
+        name: collective_bytes(run_with(GRADIENT_SYNCS[name], devices))
         for name in ("adasum", "fp16", "two_bit", "top_k")
     }
 
-    assert exchanged_bytes(run) == {"all_reduce": 4 * size + metrics}
+    assert collective_bytes(run) == {"all_reduce": 4 * size + metrics}
     assert found["fp16"] == {"all_reduce": 2 * size + metrics}
     assert found["two_bit"] == {"all_reduce": metrics, "all_gather": 4 * words * devices}
     assert found["top_k"] == {"all_reduce": metrics, "all_gather": 8 * kept * devices}
@@ -288,14 +288,14 @@ def test_memories_lie_on_their_devices():
         assert memory.sharding.spec[0] == DATA
         copies = np.asarray(memory)
         assert np.abs(copies - copies[:1]).max() > 0
-    forgetful = run_with(EXCHANGES["two_bit without feedback"], 4)
+    forgetful = run_with(GRADIENT_SYNCS["two_bit without feedback"], 4)
     assert init_state(forgetful, build_mesh(run.layout)).exchange is None
 
 
 def test_an_overflow_of_float16_is_skipped_by_all():
     """The loss scale sees what one device alone overflows, through Adasum and through float16."""
     for name in ("adasum", "fp16"):
-        run = run_with(EXCHANGES[name], 4, fields={"model.compute_dtype": "float16"})
+        run = run_with(GRADIENT_SYNCS[name], 4, fields={"model.compute_dtype": "float16"})
         mesh = build_mesh(run.layout)
         step, state = build_step(run, mesh), init_state(run, mesh)
         scale = jax.device_put(np.float32(2.0**60), state.opt_state.scale.sharding)
@@ -310,12 +310,12 @@ def test_an_overflow_of_float16_is_skipped_by_all():
 
 def test_microbatches_and_batch_norm_go_with_an_exchange():
     """Statistics are of all devices, as without an exchange; float16 is off by its rounding."""
-    exchanged = trained(run_with(EXCHANGES["fp16"], 4, model="cnn", microbatches=2))
+    synchronised = trained(run_with(GRADIENT_SYNCS["fp16"], 4, model="cnn", microbatches=2))
     usual = trained(run_with(None, 4, model="cnn", microbatches=2))
 
-    np.testing.assert_allclose(exchanged[0], usual[0], rtol=1e-3)
+    np.testing.assert_allclose(synchronised[0], usual[0], rtol=1e-3)
     for ours, theirs in zip(
-        jax.tree.leaves(exchanged[1].model_state),
+        jax.tree.leaves(synchronised[1].model_state),
         jax.tree.leaves(usual[1].model_state),
         strict=True,
     ):
@@ -327,14 +327,20 @@ def test_microbatches_and_batch_norm_go_with_an_exchange():
     [
         ({"layout.data": 6}, r"layout\.data=6 is refused: .* power of two \(nearest: 4 or 8\)"),
         ({"layout.mode": "jit"}, r'layout\.mode=.jit. is refused: .* use "shard_map"'),
-        ({"train.noise_scale": {}}, r"exchange\.name='adasum' is refused: train\.noise_scale"),
+        ({"train.noise_scale": {}}, r"gradient_sync\.name='adasum' is refused: train\.noise_scale"),
         (
-            {"exchange": {"name": "two_bit"}, "model.compute_dtype": "float16"},
+            {"gradient_sync": {"name": "two_bit"}, "model.compute_dtype": "float16"},
             r'model\.compute_dtype=.float16. is refused: .* use "bfloat16"',
         ),
-        ({"exchange": {"name": "top_k", "fraction": 0}}, r"exchange\.fraction=0.* is refused"),
-        ({"exchange": {"name": "two_bit", "threshold": 0}}, r"exchange\.threshold=0.* is refused"),
-        ({"exchange": {"name": "fp8"}}, r"exchange"),
+        (
+            {"gradient_sync": {"name": "top_k", "fraction": 0}},
+            r"gradient_sync\.fraction=0.* is refused",
+        ),
+        (
+            {"gradient_sync": {"name": "two_bit", "threshold": 0}},
+            r"gradient_sync\.threshold=0.* is refused",
+        ),
+        ({"gradient_sync": {"name": "fp8"}}, r"gradient_sync"),
         ({"layout.fsdp": 2}, r"layout\.fsdp=2 is refused"),
     ],
 )
@@ -350,8 +356,10 @@ def test_what_does_not_go_together_is_refused(fields, refused):
 )
 def test_only_what_learns_is_exchanged(name):
     """Parameters that do not learn stay as they are, and have no memory."""
-    exchange = {"name": "local_sgd", **LOCAL["DiLoCo"]} if name == "local_sgd" else EXCHANGES[name]
-    run = run_with(exchange, 4, fields={"fine_tuning": {"trainable": ["layers/2"]}})
+    gradient_sync = (
+        {"name": "local_sgd", **LOCAL["DiLoCo"]} if name == "local_sgd" else GRADIENT_SYNCS[name]
+    )
+    run = run_with(gradient_sync, 4, fields={"fine_tuning": {"trainable": ["layers/2"]}})
     begin = flat(Reference(run).begin.params)
     _, state = trained(run)
     params, _ = build_evaluation(run, build_mesh(run.layout)).weights(state)
@@ -368,7 +376,9 @@ def test_a_program_is_remembered_with_its_exchange():
     """A prediction of one does not take the program of another, nor of other shares of steps."""
     target = target_for(load_cluster("dgx-h100"), 4, "cpu")
     post_local = {"name": "local_sgd", **LOCAL["post-local"]}
-    runs = [run_with(exchange, 4) for exchange in (None, *EXCHANGES.values(), post_local)]
+    runs = [
+        run_with(gradient_sync, 4) for gradient_sync in (None, *GRADIENT_SYNCS.values(), post_local)
+    ]
     runs.append(run_with(post_local, 4, fields={"train.epochs": 2}))
 
     jobs = [RunJob(target=target, run=run) for run in runs]
@@ -402,7 +412,7 @@ mode = "shard_map"
 epochs = {epochs}
 log_every_steps = 1
 checkpoint_every_steps = 3
-[exchange]
+[gradient_sync]
 """
 RESUMED = {
     "adasum": 'name = "adasum"',
@@ -413,11 +423,11 @@ RESUMED = {
 
 
 def run_in(
-    folder: Path, exchange: str, *, epochs: int, devices: int = 4, resume: bool = False
+    folder: Path, gradient_sync: str, *, epochs: int, devices: int = 4, resume: bool = False
 ) -> Any:
     """Figures of a run of so many epochs, and the bits of its weights."""
     file = folder.with_suffix(".toml")
-    file.write_text(RUN.format(epochs=epochs, devices=devices) + exchange, encoding="utf-8")
+    file.write_text(RUN.format(epochs=epochs, devices=devices) + gradient_sync, encoding="utf-8")
     config = load_config(file)
     record = train(config, folder, resume=resume, reporter=Silent(), predicts=False)
     run = resolve(config)

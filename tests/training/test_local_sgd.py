@@ -14,7 +14,7 @@ from exchange_cases import (
     LOCAL,
     Reference,
     assert_same,
-    exchanged_bytes,
+    collective_bytes,
     flat,
     like,
     mean,
@@ -42,17 +42,17 @@ QUICK_LOCAL = {
 class LocalReference:
     """Local SGD one device at a time; the outer optimizer in NumPy."""
 
-    def __init__(self, reference: Reference, exchange: dict[str, Any]) -> None:
-        self.reference, self.exchange = reference, exchange
-        self.begin = round(exchange.get("begin_epoch", 0.0) * reference.run.steps_per_epoch)
+    def __init__(self, reference: Reference, gradient_sync: dict[str, Any]) -> None:
+        self.reference, self.gradient_sync = reference, gradient_sync
+        self.begin = round(gradient_sync.get("begin_epoch", 0.0) * reference.run.steps_per_epoch)
         self.last = flat(reference.begin.params)
         self.momentum = {name: 0 * array for name, array in self.last.items()}
 
     def averaged(self, params: list[Any]) -> Any:
         """What all devices go on with after an average."""
         new = mean([flat(each) for each in params])
-        rate = self.exchange.get("outer_learning_rate", 1.0)
-        kept = self.exchange.get("outer_momentum", 0.0)
+        rate = self.gradient_sync.get("outer_learning_rate", 1.0)
+        kept = self.gradient_sync.get("outer_momentum", 0.0)
         for name, last in self.last.items():
             way = last - new[name]
             self.momentum[name] = kept * self.momentum[name] + way
@@ -73,7 +73,7 @@ class LocalReference:
             params, states = [each[0] for each in moved], [each[1] for each in moved]
             if step < self.begin:
                 self.last = flat(params[0])
-            elif (step + 1 - self.begin) % self.exchange["every_steps"] == 0:
+            elif (step + 1 - self.begin) % self.gradient_sync["every_steps"] == 0:
                 params = [self.averaged(params)] * devices
         return losses, params
 
@@ -139,8 +139,8 @@ def test_local_sgd_sends_parameters_once_in_so_many_steps():
         return run_with({"name": "local_sgd", "every_steps": steps, **fields}, devices)
 
     for steps in (1, 2, 8):
-        assert exchanged_bytes(local(steps)) == {"all_reduce": round(size / steps) + metrics}
-    late = exchanged_bytes(local(8, begin_epoch=0.4))["all_reduce"]
+        assert collective_bytes(local(steps)) == {"all_reduce": round(size / steps) + metrics}
+    late = collective_bytes(local(8, begin_epoch=0.4))["all_reduce"]
     assert late == round(0.4 * size + 0.6 * size / 8) + metrics
     cluster = load_cluster("dgx-h100")
     seconds = {n: timeline(program_of(local(n)), cluster).communication_seconds for n in (1, 8)}
@@ -166,9 +166,9 @@ def test_batch_norm_statistics_are_averaged_with_the_parameters():
 @pytest.mark.parametrize(
     ("fields", "refused"),
     [
-        ({"exchange.every_steps": 0}, r"exchange\.every_steps=0 is refused"),
-        ({"exchange.begin_epoch": 1}, r"exchange\.begin_epoch=1.* below train\.epochs=1"),
-        ({"exchange.outer_momentum": 1}, r"exchange\.outer_momentum=1.* is refused"),
+        ({"gradient_sync.every_steps": 0}, r"gradient_sync\.every_steps=0 is refused"),
+        ({"gradient_sync.begin_epoch": 1}, r"gradient_sync\.begin_epoch=1.* below train\.epochs=1"),
+        ({"gradient_sync.outer_momentum": 1}, r"gradient_sync\.outer_momentum=1.* is refused"),
         ({"model.compute_dtype": "float16"}, r'compute_dtype=.float16. .* use "bfloat16"'),
         ({"averaging": {"name": "ema"}}, r"averaging\.name='ema' is refused"),
         (
@@ -177,8 +177,8 @@ def test_batch_norm_statistics_are_averaged_with_the_parameters():
         ),
         ({"model": {"name": "cnn", "channels": [8]}}, r"bn_scope='global' is refused"),
         (
-            {"exchange.begin_epoch": 1, "train.epochs": 4, "batch.ramp_epochs": [2]},
-            r"exchange\.begin_epoch=1.* leave batch\.ramp_epochs out",
+            {"gradient_sync.begin_epoch": 1, "train.epochs": 4, "batch.ramp_epochs": [2]},
+            r"gradient_sync\.begin_epoch=1.* leave batch\.ramp_epochs out",
         ),
     ],
 )

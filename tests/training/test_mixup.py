@@ -19,7 +19,7 @@ from scalejax.training.evaluation import build_evaluation
 from scalejax.training.gradients import mean_loss
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import EvaluationMeasurement
-from scalejax.training.setup import network_of, recipe_of
+from scalejax.training.setup import network_of, train_setup
 from scalejax.training.step import build_step, forward, init_state
 from scalejax.training.train import train
 from scalejax.xla.compiled import read_step
@@ -73,18 +73,18 @@ def trained(run):
 def test_the_loss_is_of_mixed_images_and_of_both_targets(smoothing):
     """By hand: images mixed as floats, and the cross-entropy with a mixed distribution."""
     run = run_of({"data": 1}, smoothing=smoothing)
-    recipe, batch = recipe_of(run), batch_of(0)
+    setup, batch = train_setup(run), batch_of(0)
     state = init_state(run, build_mesh(run.layout))
 
     loss, (accuracy, _) = mean_loss(
-        recipe, BatchNormScope(), state.params, state.model_state, jax.tree.map(jnp.asarray, batch)
+        setup, BatchNormScope(), state.params, state.model_state, jax.tree.map(jnp.asarray, batch)
     )
 
     partner = np.arange(32) ^ 1
     mix = batch["mix"][:, None].astype(np.float64)
     images = (batch["inputs"].reshape(32, -1) / 255 - 0.5) / 0.25
     mixed = (mix * images + (1 - mix) * images[partner]).reshape(32, 8, 8, 1)
-    graph = nnx.graphdef(network_of(recipe, BatchNormScope()))
+    graph = nnx.graphdef(network_of(setup, BatchNormScope()))
     network = nnx.merge(graph, nnx.State(state.params), nnx.State(state.model_state))
     logits = np.asarray(network(jnp.asarray(mixed, jnp.float32), is_training=True), np.float64)
     shares = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
@@ -138,7 +138,7 @@ def test_batch_norm_over_all_devices_sees_mixed_images_too():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=RTOL * scale)
 
 
-def exchanges(run):
+def gradient_syncs(run):
     """Kind and bytes of every collective of the compiled step."""
     mesh = build_mesh(run.layout)
     step = build_step(run, mesh)
@@ -157,8 +157,8 @@ def test_mixing_sends_nothing(layout, microbatches):
     mixed = run_of(layout, microbatches=microbatches)
     plain = run_of(layout, microbatches=microbatches, alpha=0.0)
 
-    assert exchanges(mixed) == exchanges(plain)
-    assert exchanges(mixed)
+    assert gradient_syncs(mixed) == gradient_syncs(plain)
+    assert gradient_syncs(mixed)
 
 
 def test_what_is_costed_has_shares_and_what_is_evaluated_has_none():

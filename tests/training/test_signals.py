@@ -108,12 +108,12 @@ def test_processes_agree_in_time_also_where_updates_slow_down(
     """From 1 ms to so long, where a signal comes; two clocks differ, and both exchange at the same
     calls, or neither would come back from it."""
     clocks, meeting, notes = threading.local(), threading.Barrier(2, timeout=10), {}
-    exchanges, answered = [], []
+    gradient_syncs, answered = [], []
 
     def gathered(note):
         notes[clocks.number] = note
         meeting.wait()
-        exchanges.append(clocks.now)
+        gradient_syncs.append(clocks.now)
         found = np.stack([notes[0], notes[1]])
         meeting.wait()
         return found
@@ -145,7 +145,7 @@ def test_processes_agree_in_time_also_where_updates_slow_down(
     assert len(answered) == 2
     assert answered[0] == pytest.approx(answered[1])
     assert answered[0] <= HONOUR_SECONDS
-    assert len(exchanges) / 2 < calls_before / 20
+    assert len(gradient_syncs) / 2 < calls_before / 20
 
 
 def test_one_that_is_honoured_in_time_is_not_ended():

@@ -22,14 +22,14 @@ from scalejax.training.reporter import Silent
 from scalejax.training.time_accounting import (
     LINE_BYTES,
     PARTS,
+    Interval,
     RunClock,
-    Stretch,
     ledger_in_words,
     line_of,
+    load_intervals,
     load_ledger,
-    load_stretches,
     process_seconds,
-    time_ledger,
+    time_account,
 )
 from scalejax.training.train import train
 
@@ -58,9 +58,9 @@ checkpoint_every_steps = 4
 """
 
 
-def stretch(session, end, /, *, began=0.0, first=0, finished=True, **seconds):
+def interval(session, end, /, *, began=0.0, first=0, finished=True, **seconds):
     """A stretch of `session`, by the seconds of its parts."""
-    return Stretch(
+    return Interval(
         session=session,
         began_unix_seconds=began,
         first_step=first,
@@ -71,18 +71,18 @@ def stretch(session, end, /, *, began=0.0, first=0, finished=True, **seconds):
 
 
 KILLED_AND_RESUMED = (
-    stretch(0, 100, startup=5.0, compile=3.0, step=10.0, input_wait=1.0, checkpoint=0.5),
-    stretch(0, 200, step=9.0, evaluation=2.0, checkpoint=0.5),  # this checkpoint was not whole
-    stretch(0, 230, finished=False, step=3.0, input_wait=0.25),
-    stretch(1, 200, began=40.0, first=100, startup=6.0, compile=2.0, step=8.0, checkpoint=0.5),
-    stretch(1, 200, began=40.0, first=100, step=0.25),
+    interval(0, 100, startup=5.0, compile=3.0, step=10.0, input_wait=1.0, checkpoint=0.5),
+    interval(0, 200, step=9.0, evaluation=2.0, checkpoint=0.5),  # this checkpoint was not whole
+    interval(0, 230, finished=False, step=3.0, input_wait=0.25),
+    interval(1, 200, began=40.0, first=100, startup=6.0, compile=2.0, step=8.0, checkpoint=0.5),
+    interval(1, 200, began=40.0, first=100, step=0.25),
 )
 """Killed at step 230, 5.75 s later begun again at step 100."""
 
 
 def test_ledger_of_a_run_that_was_killed_and_went_on():
     """By hand: what the first session did after step 100 was for nothing."""
-    ledger = time_ledger(KILLED_AND_RESUMED)
+    ledger = time_account(KILLED_AND_RESUMED)
 
     assert ledger.sessions == 2
     assert ledger.repeated_steps == 130
@@ -104,22 +104,22 @@ def test_ledger_of_a_run_that_was_killed_and_went_on():
 
 def test_a_step_that_was_cut_off_counts_for_nothing():
     """One long update was under way when the run was killed, just behind a checkpoint."""
-    cut_off = stretch(0, 100, finished=False, step=30.0)
-    later = stretch(1, 150, began=100.0, first=100, step=5.0)
-    first = stretch(0, 100, step=10.0)
+    cut_off = interval(0, 100, finished=False, step=30.0)
+    later = interval(1, 150, began=100.0, first=100, step=5.0)
+    first = interval(0, 100, step=10.0)
 
-    assert time_ledger((first, cut_off, later)).wasted_seconds == 30
-    assert time_ledger((first, cut_off)).wasted_seconds == 0  # it goes on
+    assert time_account((first, cut_off, later)).wasted_seconds == 30
+    assert time_account((first, cut_off)).wasted_seconds == 0  # it goes on
 
 
 def test_a_session_wastes_all_that_lies_behind_its_begin():
     """A damaged checkpoint was deleted by hand: two sessions before have worked for nothing."""
-    ledger = time_ledger(
+    ledger = time_account(
         (
-            stretch(0, 100, step=1.0),
-            stretch(0, 200, step=2.0),
-            stretch(1, 300, began=10.0, first=200, startup=1.0, step=4.0),
-            stretch(2, 400, began=20.0, first=100, startup=1.0, step=8.0),
+            interval(0, 100, step=1.0),
+            interval(0, 200, step=2.0),
+            interval(1, 300, began=10.0, first=200, startup=1.0, step=4.0),
+            interval(2, 400, began=20.0, first=100, startup=1.0, step=8.0),
         )
     )
 
@@ -129,19 +129,19 @@ def test_a_session_wastes_all_that_lies_behind_its_begin():
 
 def test_a_clock_set_back_between_sessions_takes_no_time_away():
     """The time between them is then unknown, and none."""
-    earlier = stretch(0, 100, began=1000.0, step=5.0)
-    later = stretch(1, 200, began=400.0, first=100, step=5.0)
+    earlier = interval(0, 100, began=1000.0, step=5.0)
+    later = interval(1, 200, began=400.0, first=100, step=5.0)
 
-    assert time_ledger((earlier, later)).seconds == 10
+    assert time_account((earlier, later)).seconds == 10
 
 
 @pytest.mark.parametrize(("boot_id", "down"), [("a", 3), ("b", 3600), (None, 3600)])
 def test_a_clock_set_forward_between_sessions_adds_no_time(boot_id, down):
     """By an hour; known only where the machine was not started anew between them."""
-    earlier = stretch(0, 100, began=1000.0, step=5.0)
-    later = stretch(1, 200, began=1005.0 + 3600, first=100, step=5.0)
+    earlier = interval(0, 100, began=1000.0, step=5.0)
+    later = interval(1, 200, began=1005.0 + 3600, first=100, step=5.0)
 
-    ledger = time_ledger(
+    ledger = time_account(
         (
             replace(earlier, boot_id="a", began_boot_seconds=200.0),
             replace(later, boot_id=boot_id, began_boot_seconds=208.0),
@@ -178,7 +178,7 @@ def test_times_that_cannot_be_written_are_refused_by_name(tmp_path, monkeypatch,
             clock.open(path)
             monkeypatch.setattr(os, "pwrite", full)
             with pytest.raises(ConfigError, match=r"time.jsonl' cannot be written"):
-                clock.finish_stretch()
+                clock.finish_interval()
             if is_failing:
                 raise ConfigError("the real one")
 
@@ -212,7 +212,7 @@ def test_the_parts_add_up_to_the_wall_time(sessions):
             step += steps
             now += sum(times)
             lines.append(
-                stretch(
+                interval(
                     number,
                     step,
                     began=began,
@@ -222,7 +222,7 @@ def test_the_parts_add_up_to_the_wall_time(sessions):
                 )
             )
 
-    assert time_ledger(lines).seconds == pytest.approx(now, abs=1e-6)
+    assert time_account(lines).seconds == pytest.approx(now, abs=1e-6)
 
 
 KILLED = """
@@ -241,7 +241,7 @@ for step in range(first, first + 20):
     if (step + 1) % 5 == 0:
         with clock.within("checkpoint"):
             time.sleep(0.05)
-        clock.finish_stretch()
+        clock.finish_interval()
 print("up", flush=True)
 clock.enter("evaluation")
 time.sleep(60)
@@ -310,8 +310,8 @@ def test_the_ledger_of_a_run_is_its_wall_time(tmp_path):
     assert (ledger.sessions, ledger.repeated_steps, ledger.wasted_seconds) == (2, 0, 0)
     assert ledger.startup_seconds >= 200
     assert min(ledger.step_seconds, ledger.compile_seconds, ledger.evaluation_seconds) > 0
-    stretches = load_stretches(RunFolder(path=tmp_path / "run").time)
-    ends = [(each.session, each.step) for each in stretches]
+    intervals = load_intervals(RunFolder(path=tmp_path / "run").time)
+    ends = [(each.session, each.step) for each in intervals]
     assert ends == [
         *((0, step) for step in (4, 8, 10, 12, 16, 20, 20)),
         *((1, step) for step in (24, 28, 30, 30)),
@@ -322,12 +322,12 @@ def test_the_ledger_of_a_run_is_its_wall_time(tmp_path):
 def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
     """A machine that fails may leave part of a line; one that is damaged is refused."""
     path = tmp_path / "time.jsonl"
-    path.write_bytes(line_of(stretch(0, 5, step=1.0)) + b'{"session": 0, "be')
-    assert len(load_stretches(path)) == 1
+    path.write_bytes(line_of(interval(0, 5, step=1.0)) + b'{"session": 0, "be')
+    assert len(load_intervals(path)) == 1
 
     with RunClock() as clock:
         clock.open(path)
-    assert [each.session for each in load_stretches(path)] == [0, 1]
+    assert [each.session for each in load_intervals(path)] == [0, 1]
 
     path.write_bytes(b"x" * LINE_BYTES)
     with pytest.raises(ConfigError, match=r"time.jsonl, line 1 is damaged .* delete that file"):
@@ -339,14 +339,14 @@ def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
         path.write_bytes(damage.ljust(LINE_BYTES))
         with pytest.raises(ConfigError, match=r"time.jsonl, line 1"):
             load_ledger(path)
-    path.write_bytes(line_of(stretch(0, 5, step=1.5)).replace(b" 1.5", b"-1.5"))
+    path.write_bytes(line_of(interval(0, 5, step=1.5)).replace(b" 1.5", b"-1.5"))
     with pytest.raises(ConfigError, match=r"time.jsonl, line 1: step_seconds=-1.5 is refused"):
         load_ledger(path)
 
 
 def test_no_time_has_no_goodput():
     """A file that says nothing but zeros."""
-    ledger = time_ledger([stretch(0, 0)])
+    ledger = time_account([interval(0, 0)])
 
     assert ledger.goodput is None
     assert ledger_in_words(ledger) == "goodput n/a of 0 us in 1 session: n/a"
@@ -355,7 +355,9 @@ def test_no_time_has_no_goodput():
 def test_a_line_is_never_longer_than_its_place():
     """Ten years of everything, a thousand sessions and a quadrillion steps."""
     longest = replace(
-        stretch(1000, 10**15, began=4e9 + 1 / 3, first=10**15, **dict.fromkeys(PARTS, 3e8 + 1 / 3)),
+        interval(
+            1000, 10**15, began=4e9 + 1 / 3, first=10**15, **dict.fromkeys(PARTS, 3e8 + 1 / 3)
+        ),
         boot_id=str(uuid.uuid4()),
         began_boot_seconds=3e8 + 1 / 3,
     )

@@ -22,7 +22,7 @@ from scalejax.simulator.predict import Prediction
 from scalejax.simulator.program import Program
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.evaluation import build_evaluation
-from scalejax.training.logger import Journal
+from scalejax.training.logger import MetricsLogger
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import RunFolder, RunRecord, StatusChange
 from scalejax.training.reporter import PlainLines, Silent, reporter_for
@@ -277,11 +277,11 @@ def test_every_process_resumes_with_the_same_record(finished, tmp_path, monkeypa
         lambda name: lines_at_barrier.append(len(RunRecord.load(folder).measurements)),
     )
 
-    journal = Journal(files, Silent(), Heartbeat(None), RunClock(), after_step=12)
-    journal.close()
+    logger = MetricsLogger(files, Silent(), Heartbeat(None), RunClock(), after_step=12)
+    logger.close()
 
     expected = tuple(m for m in finished[0].measurements if m.step <= 12)
-    assert journal.earlier == expected
+    assert logger.earlier == expected
     whole = len(finished[0].measurements)
     assert lines_at_barrier == [len(expected) if is_first else whole]
 

@@ -162,7 +162,7 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
         for each in (selective, selective | TITAN, selective | {"framework": "llm-foundry"})
     ]
 
-    assert remats == ["selective", "per_op", "selective"]
+    assert remats == ["selective", "selective_op", "selective"]
 
 
 def test_a_loss_is_compiled_from_2025_on(row):
@@ -186,4 +186,4 @@ def test_row_that_its_source_contradicts_is_run_as_published(row):
     found = case(row(titan | machine))
 
     assert found.cluster.chip.name == "h200"
-    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["per_op"]
+    assert [getattr(run.config.model, "remat", None) for run in found.runs] == ["selective_op"]

@@ -18,7 +18,7 @@ from program_cases import matmul, program_of
 
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.program import Loop, Operation, Program
-from scalejax.simulator.transforms.scale_out import narrowed, widened
+from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.validation.archive import Archive, read_archive, write_archive
 from scalejax.validation.programs import Programs, asked_for
 from scalejax.validation.rebuild import main, rebuild
@@ -30,8 +30,8 @@ def test_wider_data_axis_changes_groups_and_totals_alone(row):
     """From two devices to sixteen: what each does stays the same."""
     (run,) = case(row(RESNET)).runs
 
-    assert narrowed(run).layout.data == 2
-    assert widened(program(2), narrowed(run), run) == program(16)
+    assert reduced(run).layout.data == 2
+    assert scaled_out(program(2), reduced(run), run) == program(16)
 
 
 def test_lone_device_sends_its_gradients_to_a_parameter_server(row):
@@ -39,9 +39,9 @@ def test_lone_device_sends_its_gradients_to_a_parameter_server(row):
     server = {"device_count": "1", "data": "1", "gradient_exchange": "parameter_server"}
     lone = case(row(RESNET | server))
     (run,) = lone.runs
-    narrow = narrowed(run, has_server=True)
+    narrow = reduced(run, has_server=True)
 
-    alone = widened(program(2), narrow, run)
+    alone = scaled_out(program(2), narrow, run)
 
     assert narrow.layout.data == 2
     assert alone == program(1)
@@ -57,9 +57,9 @@ def test_more_microbatches_are_more_trips_through_their_loop(row):
     assert isinstance(loop, Loop)
     narrow = replace(narrow, operations=(product, replace(loop, trip_count=2)))
 
-    wide = widened(narrow, narrowed(run), run)
+    wide = scaled_out(narrow, reduced(run), run)
 
-    assert narrowed(run).split.microbatches == 2
+    assert reduced(run).split.microbatches == 2
     assert wide is not None
     assert wide.operations == (product, replace(loop, trip_count=6))
     assert wide.model_flop == 3 * 10**12
@@ -78,7 +78,7 @@ def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
     gather = replace(operation, collective=replace(operation.collective, name="all_gather"))
     narrow = replace(narrow, operations=(narrow.operations[0], replace(loop, body=(gather,))))
 
-    assert widened(narrow, narrowed(run), run) is None
+    assert scaled_out(narrow, reduced(run), run) is None
 
 
 # The compiler divides what 32 divides, as 16 does.
@@ -108,7 +108,7 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
 
     assert isinstance(wide, Program)
     assert case_key(job) not in programs.known
-    ours, its = map(_products_and_exchanges, (wide, compiled[0]))
+    ours, its = map(_products_and_collectives, (wide, compiled[0]))
     if "zero_stage" in change:  # smaller parts of an update are begun a little earlier or later
         ours, its = sorted(ours, key=str), sorted(its, key=str)
     assert ours == its
@@ -122,7 +122,7 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     assert wide.model_flop == compiled[0].model_flop
 
 
-def _products_and_exchanges(found: Program) -> list[tuple[object, ...]]:
+def _products_and_collectives(found: Program) -> list[tuple[object, ...]]:
     return [
         (operation.kind, operation.dtype, operation.shape, operation.collective, times)
         for operation, times in found.walk()

@@ -57,16 +57,16 @@ class Changes:
     that has their pixels calls `applied`.
     """
 
-    def __init__(self, config: AugmentationConfig, draws: np.ndarray) -> None:
+    def __init__(self, config: AugmentationConfig, numbers: np.ndarray) -> None:
         self._config = config
-        self._draws = draws
+        self._numbers = numbers
         if config.crop_area is not None:
             least, largest = config.crop_area
             low, high = np.log(config.crop_aspect)
-            areas = least + (largest - least) * draws[:, _AREAS]
-            aspects = np.exp(low + (high - low) * draws[:, _ASPECTS])
+            areas = least + (largest - least) * numbers[:, _AREAS]
+            aspects = np.exp(low + (high - low) * numbers[:, _ASPECTS])
             sides = np.sqrt(np.stack([areas * aspects, areas / aspects], axis=2))
-            self._sides, self._places = sides.tolist(), draws[:, _PLACE].tolist()
+            self._sides, self._places = sides.tolist(), numbers[:, _PLACE].tolist()
 
     def crop(self, row: int, width: int, height: int) -> Box | None:
         """The part of an image of this size to keep; None for no random part.
@@ -127,17 +127,17 @@ class Changes:
         return np.concatenate(parts)
 
     def _finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        config, draws = self._config, self._draws[rows]
+        config, numbers = self._config, self._numbers[rows]
         if most := config.shift_pixels:
-            right, down = np.floor((2 * most + 1) * draws[:, _PLACE]).astype(int).T - most
+            right, down = np.floor((2 * most + 1) * numbers[:, _PLACE]).astype(int).T - most
             images = shifted(images, right, down)
         if config.flip:
-            images = flipped(images, draws[:, _FLIP] < 0.5)
+            images = flipped(images, numbers[:, _FLIP] < 0.5)
         if config.changes_colours:
             widths = np.array([getattr(config, name) for name in COLOUR_CHANGES])
-            factors = np.array([1, 1, 1, 0]) + widths * (2 * draws[:, _FACTORS] - 1)
+            factors = np.array([1, 1, 1, 0]) + widths * (2 * numbers[:, _FACTORS] - 1)
             wanted = np.flatnonzero(widths)
-            order = wanted[np.argsort(draws[:, _ORDER][:, wanted], axis=1)]
+            order = wanted[np.argsort(numbers[:, _ORDER][:, wanted], axis=1)]
             images = recoloured(images, factors, order)
         return images
 
@@ -150,7 +150,7 @@ class Changes:
         # Imported here: mixup alone needs it.
         from scipy.special import betaincinv
 
-        return {"mix": betaincinv(alpha, alpha, self._draws[:, _MIX]).astype(np.float32)}
+        return {"mix": betaincinv(alpha, alpha, self._numbers[:, _MIX]).astype(np.float32)}
 
 
 _NOTHING = Changes(AugmentationConfig(), np.empty((0, _DRAWS)))

@@ -28,10 +28,10 @@ from scalejax.emulation.algorithms.local_sgd import LocalSgd
 from scalejax.emulation.algorithms.sandblaster import Sandblaster
 from scalejax.emulation.algorithms.stale_synchronous import StaleSynchronous
 from scalejax.emulation.algorithms.synchronous import AllReduced, Served
-from scalejax.emulation.instructions import Tape
+from scalejax.emulation.instructions import InstructionLog
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import World
+from scalejax.emulation.virtual_cluster import VirtualCluster
 
 
 class Algorithm(Protocol):
@@ -46,30 +46,34 @@ class Algorithm(Protocol):
 
 
 def algorithm_of(
-    config: AlgorithmConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+    config: AlgorithmConfig,
+    cluster: VirtualCluster,
+    instructions: InstructionLog,
+    servers: Servers,
+    progress: Progress,
 ) -> Algorithm:
-    """The algorithm that `config` names, in `world`."""
+    """The algorithm that `config` names, in `cluster`."""
     match core_of(config):
         case DownpourConfig() as core:
-            return Downpour(core, world, tape, servers, progress)
-        case SynchronousConfig(exchange="parameter_server") as core:
-            return Served(core, world, tape, servers, progress)
+            return Downpour(core, cluster, instructions, servers, progress)
+        case SynchronousConfig(gradient_sync="parameter_server") as core:
+            return Served(core, cluster, instructions, servers, progress)
         case SynchronousConfig() as core:
-            return AllReduced(core, world, tape, servers, progress)
+            return AllReduced(core, cluster, instructions, servers, progress)
         case StaleSynchronousConfig() as core:
-            return StaleSynchronous(core, world, tape, servers, progress)
+            return StaleSynchronous(core, cluster, instructions, servers, progress)
         case EasgdConfig() as core:
-            return Easgd(core, world, tape, servers, progress)
+            return Easgd(core, cluster, instructions, servers, progress)
         case HogwildConfig():
-            return Hogwild(world, tape, servers, progress)
+            return Hogwild(cluster, instructions, servers, progress)
         case LocalSgdConfig() as core:
-            return LocalSgd(core, world, tape, servers, progress)
+            return LocalSgd(core, cluster, instructions, servers, progress)
         case DelayedConfig() as core:
-            return Delayed(core, world, tape, servers, progress)
+            return Delayed(core, cluster, instructions, servers, progress)
         case IndependentConfig():
-            return Independent(world, tape, servers, progress)
+            return Independent(cluster, instructions, servers, progress)
         case SandblasterConfig() as core:
-            return Sandblaster(core, world, tape, servers, progress)
+            return Sandblaster(core, cluster, instructions, servers, progress)
 
 
 def minibatches_per_update(emulation: EmulationConfig) -> int:

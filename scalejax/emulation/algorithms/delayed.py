@@ -6,58 +6,74 @@ there one update ago.
 """
 
 from scalejax.config.emulation import DelayedConfig
-from scalejax.emulation.barrier import Meeting
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.barrier import Barrier
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Delayed:
     """Workers in step, of which something is one step old."""
 
     def __init__(
-        self, config: DelayedConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+        self,
+        config: DelayedConfig,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: all are waited for."""
         self._delays_gradients = config.delayed == "gradients"
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
-        self._meeting = Meeting[tuple[Shards, Value]](world, self._left_seconds, self._exchanged)
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
+        self._barrier = Barrier[tuple[Shards, Value]](
+            cluster, self._left_seconds, self._synchronised
+        )
         self._step, self._began_seconds = 0, 0.0
         self._read = servers.whole()
         self._before: Shards = ()
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
-        workers = self._world.workers
+        workers = self._cluster.workers
         while True:
             rows = Rows(worker=worker, index=self._step, workers=workers, way="part")
-            made = self._tape.gradient(self._read, rows)
-            yield self._world.computing(worker)
-            yield from self._meeting.wait(worker, made)
+            made = self._instructions.gradient(self._read, rows)
+            yield self._cluster.computing(worker)
+            yield from self._barrier.wait(worker, made)
 
     def _left_seconds(self) -> float:
         """Of the exchange, which, or half of which, has begun with the step, and may take longer
         (ignores that a worker which failed meanwhile was missing there)."""
-        exchange, passed = self._world.durations.exchange_seconds, self._world.now
+        gradient_sync, passed = self._cluster.durations.exchange_seconds, self._cluster.now
         passed -= self._began_seconds
-        hidden, paid = (exchange, 0.0) if self._delays_gradients else (exchange / 2, exchange / 2)
+        hidden, paid = (
+            (gradient_sync, 0.0)
+            if self._delays_gradients
+            else (gradient_sync / 2, gradient_sync / 2)
+        )
         return max(0.0, hidden - passed) + paid
 
-    def _exchanged(self, arrived: list[tuple[Shards, Value]]) -> None:
+    def _synchronised(self, arrived: list[tuple[Shards, Value]]) -> None:
         share = [1 / len(arrived)] * len(arrived)
-        mean = self._tape.combine_shards(share, [gradient for gradient, _ in arrived])
+        mean = self._instructions.combine_shards(share, [gradient for gradient, _ in arrived])
         applied = mean
         if self._delays_gradients:
-            applied = self._before or self._tape.combine_shards([0.0], [mean])
+            applied = self._before or self._instructions.combine_shards([0.0], [mean])
             self._before = mean
         read = self._servers.whole()
         for server, part in enumerate(applied):
             self._servers.update(server, part)
         self._read = self._servers.whole() if self._delays_gradients else read
-        self._step, self._began_seconds = self._step + 1, self._world.now
+        self._step, self._began_seconds = self._step + 1, self._cluster.now
         self._progress.made(1, [each for _, each in arrived], self._servers.whole)

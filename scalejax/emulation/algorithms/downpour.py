@@ -9,30 +9,35 @@ from itertools import count
 import simpy
 
 from scalejax.config.emulation import DownpourConfig
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy, Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Downpour:
     """Replicas, each with its part of the examples, and the servers that they share."""
 
     def __init__(
-        self, config: DownpourConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+        self,
+        config: DownpourConfig,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: every push counts."""
-        self._config, self._world, self._tape = config, world, tape
+        self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
-        self._minibatches = [0] * world.workers
-        self._warm = world.env.event()
-        self._warming = simpy.Resource(world.env)  # whose turn it is until then
+        self._minibatches = [0] * cluster.workers
+        self._warm = cluster.env.event()
+        self._warming = simpy.Resource(cluster.env)  # whose turn it is until then
 
     def start(self) -> None:
         """Begin; with one replica, if the others are to find warm parameters."""
         self._warm_up()
-        self._world.start(self._replica)
+        self._cluster.start(self._replica)
 
     def _replica(self, worker: int) -> Body:
         """The life of a replica, which begins when the parameters are warm, or when it is its turn
@@ -42,22 +47,22 @@ class Downpour:
             yield from self._trains(worker)
 
     def _trains(self, worker: int) -> Body:
-        config, tape, replica = self._config, self._tape, _Replica()
+        config, instructions, replica = self._config, self._instructions, _Replica()
         for step in count():
             if step % config.n_fetch == 0:
                 arrived = self._fetch(worker, replica)
                 if config.waits_for_fetch or not replica.copy:
                     yield arrived
             (copy,) = replica.copy
-            gradient, metrics = tape.gradient(copy.params, self._next_rows(worker))
-            yield self._world.computing(worker)
-            replica.add(tape, gradient, metrics, copy)
-            replica.step(tape, gradient, config.local_learning_rate)
+            gradient, metrics = instructions.gradient(copy.params, self._next_rows(worker))
+            yield self._cluster.computing(worker)
+            replica.add(instructions, gradient, metrics, copy)
+            replica.step(instructions, gradient, config.local_learning_rate)
             if step % config.n_push == 0:
                 self._push(worker, replica)
 
     def _fetch(self, worker: int, replica: "_Replica") -> simpy.Event:
-        arrived = self._world.env.event()
+        arrived = self._cluster.env.event()
 
         def take(copy: Copy) -> None:
             replica.copy = [copy]
@@ -82,7 +87,7 @@ class Downpour:
 
     def _next_rows(self, worker: int) -> Rows:
         index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
-        return Rows(worker=worker, index=index, workers=self._world.workers, way="own")
+        return Rows(worker=worker, index=index, workers=self._cluster.workers, way="own")
 
     def _warm_up(self) -> None:
         if not self._warm.triggered and self._servers.versions[0] >= self._config.warmstart_updates:
@@ -102,17 +107,19 @@ class _Replica:
         self.versions: tuple[int, ...] = ()
         """Of the servers when the oldest of the parameters were read that they are of."""
 
-    def add(self, tape: Tape, gradient: Shards, metrics: Value, copy: Copy) -> None:
+    def add(
+        self, instructions: InstructionLog, gradient: Shards, metrics: Value, copy: Copy
+    ) -> None:
         """Add a gradient to those that wait to be pushed."""
         if not self.accrued:
             self.accrued, self.versions = gradient, copy.versions
         else:
-            self.accrued = tape.combine_shards((1.0, 1.0), (self.accrued, gradient))
+            self.accrued = instructions.combine_shards((1.0, 1.0), (self.accrued, gradient))
         self.metrics.append(metrics)
 
-    def step(self, tape: Tape, gradient: Shards, learning_rate: float) -> None:
+    def step(self, instructions: InstructionLog, gradient: Shards, learning_rate: float) -> None:
         """Apply a gradient to the replica's own copy."""
         if learning_rate:
             (copy,) = self.copy
-            params = tape.combine_shards((1.0, -learning_rate), (copy.params, gradient))
+            params = instructions.combine_shards((1.0, -learning_rate), (copy.params, gradient))
             self.copy = [Copy(params=params, versions=copy.versions)]

@@ -11,32 +11,42 @@ last step, which is taken to be saved at each: its learning rate goes on where i
 import simpy
 
 from scalejax.config.emulation import EasgdConfig
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy, Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Easgd:
     """Workers, each with its part of the examples, and the servers that hold the centre."""
 
     def __init__(
-        self, config: EasgdConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+        self,
+        config: EasgdConfig,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: all go into their worker's parameters."""
-        self._period, self._part = config.period_steps, config.moving_rate / world.workers
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
-        self._minibatches = [0] * world.workers
-        self._states = [tuple(servers.states)] * world.workers
+        self._period, self._part = config.period_steps, config.moving_rate / cluster.workers
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
+        self._minibatches = [0] * cluster.workers
+        self._states = [tuple(servers.states)] * cluster.workers
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         """The life of a worker, which begins at the centre, with its next samples."""
-        tape, world = self._tape, self._world
+        instructions, cluster = self._instructions, self._cluster
         first: Copy = yield self._fetched(worker)
         params = first.params
         while True:
@@ -44,21 +54,23 @@ class Easgd:
             before = params
             if index % self._period == 0:
                 centre: Copy = yield self._fetched(worker)
-                difference = tape.combine_shards((self._part, -self._part), (params, centre.params))
-                params = tape.combine_shards((1.0, -1.0), (params, difference))
+                difference = instructions.combine_shards(
+                    (self._part, -self._part), (params, centre.params)
+                )
+                params = instructions.combine_shards((1.0, -1.0), (params, difference))
                 self._push(worker, difference, centre)
-            rows = Rows(worker=worker, index=index, workers=world.workers, way="own")
-            gradient, metrics = tape.gradient(before, rows)
-            yield world.computing(worker)
+            rows = Rows(worker=worker, index=index, workers=cluster.workers, way="own")
+            gradient, metrics = instructions.gradient(before, rows)
+            yield cluster.computing(worker)
             each = zip(params, self._states[worker], gradient, strict=True)
             params, self._states[worker] = zip(
-                *(tape.update(*parts) for parts in each), strict=True
+                *(instructions.update(*parts) for parts in each), strict=True
             )
             self._minibatches[worker] += 1
             self._progress.made(1, [metrics], self._servers.whole)
 
     def _fetched(self, worker: int) -> simpy.Event:
-        arrived = self._world.env.event()
+        arrived = self._cluster.env.event()
         self._servers.fetch(worker, arrived.succeed)
         return arrived
 
@@ -67,6 +79,8 @@ class Easgd:
 
         def apply(server: int, part: Value) -> None:
             servers.staleness[servers.versions[server] - centre.versions[server]] += 1
-            servers.put(server, self._tape.combine((1.0, 1.0), (servers.params[server], part)))
+            servers.put(
+                server, self._instructions.combine((1.0, 1.0), (servers.params[server], part))
+            )
 
         servers.push(worker, difference, apply)

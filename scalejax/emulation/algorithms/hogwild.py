@@ -8,54 +8,65 @@ Source: Niu, Recht, Re & Wright 2011, "Hogwild!: a lock-free approach to paralle
 gradient descent", NIPS 24, algorithm 1; there a block is one number.
 """
 
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Hogwild:
     """Workers, each with its part of the examples, and their memory."""
 
-    def __init__(self, world: World, tape: Tape, servers: Servers, progress: Progress) -> None:
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
         self.dropped_gradients = 0
         """None: every one is written."""
-        self._world, self._tape, self._memory, self._progress = world, tape, servers, progress
-        self._minibatches = [0] * world.workers
-        self._draws = [world.random("blocks", worker) for worker in range(world.workers)]
+        self._cluster, self._instructions, self._memory, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
+        self._minibatches = [0] * cluster.workers
+        self._draws = [cluster.random("blocks", worker) for worker in range(cluster.workers)]
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
-        memory, world = self._memory, self._world
+        memory, cluster = self._memory, self._cluster
         while True:
             parts: dict[int, tuple[Value, int]] = {}
             for block in self._order(worker):
                 parts[block] = memory.params[block], memory.versions[block]
                 yield from self._moved(worker, block)
             read, versions = zip(*(parts[block] for block in sorted(parts)), strict=True)
-            gradient, metrics = self._tape.gradient(read, self._next_rows(worker))
-            yield world.computing(worker)
+            gradient, metrics = self._instructions.gradient(read, self._next_rows(worker))
+            yield cluster.computing(worker)
             yield from self._write(worker, gradient, versions)
             self._progress.made(1, [metrics], memory.whole)
 
     def _write(self, worker: int, gradient: Shards, versions: tuple[int, ...]) -> Body:
         memory = self._memory
-        update_seconds = self._world.durations.update_seconds / len(gradient)
+        update_seconds = self._cluster.durations.update_seconds / len(gradient)
         for block in self._order(worker):
             memory.staleness[memory.versions[block] - versions[block]] += 1
             memory.update(block, gradient[block])
             yield from self._moved(worker, block)
             if update_seconds:
-                yield self._world.env.timeout(update_seconds)
+                yield self._cluster.env.timeout(update_seconds)
 
     def _moved(self, worker: int, block: int) -> Body:
         """Until a block has passed between the memory and the worker."""
-        if self._world.durations.worker_bytes_per_second is not None:
-            moved = self._world.env.event()
-            self._world.receive(worker, self._memory.shard_bytes[block], moved.succeed)
+        if self._cluster.durations.worker_bytes_per_second is not None:
+            moved = self._cluster.env.event()
+            self._cluster.receive(worker, self._memory.shard_bytes[block], moved.succeed)
             yield moved
 
     def _order(self, worker: int) -> list[int]:
@@ -64,4 +75,4 @@ class Hogwild:
 
     def _next_rows(self, worker: int) -> Rows:
         index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
-        return Rows(worker=worker, index=index, workers=self._world.workers, way="own")
+        return Rows(worker=worker, index=index, workers=self._cluster.workers, way="own")

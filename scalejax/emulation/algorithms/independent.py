@@ -5,30 +5,41 @@ with its part of the samples, and the copy of the first is the result. What the 
 of no use to anyone, and takes time alone: so they are not computed here.
 """
 
-from scalejax.emulation.instructions import Rows, Tape
+from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Independent:
     """The first of the workers."""
 
-    def __init__(self, world: World, tape: Tape, servers: Servers, progress: Progress) -> None:
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
+    ) -> None:
         self.dropped_gradients = 0
         """None."""
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
         self._step = 0
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker, count=1)
+        self._cluster.start(self._worker, count=1)
 
     def _worker(self, worker: int) -> Body:
         while True:
-            rows = Rows(worker=worker, index=self._step, workers=self._world.workers, way="part")
-            gradient, metrics = self._tape.gradient(self._servers.whole(), rows)
-            yield self._world.computing(worker)
+            rows = Rows(worker=worker, index=self._step, workers=self._cluster.workers, way="part")
+            gradient, metrics = self._instructions.gradient(self._servers.whole(), rows)
+            yield self._cluster.computing(worker)
             for server, part in enumerate(gradient):
                 self._servers.update(server, part)
             self._step += 1

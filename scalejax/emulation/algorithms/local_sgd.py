@@ -10,32 +10,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalejax.config.emulation import LocalSgdConfig
-from scalejax.emulation.barrier import Meeting
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.barrier import Barrier
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class LocalSgd:
     """Workers that each hold all parameters and the state of an optimizer, in rounds."""
 
     def __init__(
-        self, config: LocalSgdConfig, world: World, tape: Tape, servers: Servers, progress: Progress
+        self,
+        config: LocalSgdConfig,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
+        servers: Servers,
+        progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: all are waited for."""
-        self._config, self._world, self._tape = config, world, tape
+        self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
-        self._states = [tuple(servers.states)] * world.workers
+        self._states = [tuple(servers.states)] * cluster.workers
         self._velocity: list[Value | None] = [None for _ in servers.params]
-        seconds = world.durations.exchange_seconds
-        self._meeting = Meeting[_Local](world, lambda: seconds, self._exchanged)
+        seconds = cluster.durations.exchange_seconds
+        self._barrier = Barrier[_Local](cluster, lambda: seconds, self._synchronised)
         self._step = 0
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     @property
     def _is_local(self) -> bool:
@@ -51,22 +56,22 @@ class LocalSgd:
     def _worker(self, worker: int) -> Body:
         while True:
             local = yield from self._round(worker)
-            yield from self._meeting.wait(worker, local)
+            yield from self._barrier.wait(worker, local)
 
     def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
         """The steps of a round, from what all began with; one that failed makes them again."""
-        tape, world = self._tape, self._world
+        instructions, cluster = self._instructions, self._cluster
         local = _Local(params=self._servers.whole(), states=self._states[worker])
         for step in range(self._step, self._step + self._round_steps):
-            rows = Rows(worker=worker, index=step, workers=world.workers, way="part")
-            local.gradient, metrics = tape.gradient(local.params, rows)
+            rows = Rows(worker=worker, index=step, workers=cluster.workers, way="part")
+            local.gradient, metrics = instructions.gradient(local.params, rows)
             local.metrics.append(metrics)
-            yield world.computing(worker)
+            yield cluster.computing(worker)
             if self._is_local:
-                local.update(tape, local.gradient)
+                local.update(instructions, local.gradient)
         return local
 
-    def _exchanged(self, locals_: list["_Local"]) -> None:
+    def _synchronised(self, locals_: list["_Local"]) -> None:
         if self._is_local:
             self._meet(locals_)
         else:
@@ -79,7 +84,7 @@ class LocalSgd:
     def _update_together(self, locals_: list["_Local"]) -> None:
         """A step of synchronous SGD, after which all have the same state too."""
         together = locals_[0]
-        together.update(self._tape, self._mean([local.gradient for local in locals_]))
+        together.update(self._instructions, self._mean([local.gradient for local in locals_]))
         for server, params in enumerate(together.params):
             self._servers.put(server, params)
         for local in locals_:
@@ -98,11 +103,11 @@ class LocalSgd:
                 factors, values = [*factors, -rate * momentum**2], [*values, velocity]
                 moved, parts = [*moved, momentum], [*parts, velocity]
             if momentum:
-                self._velocity[server] = self._tape.combine(moved, parts)
-            self._servers.put(server, self._tape.combine(factors, values))
+                self._velocity[server] = self._instructions.combine(moved, parts)
+            self._servers.put(server, self._instructions.combine(factors, values))
 
     def _mean(self, several: list[Shards]) -> Shards:
-        return self._tape.combine_shards([1 / len(several)] * len(several), several)
+        return self._instructions.combine_shards([1 / len(several)] * len(several), several)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,9 +119,10 @@ class _Local:
     metrics: list[Value] = field(default_factory=list)
     gradient: Shards = ()
 
-    def update(self, tape: Tape, gradient: Shards) -> None:
+    def update(self, instructions: InstructionLog, gradient: Shards) -> None:
         """Apply a gradient to the worker's own parameters."""
         made = [
-            tape.update(*parts) for parts in zip(self.params, self.states, gradient, strict=True)
+            instructions.update(*parts)
+            for parts in zip(self.params, self.states, gradient, strict=True)
         ]
         self.params, self.states = (tuple(each) for each in zip(*made, strict=True))

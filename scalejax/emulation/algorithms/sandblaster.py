@@ -15,11 +15,11 @@ import simpy
 
 from scalejax.config.emulation import SandblasterConfig
 from scalejax.emulation.algorithms.lbfgs import SUFFICIENT_DECREASE, History, Vectors
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy, Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World, after
-from scalejax.emulation.work_queue import Portions
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster, after
+from scalejax.emulation.work_queue import WorkQueue
 
 _ADDED_AT_ONCE = 16
 """Portions of which servers add up the gradients when all of them have come."""
@@ -41,23 +41,23 @@ class Sandblaster:
     def __init__(
         self,
         config: SandblasterConfig,
-        world: World,
-        tape: Tape,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
         servers: Servers,
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """Of portions that another replica had been faster with."""
-        self._config, self._world, self._tape = config, world, tape
+        self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
         self._vectors = Vectors(dot=self._dot, combine=self._combine)
         self._batch: _Batch | None = None
-        self._work = world.env.event()
+        self._work = cluster.env.event()
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._replica)
-        self._world.env.process(self._coordinate())
+        self._cluster.start(self._replica)
+        self._cluster.env.process(self._coordinate())
 
     # --- the coordinator ---
 
@@ -101,40 +101,40 @@ class Sandblaster:
         """`params` with the loss and its gradient, for which the replicas compute all portions."""
         self._servers.params = list(params)
         count, copies = self._progress.steps_per_epoch, self._config.backup_copies
-        portions = Portions(count, self._world.workers, backup_copies=copies)
-        self._batch = batch = _Batch(portions, count, self._world.env.event())
+        parts = WorkQueue(count, self._cluster.workers, backup_copies=copies)
+        self._batch = batch = _Batch(parts, count, self._cluster.env.event())
         self._call()
         yield batch.done
-        metrics = [batch.metrics[portion] for portion in range(batch.count)]
-        losses = [float(self._tape.read(each)[0]) for each in metrics]
+        metrics = [batch.metrics[part] for part in range(batch.count)]
+        losses = [float(self._instructions.read(each)[0]) for each in metrics]
         loss = math.fsum(losses) / batch.count if all(map(math.isfinite, losses)) else math.inf
         return _Point(params=params, loss=loss, gradient=batch.total, metrics=metrics)
 
     def _dot(self, first: Shards, second: Shards) -> Generator[Any, Any, float]:
-        answered = self._world.env.event()
+        answered = self._cluster.env.event()
         self._servers.operate(answered.succeed)
         yield answered
-        return self._tape.dot(first, second)
+        return self._instructions.dot(first, second)
 
     def _combine(self, factors: Sequence[float], vectors: Sequence[Shards]) -> Shards:
         """Nobody waits for it: servers do what they are told in the order in which they are."""
         self._servers.operate()
-        return self._tape.combine_shards(factors, vectors)
+        return self._instructions.combine_shards(factors, vectors)
 
     def _call(self) -> None:
         """Tell replicas that have nothing to do that there is something."""
-        self._work, called = self._world.env.event(), self._work
+        self._work, called = self._cluster.env.event(), self._work
         called.succeed()
 
     # --- the replicas ---
 
     def _replica(self, worker: int) -> Body:
-        env, latency_seconds = self._world.env, self._world.durations.latency_seconds
+        env, latency_seconds = self._cluster.env, self._cluster.durations.latency_seconds
         of, copy = None, ()
         while True:
             batch = self._batch
-            portion = batch.portions.take(worker) if batch else None
-            if batch is None or portion is None:
+            part = batch.parts.take(worker) if batch else None
+            if batch is None or part is None:
                 yield self._work
                 continue
             try:
@@ -146,27 +146,27 @@ class Sandblaster:
                     of, copy = batch, whole.params
                 if batch is not self._batch:  # what came may be of both
                     continue
-                made = batch.gradient(self._tape, portion, copy)
-                yield self._world.computing(worker)
+                made = batch.gradient(self._instructions, part, copy)
+                yield self._cluster.computing(worker)
             except simpy.Interrupt:
-                if batch.portions.give_back(portion, worker) and batch is self._batch:
+                if batch.parts.give_back(part, worker) and batch is self._batch:
                     self._call()
                 raise
-            batch.portions.finish(portion)
-            self._send(worker, batch, portion, *made)
+            batch.parts.finish(part)
+            self._send(worker, batch, part, *made)
             del made  # a replica keeps none, and there may be thousands
 
     def _send(
-        self, worker: int, batch: "_Batch", portion: int, gradient: Shards, metrics: Value
+        self, worker: int, batch: "_Batch", part: int, gradient: Shards, metrics: Value
     ) -> None:
         def applied() -> None:
-            after(self._world.env, self._world.durations.latency_seconds, answered)
+            after(self._cluster.env, self._cluster.durations.latency_seconds, answered)
 
         def answered() -> None:
-            if portion in batch.metrics:
+            if part in batch.metrics:
                 self.dropped_gradients += 1
             else:
-                batch.add(self._tape, portion, gradient, metrics)
+                batch.add(self._instructions, part, gradient, metrics)
 
         self._servers.push(worker, gradient, lambda server, part: None, applied)
 
@@ -174,8 +174,8 @@ class Sandblaster:
 class _Batch:
     """One evaluation of the loss and its gradient."""
 
-    def __init__(self, portions: Portions, count: int, done: simpy.Event) -> None:
-        self.portions = portions
+    def __init__(self, parts: WorkQueue, count: int, done: simpy.Event) -> None:
+        self.parts = parts
         """Who has which."""
         self.count = count
         """How many there are."""
@@ -189,18 +189,22 @@ class _Batch:
         self._gradients: dict[int, Shards] = {}
         self._added = 0
 
-    def gradient(self, tape: Tape, portion: int, params: Shards) -> tuple[Shards, Value]:
+    def gradient(
+        self, instructions: InstructionLog, part: int, params: Shards
+    ) -> tuple[Shards, Value]:
         """What comes of a portion; who has a copy of it gets the same, so that nothing is computed
         twice here."""
-        if portion not in self._begun:
-            rows = Rows(worker=0, index=portion, workers=1, way="part")
-            self._begun[portion] = tape.gradient(params, rows)
-        return self._begun[portion]
+        if part not in self._begun:
+            rows = Rows(worker=0, index=part, workers=1, way="part")
+            self._begun[part] = instructions.gradient(params, rows)
+        return self._begun[part]
 
-    def add(self, tape: Tape, portion: int, gradient: Shards, metrics: Value) -> None:
+    def add(
+        self, instructions: InstructionLog, part: int, gradient: Shards, metrics: Value
+    ) -> None:
         """Take what came of a portion; what has come without a gap is added up, so many at once."""
-        self._gradients[portion], self.metrics[portion] = gradient, metrics
-        del self._begun[portion]
+        self._gradients[part], self.metrics[part] = gradient, metrics
+        del self._begun[part]
         while self._added < self.count:
             several = range(self._added, min(self._added + _ADDED_AT_ONCE, self.count))
             if not all(each in self._gradients for each in several):
@@ -209,5 +213,5 @@ class _Batch:
             factors = [1 / self.count] * len(vectors)
             if self.total:
                 vectors, factors = [self.total, *vectors], [1.0, *factors]
-            self.total, self._added = tape.combine_shards(factors, vectors), several[-1] + 1
+            self.total, self._added = instructions.combine_shards(factors, vectors), several[-1] + 1
         self.done.succeed()

@@ -10,10 +10,10 @@ server", NIPS 26, section 3. Parameters are read at every clock, not kept from o
 from dataclasses import dataclass, field
 
 from scalejax.config.emulation import StaleSynchronousConfig
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy, Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class StaleSynchronous:
@@ -22,35 +22,40 @@ class StaleSynchronous:
     def __init__(
         self,
         config: StaleSynchronousConfig,
-        world: World,
-        tape: Tape,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
         servers: Servers,
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: every push counts."""
         self._bound = config.staleness_bound
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
-        self._sent = [0] * world.workers
-        self._clocks = [0] * world.workers  # of which every server has all updates
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
+        self._sent = [0] * cluster.workers
+        self._clocks = [0] * cluster.workers  # of which every server has all updates
         self._held: list[_Update] = []
-        self._advanced = world.env.event()
+        self._advanced = cluster.env.event()
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         while True:
             while self._sent[worker] - min(self._clocks) > self._bound:
                 yield self._advanced
-            arrived = self._world.env.event()
+            arrived = self._cluster.env.event()
             self._servers.fetch(worker, arrived.succeed)
             copy: Copy = yield arrived
             clock = self._sent[worker]
-            rows = Rows(worker=worker, index=clock, workers=self._world.workers, way="own")
-            gradient, metrics = self._tape.gradient(copy.params, rows)
-            yield self._world.computing(worker)
+            rows = Rows(worker=worker, index=clock, workers=self._cluster.workers, way="own")
+            gradient, metrics = self._instructions.gradient(copy.params, rows)
+            yield self._cluster.computing(worker)
             self._sent[worker] += 1
             update = _Update(
                 clock=clock,
@@ -73,7 +78,7 @@ class StaleSynchronous:
             if min(self._clocks) > slowest:
                 for held in sorted(self._held, key=lambda each: (each.clock, each.worker)):
                     self._apply(held)
-                self._advanced, following = self._world.env.event(), self._advanced
+                self._advanced, following = self._cluster.env.event(), self._advanced
                 following.succeed()
 
         self._servers.push(update.worker, update.gradient, arrived, arrived_everywhere)

@@ -5,11 +5,11 @@ Source: Goyal et al. 2017, arXiv 1706.02677, section 3; with backup workers, Che
 """
 
 from scalejax.config.emulation import SynchronousConfig
-from scalejax.emulation.barrier import Meeting
-from scalejax.emulation.instructions import Rows, Shards, Tape, Value
+from scalejax.emulation.barrier import Barrier
+from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
 from scalejax.emulation.parameter_servers import Copy, Servers
 from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, World
+from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class AllReduced:
@@ -18,36 +18,41 @@ class AllReduced:
     def __init__(
         self,
         config: SynchronousConfig,
-        world: World,
-        tape: Tape,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
         servers: Servers,
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
         """None: all are waited for."""
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
         self._reduction = config.reduction
-        seconds = world.durations.exchange_seconds
-        self._meeting = Meeting[tuple[Shards, Value]](world, lambda: seconds, self._exchanged)
+        seconds = cluster.durations.exchange_seconds
+        self._barrier = Barrier[tuple[Shards, Value]](cluster, lambda: seconds, self._synchronised)
         self._step = 0
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         while True:
-            made = self._tape.gradient(tuple(self._servers.params), self._rows(worker))
-            yield self._world.computing(worker)
-            yield from self._meeting.wait(worker, made)
+            made = self._instructions.gradient(tuple(self._servers.params), self._rows(worker))
+            yield self._cluster.computing(worker)
+            yield from self._barrier.wait(worker, made)
 
     def _rows(self, worker: int) -> Rows:
-        return Rows(worker=worker, index=self._step, workers=self._world.workers, way="part")
+        return Rows(worker=worker, index=self._step, workers=self._cluster.workers, way="part")
 
-    def _exchanged(self, made: list[tuple[Shards, Value]]) -> None:
+    def _synchronised(self, made: list[tuple[Shards, Value]]) -> None:
         for server in range(len(self._servers.params)):
             parts = [gradient[server] for gradient, _ in made]
-            self._servers.update(server, reduced(self._tape, self._reduction, parts))
+            self._servers.update(server, reduced(self._instructions, self._reduction, parts))
         self._step += 1
         self._progress.made(1, [metrics for _, metrics in made], self._servers.whole)
 
@@ -58,34 +63,39 @@ class Served:
     def __init__(
         self,
         config: SynchronousConfig,
-        world: World,
-        tape: Tape,
+        cluster: VirtualCluster,
+        instructions: InstructionLog,
         servers: Servers,
         progress: Progress,
     ) -> None:
-        self._world, self._tape, self._servers, self._progress = world, tape, servers, progress
+        self._cluster, self._instructions, self._servers, self._progress = (
+            cluster,
+            instructions,
+            servers,
+            progress,
+        )
         self._reduction = config.reduction
-        self._wanted = world.workers - config.backup_workers
-        self._next = world.env.event()
+        self._wanted = cluster.workers - config.backup_workers
+        self._next = cluster.env.event()
         self._parts: list[dict[int, Value]] = [{} for _ in servers.params]
         self._metrics: dict[int, Value] = {}
         self._step = 0
-        self._minibatches = [0] * world.workers
+        self._minibatches = [0] * cluster.workers
         self.dropped_gradients = 0
         """Gradients that came too late to count."""
 
     def start(self) -> None:
         """Begin."""
-        self._world.start(self._worker)
+        self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
         while True:
             step = self._step
-            arrived = self._world.env.event()
+            arrived = self._cluster.env.event()
             self._servers.fetch(worker, arrived.succeed)
             copy: Copy = yield arrived
-            gradient, metrics = self._tape.gradient(copy.params, self._rows(worker, step))
-            yield self._world.computing(worker)
+            gradient, metrics = self._instructions.gradient(copy.params, self._rows(worker, step))
+            yield self._cluster.computing(worker)
             self._push(worker, step, gradient, metrics)
             while self._step == step:
                 yield self._next
@@ -93,7 +103,7 @@ class Served:
     def _rows(self, worker: int, step: int) -> Rows:
         """All workers counting, an update is of the samples of a global batch; else who counts
         is not known before, and each worker has samples of its own, as many to a gradient."""
-        workers = self._world.workers
+        workers = self._cluster.workers
         if self._wanted == workers:
             return Rows(worker=worker, index=step, workers=workers, way="part")
         index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
@@ -116,17 +126,17 @@ class Served:
         """Apply the means of what has come; each server sums in the order of the workers."""
         for server, parts in enumerate(self._parts):
             ordered = [parts[worker] for worker in sorted(parts)]
-            self._servers.update(server, reduced(self._tape, self._reduction, ordered))
+            self._servers.update(server, reduced(self._instructions, self._reduction, ordered))
         metrics = [self._metrics[worker] for worker in sorted(self._metrics)]
         self._parts, self._metrics = [{} for _ in self._parts], {}
         self._step += 1
         self._progress.made(1, metrics, self._servers.whole)
-        self._next, following = self._world.env.event(), self._next
+        self._next, following = self._cluster.env.event(), self._next
         following.succeed()
 
 
-def reduced(tape: Tape, reduction: str, parts: list[Value]) -> Value:
+def reduced(instructions: InstructionLog, reduction: str, parts: list[Value]) -> Value:
     """What an update is of, of the gradients of all workers."""
     if reduction == "adasum":
-        return tape.adasum(parts)
-    return tape.combine([1 / len(parts)] * len(parts), parts)
+        return instructions.adasum(parts)
+    return instructions.combine([1 / len(parts)] * len(parts), parts)

@@ -19,7 +19,7 @@ from scalejax.core.serialization import JsonValue, plain, save_toml
 from scalejax.core.units import counted
 from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
 from scalejax.measure.devices import collectives, host, machine, probes
-from scalejax.measure.devices.collectives import Exchange
+from scalejax.measure.devices.collectives import MeasuredCollective
 from scalejax.measure.devices.probes import GRID, TINY_GRID, Grid
 from scalejax.measure.devices.processes import Between, Probe, between_processes
 
@@ -82,7 +82,7 @@ def busy_counts() -> list[int]:
 def stage_count(grid: Grid) -> int:
     """How often `on_stage` will be called."""
     each = machine.probe_count(grid, jax.devices()[0])
-    inside = len(_exchange_counts()) * len(collectives.SIZES)
+    inside = len(_device_counts()) * len(collectives.SIZES)
     between = len(_process_counts()) * (each + len(collectives.SIZES))
     return len(busy_counts()) * each + inside + between + 2
 
@@ -126,8 +126,8 @@ def calibrate(
     if between:
         alone, _ = min(chips.items())
         process_chips = {alone: chips[alone]} | {n: each.chip for n, each in between.items()}
-        exchanges = [found for each in between.values() for found in each.exchanges]
-        processes = _cluster(process_chips, exchanges, conditions, source, nodes=True)
+        measured = [found for each in between.values() for found in each.collectives]
+        processes = _cluster(process_chips, measured, conditions, source, nodes=True)
     return Calibration(
         cluster=_cluster(chips, inside, conditions, source),
         processes=processes,
@@ -145,7 +145,7 @@ def _source() -> str:
     )
 
 
-def _exchange_counts() -> list[int]:
+def _device_counts() -> list[int]:
     """Devices between which all-reduces are timed within this process."""
     counts = {2, 4, len(jax.local_devices())}
     return sorted(count for count in counts if 1 < count <= len(jax.local_devices()))
@@ -157,14 +157,14 @@ def _process_counts() -> list[int]:
     return [count for count in _PROCESS_COUNTS if count <= max(2, os.cpu_count() or 1)]
 
 
-def _inside(calls: int, on_stage: OnStage) -> list[Exchange]:
+def _inside(calls: int, on_stage: OnStage) -> list[MeasuredCollective]:
     found = []
-    for count in _exchange_counts():
+    for count in _device_counts():
         mesh = machine.mesh_of(jax.local_devices()[:count])
         for size in collectives.SIZES:
             on_stage(f"collectives between {count} devices")
             seconds = probes.all_reduce_seconds(mesh, size, 4 * calls)
-            found.append(Exchange(device_count=count, size_bytes=size, seconds=seconds))
+            found.append(MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds))
     return found
 
 
@@ -178,7 +178,7 @@ def _between(grid: Grid, source: str, on_stage: OnStage) -> dict[int, Between]:
 
 def _cluster(
     chips: dict[int, Chip],
-    exchanges: list[Exchange],
+    measured: list[MeasuredCollective],
     conditions: RunConditions,
     source: str,
     *,
@@ -187,7 +187,7 @@ def _cluster(
     """One process of many devices, or (`nodes`) many processes of one."""
     (_, first), *others = sorted(chips.items())
     memory = first.memory_bytes_per_second
-    ring = collectives.fit_ring(exchanges) if exchanges else None
+    ring = collectives.fit_ring(measured) if measured else None
     rate = ring.bytes_per_second if ring else memory
     is_shared = jax.default_backend() == "cpu"
     most = None if is_shared else len(jax.local_devices())

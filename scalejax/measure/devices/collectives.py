@@ -17,7 +17,7 @@ SIZES = (64, 2**14, 2**18, 2**20, 2**22, 2**24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class MeasuredCollective:
     """One all-reduce, as timed."""
 
     device_count: int
@@ -42,19 +42,19 @@ class Ring:
     """Standard deviation of the logarithm of measured over fitted times."""
 
 
-def fit_ring(exchanges: Sequence[Exchange]) -> Ring:
-    """The ring that is nearest to `exchanges`, by relative error.
+def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
+    """The ring that is nearest to `collectives`, by relative error.
 
     Raises:
         ConfigError: if there are none.
     """
-    if not exchanges:
+    if not collectives:
         raise ConfigError("exchanges=[] is refused: at least one is needed.")
     rows = [
         (1.0, 2 * (e.device_count - 1), 2 * (e.device_count - 1) / e.device_count * e.size_bytes)
-        for e in exchanges
+        for e in collectives
     ]
-    seconds = np.array([e.seconds for e in exchanges])
+    seconds = np.array([e.seconds for e in collectives])
     scales = np.array([1.0, 1.0, 1e-9])  # nanoseconds a byte: columns of like size
     weighted = np.array(rows) * scales / seconds[:, None]
     base, hop, per_byte = nnls(weighted, np.ones(len(rows)))[0] * scales

@@ -17,7 +17,7 @@ from threading import Event, Timer
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, plain
 from scalejax.hardware import Chip
-from scalejax.measure.devices.collectives import SIZES, Exchange
+from scalejax.measure.devices.collectives import SIZES, MeasuredCollective
 from scalejax.measure.devices.probes import Grid
 
 TAG = "measured"
@@ -47,7 +47,7 @@ class Between:
 
     chip: Chip
     """The device of one process while the others are as busy."""
-    exchanges: tuple[Exchange, ...]
+    collectives: tuple[MeasuredCollective, ...]
     """All-reduces between them."""
 
 

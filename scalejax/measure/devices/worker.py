@@ -10,7 +10,7 @@ import sys
 import jax
 
 from scalejax.core.serialization import build, plain
-from scalejax.measure.devices.collectives import Exchange
+from scalejax.measure.devices.collectives import MeasuredCollective
 from scalejax.measure.devices.machine import measure_chip, mesh_of
 from scalejax.measure.devices.probes import all_reduce_seconds
 from scalejax.measure.devices.processes import STAGE, TAG, Between, Probe
@@ -25,14 +25,18 @@ def main(port: int, processes: int, rank: int, probe: Probe) -> None:
         if rank == 0:
             print(STAGE, f"{what} in {processes} processes", flush=True)
 
-    exchanges = []
+    collectives = []
     for size in probe.sizes:
         say("collectives")
         seconds = all_reduce_seconds(mesh, size, probe.calls)
-        exchanges.append(Exchange(device_count=processes, size_bytes=size, seconds=seconds))
+        collectives.append(
+            MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)
+        )
     chip = measure_chip(mesh, probe.grid, probe.source, say)
     if rank == 0:
-        print(TAG, json.dumps(plain(Between(chip=chip, exchanges=tuple(exchanges)))), flush=True)
+        print(
+            TAG, json.dumps(plain(Between(chip=chip, collectives=tuple(collectives)))), flush=True
+        )
     jax.distributed.shutdown()
 
 

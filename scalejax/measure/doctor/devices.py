@@ -55,7 +55,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class MeasuredCollective:
     """An all-reduce between a group of devices."""
 
     axis: str
@@ -82,7 +82,7 @@ class Rates:
     """Read and written, of one device, likewise."""
     reduced_bytes: int
     """That the exchanges sum."""
-    exchanges: tuple[Exchange, ...]
+    collectives: tuple[MeasuredCollective, ...]
     """By axis."""
 
 
@@ -129,12 +129,14 @@ def measure(on_stage: OnStage) -> Rates:
     on_stage("memory")
     memory = probes.stream_rate(mesh, stream, empty, _CALLS)
     on_stage("all-reduces")
-    exchanges = []
+    collectives = []
     local = jax.local_device_count()
     if local > 1:
         group = DeviceGroup(extents=((local, 1),), axes=())
         seconds = probes.all_reduce_seconds(mesh, reduced, _CALLS)
-        exchanges.append(Exchange(axis="devices of a process", group=group, seconds=seconds))
+        collectives.append(
+            MeasuredCollective(axis="devices of a process", group=group, seconds=seconds)
+        )
     return Rates(
         rate_type=rate_type,
         width=width,
@@ -142,11 +144,11 @@ def measure(on_stage: OnStage) -> Rates:
         moved_bytes=stream,
         memory_bytes_per_second=memory,
         reduced_bytes=reduced,
-        exchanges=tuple(exchanges),
+        collectives=tuple(collectives),
     )
 
 
-def measure_exchange(rates: Rates) -> Rates:
+def measure_all_reduce(rates: Rates) -> Rates:
     """`rates`, and that of the exchange between processes; every process must ask."""
     import jax
 
@@ -157,8 +159,8 @@ def measure_exchange(rates: Rates) -> Rates:
     firsts = machine.mesh_of([by_process[index] for index in range(processes)])
     group = DeviceGroup(extents=((processes, local),), axes=())
     seconds = probes.all_reduce_seconds(firsts, rates.reduced_bytes, _CALLS)
-    between = Exchange(axis="processes", group=group, seconds=seconds)
-    return replace(rates, exchanges=(*rates.exchanges, between))
+    between = MeasuredCollective(axis="processes", group=group, seconds=seconds)
+    return replace(rates, collectives=(*rates.collectives, between))
 
 
 def no_rates(reason: str) -> Finding:
@@ -240,14 +242,14 @@ def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> I
     expected = _rate_of(stream, chip, rates.moved_bytes)
     rate = rates.memory_bytes_per_second
     yield _rate("memory", rate, expected, format_bytes_per_second, fix)
-    for exchange in rates.exchanges:
+    for measured in rates.collectives:
         # What each device sends, whatever their number: the rate of its wire.
-        count = exchange.group.size
+        count = measured.group.size
         sent = 2 * (count - 1) / count * rates.reduced_bytes
-        seconds = _expected_seconds(exchange, rates.reduced_bytes, cluster)
+        seconds = _expected_seconds(measured, rates.reduced_bytes, cluster)
         yield _rate(
-            f"all-reduce, {count} {exchange.axis}",
-            sent / exchange.seconds,
+            f"all-reduce, {count} {measured.axis}",
+            sent / measured.seconds,
             seconds and sent / seconds,
             format_bytes_per_second,
             fix
@@ -295,11 +297,13 @@ def _rate_of(operation: Operation, chip: Chip | None, amount: float) -> float | 
     return None if chip is None else amount / operation_time(operation, chip).busy_seconds
 
 
-def _expected_seconds(exchange: Exchange, size: int, cluster: Cluster | None) -> float | None:
+def _expected_seconds(
+    measured: MeasuredCollective, size: int, cluster: Cluster | None
+) -> float | None:
     if cluster is None:
         return None
     collective = Collective(
-        name="all_reduce", payload_bytes=size, group=exchange.group, is_async=False
+        name="all_reduce", payload_bytes=size, group=measured.group, is_async=False
     )
     try:
         return collective_seconds(collective, cluster) or None

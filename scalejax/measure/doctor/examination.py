@@ -109,7 +109,7 @@ def _of_devices(
     if rates is None:
         return
     if seen.processes > 1 and "failed" not in said:
-        rates = device_checks.measure_exchange(rates)
+        rates = device_checks.measure_all_reduce(rates)
     if cluster is None:
         chip = device_checks.detected_chip(seen)
     else:

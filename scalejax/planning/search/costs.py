@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.hardware import Chip, Cluster
-from scalejax.simulator.collectives.placement import collective_seconds, wires
+from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import in_graph
 from scalejax.simulator.operations.roofline import OperationTime, operation_time
 from scalejax.simulator.program import MemoryUse, Operation, Program
@@ -288,7 +288,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
     busy = {"compute": 0.0, "memory": 0.0}
     launch = 0.0
     segments: list[float] = []
-    exchanges: list[float] = []
+    collectives: list[float] = []
     wired: list[int] = []
     events: list[Event] = []
     axes: dict[str, Axes] = {}
@@ -296,9 +296,9 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
     for operation in operations:
         if operation.collective is not None:
             axes[operation.name] = operation.collective.group.axes
-            events.append(Start(operation.name, len(exchanges), operation.collective.is_async))
-            exchanges.append(collective_seconds(operation.collective, cluster))
-            wired.append(wires(operation.collective, cluster))
+            events.append(Start(operation.name, len(collectives), operation.collective.is_async))
+            collectives.append(collective_seconds(operation.collective, cluster))
+            wired.append(links(operation.collective, cluster))
         elif operation.waits_for is not None:
             events.append(Wait(operation.waits_for))
             continue
@@ -313,7 +313,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
                 segments.append(time.seconds)
         dispatches += 1
     contention = cluster.chip.attainable.contention_fraction
-    streams = Streams(segments, exchanges, wired, contention)
+    streams = Streams(segments, collectives, wired, contention)
     streams.run(events)
     streams.drain()
     exposed: dict[Axes, float] = defaultdict(float)
@@ -325,7 +325,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
         launch_seconds=launch,
         contention_seconds=streams.contention_seconds,
         exposed=dict(exposed),
-        communication_seconds=math.fsum(exchanges),
+        communication_seconds=math.fsum(collectives),
         dispatches=dispatches,
     )
 
@@ -353,12 +353,12 @@ def _terms(times: Timeline, working: Timeline, added: StepTerms) -> tuple[tuple[
         working: of the same step without its bubble.
         added: what comes on top of it.
     """
-    exchanges = ((f"communication {' x '.join(axes)}", value) for axes, value in working.exposed)
+    collectives = ((f"communication {' x '.join(axes)}", value) for axes, value in working.exposed)
     terms = (
         ("compute", working.compute_seconds),
         ("memory", working.memory_seconds),
         ("launch", working.launch_seconds),
-        *exchanges,
+        *collectives,
         ("contention", working.contention_seconds),
         ("host", working.host_seconds),
         ("overhead", working.overhead_seconds),

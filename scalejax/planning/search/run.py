@@ -97,9 +97,9 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
     if config.fine_tuning is not None and config.fine_tuning.trainable:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
-    if config.exchange is not None:
+    if config.gradient_sync is not None:
         accepted = "the closed form sums gradients as they are; use scalejax predict"
-        raise ConfigError(refusal("exchange.name", config.exchange.name, accepted))
+        raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     require_type(model, chip)
     dataset = facts(config.data)
     is_llama = isinstance(model, LlamaConfig)

@@ -68,7 +68,7 @@ class Group:
         )
 
 
-_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "per_op", "full")
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "full")
 
 
 def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Group]:

@@ -47,7 +47,7 @@ _NO_MEMORY = "does not fit into the memory of a device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class ClusterOption:
     """A cluster that one could have."""
 
     cluster: Cluster
@@ -64,7 +64,7 @@ class Offer:
 class _Way:
     """One run on one cluster."""
 
-    offer: Offer
+    option: ClusterOption
     run: ResolvedRun
 
 
@@ -129,7 +129,7 @@ def _optimizer_in(folder: Path) -> str | None:
 
 def plan_run(
     config: RunConfig,
-    offers: Sequence[Offer],
+    options: Sequence[ClusterOption],
     device_counts: Sequence[int],
     *,
     global_batches: Sequence[int] = (),
@@ -140,7 +140,7 @@ def plan_run(
     budget: float | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Plan:
-    """Every way to train `config` on `offers`, and the best of them.
+    """Every way to train `config` on `options`, and the best of them.
 
     The compiler runs once for each chip and batch of a device; other sizes of the data axis follow
     from its program.
@@ -166,7 +166,7 @@ def plan_run(
             limit is not above 0.
         ProfileError: if the compiler refuses a step.
     """
-    _require_choice(offers, deadline_seconds, budget)
+    _require_choice(options, deadline_seconds, budget)
     _require_recipe(recipe, convergence)
     left_out: Counter[str] = Counter()
     curve = convergence and fit(
@@ -174,17 +174,17 @@ def plan_run(
         noise_scale=convergence.noise_scale,
         is_plain_sgd=is_plain_sgd(config.optimizer),
     )
-    ways = _ways(config, offers, device_counts, global_batches, convergence, left_out)
+    ways = _ways(config, options, device_counts, global_batches, convergence, left_out)
     points, predictions = [], []
-    programs = programs_of([(way.run, way.offer.cluster) for way in ways], on_progress)
+    programs = programs_of([(way.run, way.option.cluster) for way in ways], on_progress)
     for way, program in zip(ways, programs, strict=True):
-        prediction = predict(program, way.offer.cluster)
+        prediction = predict(program, way.option.cluster)
         if not prediction.fits:
             left_out[_NO_MEMORY] += 1
             continue
         points.append(_point(way, prediction, curve, convergence, recipe))
         predictions.append(prediction)
-    first, *others = (offer.cluster for offer in offers)
+    first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
     return make_plan(
         points,
@@ -192,7 +192,7 @@ def plan_run(
         target=target_in_words(convergence, target),
         steps_source=source_in_words(config, convergence, curve),
         has_convergence=convergence is not None,
-        is_priced=offers[0].price_per_device_hour is not None,
+        is_priced=options[0].price_per_device_hour is not None,
         deadline_seconds=deadline_seconds,
         budget=budget,
         left_out=tuple(left_out.items()),
@@ -202,13 +202,13 @@ def plan_run(
 
 
 def _require_choice(
-    offers: Sequence[Offer], deadline_seconds: float | None, budget: float | None
+    options: Sequence[ClusterOption], deadline_seconds: float | None, budget: float | None
 ) -> None:
-    priced = {offer.price_per_device_hour is not None for offer in offers}
+    priced = {option.price_per_device_hour is not None for option in options}
     if len(priced) != 1:
         accepted = "each cluster needs one, or none has one" if priced else "one is needed"
         raise ConfigError(refusal("clusters" if not priced else "price", "", accepted))
-    names = [offer.cluster.name for offer in offers]
+    names = [option.cluster.name for option in options]
     if len(set(names)) < len(names):
         raise ConfigError(refusal("clusters", names, "each needs a name of its own"))
     for name, limit in (("deadline", deadline_seconds), ("budget", budget)):
@@ -226,7 +226,7 @@ def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> 
 
 def _ways(
     config: RunConfig,
-    offers: Sequence[Offer],
+    options: Sequence[ClusterOption],
     device_counts: Sequence[int],
     global_batches: Sequence[int],
     convergence: ConvergenceData | None,
@@ -240,9 +240,9 @@ def _ways(
     ways = []
     for fields in _batches(config, counts, global_batches):
         wanted = with_fields(config, {"layout.data": None, **fields})
-        for offer in offers:
+        for option in options:
             for count in counts:
-                if count > _most_devices(offer.cluster):
+                if count > _most_devices(option.cluster):
                     left_out[_TOO_MANY] += 1
                     continue
                 try:
@@ -253,7 +253,7 @@ def _ways(
                 if convergence is not None and not _is_plausible(run, convergence):
                     left_out[_TOO_LARGE] += 1
                     continue
-                ways.append(_Way(offer=offer, run=run))
+                ways.append(_Way(option=option, run=run))
     return ways
 
 
@@ -306,6 +306,6 @@ def _point(
     return plan_point(
         prediction,
         steps,
-        price_per_device_hour=way.offer.price_per_device_hour,
+        price_per_device_hour=way.option.price_per_device_hour,
         is_extrapolated=convergence is not None and batch > convergence.largest_reached,
     )

@@ -33,8 +33,8 @@ def update(
     table.add_row("optimizer", config.optimizer.name, _fields(config.optimizer))
     if config.averaging is not None:
         table.add_row("averaging", config.averaging.name, _fields(config.averaging))
-    if config.exchange is not None:
-        table.add_row("exchange", config.exchange.name, _fields(config.exchange))
+    if config.gradient_sync is not None:
+        table.add_row("exchange", config.gradient_sync.name, _fields(config.gradient_sync))
     if has_batch_norm(config.model) or config.layout.bn_scope != "global":
         samples = split.microbatch * run.layout.batch_shards // run.bn_groups
         table.add_row("BatchNorm", config.layout.bn_scope, f"statistics of {samples:,} samples")

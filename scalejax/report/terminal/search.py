@@ -15,7 +15,7 @@ from scalejax.report.terminal.tables import figures
 from scalejax.simulator.transformer import Strategy
 
 _CHANGES_SHOWN = 3
-_SHORT = {"none": "-", "selective": "part", "per_op": "op", "full": "full"}
+_SHORT = {"none": "-", "selective": "part", "selective_op": "op", "full": "full"}
 
 
 def searched(report: SearchReport) -> Iterator[RenderableType]:

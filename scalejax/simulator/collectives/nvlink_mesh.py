@@ -30,7 +30,7 @@ def mesh_rings(wires: Wires, positions: tuple[int, ...]) -> tuple[int, int]:
     return rings, max(rings // 2, int(_has_path(left, positions)))
 
 
-def wires_by_number(wires: Wires, positions: tuple[int, ...]) -> int:
+def links_by_number(wires: Wires, positions: tuple[int, ...]) -> int:
     """Fewest wires between neighbours in the one ring over `positions` in the order of numbers; 0
     where some have none."""
     ring = sorted(positions)

@@ -24,7 +24,7 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     return seconds * collective.share
 
 
-def wires(collective: Collective, cluster: Cluster) -> int:
+def links(collective: Collective, cluster: Cluster) -> int:
     """0 where an exchange stays within nodes, on their links; 1 where it crosses the network."""
     return int(group_route(collective.group.extents, cluster).nodes > 1)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scalejax.core.errors import DoesNotFit, require_at_least
 from scalejax.hardware import Cluster
-from scalejax.simulator.collectives.nvlink_mesh import mesh_rings, wires_by_number
+from scalejax.simulator.collectives.nvlink_mesh import links_by_number, mesh_rings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, fl
     wire_rate = rate / max(map(sum, link.wires))
     host_rate = min(wire_rate, (link.host_bytes_per_second or rate) / devices_per_node)
     if cluster.library.rings_by_number:
-        rate = wires_by_number(link.wires, positions) * wire_rate or host_rate
+        rate = links_by_number(link.wires, positions) * wire_rate or host_rate
         return rate, rate
     rings, chains = mesh_rings(link.wires, positions)
     return (rings * wire_rate) or host_rate, (2 * chains * wire_rate) or host_rate

@@ -12,7 +12,7 @@ from scalejax.simulator.explain.unexpected_collectives import (
 from scalejax.simulator.explain.what_if import Improvement, improvements
 from scalejax.simulator.predict import RUN_CONDITIONS, predict
 from scalejax.simulator.program import Program, without_bubble
-from scalejax.simulator.timeline.attribution import Charge, charges, device_terms
+from scalejax.simulator.timeline.attribution import Attribution, attributions, device_terms
 
 MOST_OPERATIONS = 10
 """Costliest operations that an explanation names, unless told otherwise."""
@@ -117,8 +117,8 @@ def explain(
     prediction = predict(program, cluster)
     device = device_terms(without_bubble(program), cluster)
     rest = [entry for entry in prediction.waterfall if entry[0] not in _DEVICE_TERMS]
-    every = charges(program, cluster)
-    costliest = sorted(every, key=lambda charge: -charge.step_seconds)[:most_operations]
+    every = attributions(program, cluster)
+    costliest = sorted(every, key=lambda attribution: -attribution.step_seconds)[:most_operations]
     return Explanation(
         program=program.name,
         cluster=cluster.name,
@@ -135,9 +135,9 @@ def explain(
             for name, seconds in (*device, *rest)
         ),
         operations=tuple(
-            _costly(charge, prediction.step_seconds)
-            for charge in costliest
-            if charge.step_seconds > 0
+            _costly(attribution, prediction.step_seconds)
+            for attribution in costliest
+            if attribution.step_seconds > 0
         ),
         unexpected=unexpected_collectives(program, every, prediction.step_seconds),
         improvements=improvements(program, cluster, doubled_batch),
@@ -145,22 +145,25 @@ def explain(
     )
 
 
-def _costly(charge: Charge, step_seconds: float) -> CostlyOperation:
-    operation = charge.operation
+def _costly(attribution: Attribution, step_seconds: float) -> CostlyOperation:
+    operation = attribution.operation
     return CostlyOperation(
         name=operation.name,
-        what=in_words(operation) + _queue(charge),
+        what=in_words(operation) + _queue(attribution),
         source=operation.source,
-        runs=charge.runs,
-        bound=charge.bound,
-        seconds=charge.step_seconds,
-        share=charge.step_seconds / step_seconds,
-        peak_share=charge.peak_seconds / charge.seconds if operation.flop else None,
+        runs=attribution.runs,
+        bound=attribution.bound,
+        seconds=attribution.step_seconds,
+        share=attribution.step_seconds / step_seconds,
+        peak_share=attribution.peak_seconds / attribution.seconds if operation.flop else None,
     )
 
 
-def _queue(charge: Charge) -> str:
+def _queue(attribution: Attribution) -> str:
     """Says of an exchange that compute waits longer for it than it takes: others come first."""
-    if charge.operation.collective is None or charge.step_seconds <= 1.01 * charge.seconds:
+    if (
+        attribution.operation.collective is None
+        or attribution.step_seconds <= 1.01 * attribution.seconds
+    ):
         return ""
     return ", behind others"

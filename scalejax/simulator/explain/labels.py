@@ -7,11 +7,11 @@ from scalejax.simulator.program import Operation
 
 def in_words(operation: Operation) -> str:
     """What an operation does, for people: its kind, type, and size or partners."""
-    exchange = operation.collective
-    if exchange is not None:
-        over = " x ".join(exchange.group.axes) or f"{exchange.group.size} devices"
-        name = exchange.name.replace("_", "-")
-        return f"{name} {exchange.payload_bytes / 1e6:.3g} MB {over}"
+    collective = operation.collective
+    if collective is not None:
+        over = " x ".join(collective.group.axes) or f"{collective.group.size} devices"
+        name = collective.name.replace("_", "-")
+        return f"{name} {collective.payload_bytes / 1e6:.3g} MB {over}"
     if operation.kind == "matmul" and operation.shape:
         sizes = operation.shape if operation.shape[0] > 1 else operation.shape[1:]
         return f"matmul {operation.dtype} {' x '.join(map(str, sizes))}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scalejax.hardware import Cluster
 from scalejax.simulator.explain.labels import in_words
 from scalejax.simulator.program import Program
-from scalejax.simulator.timeline.attribution import charges
+from scalejax.simulator.timeline.attribution import attributions
 
 LEAST_SHARE = 0.5
 """Part of the measured time that must have a partner, for what is compared to tell of the step."""
@@ -101,18 +101,18 @@ def match_trace(
     """
     matches, only_predicted = [], []
     left = dict(measured_by_name)
-    for charge in charges(program, cluster):
-        operation = charge.operation
+    for attribution in attributions(program, cluster):
+        operation = attribution.operation
         measured = left.pop(operation.name, None)
         if measured is None:
-            only_predicted.append((operation.name, charge.seconds))
+            only_predicted.append((operation.name, attribution.seconds))
             continue
         matches.append(
             OperationMatch(
                 name=operation.name,
                 what=in_words(operation),
                 source=operation.source,
-                predicted_seconds=charge.seconds,
+                predicted_seconds=attribution.seconds,
                 measured_seconds=measured,
             )
         )

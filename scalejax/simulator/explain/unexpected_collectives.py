@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from scalejax.config.parallelism import AXES, CONTEXT, DATA, FSDP, PIPELINE, TENSOR
 from scalejax.simulator.program import Collective, CollectiveName, Program
-from scalejax.simulator.timeline.attribution import Charge
+from scalejax.simulator.timeline.attribution import Attribution
 
 LEAST_SHARE = 1e-3
 """Part of a step below which an exchange is not worth a line: scalars and indices."""
@@ -53,7 +53,7 @@ class UnexpectedCollective:
 
 
 def unexpected_collectives(
-    program: Program, charges: Sequence[Charge], step_seconds: float
+    program: Program, attributions: Sequence[Attribution], step_seconds: float
 ) -> tuple[UnexpectedCollective, ...]:
     """The exchanges of `program` that its layout does not call for, the costliest first.
 
@@ -63,35 +63,37 @@ def unexpected_collectives(
         step_seconds: time of the step; exchanges below `LEAST_SHARE` of it are left out.
     """
     scattered = {
-        charge.operation.collective.group.axes
-        for charge in charges
-        if charge.operation.collective is not None
-        and charge.operation.collective.name == "reduce_scatter"
+        attribution.operation.collective.group.axes
+        for attribution in attributions
+        if attribution.operation.collective is not None
+        and attribution.operation.collective.name == "reduce_scatter"
     }
     found = []
-    for charge in charges:
-        exchange = charge.operation.collective
-        if exchange is None or charge.seconds < LEAST_SHARE * step_seconds:
+    for attribution in attributions:
+        collective = attribution.operation.collective
+        if collective is None or attribution.seconds < LEAST_SHARE * step_seconds:
             continue
-        reason = _reason(exchange, program, scattered)
+        reason = _reason(collective, program, scattered)
         if reason is not None:
             found.append(
                 UnexpectedCollective(
-                    name=charge.operation.name,
-                    collective=exchange.name,
-                    axes=exchange.group.axes,
-                    payload_bytes=exchange.payload_bytes,
-                    runs=charge.runs,
-                    seconds=charge.seconds,
-                    step_seconds=charge.step_seconds,
+                    name=attribution.operation.name,
+                    collective=collective.name,
+                    axes=collective.group.axes,
+                    payload_bytes=collective.payload_bytes,
+                    runs=attribution.runs,
+                    seconds=attribution.seconds,
+                    step_seconds=attribution.step_seconds,
                     reason=reason,
-                    source=charge.operation.source,
+                    source=attribution.operation.source,
                 )
             )
     return tuple(sorted(found, key=lambda each: (-each.step_seconds, -each.seconds)))
 
 
-def _reason(exchange: Collective, program: Program, scattered: Set[tuple[str, ...]]) -> str | None:
+def _reason(
+    collective: Collective, program: Program, scattered: Set[tuple[str, ...]]
+) -> str | None:
     """Why the layout does not call for an exchange; None if it does, or has no rules.
 
     Args:
@@ -102,29 +104,29 @@ def _reason(exchange: Collective, program: Program, scattered: Set[tuple[str, ..
     known = {name for name, _ in program.mesh_axes} <= set(AXES)
     if not known:
         return None
-    axes = exchange.group.axes
+    axes = collective.group.axes
     stages = dict(program.mesh_axes).get(PIPELINE, 1)
-    if exchange.name == "collective_permute" and stages > 1 and axes in ((PIPELINE,), ()):
+    if collective.name == "collective_permute" and stages > 1 and axes in ((PIPELINE,), ()):
         return None  # the last stage's neighbour is the first: these two are no whole axis
     if not axes:
         return "its devices are no axis of the mesh: an array changes its sharding"
-    if exchange.name == "all_to_all" and axes == (PIPELINE,):
+    if collective.name == "all_to_all" and axes == (PIPELINE,):
         return "stages are dealt blocks that equal stages of one chunk hold already"
-    if exchange.name == "all_to_all":
+    if collective.name == "all_to_all":
         return "no axis asks for one: an array changes its sharding"
-    if exchange.name == "collective_permute":
+    if collective.name == "collective_permute":
         return "no axis asks for one: shards move to their neighbours"
-    if exchange.name == "all_gather" and axes == (DATA,) and axes in scattered:
+    if collective.name == "all_gather" and axes == (DATA,) and axes in scattered:
         return None
-    if exchange.name == "all_gather" and DATA in axes:
+    if collective.name == "all_gather" and DATA in axes:
         return "parameters are whole along data: an activation or the batch is gathered"
-    if exchange.name == "all_gather" and axes == (TENSOR,):
+    if collective.name == "all_gather" and axes == (TENSOR,):
         # Sequence parallelism scatters the sums that it gathers again.
         return None if axes in scattered else "an activation is gathered that could stay divided"
-    if exchange.name == "reduce_scatter" and axes == (TENSOR,):
+    if collective.name == "reduce_scatter" and axes == (TENSOR,):
         return None
-    if all(exchange.name in _CALLED_FOR[axis] for axis in axes):
+    if all(collective.name in _CALLED_FOR[axis] for axis in axes):
         return None
-    if exchange.name == "reduce_scatter":  # a sum over data and fsdp at once
+    if collective.name == "reduce_scatter":  # a sum over data and fsdp at once
         return None
     return f"the rules of {' x '.join(axes)} ask for none"

@@ -67,15 +67,15 @@ def with_half_gradients(program: Program) -> Program:
 def _halved(item: Operation | Loop) -> Operation | Loop:
     if isinstance(item, Loop):
         return replace(item, body=tuple(map(_halved, item.body)))
-    exchange = item.collective
-    if exchange is None or exchange.name not in _OF_STATE or item.dtype != "f32":
+    collective = item.collective
+    if collective is None or collective.name not in _OF_STATE or item.dtype != "f32":
         return item
-    if DATA not in exchange.group.axes:
+    if DATA not in collective.group.axes:
         return item
     return replace(
         item,
         dtype="f16",
-        collective=replace(exchange, payload_bytes=exchange.payload_bytes // 2),
+        collective=replace(collective, payload_bytes=collective.payload_bytes // 2),
     )
 
 

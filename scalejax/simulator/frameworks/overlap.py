@@ -74,12 +74,12 @@ def _sums_first(item: Operation | Loop) -> Operation | Loop:
 
 
 def _is_of_state(item: Operation, name: str) -> bool:
-    exchange = item.collective
+    collective = item.collective
     return (
-        exchange is not None
-        and exchange.is_async
-        and exchange.name == name
-        and exchange.group.axes == (DATA,)
+        collective is not None
+        and collective.is_async
+        and collective.name == name
+        and collective.group.axes == (DATA,)
     )
 
 
@@ -118,21 +118,21 @@ def _beside_products(items: _Items) -> _Items:
 
 def _over_tensor(item: Operation, name: str) -> Collective | None:
     """The exchange of activations over tensor that `item` is, if it is one of that name."""
-    exchange = item.collective
-    if exchange is None or exchange.name != name or exchange.group.axes != (TENSOR,):
+    collective = item.collective
+    if collective is None or collective.name != name or collective.group.axes != (TENSOR,):
         return None
-    return exchange if item.dtype in ("bf16", "f16") else None  # else figures of the loss
+    return collective if item.dtype in ("bf16", "f16") else None  # else figures of the loss
 
 
-def _divided(item: Operation, exchange: Collective) -> tuple[Operation, Operation]:
+def _divided(item: Operation, collective: Collective) -> tuple[Operation, Operation]:
     """One part of an exchange, of as many as there are devices; and the others."""
-    part = exchange.payload_bytes // exchange.group.size
-    sizes = {"part": part, "others": exchange.payload_bytes - part}
+    part = collective.payload_bytes // collective.group.size
+    sizes = {"part": part, "others": collective.payload_bytes - part}
     one, others = (
         replace(
             item,
             name=f"{item.name}.{name}",
-            collective=replace(exchange, payload_bytes=size, is_async=True),
+            collective=replace(collective, payload_bytes=size, is_async=True),
         )
         for name, size in sizes.items()
     )

@@ -10,14 +10,14 @@ from typing import Literal
 
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Charge:
+class Attribution:
     """What one operation adds to a step, all its runs together."""
 
     operation: Operation
@@ -34,7 +34,7 @@ class Charge:
     """Time that its FLOP would take at the peak of the chip."""
 
 
-def charges(program: Program, cluster: Cluster) -> tuple[Charge, ...]:
+def attributions(program: Program, cluster: Cluster) -> tuple[Attribution, ...]:
     """The charge of every operation of `program` on `cluster`, in schedule order.
 
     Contention and the overhead of the step belong to no operation.
@@ -42,7 +42,7 @@ def charges(program: Program, cluster: Cluster) -> tuple[Charge, ...]:
     Raises:
         DoesNotFit: if a collective spans nodes that no network joins.
     """
-    cluster = as_used(cluster, program)
+    cluster = under_load(cluster, program)
     exposed = dict(timeline(program, cluster).exposed_by_name)
     runs: Counter[str] = Counter()
     by_name: dict[str, Operation] = {}
@@ -51,14 +51,14 @@ def charges(program: Program, cluster: Cluster) -> tuple[Charge, ...]:
             runs[operation.name] += times
             by_name.setdefault(operation.name, operation)
     return tuple(
-        _charge(operation, runs[name], cluster, exposed.get(name, 0.0))
+        _attribution(operation, runs[name], cluster, exposed.get(name, 0.0))
         for name, operation in by_name.items()
     )
 
 
-def _charge(operation: Operation, runs: int, cluster: Cluster, exposed: float) -> Charge:
+def _attribution(operation: Operation, runs: int, cluster: Cluster, exposed: float) -> Attribution:
     if operation.collective is not None:
-        return Charge(
+        return Attribution(
             operation=operation,
             runs=runs,
             bound="communication",
@@ -67,7 +67,7 @@ def _charge(operation: Operation, runs: int, cluster: Cluster, exposed: float) -
             peak_seconds=0.0,
         )
     time = operation_time(operation, cluster.chip)
-    return Charge(
+    return Attribution(
         operation=operation,
         runs=runs,
         bound=time.bound,
@@ -85,7 +85,7 @@ def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float],
     are at least their bytes over the bandwidth. launch: the gaps between operations. Together
     they are `Timeline.compute_seconds`, `memory_seconds` and `launch_seconds`.
     """
-    chip = as_used(cluster, program).chip
+    chip = under_load(cluster, program).chip
     terms = dict.fromkeys(("compute at peak", "attainable rates", "memory", "launch"), 0.0)
     for operation, runs in program.walk():
         if operation.collective is not None or operation.kind == "wait":

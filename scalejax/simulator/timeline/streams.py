@@ -29,7 +29,7 @@ class Streams:
         self,
         segment_seconds: Sequence[float],
         collective_seconds: Sequence[float],
-        collective_wires: Sequence[int],
+        collective_links: Sequence[int],
         contention_fraction: float,
     ) -> None:
         """Start all streams idle at 0.
@@ -37,12 +37,12 @@ class Streams:
         Args:
             segment_seconds: time of each segment of compute on its own.
             collective_seconds: time of each exchange on its own.
-            collective_wires: 0 where it stays within nodes, 1 where it does not.
+            collective_links: 0 where it stays within nodes, 1 where it does not.
             contention_fraction: share of its speed that compute loses beside a collective.
         """
         self._segment_seconds = segment_seconds
         self._collective_seconds = collective_seconds
-        self._collective_wires = collective_wires
+        self._collective_links = collective_links
         self._slow_speed = 1.0 - contention_fraction
         self.exposed: dict[str, float] = defaultdict(float)
         """Time that compute stood still, by the name of the collective waited for."""
@@ -89,11 +89,11 @@ class Streams:
 
     def start(self, event: Start) -> tuple[float, float]:
         """Queue a collective; returns when it starts and ends."""
-        wires = self._collective_wires[event.collective]
-        idle_from = self._idle_from[wires]
+        links = self._collective_links[event.collective]
+        idle_from = self._idle_from[links]
         begin = self.now if self.now > idle_from else idle_from
         end = begin + self._collective_seconds[event.collective]
-        self._idle_from[wires] = self._finish[event.name] = end
+        self._idle_from[links] = self._finish[event.name] = end
         if not event.is_async:
             self._wait(event.name, end)
         return begin, end

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scalejax.hardware import Chip, Cluster
-from scalejax.simulator.collectives.placement import collective_seconds, wires
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.collectives.placement import collective_seconds, links
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.schedule import Schedule
@@ -148,7 +148,7 @@ class WhatIf:
         self.schedule = Schedule(program)
         """Its events, and what differs among its operations."""
         self._chips: dict[int, _ChipTimes] = {}
-        self._exchanges: tuple[Cluster, NDArray[np.float64]] | None = None
+        self._collectives: tuple[Cluster, NDArray[np.float64]] | None = None
 
     def timeline(self, cluster: Cluster, scales: Scales = NOMINAL) -> Timeline:
         """Where the time of a step goes on `cluster`.
@@ -160,18 +160,18 @@ class WhatIf:
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
-        cluster = as_used(cluster, self.program)
+        cluster = under_load(cluster, self.program)
         schedule, attainable = self.schedule, cluster.chip.attainable
         times = self._chip_times(cluster.chip)
         busy = times.busy_seconds
         if scales is not NOMINAL:
             busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
         launch = times.launch_seconds * scales.launch
-        exchanges = self._exchange_seconds(cluster) * scales.communication
+        collectives = self._exchange_seconds(cluster) * scales.communication
         streams = Streams(
             schedule.segment_seconds(busy + launch).tolist(),
-            exchanges.tolist(),
-            [wires(each, cluster) for each in schedule.collectives],
+            collectives.tolist(),
+            [links(each, cluster) for each in schedule.collectives],
             attainable.contention_fraction,
         )
         streams.run(schedule.events)
@@ -186,7 +186,7 @@ class WhatIf:
             exposed=self._by_axes(streams.exposed),
             dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
             overhead_seconds=attainable.step_overhead_seconds * scales.launch,
-            communication_seconds=float(exchanges @ schedule.collective_runs),
+            communication_seconds=float(collectives @ schedule.collective_runs),
             launches_block=cluster.conditions.launches_block,
         )
 
@@ -208,10 +208,10 @@ class WhatIf:
 
     def _exchange_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
         """Times of the distinct exchanges, shape (collectives,); those of the last cluster kept."""
-        if self._exchanges is None or self._exchanges[0] is not cluster:
+        if self._collectives is None or self._collectives[0] is not cluster:
             seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
-            self._exchanges = cluster, np.array(seconds, float)
-        return self._exchanges[1]
+            self._collectives = cluster, np.array(seconds, float)
+        return self._collectives[1]
 
     def _by_axes(self, exposed: dict[str, float]) -> tuple[tuple[Axes, float], ...]:
         by_axes: dict[Axes, float] = defaultdict(float)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.hardware import Cluster
-from scalejax.simulator.collectives.placement import collective_seconds, wires
-from scalejax.simulator.device_state import as_used
+from scalejax.simulator.collectives.placement import collective_seconds, links
+from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Operation, Program
 from scalejax.simulator.timeline.schedule import Event, Repeat, Schedule, Start
@@ -21,7 +21,7 @@ MOST_EVENTS = 50_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TraceEvent:
     """One thing that a stream does, and when."""
 
     name: str
@@ -45,7 +45,7 @@ class Moment:
 class Recording:
     """A predicted step, moment by moment."""
 
-    moments: tuple[Moment, ...]
+    events: tuple[TraceEvent, ...]
     """In order of their starts."""
     most_iterations: int | None
     """Iterations of each loop that are in it; None if all are."""
@@ -53,7 +53,7 @@ class Recording:
     @property
     def step_seconds(self) -> float:
         """Time of the step."""
-        return max((moment.end_seconds for moment in self.moments), default=0.0)
+        return max((event.end_seconds for event in self.events), default=0.0)
 
 
 def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -> Recording:
@@ -68,7 +68,7 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
         ConfigError: if an operation waits for a collective that the program does not hold.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
-    cluster = as_used(cluster, program)
+    cluster = under_load(cluster, program)
     schedule = Schedule(program, merge=False)
     most_iterations = _most_iterations(schedule.events, most_events)
     streams = _RecordedStreams(program, schedule, cluster, most_iterations)
@@ -81,7 +81,7 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
     streams.add_rest("wait for the host", dispatch)
     streams.add_overhead(attainable.step_overhead_seconds)
     return Recording(
-        moments=tuple(sorted(streams.moments, key=lambda moment: moment.start_seconds)),
+        events=tuple(sorted(streams.events, key=lambda event: event.start_seconds)),
         most_iterations=most_iterations,
     )
 
@@ -124,11 +124,11 @@ class _RecordedStreams(Streams):
         self._most_iterations = most_iterations
         self._iteration: tuple[int, ...] = ()
         self._is_on = True
-        self.moments: list[Moment] = []
+        self.events: list[TraceEvent] = []
         super().__init__(
             [time.seconds for time in self._times],
             [collective_seconds(each, cluster) for each in schedule.collectives],
-            [wires(each, cluster) for each in schedule.collectives],
+            [links(each, cluster) for each in schedule.collectives],
             cluster.chip.attainable.contention_fraction,
         )
 
@@ -154,7 +154,7 @@ class _RecordedStreams(Streams):
     def start(self, event: Start) -> tuple[float, float]:
         begin, end = super().start(event)
         operation = self._collectives[event.name]
-        stream = "network" if self._collective_wires[event.collective] else "links"
+        stream = "network" if self._collective_links[event.collective] else "links"
         self._add(event.name, stream, begin, end, "communication", operation)
         return begin, end
 
@@ -188,8 +188,8 @@ class _RecordedStreams(Streams):
         operation: Operation | None = None,
     ) -> None:
         if self._is_on:
-            self.moments.append(
-                Moment(
+            self.events.append(
+                TraceEvent(
                     name=name,
                     stream=stream,
                     start_seconds=start,

@@ -49,7 +49,7 @@ def block_backward(part: Part) -> tuple[Operation, ...]:
         block.norm("feed_forward.norm", has_sum=part.layout.tensor > 1)
         block.gather_tokens("feed_forward")
         _up(block)
-    elif part.recompute == "per_op":
+    elif part.recompute == "selective_op":
         _matrices(block)
         _kept_activations(block)
         _between_kept(block)
@@ -106,7 +106,7 @@ class _Block:
         """All tokens of the tensor group before a product that it divides by columns."""
         if self.part.sequence_parallel:
             payload = self.part.stream_bytes
-            self.write.exchange(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
+            self.write.collective(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
             self._transpose_tokens(name)
 
     def start_sum_over_tensor(self, name: str) -> None:
@@ -137,7 +137,7 @@ def _matrices(block: _Block) -> None:
     if fsdp > 1:
         write.copy("stream.copy", part.kept_stream_bytes)
     if write.operations[0].name.startswith("forward") or part.recompute in (
-        "per_op",
+        "selective_op",
         "full",
     ):
         block.norm("attention.norm")
@@ -170,7 +170,7 @@ def _gather_keys(block: _Block) -> None:
     if context > 1:
         keys = 2 * part.rows * part.shape.kv_heads * part.shape.head_size
         payload = keys * context * part.shape.element_bytes // block.tensor
-        block.write.exchange("attention.gather_keys", "all_gather", payload, (CONTEXT,))
+        block.write.collective("attention.gather_keys", "all_gather", payload, (CONTEXT,))
 
 
 def _score_shape(part: Part) -> tuple[int, int, int]:
@@ -217,7 +217,7 @@ def _up(block: _Block) -> None:
 def _columns(block: _Block) -> tuple[tuple[str, int], ...]:
     """The products into the feed-forward layer and their widths: one, unless it is gated and one
     of the two is computed again."""
-    if block.part.recompute == "per_op" and block.part.shape.is_gated:
+    if block.part.recompute == "selective_op" and block.part.shape.is_gated:
         return ("gate", block.inner_width), ("up", block.inner_width)
     return (("up", block.up_width),)
 
@@ -238,7 +238,7 @@ def _between_kept(block: _Block) -> None:
 
 def _kept(part: Part) -> list[tuple[str, int]]:
     """Activations that a block keeps besides its input, where it does not compute them again."""
-    if part.recompute == "per_op":
+    if part.recompute == "selective_op":
         summed = [("kept.stream", part.kept_stream_bytes)] if part.layout.tensor > 1 else []
         products = [("kept.queries", part.qkv_bytes), ("kept.gate", part.inner_bytes)]
         return [*summed, *products, ("kept.mixed", part.head_bytes)]
@@ -277,7 +277,7 @@ def _kept_activations(block: _Block) -> None:
     if part.recompute == "none":
         write.copy("kept.inner", part.inner_bytes)
     write.copy("kept.queries", part.qkv_bytes)
-    for index in range(2 if part.recompute != "per_op" else 0):
+    for index in range(2 if part.recompute != "selective_op" else 0):
         write.copy(f"kept.normalised.{index}", part.stream_bytes)
     write.copy("kept.mixed", part.head_bytes)
     if part.recompute != "none" and not part.shape.is_fused:
@@ -363,7 +363,7 @@ def _score_gradients(block: _Block) -> None:
     if context > 1:
         gathered = 2 * part.rows * part.shape.kv_heads * size * context
         payload = gathered * part.shape.element_bytes // block.tensor
-        write.exchange("keys.gradient.sum", "reduce_scatter", payload, (CONTEXT,))
+        write.collective("keys.gradient.sum", "reduce_scatter", payload, (CONTEXT,))
 
 
 def _start_sum(block: _Block) -> None:
@@ -390,7 +390,7 @@ def _sum_gradients(block: _Block) -> None:
         write.start("sum", "all_reduce", (qkv + up) // fsdp, along)
         write.wait("sum_all")
     elif fsdp > 1:
-        write.exchange("scatter", "reduce_scatter", part.matrix_bytes, (FSDP,))
+        write.collective("scatter", "reduce_scatter", part.matrix_bytes, (FSDP,))
         write.start("sum", "all_reduce", part.matrix_bytes // fsdp, along)
     write.wait("sum")
     parts = fsdp * part.gradient_parts

@@ -73,7 +73,7 @@ def embedding(part: Part, layers: int, is_gathered: bool) -> tuple[Operation, ..
     write.fusion("lookup", stream + _place_elements(part) * used, stream)
     if part.layout.tensor > 1:
         kind = "reduce_scatter" if part.sequence_parallel else "all_reduce"
-        write.exchange("lookup.sum", kind, stream, (TENSOR,))
+        write.collective("lookup.sum", kind, stream, (TENSOR,))
         write.fusion("places.add", stream + _place_elements(part) * used, stream)
     return write.done()
 
@@ -89,13 +89,13 @@ def logits(part: Part) -> tuple[Operation, ...]:
     write.fusion("norm.statistics", stream, rows * 8)
     write.fusion("norm.apply", stream, stream)
     if part.sequence_parallel:
-        write.exchange("gather_tokens", "all_gather", part.stream_bytes, (TENSOR,))
+        write.collective("gather_tokens", "all_gather", part.stream_bytes, (TENSOR,))
     write.matmul("product", (1, rows, width, shape.hidden))
     write.fusion("largest", size, rows * 8)
     # The likeliest token, for the accuracy: a value and an index from every part.
-    write.exchange("largest.gather", "all_gather", rows * 8 * tensor, (TENSOR,))
+    write.collective("largest.gather", "all_gather", rows * 8 * tensor, (TENSOR,))
     write.fusion("sum", size, rows * _F32_BYTES)
-    write.exchange("sum.sum", "all_reduce", rows * 8, (TENSOR,))
+    write.collective("sum.sum", "all_reduce", rows * 8, (TENSOR,))
     write.fusion("loss.gradient", size, wide)
     if shape.element_bytes != _F32_BYTES:
         write.fusion("loss.gradient.cast", wide, size)
@@ -125,7 +125,7 @@ def embedding_gradient(part: Part, layers: int, is_accumulated: bool) -> tuple[O
         for name in ("queries", "keys", "values"):
             write.copy(f"{name}.transpose", layers * part.head_bytes)
     if part.sequence_parallel:
-        write.exchange("lookup.gather", "all_gather", part.stream_bytes, (TENSOR,))
+        write.collective("lookup.gather", "all_gather", part.stream_bytes, (TENSOR,))
     write.copy("tokens.scatter", part.stream_bytes)
     _sum_tables(write, part, layers)
     if is_accumulated:
@@ -194,11 +194,11 @@ def _deal(write: Writer, shape: TransformerShape, layout: Layout) -> None:
     for name, size in zip(_MATRICES, shape.matrices, strict=True):
         payload = layers * size * shape.element_bytes // parts
         write.copy(f"{name}.deal.transpose", payload)
-        write.exchange(f"{name}.deal", "all_to_all", payload, (PIPELINE,))
+        write.collective(f"{name}.deal", "all_to_all", payload, (PIPELINE,))
     vectors = 2 if shape.is_gated else 8
     for index in range(vectors):
         payload = layers * shape.hidden * _F32_BYTES
-        write.exchange(f"vectors.deal.{index}", "all_to_all", payload, (PIPELINE,))
+        write.collective(f"vectors.deal.{index}", "all_to_all", payload, (PIPELINE,))
 
 
 def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:

@@ -139,7 +139,7 @@ def block_bytes(part: Part) -> int:
     streams = 6 * part.stream_bytes
     scores = 0 if part.shape.is_fused else 2 * part.score_bytes
     inner = part.up_bytes + 2 * part.inner_bytes
-    if part.recompute in ("per_op", "full"):
+    if part.recompute in ("selective_op", "full"):
         return matrices + streams + 2 * part.qkv_bytes + scores + inner
     return part.matrix_bytes + streams + part.qkv_bytes + scores + inner
 

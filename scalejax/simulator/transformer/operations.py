@@ -128,7 +128,7 @@ class Writer:
                 Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)
             )
 
-    def exchange(
+    def collective(
         self, name: str, kind: CollectiveName, payload: int, axes: tuple[str, ...]
     ) -> None:
         """An exchange whose result is needed at once."""

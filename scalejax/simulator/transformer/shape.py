@@ -16,7 +16,7 @@ _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8": "bf16",
 }  # fmt: skip
 
-Recompute = Literal["none", "selective", "per_op", "full"]
+Recompute = Literal["none", "selective", "selective_op", "full"]
 """What the backward pass of a block computes again: nothing; the scores of unfused attention;
 besides them norms, the projection (unless tensor sums it) and of a gated block the product that
 is gated; or all but the input of the block."""

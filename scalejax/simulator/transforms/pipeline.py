@@ -169,16 +169,16 @@ def sent_between_stages(
     operations = []
     for way in ("forward", "backward"):
         along = DeviceGroup(extents=((pipeline.stages, stage_devices),), axes=(PIPELINE,))
-        operations.append(_exchange(f"send.{way}", "collective_permute", part, along))
+        operations.append(_collective(f"send.{way}", "collective_permute", part, along))
         if tensor > 1 and not pipeline.is_boundary_divided:
             group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
             operations.append(
-                _exchange(f"gather.{way}", "all_gather", pipeline.boundary_bytes, group)
+                _collective(f"gather.{way}", "all_gather", pipeline.boundary_bytes, group)
             )
     return tuple(operations)
 
 
-def _exchange(name: str, kind: CollectiveName, payload: int, group: DeviceGroup) -> Operation:
+def _collective(name: str, kind: CollectiveName, payload: int, group: DeviceGroup) -> Operation:
     return Operation(
         name=f"{PIPELINE}.{name}",
         kind="collective",

@@ -25,7 +25,7 @@ whole what its number of devices does not divide."""
 _TOKEN_BYTES = 4
 
 
-def narrowed(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
+def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     """`run` on the fewest devices and microbatches whose program widens to its own.
 
     Each device sees as many samples at a time. Microbatches of images are left alone, as their
@@ -56,7 +56,7 @@ def _narrowest(run: ResolvedRun) -> int:
     return NARROW_PARTS if run.config.layout.zero_stage else NARROW
 
 
-def widened(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program | None:
+def scaled_out(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program | None:
     """`program` of `narrow`, which is `run` narrowed, as that of `run`; None if it cannot be told.
 
     That is, if more than sums crosses the data axis though state is whole, or the loop over

@@ -18,8 +18,8 @@ from jax import lax
 
 from scalejax.config.gradient_sync import (
     AdasumConfig,
-    ExchangeConfig,
     Fp16Config,
+    GradientSyncConfig,
     LocalSgdConfig,
     TopKConfig,
     TwoBitConfig,
@@ -33,7 +33,7 @@ PyTree = Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientExchange:
+class GradientSync:
     """From the gradients of the devices to one."""
 
     init: Callable[[PyTree], PyTree]
@@ -43,8 +43,8 @@ class GradientExchange:
 
 
 def gradient_exchange(
-    config: ExchangeConfig | None, *, stacked: tuple[str, ...], per_device_batch: int
-) -> GradientExchange:
+    config: GradientSyncConfig | None, *, stacked: tuple[str, ...], per_device_batch: int
+) -> GradientSync:
     """The exchange of gradients that `config` names.
 
     Args:
@@ -58,20 +58,22 @@ def gradient_exchange(
         case AdasumConfig():
             return _stateless(lambda gradient: adasum.combined(gradient, stacked))
         case Fp16Config():
-            exchange = fp16.exchanged
+            gradient_sync = fp16.synchronised
         case TwoBitConfig():
-            exchange = partial(two_bit.exchanged, threshold=config.threshold / per_device_batch)
+            gradient_sync = partial(
+                two_bit.synchronised, threshold=config.threshold / per_device_batch
+            )
         case TopKConfig():
-            exchange = partial(top_k.exchanged, fraction=config.fraction, stacked=stacked)
+            gradient_sync = partial(top_k.synchronised, fraction=config.fraction, stacked=stacked)
     if config.error_feedback:
-        return GradientExchange(
+        return GradientSync(
             init=partial(jax.tree.map, jnp.zeros_like),
-            combine=with_error_feedback(exchange),
+            combine=with_error_feedback(gradient_sync),
         )
-    return _stateless(lambda gradient: exchange(gradient)[0])
+    return _stateless(lambda gradient: gradient_sync(gradient)[0])
 
 
-def _stateless(combine: Callable[[PyTree], PyTree]) -> GradientExchange:
-    return GradientExchange(
+def _stateless(combine: Callable[[PyTree], PyTree]) -> GradientSync:
+    return GradientSync(
         init=lambda params: None, combine=lambda gradient, _: (combine(gradient), None)
     )

@@ -19,7 +19,7 @@ PyTree = Any
 
 
 def with_error_feedback(
-    exchange: Callable[[PyTree], tuple[PyTree, PyTree]],
+    gradient_sync: Callable[[PyTree], tuple[PyTree, PyTree]],
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """From a device's gradient and memory to the mean of what was sent, and the next memory.
 
@@ -29,7 +29,7 @@ def with_error_feedback(
 
     def combine(gradient: PyTree, memory: PyTree) -> tuple[PyTree, PyTree]:
         whole = jax.tree.map(lambda new, left: new + left, gradient, memory)
-        mean, sent = exchange(whole)
+        mean, sent = gradient_sync(whole)
         return mean, jax.tree.map(lambda all_of_it, part: all_of_it - part, whole, sent)
 
     return combine

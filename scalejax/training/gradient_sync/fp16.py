@@ -15,7 +15,7 @@ from scalejax.config.parallelism import DATA
 PyTree = Any
 
 
-def exchanged(gradient: PyTree) -> tuple[PyTree, PyTree]:
+def synchronised(gradient: PyTree) -> tuple[PyTree, PyTree]:
     """The mean of what all devices sent, and what this one sent, float32."""
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), gradient)
     devices = lax.axis_size(DATA)

@@ -1,7 +1,7 @@
 """Local SGD: the update in which each device goes on by itself, and now and then all average.
 
 One program holds both: a step without an average runs past it. What its conditions stand for in the
-mean of a run, `exchange_shares` tells whoever costs it, by their scopes.
+mean of a run, `gradient_sync_shares` tells whoever costs it, by their scopes.
 
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
 arXiv 2311.08105.
@@ -24,12 +24,12 @@ from scalejax.models import BatchNormScope
 from scalejax.training.gradient_sync.diloco import after_average
 from scalejax.training.gradients import Batch, gradients
 from scalejax.training.optimizers.fine_tuning import updated
-from scalejax.training.setup import Recipe
+from scalejax.training.setup import TrainSetup
 from scalejax.training.state import PyTree, TrainState, as_part, learning_params, own_part
 
 
 def local_update(
-    recipe: Recipe, config: LocalSgdConfig, mesh: Mesh, state: TrainState, batch: Batch
+    setup: TrainSetup, config: LocalSgdConfig, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after an update of each device by its own samples, and the metrics of all.
 
@@ -41,7 +41,7 @@ def local_update(
     copies = (state.params, state.model_state, state.opt_state)
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     on_device = jax.shard_map(
-        partial(_on_device, recipe, config),
+        partial(_on_device, setup, config),
         mesh=mesh,
         in_specs=(split, whole, whole, split),
         out_specs=(split, whole, whole),
@@ -57,12 +57,12 @@ def local_update(
         opt_state=opt_state,
         exchange=outer,
     )
-    learning_rate = jnp.asarray(recipe.schedule(state.step), jnp.float32)
+    learning_rate = jnp.asarray(setup.schedule(state.step), jnp.float32)
     return new_state, {**metrics, "learning_rate": learning_rate}
 
 
 def _on_device(
-    recipe: Recipe,
+    setup: TrainSetup,
     config: LocalSgdConfig,
     copies: tuple[PyTree, PyTree, PyTree],
     outer: PyTree,
@@ -70,19 +70,19 @@ def _on_device(
     batch: Batch,
 ) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, dict[str, jax.Array]]:
     """An update of one device, from and to its part of [devices, ...]."""
-    run, begin = recipe.run, begin_step(recipe.run, config)
+    run, begin = setup.run, begin_step(setup.run, config)
     params, model_state, opt_state = own_part(copies)
     if jax.tree.leaves(model_state):  # of a user's own network, nobody else knows
         require_own_batch_norm(run.config.layout)
     bn = BatchNormScope(groups=max(1, run.bn_groups // run.layout.data))
-    gradient, model_state, metrics = gradients(recipe, bn, params, model_state, batch, None)
+    gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, None)
     if begin:
         with jax.named_scope(SYNCHRONOUS):
             gradient = lax.cond(step < begin, _mean, lambda own: own, gradient)
     if run.config.train.measures_gradient_norm:
         metrics["gradient_norm"] = optax.tree.norm(gradient, squared=True)
-    learning = learning_params(recipe, params)
-    updates, opt_state = recipe.optimizer.update(gradient, opt_state, learning)
+    learning = learning_params(setup, params)
+    updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)
     learning = optax.apply_updates(learning, updates)
     if begin and outer is not None:  # all devices are where the last average would be
         last = jax.tree.map(partial(jnp.where, step < begin), learning, outer["params"])

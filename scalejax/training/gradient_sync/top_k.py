@@ -24,7 +24,9 @@ _MOST_ENTRIES = 2**31 - 1
 """Places are int32."""
 
 
-def exchanged(gradient: PyTree, fraction: float, stacked: tuple[str, ...]) -> tuple[PyTree, PyTree]:
+def synchronised(
+    gradient: PyTree, fraction: float, stacked: tuple[str, ...]
+) -> tuple[PyTree, PyTree]:
     """The mean of what all devices sent, and what this one sent.
 
     Args:
@@ -39,7 +41,7 @@ def exchanged(gradient: PyTree, fraction: float, stacked: tuple[str, ...]) -> tu
     size = sum(layer.size for layer in layers)
     if size > _MOST_ENTRIES:
         accepted = f"of {size} parameters, places do not fit into 32 bits; use another exchange"
-        raise ConfigError(refusal("exchange.name", "top_k", accepted))
+        raise ConfigError(refusal("gradient_sync.name", "top_k", accepted))
     places, values = _largest(layers, fraction)
     kept = places.size
     # One exchange, of places and of the bits of values: a collective has a latency of its own.

@@ -22,7 +22,7 @@ _UP, _DOWN = 1, 2
 """Codes of threshold and -threshold; 0 is that of 0."""
 
 
-def exchanged(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
+def synchronised(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
     """The mean of what all devices sent, and what this one sent.
 
     Args:

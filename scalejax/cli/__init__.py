@@ -14,7 +14,15 @@ from scalejax.cli.plan import PlanRun
 from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
 from scalejax.cli.search import Search
 from scalejax.cli.sweep import Sweep
-from scalejax.cli.train import ConfigFields, ConfigShow, Quickstart, Report, SchedulePlot, Train
+from scalejax.cli.train import (
+    ConfigFields,
+    ConfigMigrate,
+    ConfigShow,
+    Quickstart,
+    Report,
+    SchedulePlot,
+    Train,
+)
 
 __all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
 
@@ -31,6 +39,7 @@ Command = (
     | Report
     | ConfigShow
     | ConfigFields
+    | ConfigMigrate
     | SchedulePlot
     | DataBench
     | DataConvert
@@ -56,6 +65,7 @@ COMMANDS: dict[str, type[Command]] = {
     "report": Report,
     "config show": ConfigShow,
     "config fields": ConfigFields,
+    "config migrate": ConfigMigrate,
     "schedule plot": SchedulePlot,
     "data bench": DataBench,
     "data convert": DataConvert,

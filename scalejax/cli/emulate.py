@@ -12,8 +12,9 @@ from tyro.conf import FlagCreatePairsOff
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
 from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.config.migrate import load_run_file
 from scalejax.config.run import RunConfig, load_config
-from scalejax.core import progress, serialization
+from scalejax.core import progress
 from scalejax.core.environment import choose_platform
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.hardware import Cluster
@@ -92,7 +93,7 @@ def _algorithm_in(path: Path) -> str | None:
     """The name of the algorithm in a run.toml, if it has one."""
     if not path.is_file():
         return None
-    emulation = serialization.load_toml(path).get("emulation")
+    emulation = load_run_file(path).get("emulation")
     algorithm = emulation.get("algorithm") if isinstance(emulation, dict) else None
     name = algorithm.get("name") if isinstance(algorithm, dict) else None
     return name if isinstance(name, str) else None

@@ -11,9 +11,10 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-from typing import TextIO
+from typing import Any, TextIO
 
 _REFUSED, _INTERRUPTED, _PIPE_CLOSED = 2, 130, 141
 """Exit codes; the last two by the shell's custom: 128 + the number of the signal."""
@@ -23,6 +24,7 @@ try:
 
     from scalejax import __version__
     from scalejax.cli import COMMANDS, Command, Overrides, RunFileCommand
+    from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
     from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
     from scalejax.core.serialization import parse_value
@@ -30,7 +32,10 @@ except KeyboardInterrupt:  # these take a second, in which `main` cannot catch i
     print("interrupted", file=sys.stderr)
     sys.exit(_INTERRUPTED)
 
-_FIELDS_WITHOUT_DOT = tuple(field.name for field in dataclasses.fields(RunConfig))
+_FIELDS_WITHOUT_DOT = (
+    *(field.name for field in dataclasses.fields(RunConfig)),
+    *(name for name in RENAMED_FIELDS if "." not in name),
+)
 """The seed, and whole tables: --optimizer='{name = "lamb"}' leaves none of the file's fields."""
 
 
@@ -42,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         command, overrides = parse(sys.argv[1:] if arguments is None else list(arguments))
-        if isinstance(command, RunFileCommand):
-            command.execute(overrides)
-        else:
-            command.execute()
+        with _notes_of_renamed_fields():
+            if isinstance(command, RunFileCommand):
+                command.execute(overrides)
+            else:
+                command.execute()
         sys.stdout.flush()
     except ScalejaxError as error:
         for line in str(error).splitlines():
@@ -59,6 +65,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return 0
+
+
+@contextlib.contextmanager
+def _notes_of_renamed_fields() -> Iterator[None]:
+    """Prints each warning of a renamed field once, as a note on standard error."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, RenamedField):
+                print(_wrapped(f"note: {message}"), file=sys.stderr)
+            else:
+                show(message, category, *where)
+
+        warnings.simplefilter("once", RenamedField)
+        warnings.showwarning = shown
+        yield
 
 
 def parse(arguments: list[str]) -> tuple[Command, Overrides]:
@@ -195,7 +218,7 @@ def _wrapped(line: str) -> str:
     plain = re.sub("\x1b\\[[0-9;]*m", "", line)  # colours, which take no room
     if len(plain) <= width:
         return line
-    found = re.match("error: |usage: ", plain)
+    found = re.match("error: |note: |usage: ", plain)
     title = found[0] if found else ""
     return textwrap.fill(
         plain.removeprefix(title),

@@ -124,6 +124,34 @@ class ConfigFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigMigrate:
+    """Rewrite a run.toml of an earlier version with the names that fields have now.
+
+    Comments and order stay. Files with the old names are read all the same, with a note.
+    """
+
+    run_file: Annotated[Positional[Path], flag("RUN.toml")]
+    """The file; it is rewritten in place."""
+
+    def execute(self) -> None:
+        """Rewrite the file, and print what was renamed."""
+        from scalejax.config.migrate import migrated_text
+
+        serialization.load_toml(self.run_file)  # refuses what is not TOML, with line and column
+        try:
+            text, renamed = migrated_text(self.run_file.read_text(encoding="utf-8"))
+        except ConfigError as error:
+            raise ConfigError(f"{self.run_file}: {error}") from error
+        if not renamed:
+            print(f"{self.run_file} has no old names.")
+            return
+        serialization.save_text(text, self.run_file)
+        for each in renamed:
+            print(each)
+        print(f"wrote {self.run_file}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlot(RunFileCommand):
     """Draw its learning rate, step by step."""
 

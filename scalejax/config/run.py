@@ -36,6 +36,7 @@ from scalejax.config.data import DataConfig, DatasetFacts, facts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
+from scalejax.config.migrate import current_fields, load_run_file
 from scalejax.config.model import ImageNetworkConfig, ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import (
@@ -63,7 +64,7 @@ from scalejax.config.training import (
 )
 from scalejax.core import metrics
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import JsonValue, build, load_toml, plain
+from scalejax.core.serialization import JsonValue, build, plain
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
 """Two ways to give one thing, of which a run has exactly one."""
@@ -328,9 +329,9 @@ def load_kept_config(path: Path) -> RunConfig:
 def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
     """What to do about refused fields that the file gives for another kind than a flag asks for."""
     hints = []
-    for dotted, kind in overrides.items():
+    for dotted, kind in current_fields(overrides).items():
         table, _, last = dotted.rpartition(".")
-        given = load_toml(path).get(table)
+        given = load_run_file(path).get(table)
         if last != "name" or not isinstance(given, dict):
             continue
         kept = [name for name in given if f"{table}.{name}" not in overrides]
@@ -366,7 +367,7 @@ def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, 
             f"{str(path)!r} is a published network, and no file: name it in a run.toml "
             f'(model.name = "{path}") beside data, batch, optimizer and schedule.'
         )
-    tables, replaced = load_toml(path), dict(overrides or {})
+    tables, replaced = load_run_file(path), current_fields(overrides or {})
     given = [name for name in _BATCHES if replaced.get(name) is not None]
     if len(given) == 1:
         replaced = dict.fromkeys(_BATCHES) | replaced
@@ -383,7 +384,7 @@ def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunCon
     """
     tables = plain(config)
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
-    for name, value in overrides.items():
+    for name, value in current_fields(overrides).items():
         _replace(tables, name.split("."), value)
     return _built(tables)
 

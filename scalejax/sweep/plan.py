@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Literal, cast
 
 from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.migrate import load_run_file
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
-from scalejax.core.serialization import JsonValue, load_toml, plain, save_text
+from scalejax.core.serialization import JsonValue, plain, save_text
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
@@ -152,7 +153,7 @@ def plan_sweep(
             differ in nothing that is named.
     """
     require_known_conditions(grammar)
-    file = flat_fields(load_toml(run_file))
+    file = flat_fields(load_run_file(run_file))
     expanded = grammar.expanded(file)
     resolved = [
         _resolved(run_file, fields, cpu_devices, f"run {number} of {len(expanded)}")
@@ -199,7 +200,7 @@ def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
     Raises:
         ConfigError: naming the condition.
     """
-    grammar.require_met_conditions(flat_fields(load_toml(run_file)))
+    grammar.require_met_conditions(flat_fields(load_run_file(run_file)))
 
 
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:

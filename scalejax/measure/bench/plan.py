@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.migrate import load_run_file
 from scalejax.config.run import ResolvedRun, load_config
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
-from scalejax.core.serialization import JsonValue, build, load_toml, plain
+from scalejax.core.serialization import JsonValue, build, plain
 from scalejax.measure.bench.statistics import warmup_steps
 from scalejax.measure.bench.tables import Scaling
 from scalejax.planning.scaling_study import resolve_all
@@ -150,7 +151,7 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
     """
     require_at_least("repeats", repeats, 1)
     require_known_conditions(grammar, SETTINGS)
-    known = {**flat_fields(load_toml(run_file)), **flat_fields(_table(Settings()))}
+    known = {**flat_fields(load_run_file(run_file)), **flat_fields(_table(Settings()))}
     expanded = grammar.expanded(known)
     grammar.require_met_conditions(known)
     split = [_split(values) for values in expanded]

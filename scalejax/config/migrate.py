@@ -1,0 +1,179 @@
+"""Run files written for earlier versions: fields and values that have other names now.
+
+Files with the old names are read as if they had the new ones, with a warning; `migrated_text`
+rewrites one, comments and order kept. Knows names only, not what the fields mean.
+"""
+
+import re
+import tomllib
+import warnings
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import JsonValue, load_toml
+
+RENAMED_FIELDS = {
+    "exchange": "gradient_sync",
+    "emulation.algorithm.exchange": "emulation.algorithm.gradient_sync",
+    "emulation.timing.exchange_seconds": "emulation.timing.collective_seconds",
+}
+"""Fields and tables by dotted name, as they were until 0.1 and as they are now."""
+RENAMED_VALUES = {("model.remat", "per_op"): "selective_op"}
+"""Values of a field, by its name now, that have another name now."""
+
+_HEADER = re.compile(r"^(\s*\[\[?\s*)([^\[\]#]+?)(\s*\]\]?.*)$", re.S)
+_ENTRY = re.compile(r"^(\s*)([A-Za-z0-9_.\-]+)(\s*=)(.*)$", re.S)
+
+
+class RenamedField(FutureWarning):
+    """A run file, or a flag, uses a name of an earlier version."""
+
+
+def load_run_file(path: Path) -> dict[str, JsonValue]:
+    """The tables of a run.toml, under the names that fields have now.
+
+    Raises:
+        ConfigError: if there is no such file, it is not TOML, or it has a field under both names.
+    Warns:
+        RenamedField: if it uses names of an earlier version.
+    """
+    tables, renamed = migrated(load_toml(path))
+    if renamed:
+        _warn(f"{path}: {', '.join(renamed)}; `scalejax config migrate {path}` rewrites it")
+    return tables
+
+
+def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Values by dotted field name, such as those of flags, under the names of now.
+
+    Raises:
+        ConfigError: if a field is given under both names.
+    Warns:
+        RenamedField: if one has the name of an earlier version.
+    """
+    current: dict[str, JsonValue] = {}
+    renamed = []
+    for name, value in values.items():
+        now = current_name(name)
+        value_now = value
+        if isinstance(value, str):
+            value_now = RENAMED_VALUES.get((now, value), value)
+        if now in current or (now != name and now in values):
+            raise ConfigError(f"{name} is refused: it is {now} now, which is given too.")
+        if now != name:
+            renamed.append(_said(name, now))
+        if value_now != value:
+            renamed.append(_said(f'{now} = "{value}"', f'"{value_now}"'))
+        current[now] = value_now
+    if renamed:
+        _warn(", ".join(renamed))
+    return current
+
+
+def current_name(name: str) -> str:
+    """The name that a field has now, given by its dotted name of this or an earlier version."""
+    for old, new in RENAMED_FIELDS.items():
+        if name == old or name.startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
+
+
+def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tuple[str, ...]]:
+    """Tables of a run file under the names of now, and a sentence for each that was renamed.
+
+    Raises:
+        ConfigError: if a field is given under both names.
+    """
+    current = deepcopy(dict(tables))
+    renamed = []
+    for old, new in RENAMED_FIELDS.items():
+        *path, last = old.split(".")
+        table = _table_at(current, path)
+        if table is None or last not in table:
+            continue
+        now = new.rpartition(".")[2]
+        if now in table:
+            raise ConfigError(f"{old} is refused: it is {new} now, which is given too.")
+        # In the place of the old one, so that what is printed keeps its order.
+        entries = [(now if name == last else name, value) for name, value in table.items()]
+        table.clear()
+        table.update(entries)
+        renamed.append(_said(old, new))
+    for (field, value), now in RENAMED_VALUES.items():
+        *path, last = field.split(".")
+        table = _table_at(current, path)
+        if table is not None and table.get(last) == value:
+            table[last] = now
+            renamed.append(_said(f'{field} = "{value}"', f'"{now}"'))
+    return current, tuple(renamed)
+
+
+def migrated_text(text: str) -> tuple[str, tuple[str, ...]]:
+    """The text of a run file with the names of now, and a sentence for each that was renamed.
+
+    Raises:
+        ConfigError: if the names stand where only a person can replace them, or a field is given
+            under both names.
+        ValueError: if the text is not TOML.
+    """
+    wanted, renamed = migrated(tomllib.loads(text))
+    if not renamed:
+        return text, ()
+    rewritten = "".join(_lines(text))
+    try:
+        is_same = tomllib.loads(rewritten) == wanted
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ConfigError(
+            f"it cannot be rewritten without a person: {', '.join(renamed)}. Rename them by hand."
+        )
+    return rewritten, renamed
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a run file, with old names replaced where headers and keys have them."""
+    table = ""
+    for line in text.splitlines(keepends=True):
+        if header := _HEADER.match(line):
+            table = header[2].strip()
+            yield header[1] + current_name(table) + header[3]
+        elif entry := _ENTRY.match(line):
+            field = f"{table}.{entry[2]}" if table else entry[2]
+            now = current_name(field)
+            prefix = current_name(table) + "." if table else ""
+            yield entry[1] + now.removeprefix(prefix) + entry[3] + _value(entry[4], field)
+        else:
+            yield line
+
+
+def _value(text: str, field: str) -> str:
+    """What follows a key and its equals sign: inline tables hold names too, and values change."""
+    for old, new in RENAMED_FIELDS.items():
+        if old.startswith(f"{field}."):
+            last, now = old.rpartition(".")[2], new.rpartition(".")[2]
+            text = re.sub(rf"(?<![\w.]){last}(?=\s*[=.])", now, text)
+    for (name, value), now in RENAMED_VALUES.items():
+        last = name.rpartition(".")[2]
+        if field == name:
+            text = re.sub(rf"""^(\s*)(["']){value}\2""", rf"\1\2{now}\2", text)
+        elif name.startswith(f"{field}."):
+            text = re.sub(rf"""(?<![\w.])({last}\s*=\s*)(["']){value}\2""", rf"\1\2{now}\2", text)
+    return text
+
+
+def _table_at(tables: dict[str, JsonValue], path: list[str]) -> dict[str, JsonValue] | None:
+    table: JsonValue = tables
+    for name in path:
+        table = table.get(name) if isinstance(table, dict) else None
+    return table if isinstance(table, dict) else None
+
+
+def _said(old: str, new: str) -> str:
+    return f"{old} is {new} now"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(RenamedField(text), stacklevel=3)

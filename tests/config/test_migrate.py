@@ -1,0 +1,142 @@
+"""Run files of earlier versions are read with a note, and rewritten on request."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from scalejax.cli.main import main
+from scalejax.config.migrate import RenamedField, current_fields, migrated, migrated_text
+from scalejax.config.run import load_config, with_fields
+from scalejax.core.errors import ConfigError
+
+OLD = """\
+# a comment that stays
+model = { name = "gpt", layers = 2, hidden = 16, heads = 2, remat = "per_op" }  # beside it
+[data]
+name = "synthetic_tokens"
+tokens = 8
+vocabulary = 32
+[batch]
+global_batch = 8
+[optimizer]
+name = "sgd"
+[schedule]
+base_learning_rate = 0.1
+
+  [exchange]  # of compressed gradients
+name = "top_k"
+fraction = 0.5
+[layout]
+data = 2
+mode = "shard_map"
+[emulation]
+workers = 2
+timing = { gradient_seconds = 1.0, exchange_seconds = 0.5 }
+[emulation.algorithm]
+name = "synchronous"
+exchange = "parameter_server"
+"""
+NEW = (
+    OLD.replace('"per_op"', '"selective_op"')
+    .replace("[exchange]", "[gradient_sync]")
+    .replace("exchange_seconds", "collective_seconds")
+    .replace('exchange = "parameter_server"', 'gradient_sync = "parameter_server"')
+)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A run file with every name of an earlier version."""
+    path = tmp_path / "run.toml"
+    path.write_text(OLD)
+    return path
+
+
+def test_text_is_rewritten_with_its_comments_and_order():
+    """Headers, keys, inline tables and values have the names of now; all else is as it was."""
+    text, renamed = migrated_text(OLD)
+
+    assert text == NEW
+    assert len(renamed) == 4
+    assert migrated_text(text) == (text, ())
+
+
+def test_dotted_keys_are_rewritten():
+    """At the top of a file, and within a table."""
+    text = 'exchange.name = "fp16"\n[emulation]\ntiming.exchange_seconds = 0.5\n'
+
+    rewritten, _ = migrated_text(text)
+
+    assert rewritten == (
+        'gradient_sync.name = "fp16"\n[emulation]\ntiming.collective_seconds = 0.5\n'
+    )
+
+
+def test_what_only_looks_like_an_old_name_stays():
+    """Texts and keys of other tables are no names of these fields."""
+    text = '[exchange]\nname = "fp16"\n[model.options]\nexchange = "exchange = 1"\n'
+
+    rewritten, _ = migrated_text(text)
+
+    assert rewritten == text.replace("[exchange]", "[gradient_sync]")
+
+
+def test_text_that_cannot_be_rewritten_is_refused():
+    """A quoted key is left to a person."""
+    with pytest.raises(ConfigError, match=r"exchange is gradient_sync now.*by hand"):
+        migrated_text('"exchange" = { name = "fp16" }\n')
+
+
+def test_a_field_under_both_names_is_refused():
+    """Nobody can say which is meant."""
+    with pytest.raises(ConfigError, match=r"exchange is refused: it is gradient_sync now"):
+        migrated({"exchange": {"name": "fp16"}, "gradient_sync": {"name": "fp16"}})
+    with pytest.raises(ConfigError, match=r"it is gradient_sync\.name now, which is given too"):
+        current_fields({"exchange.name": "fp16", "gradient_sync.name": "fp16"})
+
+
+def test_an_old_file_is_read_as_the_new_one(old: Path, tmp_path: Path):
+    """With a warning that names each field and the command."""
+    new = tmp_path / "new.toml"
+    new.write_text(NEW)
+
+    with pytest.warns(RenamedField, match=r"exchange is gradient_sync now.*config migrate"):
+        config = load_config(old)
+
+    assert config == load_config(new)
+
+
+def test_old_names_of_replaced_fields_are_read(tmp_path: Path):
+    """Those of flags, of sweeps and of Python."""
+    new = tmp_path / "new.toml"
+    new.write_text(NEW)
+
+    with pytest.warns(RenamedField, match=r"exchange\.fraction is gradient_sync\.fraction now"):
+        config = with_fields(load_config(new), {"exchange.fraction": 0.25, "model.remat": "per_op"})
+
+    assert config == load_config(new, {"gradient_sync.fraction": 0.25})
+
+
+def test_the_command_rewrites_a_file(old: Path, capsys: pytest.CaptureFixture[str]):
+    """Once; a file without old names is left alone, and what is no TOML is refused."""
+    assert main(["config", "migrate", str(old)]) == 0
+    assert "exchange is gradient_sync now" in capsys.readouterr().out
+    assert tomllib.loads(old.read_text()) == tomllib.loads(NEW)
+
+    assert main(["config", "migrate", str(old)]) == 0
+    assert "has no old names" in capsys.readouterr().out
+
+    old.write_text("[exchange\n")
+    assert main(["config", "migrate", str(old)]) == 2
+    assert "not valid TOML" in capsys.readouterr().err
+
+
+def test_a_command_notes_old_names_once(old: Path, capsys: pytest.CaptureFixture[str]):
+    """On standard error, however often it reads the file."""
+    assert main(["config", "show", str(old), "--exchange.fraction=0.25"]) == 0
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("note: ") == 2
+    assert f"`scalejax config migrate {old}` rewrites it" in said
+    assert "exchange.fraction is gradient_sync.fraction now" in said

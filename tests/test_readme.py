@@ -1,4 +1,4 @@
-"""The README's commands exist, and its figures are those that its commands print."""
+"""Commands of the README and the guide exist, and figures are those that commands print."""
 
 import os
 import re
@@ -17,17 +17,18 @@ from scalejax.training.record import EvaluationMeasurement, RunRecord
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CHEAP = ("config show", "schedule plot", "hardware")
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+CHEAP = ("config show", "config fields", "schedule plot", "hardware")
 """Commands that are run as they stand; the others are only parsed here."""
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    """The fenced blocks of one language, those of the README first."""
+    return re.findall(rf"```{language}\n(.*?)```", README + GUIDE, re.DOTALL)
 
 
 def command_lines() -> list[str]:
-    """Every line that the README asks to be typed."""
+    """Every line that the README or the guide asks to be typed."""
     return [line for block in blocks("bash") for line in block.splitlines()]
 
 
@@ -58,7 +59,7 @@ def test_set_up_asks_for_extras_and_commands_that_exist():
 
 
 @pytest.mark.parametrize("line", SCALEJAX_LINES)
-def test_command_of_the_readme_is_understood(line: str, monkeypatch: pytest.MonkeyPatch):
+def test_command_of_the_documents_is_understood(line: str, monkeypatch: pytest.MonkeyPatch):
     """Its flags exist, and the run file that it names is there."""
     monkeypatch.chdir(ROOT)
 
@@ -71,7 +72,7 @@ def test_command_of_the_readme_is_understood(line: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "line", [line for line in SCALEJAX_LINES if any(f"scalejax {c}" in line for c in CHEAP)]
 )
-def test_cheap_command_of_the_readme_works(
+def test_cheap_command_of_the_documents_works(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """Run as it stands, beside a copy of the examples."""
@@ -81,7 +82,7 @@ def test_cheap_command_of_the_readme_works(
     assert main(shlex.split(line)[1:]) == 0
 
 
-def test_python_of_the_readme_works():
+def test_python_of_the_guide_works():
     """Three lines cost a function written without scalejax, typed beside it; 5 s to compile it."""
     code, _ = blocks("python")
 
@@ -97,8 +98,8 @@ def test_python_of_the_readme_works():
     assert 0 < float(done.stdout) < 1
 
 
-def test_network_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both blocks as they stand, and the tables that the README leaves out."""
+def test_network_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both blocks as they stand, and the tables that the guide leaves out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder is added
     (_, network), (model,) = blocks("python"), blocks("toml")
@@ -145,5 +146,31 @@ def test_table_of_the_readme_is_what_its_command_prints(
 
 
 def test_readme_can_be_read_in_one_sitting():
-    """150 lines at most."""
-    assert len(README.splitlines()) <= 150
+    """120 lines at most, and none of them a wall."""
+    assert len(README.splitlines()) <= 120
+    assert max(map(len, README.splitlines())) <= 400
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "ARCHITECTURE.md"])
+def test_files_that_a_document_links_to_are_there(document: str):
+    """Links and pictures lead to files of the repository."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / document).parent.joinpath(link).is_file()
+
+
+def test_files_that_the_architecture_names_are_there():
+    """Paths that begin with a folder, of the root, the package or its simulator."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./-]+/[\w.-]+\.(?:py|toml|json|xz))`", text))
+    package = ROOT / "scalejax"
+
+    absent = [
+        name
+        for name in named
+        if "NAME" not in name  # of what is to be added
+        and not any((place / name).is_file() for place in (ROOT, package, package / "simulator"))
+    ]
+    assert len(named) > 50
+    assert absent == []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from scalejax.training.step import Step, build_step, init_state
     from scalejax.xla import profile_function, profile_many
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 """As in pyproject.toml."""
 
 __all__ = [

@@ -28,6 +28,7 @@ from scalejax.config.checks import (
     require_pairs,
     require_parts,
     require_reached_ramp,
+    require_right_gradients,
     require_same_examples,
     require_shared_batch,
     require_tested_devices,
@@ -222,6 +223,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
             "leave layout.data out to take all there are"
         )
         raise ConfigError(refusal("devices", device_count, accepted))
+    require_right_gradients(config.model, layout)
     per_device = config.batch.per_device_batch
     global_batch = config.batch.global_batch or (per_device or 0) * layout.batch_shards
     split = BatchSplit(

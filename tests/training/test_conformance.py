@@ -26,6 +26,7 @@ import pytest
 from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.config.schedule import ScheduleConfig
+from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.models import is_cast, parameter_path
 from scalejax.training.mesh import build_mesh
@@ -573,6 +574,13 @@ def test_microbatches_change_nothing_but_rounding(model, mode):
     run = run_of(model, "adamw", {"data": 8, "mode": mode}, microbatches=4)
 
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
+
+
+@pytest.mark.parametrize("model", ["cnn", "vgg16"])
+def test_convolutions_over_three_axes_are_refused(model):
+    """The compiler's gradients of them are wrong there; each pair of axes is right."""
+    with pytest.raises(ConfigError, match=r"layout\.tensor=2 is refused: over data=2 and fsdp=2"):
+        run_of(model, "sgd", *THREE_AXES.values())
 
 
 @pytest.mark.parametrize("layout", [{"data": 4, "tensor": 2}, *THREE_AXES.values()])

@@ -268,7 +268,7 @@ def test_no_process_outlives_the_run(tmp_path, number):
     of the terminal or the job: the run ends as ever, and none of them says a word."""
     (tmp_path / "run.toml").write_text(RUN)
     process = subprocess.Popen(
-        [sys.executable, HERE / "train_worker.py", "run.toml", "run", "new"],
+        [sys.executable, HERE / "support" / "train_worker.py", "run.toml", "run", "new"],
         cwd=tmp_path,
         env=os.environ
         | {

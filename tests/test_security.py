@@ -67,12 +67,11 @@ def called(tmp_path):
 
 
 UNPICKLE = {
-    "data/worker.py": "answers of our own processes, through pipes",
-    "data/workers.py": "answers of our own processes, through pipes",
-    "input_taker.py": "the data set that our own process was told of, through a pipe",
-    "launch/called.py": "the function of a Runner, in a folder of this user alone",
-    "launch/runner.py": "its result, in the same folder",
-    "torch_file.py": "an unpickler that knows five names, and refuses all others",
+    "data/loader/worker.py": "answers of our own processes, through pipes",
+    "data/loader/worker_pool.py": "answers of our own processes, through pipes",
+    "launch/runner.py": "a function and its result, in a folder of this user alone",
+    "measure/input/probes.py": "the data set that our own process was told of, through a pipe",
+    "models/torch_checkpoint.py": "an unpickler that knows five names, and refuses all others",
 }
 """The files that unpickle, and why that is safe."""
 READERS = {"load", "loads", "Unpickler", "_Unpickler", "open", "*"}

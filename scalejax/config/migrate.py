@@ -64,7 +64,7 @@ def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
             raise ConfigError(f"{name} is refused: it is {now} now, which is given too.")
         if now != name:
             renamed.append(_said(name, now))
-        if value_now != value:
+        if value_now is not value:
             renamed.append(_said(f'{now} = "{value}"', f'"{value_now}"'))
         current[now] = value_now
     if renamed:

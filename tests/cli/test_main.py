@@ -105,7 +105,11 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "usage: scalejax config COMMAND [-h] ..."
-    assert [" ".join(line.split()[:2]) for line in lines[2:]] == ["config show", "config fields"]
+    assert [" ".join(line.split()[:2]) for line in lines[2:]] == [
+        "config show",
+        "config fields",
+        "config migrate",
+    ]
 
 
 # --- refusals ---

@@ -232,7 +232,7 @@ def test_a_process_imports_no_jax():
     code = "import sys, scalejax.data.loader.worker as _; print({'jax', 'grain'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert done.stdout == "[]\n"
+    assert done.stdout == "set()\n"
 
 
 RUN = """

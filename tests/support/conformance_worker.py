@@ -6,6 +6,7 @@ Usage: python conformance_worker.py PROCESS PROCESSES DEVICES PORT OUTPUT.npz
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # As in `conftest`: what compiles soonest.
@@ -24,6 +25,8 @@ def main(process: int, processes: int, devices: int, port: int, output: str) -> 
 
     import numpy as np
     from jax.experimental import multihost_utils
+
+    sys.path.append(str(Path(__file__).parents[1] / "training"))
     from test_conformance import MULTI_PROCESS, run_of, train
 
     arrays = {}

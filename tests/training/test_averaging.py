@@ -126,7 +126,7 @@ def final_weights(folder: Path) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    "setup",
     [
         {"averaging": {"name": "ema", "decay": 0.8}},
         {"averaging": {"name": "swa", "start_epoch": 0.8, "every_epochs": 0.4}},

@@ -13,7 +13,7 @@ from tyro.conf import FlagCreatePairsOff, Positional
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
 from scalejax.config.advice import notes_of
-from scalejax.config.checks import require_listed_steps
+from scalejax.config.checks import require_listable_steps
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform, limit_arenas
@@ -222,5 +222,5 @@ def _learning_rates(run: ResolvedRun) -> list[float]:
 
     from scalejax.training.setup import schedule_of
 
-    require_listed_steps(run.config.train.epochs, run.steps_per_epoch)
+    require_listable_steps(run.config.train.epochs, run.steps_per_epoch)
     return np.asarray(schedule_of(run)(np.arange(run.total_steps))).tolist()

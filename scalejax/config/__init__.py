@@ -1,1 +1,1 @@
-"""What a `run.toml` says: pure dataclasses, and what their words alone contradict."""
+"""The schema of a `run.toml`: pure dataclasses, and the checks of their values."""

@@ -1,6 +1,6 @@
-"""What may well be meant in a run and often is not: said, and not refused.
+"""Warnings about a resolved run: settings that are valid but often a mistake.
 
-Knows runs as they are resolved.
+Refuses nothing.
 """
 
 from scalejax.config.run import ResolvedRun
@@ -9,17 +9,17 @@ from scalejax.data.formats.tokens import TokensConfig
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
-    """What a reader should know of `run` before it begins: sentences without full stops."""
+    """Warnings about `run` before it begins, as sentences without full stops."""
     notes = (_long_warmup(run), _whole_files(run), _plain_training(run))
     return tuple(note for note in notes if note is not None)
 
 
 def idle_notes(run: ResolvedRun, device_count: int) -> tuple[str, ...]:
-    """What to say of devices, of `device_count` there are, that the layout of `run` leaves idle."""
+    """A warning if the layout of `run` uses fewer devices than the `device_count` available."""
     used = run.layout.device_count
     if used >= device_count:
         return ()
-    return (f"the layout takes {used} of {device_count} devices; the others stay idle",)
+    return (f"the layout uses {used} of {device_count} devices; the others stay idle",)
 
 
 def _long_warmup(run: ResolvedRun) -> str | None:
@@ -29,7 +29,7 @@ def _long_warmup(run: ResolvedRun) -> str | None:
         return None
     return (
         f"the warmup of {warmup:g} epochs is longer than the run of {epochs}: the learning rate "
-        "never gets to its peak"
+        "never reaches its peak"
     )
 
 
@@ -47,4 +47,4 @@ def _whole_files(run: ResolvedRun) -> str | None:
 def _plain_training(run: ResolvedRun) -> str | None:
     if run.config.emulation is None:
         return None
-    return "[emulation] is for scalejax emulate and sweep alone, and is not looked at here"
+    return "[emulation] is for scalejax emulate and sweep alone, and is ignored here"

@@ -1,7 +1,7 @@
-"""What the parts of a `run.toml` must agree on: every check of one part against another.
+"""Checks of the tables of a `run.toml` against each other: which values are incompatible.
 
-Knows each part's fields and which values do not go together; nothing of how a file is read, and
-nothing of devices: what their number must divide is refused where a run is resolved.
+Knows the fields of every table, not how a file is read, and no devices: what depends on their
+number is checked when a run is resolved.
 """
 
 import math
@@ -52,7 +52,7 @@ from scalejax.core.errors import ConfigError, nearest_multiples, refusal, requir
 
 
 def has_batch_norm(model: ModelConfig) -> bool:
-    """Whether `model` keeps running statistics; of a user's own, only the network itself knows."""
+    """Whether `model` keeps running statistics; False for a custom one, which may have them."""
     return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
         "inception_v3",
         "xception",
@@ -60,16 +60,16 @@ def has_batch_norm(model: ModelConfig) -> bool:
     )
 
 
-# --- model, data and layout ---
+# Model, data and layout.
 
 
-def require_divided_heads(model: ModelConfig, layout: LayoutConfig) -> None:
-    """Refuse heads that the tensor axis does not divide."""
-    for name, count in _divided_heads(model):
+def require_divisible_heads(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse numbers of heads that the tensor axis does not divide."""
+    for name, count in _head_counts(model):
         require_multiple(f"model.{name}", count, layout.tensor, "layout.tensor")
 
 
-def require_right_gradients(model: ModelConfig, layout: Layout) -> None:
+def require_supported_convolutions(model: ModelConfig, layout: Layout) -> None:
     """Refuse a convolutional network over data, fsdp and tensor at once.
 
     XLA partitions the filter gradients of its convolutions wrongly there (jax 0.10.2, on CPU, by
@@ -87,8 +87,8 @@ def require_right_gradients(model: ModelConfig, layout: Layout) -> None:
         raise ConfigError(refusal("layout.tensor", layout.tensor, accepted))
 
 
-def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
-    """The fields of `model` that count heads, which the tensor axis divides, and their values."""
+def _head_counts(model: ModelConfig) -> list[tuple[str, int]]:
+    """The fields of `model` that count heads, and their values."""
     match model:
         case GptConfig() | VitConfig():
             return [("heads", model.heads)]
@@ -101,8 +101,8 @@ def _divided_heads(model: ModelConfig) -> list[tuple[str, int]]:
             return []
 
 
-def require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
-    """Refuse a network that cannot read the examples of `data`."""
+def require_compatible_data(model: ModelConfig, data: DataConfig) -> None:
+    """Refuse a network whose input is not that of the examples of `data`."""
     dataset = facts(data)
     has = (
         "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
@@ -146,9 +146,11 @@ def require_fitting_data(model: ModelConfig, data: DataConfig) -> None:
         raise ConfigError(refusal("model.name", model.name, accepted))
 
 
-def require_fitting_augmentation(augmentation: AugmentationConfig | None, data: DataConfig) -> None:
-    """Refuse changes of images where there are none, of colours where all is grey, and a shift
-    that can push an image out of itself."""
+def require_compatible_augmentation(
+    augmentation: AugmentationConfig | None, data: DataConfig
+) -> None:
+    """Refuse augmentation of data without images, of colours of grey images, and shifts as large as
+    an image."""
     if augmentation is None:
         return
     dataset = facts(data)
@@ -168,14 +170,14 @@ def require_fitting_augmentation(augmentation: AugmentationConfig | None, data: 
         )
 
 
-def require_pairs(split: BatchSplit) -> None:
-    """Refuse an odd number of samples on a device, of which mixup makes pairs."""
+def require_mixup_pairs(split: BatchSplit) -> None:
+    """Refuse an odd number of samples per device, which mixup cannot mix in pairs."""
     if split.microbatch % 2:
-        apart = 2 * split.layout.batch_shards * split.microbatches
+        divisor = 2 * split.layout.batch_shards * split.microbatches
         accepted = (
             f"input.augmentation.mixup_alpha mixes pairs, and a device sees {split.microbatch} "
-            f"samples at a time; it must be a multiple of 2*data*fsdp*microbatches={apart} "
-            f"(nearest: {nearest_multiples(split.global_batch, apart)})"
+            f"samples at a time; it must be a multiple of 2*data*fsdp*microbatches={divisor} "
+            f"(nearest: {nearest_multiples(split.global_batch, divisor)})"
         )
         raise ConfigError(refusal("batch.global_batch", split.global_batch, accepted))
 
@@ -183,10 +185,11 @@ def require_pairs(split: BatchSplit) -> None:
 def require_divisible_blocks(
     model: ModelConfig, data: DataConfig, batch: BatchConfig, layout: LayoutConfig
 ) -> None:
-    """Refuse axes that divide the blocks and tokens of a transformer unevenly, or no transformer.
+    """Refuse context, pipeline and sequence parallelism of other networks than transformers with
+    stacked blocks, and axes that do not divide their blocks and tokens.
 
     Raises:
-        ConfigError: naming the axis, and the nearest that divides.
+        ConfigError: naming the axis, and the nearest value that divides.
     """
     if not isinstance(model, CausalConfig):
         used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
@@ -215,15 +218,15 @@ def require_divisible_blocks(
     require_multiple("data.tokens", tokens, math.prod(dividing.values()), "*".join(axes))
 
 
-def require_kept_apart(model: ModelConfig, layout: LayoutConfig) -> None:
-    """Refuse gradients in parts where the compiler sums them."""
+def require_shardable_gradients(model: ModelConfig, layout: LayoutConfig) -> None:
+    """Refuse ZeRO 2 with BatchNorm, where the compiler all-reduces whole gradients."""
     if layout.zero_stage == 2 and has_batch_norm(model):
         accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
 
-def require_tested_devices(split: BatchSplit, test_examples: int) -> None:
-    """Refuse averages of devices of which some would see no test example, and have none."""
+def require_evaluated_devices(split: BatchSplit, test_examples: int) -> None:
+    """Refuse metrics averaged over devices if some of them have no test example."""
     shards, rows = split.layout.batch_shards, split.per_device_batch
     least = (shards - 1) * rows + 1
     if test_examples < least:
@@ -235,8 +238,8 @@ def require_tested_devices(split: BatchSplit, test_examples: int) -> None:
         raise ConfigError(refusal("train.metric_average", "devices", accepted))
 
 
-def require_shared_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
-    """Refuse batches that the processes of Petastorm's order do not share evenly and for good."""
+def require_petastorm_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
+    """Refuse batches that Petastorm's shards do not divide, and batches that change."""
     order = data.reading.petastorm if isinstance(data, ParquetConfig) else None
     if order is None:
         return
@@ -247,13 +250,14 @@ def require_shared_batch(data: DataConfig, batch: BatchConfig, global_batch: int
         raise ConfigError(refusal("batch.ramp_epochs", batch.ramp_epochs, accepted))
 
 
-# --- batch and averages against the epochs, the optimizer and the network ---
+# Batch and averages against the epochs, the optimizer and the network.
 
 
-def require_reached_ramp(
+def require_ramp_within_run(
     batch: BatchConfig, averaging: AveragingConfig | None, train: TrainConfig
 ) -> None:
-    """Refuse growth after the end, and what counts its steps from the first batch."""
+    """Refuse a ramp of the batch beyond the last epoch, and a ramp together with SWA, whose steps
+    are counted in the first batch."""
     epochs = batch.ramp_epochs
     if epochs and epochs[-1] >= train.epochs:
         accepted = f"they must be below train.epochs={train.epochs}"
@@ -263,20 +267,21 @@ def require_reached_ramp(
         raise ConfigError(refusal("averaging.name", "swa", accepted))
 
 
-def require_begun_average(averaging: AveragingConfig | None, train: TrainConfig) -> None:
-    """Refuse an average that begins when the run is over: it would be the last parameters."""
+def require_average_within_run(averaging: AveragingConfig | None, train: TrainConfig) -> None:
+    """Refuse SWA that begins after the last epoch: it would be the last parameters."""
     if isinstance(averaging, SwaConfig) and averaging.start_epoch >= train.epochs:
         accepted = f"it must be below train.epochs={train.epochs}, such as {train.epochs - 1}"
         raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
 
 
-def require_own_statistics(
+def require_batch_norm_statistics(
     model: ModelConfig, optimizer: OptimizerConfig, averaging: AveragingConfig | None
 ) -> None:
-    """Refuse averages of parameters far apart, whose BatchNorm statistics nobody has measured.
+    """Refuse SWA and schedule-free averages with BatchNorm, whose statistics would not be theirs.
 
-    Izmailov et al. 2018, section 3.2, measure them in another pass over the data; nothing here
-    does. An exponential average is of near neighbours, and keeps that of their statistics.
+    Izmailov et al. 2018, section 3.2, recompute the statistics in another pass over the data, which
+    is not implemented. An exponential average is of parameters close to each other, and averages
+    their statistics as well.
     """
     if not has_batch_norm(model):
         return
@@ -287,10 +292,10 @@ def require_own_statistics(
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
 
 
-def require_one_average(
+def require_single_average(
     optimizer: OptimizerConfig, schedule: LearningRateConfig, averaging: AveragingConfig | None
 ) -> None:
-    """Refuse what an optimizer that averages takes the place of."""
+    """Refuse a learning rate decay or another average with a schedule-free optimizer."""
     if not isinstance(optimizer, ScheduleFreeConfig):
         return
     if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
@@ -301,9 +306,9 @@ def require_one_average(
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
 
 
-def require_same_examples(fine_tuning: FineTuningConfig | None, given: InputConfig) -> None:
-    """Refuse features that are computed once of examples that differ from epoch to epoch, or that
-    processes beside this one would make."""
+def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: InputConfig) -> None:
+    """Refuse cached features of examples that differ from epoch to epoch, or that worker processes
+    would make."""
     if fine_tuning is None or not fine_tuning.cache_features:
         return
     usual = InputConfig()
@@ -313,8 +318,8 @@ def require_same_examples(fine_tuning: FineTuningConfig | None, given: InputConf
             raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
 
 
-def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
-    """Refuse rates that an average which is weighed by the rate would not know of."""
+def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
+    """Refuse rate factors with a schedule-free optimizer, whose average is weighted by one rate."""
     if not isinstance(optimizer, ScheduleFreeConfig):
         return
     if fine_tuning is not None and fine_tuning.rate_factors:
@@ -322,31 +327,30 @@ def require_one_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig |
         raise ConfigError(refusal("fine_tuning.rate_factors", fine_tuning.rate_factors, accepted))
 
 
-def require_counted_parts(given: InputConfig, train: TrainConfig) -> None:
-    """Refuse the noise scale, which compares gradients of parts of a known number of samples, where
-    rows may count for nothing."""
+def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:
+    """Refuse the noise scale where rows of a batch may have weight 0: it compares gradients of
+    parts with a known number of samples."""
     for name, value, other in (
         ("remainder", given.remainder, "drop"),
         ("unreadable", given.unreadable, "refuse"),
     ):
         if train.noise_scale is not None and value != other:
             accepted = (
-                "rows of a batch may then count for nothing, and train.noise_scale compares parts "
-                f'that all count; use "{other}", or leave train.noise_scale out'
+                "rows of a batch may then have weight 0, and train.noise_scale compares parts of "
+                f'equal weight; use "{other}", or leave train.noise_scale out'
             )
             raise ConfigError(refusal(f"input.{name}", value, accepted))
 
 
-def require_ending_epochs(given: InputConfig, data: DataConfig) -> None:
-    """Refuse to fill up the last batch of epochs that have none: Petastorm's readers go round."""
+def require_finite_epochs(given: InputConfig, data: DataConfig) -> None:
+    """Refuse padding of the last batch with Petastorm's readers, whose epochs have no end."""
     is_endless = isinstance(data, ParquetConfig) and data.reading.petastorm is not None
     if is_endless and given.remainder == "pad":
         accepted = 'readers of data.reading.petastorm begin again where they end; use "drop"'
         raise ConfigError(refusal("input.remainder", given.remainder, accepted))
 
 
-# What a run must be like for its devices to bring their results together in another way than by
-# the mean of gradients.
+# Gradient synchronisation other than the mean of gradients.
 
 
 def require_compatible_gradient_sync(
@@ -358,10 +362,10 @@ def require_compatible_gradient_sync(
     layout: LayoutConfig,
     train: TrainConfig,
 ) -> None:
-    """Refuse what does not go with `gradient_sync`.
+    """Refuse fields that are incompatible with `gradient_sync`.
 
     Raises:
-        ConfigError: naming the field of the other part, and what it may be.
+        ConfigError: naming the field, and what it may be.
     """
     if gradient_sync is None:
         return
@@ -378,26 +382,26 @@ def require_compatible_gradient_sync(
             "of the two out"
         )
         raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
-    # What is left of a gradient for the next one would be of another scale, or not finite.
-    is_hiding = isinstance(gradient_sync, TwoBitConfig | TopKConfig)
-    if model.compute_dtype == "float16" and (keeps_state(gradient_sync) or is_hiding):
+    # With loss scaling, error feedback would be of another scale, or not finite.
+    is_lossy = isinstance(gradient_sync, TwoBitConfig | TopKConfig)
+    if model.compute_dtype == "float16" and (keeps_state(gradient_sync) or is_lossy):
         accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
         raise ConfigError(refusal("model.compute_dtype", "float16", accepted))
     if isinstance(gradient_sync, LocalSgdConfig):
-        _require_averaged(gradient_sync, model, optimizer, averaging, layout)
-        _require_begun(gradient_sync, batch, train)
+        _require_local_sgd_compatible(gradient_sync, model, optimizer, averaging, layout)
+        _require_local_sgd_within_run(gradient_sync, batch, train)
 
 
-def _require_averaged(
+def _require_local_sgd_compatible(
     gradient_sync: LocalSgdConfig,
     model: ModelConfig,
     optimizer: OptimizerConfig,
     averaging: AveragingConfig | None,
     layout: LayoutConfig,
 ) -> None:
-    """Refuse what needs the average of the devices in every step."""
+    """Refuse fields that need the devices to be synchronised in every step."""
     if has_batch_norm(model):
-        require_own_batch_norm(layout)
+        require_local_batch_norm(layout)
     if averaging is not None:
         accepted = 'gradient_sync.name="local_sgd" evaluates an average of its own; leave it out'
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
@@ -408,19 +412,21 @@ def _require_averaged(
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
 
 
-def require_own_batch_norm(layout: LayoutConfig) -> None:
-    """Refuse BatchNorm over all devices, where they exchange nothing within a step.
+def require_local_batch_norm(layout: LayoutConfig) -> None:
+    """Refuse BatchNorm over all devices with local SGD, whose steps have no communication.
 
     Raises:
-        ConfigError: saying what to use.
+        ConfigError: naming the accepted value.
     """
     if layout.bn_scope != "local":
-        accepted = 'gradient_sync.name="local_sgd" exchanges nothing within a step; use "local"'
+        accepted = 'steps of gradient_sync.name="local_sgd" do not communicate; use "local"'
         raise ConfigError(refusal("layout.bn_scope", layout.bn_scope, accepted))
 
 
-def _require_begun(gradient_sync: LocalSgdConfig, batch: BatchConfig, train: TrainConfig) -> None:
-    """Refuse a beginning when the run is over, and one that is counted in steps of one batch."""
+def _require_local_sgd_within_run(
+    gradient_sync: LocalSgdConfig, batch: BatchConfig, train: TrainConfig
+) -> None:
+    """Refuse local SGD that begins after the last epoch, or together with a ramp of the batch."""
     if gradient_sync.begin_epoch >= train.epochs:
         accepted = f"it must be below train.epochs={train.epochs}"
         raise ConfigError(refusal("gradient_sync.begin_epoch", gradient_sync.begin_epoch, accepted))
@@ -429,12 +435,11 @@ def _require_begun(gradient_sync: LocalSgdConfig, batch: BatchConfig, train: Tra
         raise ConfigError(refusal("gradient_sync.begin_epoch", gradient_sync.begin_epoch, accepted))
 
 
-def require_paired_devices(gradient_sync: GradientSyncConfig | None, devices: int) -> None:
-    """Refuse a number of devices along data that cannot be halved down to one, where their
-    gradients are taken in pairs.
+def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devices: int) -> None:
+    """Refuse Adasum over a number of devices that is no power of two.
 
     Raises:
-        ConfigError: naming the nearest that can.
+        ConfigError: naming the nearest powers of two.
     """
     if isinstance(gradient_sync, AdasumConfig) and devices & (devices - 1):
         below = 1 << (devices.bit_length() - 1)
@@ -445,19 +450,19 @@ def require_paired_devices(gradient_sync: GradientSyncConfig | None, devices: in
         raise ConfigError(refusal("layout.data", devices, accepted))
 
 
-# What a run may count: its updates are numbers of 32 bits on devices.
+# Limits on the number of steps: devices count updates in int32.
 
 MOST_STEPS = 2**31 - 1
-"""That JAX counts in the integers it has by default, int32."""
+"""Largest number of steps, of int32, JAX's default integers."""
 MOST_RATES = 2**22
-"""Steps whose learning rates are listed one by one: some seconds, and 0.1 GB of Python's numbers;
-90 epochs of ImageNet, 32 images at a time, are 3.6 million."""
+"""Most steps whose learning rates are listed one by one: some seconds, and 0.1 GB of Python's
+numbers; 90 epochs of ImageNet, 32 images at a time, are 3.6 million."""
 
 
-def require_counted_steps(
+def require_int32_steps(
     schedule: LearningRateConfig, *, epochs: int, steps_per_epoch: int, global_batch: int
 ) -> None:
-    """Refuse epochs, of the run or in its schedule, whose steps are beyond `MOST_STEPS`.
+    """Refuse epochs, of the run or in its schedule, of more than `MOST_STEPS` steps.
 
     Args:
         schedule: of the learning rate.
@@ -466,18 +471,18 @@ def require_counted_steps(
         global_batch: samples per update.
 
     Raises:
-        ConfigError: naming the field and the most epochs that it may give.
+        ConfigError: naming the field and its largest value.
     """
     _require_within("train.epochs", epochs, epochs, steps_per_epoch, MOST_STEPS, "counted")
     for name, value, last in _epochs_of(schedule, global_batch):
         _require_within(f"schedule.{name}", value, last, steps_per_epoch, MOST_STEPS, "counted")
 
 
-def require_listed_steps(epochs: int, steps_per_epoch: int) -> None:
-    """Refuse epochs of a run that is too long for the rates of all its steps to be listed.
+def require_listable_steps(epochs: int, steps_per_epoch: int) -> None:
+    """Refuse a run too long for the learning rates of all its steps to be listed.
 
     Raises:
-        ConfigError: naming the most epochs that are shown.
+        ConfigError: naming the most epochs that can be listed.
     """
     _require_within("train.epochs", epochs, epochs, steps_per_epoch, MOST_RATES, "shown")
 
@@ -496,7 +501,7 @@ def _require_within(
 def _epochs_of(
     schedule: LearningRateConfig, global_batch: int
 ) -> Iterator[tuple[str, object, float]]:
-    """Fields that give epochs, their values, and the last epoch of each."""
+    """Fields of the schedule that give epochs, their values, and the last epoch of each."""
     yield "warmup_epochs", schedule.warmup_epochs, warmup_epochs(schedule, global_batch)
     match schedule:
         case ScheduleConfig() if schedule.decay_epochs:
@@ -511,22 +516,22 @@ def _epochs_of(
 
 
 def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
-    """Parts of a global batch whose gradients an update sees before it adds them up.
+    """Number of parts of a global batch whose gradients the step has separately before their sum.
 
-    Those of the microbatches, but for a pipeline, whose stages differentiate all of them at once;
-    and those of the data axis, but where the compiler adds them up: with BatchNorm in mode "jit".
-    The gradients of devices along fsdp are added up where they are made.
+    Microbatches count, except in a pipeline, whose stages differentiate all of them at once; so do
+    devices along the data axis, except where the compiler all-reduces gradients: with BatchNorm in
+    mode "jit". Gradients along the fsdp axis are reduced where they are computed.
     """
-    is_compilers = mode == "jit" and has_batch_norm
+    is_summed_by_compiler = mode == "jit" and has_batch_norm
     microbatches = 1 if split.layout.pipeline > 1 else split.microbatches
-    return microbatches * (1 if is_compilers else split.layout.data)
+    return microbatches * (1 if is_summed_by_compiler else split.layout.data)
 
 
-def require_parts(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
-    """`part_count`, at least 2.
+def require_noise_scale_parts(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:
+    """The `part_count`, refused unless it is at least 2, as the noise scale needs.
 
     Raises:
-        ConfigError: if an update has one gradient alone.
+        ConfigError: if there is only one part.
     """
     count = part_count(split, mode=mode, has_batch_norm=has_batch_norm)
     if count == 1:

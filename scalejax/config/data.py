@@ -1,6 +1,6 @@
-"""The data sets that a `run.toml` can name, and what is in them: counts and shapes, no arrays.
+"""Config of the data sets that a `run.toml` can name, and their facts: counts and shapes.
 
-Reads no more of the disk than it takes to know how many examples there are.
+Reads only as much of the files as it takes to count the examples; returns no arrays.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class FashionMnistConfig:
     name: Literal["fashion_mnist"] = "fashion_mnist"
     """Selects this data set."""
     edition: Literal["auto", "embedded", "full"] = "auto"
-    """Embedded: 10,000 + 2,000 that come with scalejax. Full: 60,000 + 10,000 of the Debian
-    package `dataset-fashion-mnist`. Auto: full where it is installed, else embedded."""
+    """embedded: 10,000 + 2,000 images that come with scalejax. full: 60,000 + 10,000 of the Debian
+    package `dataset-fashion-mnist`. auto: full where it is installed, else embedded."""
 
     def __post_init__(self) -> None:
         if self.edition == "full" and not FASHION_MNIST_FOLDER.is_dir():
@@ -42,7 +42,7 @@ class FashionMnistConfig:
 
     @property
     def is_full(self) -> bool:
-        """Whether the full set is meant and, for auto, present."""
+        """Whether the full edition is used: asked for, or with "auto" installed."""
         return self.edition != "embedded" and FASHION_MNIST_FOLDER.is_dir()
 
 
@@ -55,9 +55,9 @@ class SyntheticImagesConfig:
     image_size: int = 224
     """Height and width in pixels."""
     channels: int = 3
-    """Colours."""
+    """Colour channels."""
     classes: int = 1000
-    """Values of the target."""
+    """Number of classes."""
     train_examples: int = 1_281_167
     """Examples to train on (ImageNet-1k: Russakovsky et al. 2015, arXiv 1409.0575)."""
     test_examples: int = 50_000
@@ -70,14 +70,14 @@ class SyntheticImagesConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyntheticTokensConfig:
-    """Random tokens."""
+    """Random tokens, for next-token prediction."""
 
     name: Literal["synthetic_tokens"] = "synthetic_tokens"
     """Selects this data set."""
     tokens: int = 1024
-    """Tokens in an example."""
+    """Tokens in an example (sequence length)."""
     vocabulary: int = 50_304
-    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
+    """Size of the vocabulary (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
     train_examples: int = 1_000_000
     """Examples to train on."""
     test_examples: int = 1_000
@@ -89,22 +89,23 @@ class SyntheticTokensConfig:
 
 
 FIRST_TOKEN, SEPARATOR_TOKEN, MASK_TOKEN = 1, 2, 3
-"""Begins an example; ends a segment of it; stands for a hidden word. Words are 4 and above."""
+"""Tokens that begin an example ([CLS]), end a segment ([SEP]) and mask a word ([MASK]); words are
+4 and above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedTokensConfig:
-    """Random tokens in two segments, some of them hidden, as BERT is trained on
+    """Random tokens in two segments, some of them masked, as BERT is trained on
     (Devlin et al. 2018, arXiv 1810.04805, section 3.1); the defaults are its first phase."""
 
     name: Literal["masked_tokens"] = "masked_tokens"
     """Selects this data set."""
     tokens: int = 128
-    """Tokens in an example, its first one and two separators included."""
+    """Tokens in an example (sequence length), [CLS] and two [SEP] included."""
     masked: int = 20
-    """Hidden words in an example, which are its targets (BERT: 15 %, and at most 20 of 128)."""
+    """Masked tokens in an example, which are its targets (BERT: 15 %, and at most 20 of 128)."""
     vocabulary: int = 30_522
-    """Values of a token (default: the uncased vocabulary of the published BERT)."""
+    """Size of the vocabulary (default: that of the published uncased BERT)."""
     train_examples: int = 1_000_000
     """Examples to train on."""
     test_examples: int = 1_000
@@ -147,18 +148,18 @@ DataConfig = Annotated[
     | ArrayRecordConfig,
     Field(discriminator="name"),
 ]
-"""One of the data sets, told apart by `name`."""
+"""One of the data sets, selected by `name`."""
 OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
-"""Data sets of files that a user names."""
+"""Data sets in files that a user names."""
 
 BYTE_VALUES = 256
 """Vocabulary of a text read by bytes."""
 TEST_FRACTION = 0.05
-"""Part of the text, at its end, that is kept for evaluation."""
+"""Share of the text, at its end, that is held out for evaluation."""
 
 
 def facts(config: DataConfig) -> DatasetFacts:
-    """What the data set named in `config` holds.
+    """The counts and shapes of the data set named in `config`.
 
     Raises:
         ConfigError: if a text is too short for one example of the length asked for, or files
@@ -219,7 +220,7 @@ def facts(config: DataConfig) -> DatasetFacts:
 def _text_facts(config: PythonDocsConfig) -> DatasetFacts:
     text = python_docs()
     test_bytes = int(len(text) * TEST_FRACTION)
-    # An example needs one byte more than it has tokens: the target of its last place.
+    # An example needs one byte more than it has tokens: the target of its last position.
     train_examples = (len(text) - test_bytes - 1) // config.tokens
     test_examples = (test_bytes - 1) // config.tokens
     if test_examples < 1:

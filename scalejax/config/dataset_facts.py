@@ -1,33 +1,33 @@
-"""What a data set holds, as far as it shapes a step: counts and shapes, no arrays."""
+"""Counts and shapes of a data set, from which a training step is built; no arrays."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
-    """What a data set holds: everything about it that shapes a step."""
+    """Counts and shapes of a data set."""
 
     train_examples: int
     """Examples to train on."""
     test_examples: int
     """Examples to evaluate on."""
     input_shape: tuple[int, ...]
-    """Of one example: (height, width, channels) of an image, (tokens,) of a text, (features,) of
-    a row of numbers."""
+    """Shape of one example: (height, width, channels) of an image, (tokens,) of a text, (features,)
+    of a row of numbers."""
     target_shape: tuple[int, ...]
-    """Of one example's targets: () for a class, (tokens,) for the next token at each place,
-    (masked places,) for the words that are hidden there."""
+    """Shape of one example's targets: () for a class, (tokens,) for the next token at each
+    position, (masked positions,) for masked tokens."""
     classes: int
-    """Values that a target can take: classes, or the size of the vocabulary."""
+    """Number of classes, or size of the vocabulary."""
     is_masked: bool = False
-    """Whether targets are hidden words; a batch then holds "places" besides, the place of each."""
+    """Whether targets are masked tokens; a batch then also holds "places", their positions."""
     is_table: bool = False
     """Whether examples are rows of numbers (float32, of mean 0 and deviation 1), not images."""
     pixel_mean: float = 0.5
-    """Taken from inputs scaled to 0..1; images only. Their mean where a data set states it,
-    else about that of photographs; or what pretrained weights expect."""
+    """Mean subtracted from pixels scaled to 0..1; images only. That of the data set where it is
+    stated, else about that of photographs; or the mean that pretrained weights expect."""
     pixel_std: float = 0.25
-    """Divides what is left; their standard deviation, likewise."""
+    """Standard deviation by which pixels are divided after that; chosen as `pixel_mean` is."""
 
     @property
     def is_text(self) -> bool:

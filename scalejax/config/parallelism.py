@@ -1,6 +1,6 @@
-"""How devices are arranged and how a batch is divided among them: names of axes, arithmetic.
+"""Mesh axes, layouts of devices along them, and the division of a batch among devices.
 
-Knows no devices and no arrays; `mesh` turns a `Layout` into a JAX mesh.
+Arithmetic only, with no devices and no arrays; `training.mesh` turns a `Layout` into a JAX mesh.
 """
 
 import math
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
 PIPELINE = "pipeline"
-"""Mesh axis over which the layers are split, in stages that take microbatches in turn."""
+"""Mesh axis over which the layers are split into pipeline stages."""
 DATA = "data"
-"""Mesh axis over which the batch is split and parameters are whole."""
+"""Mesh axis over which the batch is sharded and parameters are replicated."""
 FSDP = "fsdp"
-"""Mesh axis over which both the batch and the parameters are split (ZeRO 3)."""
+"""Mesh axis over which both the batch and the parameters are sharded (ZeRO 3)."""
 CONTEXT = "context"
-"""Mesh axis over which the tokens of a sample are split."""
+"""Mesh axis over which the tokens of a sample are sharded."""
 TENSOR = "tensor"
-"""Mesh axis over which the parameters of one layer are split (Megatron)."""
+"""Mesh axis over which the parameters of one layer are sharded (Megatron)."""
 
 AXES = (PIPELINE, DATA, FSDP, CONTEXT, TENSOR)
 """All axes, major to minor: neighbours on the last one are neighbours in a node."""
 
 BATCH_AXES = (DATA, FSDP)
-"""The axes that divide the batch."""
+"""The axes that shard the batch."""
 
 MODEL_AXES = (PIPELINE, FSDP, CONTEXT, TENSOR)
-"""The axes that a run must give: the data axis takes the devices that they leave."""
+"""The axes whose sizes a run gives: the data axis takes the devices that they leave."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Layout:
     context: int = 1
     """Devices along the context axis."""
     pipeline: int = 1
-    """Devices along the pipeline axis: its stages."""
+    """Devices along the pipeline axis: pipeline stages."""
 
     def __post_init__(self) -> None:
         for axis, size in self.axis_sizes.items():
@@ -60,11 +60,11 @@ class Layout:
 
     @property
     def batch_shards(self) -> int:
-        """Parts into which the global batch is divided."""
+        """Shards of the global batch: data x fsdp."""
         return self.data * self.fsdp
 
     def __str__(self) -> str:
-        """The axes that divide something: "data=4 x tensor=2"."""
+        """The axes of more than one device: "data=4 x tensor=2"."""
         used = [f"{axis}={size}" for axis, size in self.axis_sizes.items() if size > 1]
         return " x ".join(used) or "one device"
 
@@ -87,10 +87,10 @@ def fill_data_axis(device_count: int, **others: int) -> Layout:
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage of a pipeline: as equal as can be, the first ones one more than others.
+    """Layers of each pipeline stage: as equal as possible, the first stages one more than others.
 
-    The last ones are short, for the last one has the output layer besides wherever stages do not
-    share it.
+    The last ones are shorter, because the last stage also has the output layer wherever stages do
+    not share it.
     """
     least, long_stages = divmod(layers, stages)
     return (least + 1,) * long_stages + (least,) * (stages - long_stages)
@@ -103,7 +103,7 @@ class BatchSplit:
     global_batch: int
     """Samples per optimizer update, all devices."""
     layout: Layout
-    """The devices that share them."""
+    """The layout of the devices that share them."""
     microbatches: int = 1
     """Forward passes per update, their gradients accumulated."""
 
@@ -130,7 +130,7 @@ class BatchSplit:
 
 
 def bn_group_count(split: BatchSplit, *, is_local: bool, group_size: int | None) -> int:
-    """Number of groups into which one forward pass is cut for BatchNorm statistics.
+    """Number of groups into which the samples of one forward pass are cut for BatchNorm.
 
     Global statistics are one group; local ones a group per device, or groups of `group_size`
     samples each (the n of Goyal et al. 2017, section 2.3, arXiv 1706.02677): several in a device

@@ -1,4 +1,4 @@
-"""What a `run.toml` says of a data set in Parquet files; reads none of them."""
+"""Config of a data set in Parquet files; reads none of them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,35 +6,35 @@ from typing import Literal
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 FilterValue = bool | int | float | str
-"""What a column is compared with; dates and times are texts, such as "2001-03-01"."""
+"""Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
 Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
-"""How; "in" takes a list."""
+"""Comparison of a filter; "in" takes a list."""
 Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
 """Column, comparison, value: the rows for which it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PetastormConfig:
-    """The order in which readers of Petastorm 0.13.1 give rows to the processes of a run, so that
-    a run that was trained with them can be trained again.
+    """The order of rows of Petastorm 0.13.1, to reproduce a run that was trained with its readers.
 
-    The same: which row groups each process reads (index % shard_count), in which order (both
-    shuffles, bit by bit), that it is the same order in every epoch, and the rows of a group as they
-    lie. A process takes its part of each batch from its own row groups, again from the first after
-    the last, as with `num_epochs=None` and as many steps an epoch as batches fit into all rows: so
-    within an epoch rows of large shards are left out and those of small ones come twice. That is
-    what such runs did; leave this out to see each row once an epoch.
+    Reproduced: which row groups each process reads (index % shard_count), their order (both
+    shuffles, bit by bit), which is the same in every epoch, and the rows of a group as stored. A
+    process takes its part of each batch from its own row groups, starting over after the last, as
+    with `num_epochs=None` and as many steps per epoch as batches fit into all rows: within an epoch
+    rows of large shards are left out and those of small ones are repeated. Such runs did so; leave
+    this table out to see each row once per epoch.
 
-    Not the same: orders that Petastorm itself does not repeat (no seed, `shuffle_rows`, process
-    pools of more than one worker), and what a loader mixes afterwards (shuffling buffers).
+    Not reproduced: orders that Petastorm itself does not repeat (no seed, `shuffle_rows`, process
+    pools of more than one worker), and shuffling buffers of a loader.
     """
 
     shard_count: int | None = None
-    """Processes among which row groups were shared; if absent, none, and one reader read all."""
+    """Petastorm's `shard_count`: processes among which row groups were divided; if absent, one
+    reader read all."""
     seed: int | None = None
-    """Its `seed`."""
+    """Petastorm's `seed`."""
     shuffle_row_groups: bool = True
-    """Whether row groups come in an order by the seed."""
+    """Petastorm's `shuffle_row_groups`: whether row groups are shuffled by the seed."""
 
     def __post_init__(self) -> None:
         if self.shard_count is not None:
@@ -52,23 +52,23 @@ class PetastormConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadingConfig:
-    """How row groups are read, kept and mixed."""
+    """Reading, caching and shuffling of row groups."""
 
     memory_bytes: int = 2**30
-    """Most that row groups kept in memory (a half) and batches made ahead (the rest) take. Besides,
-    the order takes 8 bytes a row, and a row group twice its size while it is read."""
+    """Most memory for cached row groups (a half) and prefetched batches (the rest). In addition the
+    sampler takes 8 bytes per row, and a row group twice its size while it is read."""
     shuffle: Literal["rows", "row_groups"] = "rows"
-    """Rows: every epoch in any order. Row groups: in any order too, and the rows of `window` of
-    them mixed, so that each is read once an epoch."""
+    """rows: a permutation of all rows in every epoch. row_groups: a permutation of row groups, with
+    the rows of `window` of them mixed, so that each is read once per epoch."""
     window: int = 8
-    """Row groups whose rows are mixed."""
+    """Row groups whose rows are mixed with shuffle "row_groups"."""
     petastorm: PetastormConfig | None = None
-    """Petastorm's order, in place of `shuffle`; if absent, that."""
+    """Petastorm's order in place of `shuffle`; if absent, `shuffle` holds."""
     cache_folder: str | None = None
-    """Where decoded row groups are kept on a local disk, for any number of processes and runs;
-    None for nowhere. Refused for files whose store does not say when they were written."""
+    """Folder on a local disk for decoded row groups, shared by any number of processes and runs; if
+    absent, they are not cached there. Refused for files whose store gives no modification time."""
     cache_bytes: int = 100 * 10**9
-    """Most that they take there; the least recently used leave first."""
+    """Most bytes in `cache_folder`; the least recently used row groups are evicted first."""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "window", "cache_bytes"):
@@ -83,13 +83,13 @@ class ParquetConfig:
     """Images or numbers, and their classes, in Parquet files; images as Hugging Face `datasets`
     writes them.
 
-    `train` and `test` are each a file, a folder (every *.parquet in it and below, but for names of
-    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files count in the
-    order of their names. A relative path begins at the working directory.
+    `train` and `test` are each a file, a folder (every *.parquet in it and below, except names of
+    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files are ordered
+    by name. A relative path starts at the working directory.
 
-    Pixels of any images, scaled to 0..1, enter a network less 0.5 and over 0.25 in every channel,
-    about the mean and deviation of photographs (or as pretrained weights expect them): their own
-    are not measured, which would read every image first.
+    Pixels scaled to 0..1 are normalised by mean 0.5 and deviation 0.25 in every channel, about
+    those of photographs (or as pretrained weights expect them): those of the data set are not
+    measured, which would read every image first.
     """
 
     name: Literal["parquet"] = "parquet"
@@ -101,23 +101,24 @@ class ParquetConfig:
     image_column: str = "image"
     """Encoded images (JPEG, PNG, ...): binary, or a struct with a binary field "bytes"."""
     image_size: int = 224
-    """Height and width to which images are brought: the shorter side is scaled to it, the middle
-    of the longer kept."""
+    """Height and width of inputs: the shorter side of an image is scaled to it, the longer one
+    cropped in the middle."""
     channels: Literal[1, 3] = 3
     """1: grey, 3: red, green, blue."""
     feature_columns: tuple[str, ...] = ()
-    """Numbers, dates or times to learn from in place of an image, brought to mean 0 and deviation
-    1 (over at most 16 row groups, evenly spread over `train`)."""
+    """Columns of numbers, dates or times that are the input in place of an image, normalised to
+    mean 0 and deviation 1 (over at most 16 row groups, evenly spread over `train`)."""
     label_column: str = "label"
-    """Classes: integers from 0, booleans, or texts (then classes are those of `train`, sorted)."""
+    """Column of classes: integers from 0, booleans, or texts (classes are those of `train`,
+    sorted)."""
     label_above: float | None = None
-    """Makes two classes of a column of numbers: 1 where it is above this, else 0."""
+    """Threshold that makes two classes of a column of numbers: 1 above it, else 0."""
     classes: int | None = None
-    """Values of the target; if absent, what the files say of it, or one more than the largest."""
+    """Number of classes; if absent, that in the metadata of the files, or the largest label + 1."""
     filters: tuple[Filter, ...] = ()
     """Rows to keep: lists of column, comparison ("==", "<", "in", ...) and value, all to hold."""
     reading: ReadingConfig = field(default_factory=ReadingConfig)
-    """How they are read."""
+    """Reading, caching and shuffling of row groups."""
 
     def __post_init__(self) -> None:
         require_at_least("data.image_size", self.image_size, 1)
@@ -133,5 +134,5 @@ class ParquetConfig:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What is read of a row: what to learn from, and last its class."""
+        """Columns that are read: the inputs, and last the class."""
         return (*(self.feature_columns or (self.image_column,)), self.label_column)

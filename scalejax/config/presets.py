@@ -1,8 +1,8 @@
-"""Published transformers by name: what `model.name` of a run may be besides a network, and means.
+"""Presets of published transformers, which `model.name` of a run may name.
 
-A name stands for a network and its sizes; any field beside it replaces the published one. What
-belongs to the data is told here too, and set by nobody: vocabulary and context (`data.vocabulary`
-and `data.tokens` of `synthetic_tokens`). No network is built here.
+A preset is a network and its sizes; any field beside the name replaces the published value. The
+published vocabulary and context length are listed too, but belong to the data and are not set
+(`data.vocabulary` and `data.tokens` of `synthetic_tokens`). No network is built here.
 """
 
 from collections.abc import Mapping
@@ -19,22 +19,22 @@ class Preset:
     """A published network."""
 
     network: str
-    """The network that it is: `model.name`."""
+    """Its architecture: the `model.name` of the config class."""
     sizes: Mapping[str, int | float] = field(default_factory=dict)
-    """Other fields of the model; those left out are the network's own defaults."""
+    """Other fields of the model; the others keep the defaults of the network."""
     vocabulary: int | None = None
-    """Values of a token, as published; None of a network that reads images."""
+    """Size of the vocabulary, as published; None for networks that read images."""
     tokens: int | None = None
-    """Tokens in an example, as published; None of a network that reads images."""
+    """Context length in tokens, as published; None for networks that read images."""
     parameters: int
-    """Parameters, as published; of 1000 classes for images."""
+    """Parameters, as published; with 1000 classes for images."""
     rounded_to: int = 1
-    """What `parameters` is rounded to; 1 if it is exact."""
+    """Unit that `parameters` is rounded to; 1 if it is exact."""
     surplus: int = 0
-    """Parameters that the network has here beyond those published, where a part of it is another
-    one here."""
+    """Parameters of the network here less those published, where a layer differs from the
+    published one."""
     source: str
-    """Where it was published."""
+    """Publication."""
 
 
 def _gpt(
@@ -126,14 +126,14 @@ PRESETS: dict[str, Preset] = {
     "vit-b/16": _vit(12, 768, 12, 86_567_656),
     "vit-l/16": _vit(24, 1024, 16, 304_326_632),
 }
-"""By the names that people know them by."""
+"""The presets by name."""
 
 
 def with_preset(tables: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """The tables of a run, a published name of the model replaced by what it stands for.
+    """The tables of a run with a preset of the model expanded into its fields.
 
     Args:
-        tables: of a `run.toml`; they stay as they are.
+        tables: of a `run.toml`; not modified.
 
     Raises:
         ConfigError: if there is neither a network nor a published one of that name.
@@ -145,7 +145,7 @@ def with_preset(tables: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 
 def published_model(name: str, **replaced: JsonValue) -> ModelConfig:
-    """The config of the published network of that name, some of its fields replaced.
+    """The config of the preset `name`, with fields replaced.
 
     Raises:
         ConfigError: if there is no such name or field.
@@ -156,15 +156,16 @@ def published_model(name: str, **replaced: JsonValue) -> ModelConfig:
 
 
 def costed_note(name: str | None, model: ModelConfig, dataset: DatasetFacts) -> str | None:
-    """What of a published network is costed other than it was published; None if nothing is.
+    """A note on settings in which a costed preset differs from the published network; None if it
+    does not.
 
-    Of its data, which a name does not set, and of its arithmetic: float32 is nobody's who trains
-    a network of a published size.
+    Compares vocabulary and context length, which a preset does not set, and names the compute type
+    if it is float32, in which networks of published sizes are not trained.
 
     Args:
-        name: of the network, as it was given.
-        model: what it stands for.
-        dataset: what it is trained on.
+        name: `model.name` as it was given.
+        model: its config.
+        dataset: the data set it is trained on.
     """
     preset = PRESETS.get(name or "")
     if preset is None:
@@ -187,7 +188,7 @@ def _beside(what: str, given: int, published: int) -> str:
 def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:
     name = model.get("name")
     if not isinstance(name, str) or name in NETWORK_NAMES:
-        return model  # which is refused, where it must be, by whoever builds the config
+        return model  # an invalid name is refused when the config is built
     if name not in PRESETS:
         raise ConfigError(unknown_name("model.name", name, [*NETWORK_NAMES, *PRESETS]))
     given = {key: value for key, value in model.items() if key != "name" and value is not None}

@@ -1,6 +1,6 @@
-"""Every field that a `run.toml` may hold, read off the dataclasses that check it.
+"""Reference of every field of a `run.toml`, generated from the config dataclasses.
 
-Knows how dataclasses are written down, and none of the fields.
+Reads types, defaults and docstrings; knows none of the fields.
 """
 
 import ast
@@ -22,27 +22,27 @@ class FieldReference:
     name: str
     """Dotted name: "schedule.warmup"."""
     accepted: str
-    """What it takes: a type, or the words it can be."""
+    """Accepted values: a type, or a list of names."""
     default: str
-    """What holds if it is left out; "required" if it may not be."""
+    """Default if it is left out; "required" if there is none."""
     meaning: str
-    """What it says."""
+    """Its docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableReference:
-    """One table of a `run.toml`, in one of its kinds."""
+    """One table of a `run.toml`, for one `name` that selects its class."""
 
     title: str
-    """Its name and kind: "[model] name = mlp"."""
+    """Its name and class: "[model] name = mlp"."""
     meaning: str
-    """What it says."""
+    """Docstring of its class."""
     fields: tuple[FieldReference, ...]
-    """What may be in it."""
+    """Its fields."""
 
 
 def run_reference() -> list[TableReference]:
-    """Every table of a `run.toml`, in order, one after another for each kind of it."""
+    """Every table of a `run.toml`, in order, with an entry for each of its classes."""
     top = _table(RunConfig, "")
     scalars = tuple(each for each in top.fields if "." not in each.name and each.accepted)
     tables = [dataclasses.replace(top, title="at the top", fields=scalars)]
@@ -108,7 +108,7 @@ def _default(field: dataclasses.Field) -> str:  # type: ignore[type-arg]
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The docstring beneath each field; Python does not keep it, so it is read off the source."""
+    """The docstring beneath each field; Python does not keep it, so the source is parsed."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     return {

@@ -1,7 +1,7 @@
-"""One `run.toml`, read, checked and resolved: what `train` and `predict` both start from.
+"""The config of a run, read from a `run.toml`, checked and resolved on a number of devices.
 
-Knows every part of a run, and has `run_checks` see that they agree; builds nothing, and needs no
-JAX.
+`train` and `predict` both start from it. Knows every table of the file, and has `checks` compare
+them with each other; builds no model and needs no JAX.
 """
 
 import json
@@ -11,27 +11,27 @@ from pathlib import Path
 
 from scalejax.config.checks import (
     has_batch_norm,
-    require_begun_average,
+    require_average_within_run,
+    require_batch_norm_statistics,
+    require_cacheable_features,
+    require_compatible_augmentation,
+    require_compatible_data,
     require_compatible_gradient_sync,
-    require_counted_parts,
-    require_counted_steps,
-    require_divided_heads,
     require_divisible_blocks,
-    require_ending_epochs,
-    require_fitting_augmentation,
-    require_fitting_data,
-    require_kept_apart,
-    require_one_average,
-    require_one_rate,
-    require_own_statistics,
-    require_paired_devices,
-    require_pairs,
-    require_parts,
-    require_reached_ramp,
-    require_right_gradients,
-    require_same_examples,
-    require_shared_batch,
-    require_tested_devices,
+    require_divisible_heads,
+    require_evaluated_devices,
+    require_finite_epochs,
+    require_int32_steps,
+    require_mixup_pairs,
+    require_noise_scale_parts,
+    require_petastorm_batch,
+    require_power_of_two_devices,
+    require_ramp_within_run,
+    require_shardable_gradients,
+    require_single_average,
+    require_single_rate,
+    require_supported_convolutions,
+    require_unmasked_rows,
 )
 from scalejax.config.data import DataConfig, DatasetFacts, facts
 from scalejax.config.emulation import EmulationConfig
@@ -68,60 +68,60 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, build, plain
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
-"""Two ways to give one thing, of which a run has exactly one."""
+"""The two fields that give the batch, of which a run has exactly one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that a `run.toml` says: a field for each of its tables."""
+    """The config of a run: a field for each table of a `run.toml`."""
 
     model: ModelConfig
     """The network."""
     data: DataConfig
-    """What it learns."""
+    """The data set to train and evaluate on."""
     batch: BatchConfig
     """Samples per update."""
     optimizer: OptimizerConfig
-    """How an update is made of a gradient."""
+    """The optimizer."""
     schedule: LearningRateConfig
-    """How large an update is, step by step."""
+    """The learning rate, step by step."""
     loss: LossConfig = field(default_factory=LossConfig)
-    """What is made small."""
+    """The training loss."""
     averaging: AveragingConfig | None = None
     """An average of the parameters, kept beside them; if absent, none."""
     fine_tuning: FineTuningConfig | None = None
-    """Which parameters learn, and how fast; if absent, all alike."""
+    """Which parameters are trained, and at which rate; if absent, all at the rate of `schedule`."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """Over which devices, and how."""
+    """The mesh of devices, and how the step is sharded over it."""
     gradient_sync: GradientSyncConfig | None = None
-    """How devices along data bring together what each has computed; if absent, by the mean of
-    their gradients. It needs `layout.mode = "shard_map"`."""
+    """How devices along the data axis synchronise; if absent, by the mean of their gradients. It
+    needs `layout.mode = "shard_map"`."""
     input: InputConfig = field(default_factory=InputConfig)
-    """The way from the data set to them."""
+    """The input pipeline: workers, prefetch, augmentation."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """The loop."""
+    """The training loop."""
     emulation: EmulationConfig | None = None
-    """How `scalejax emulate` has many workers train it, in virtual time; `train` does not."""
+    """How `scalejax emulate` trains it with many workers in virtual time; `train` ignores it."""
     seed: int = 0
-    """Decides initial parameters and the order of the data."""
+    """Seed of the initial parameters and of the order of the data."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:  # JAX keeps 32 bits of it, and NumPy all
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
         model, layout, train = self.model, self.layout, self.train
-        require_divided_heads(model, layout)
-        require_fitting_data(model, self.data)
-        require_fitting_augmentation(self.input.augmentation, self.data)
+        require_divisible_heads(model, layout)
+        require_compatible_data(model, self.data)
+        require_compatible_augmentation(self.input.augmentation, self.data)
         require_divisible_blocks(model, self.data, self.batch, layout)
-        require_kept_apart(model, layout)
-        require_reached_ramp(self.batch, self.averaging, train)
-        require_own_statistics(model, self.optimizer, self.averaging)
-        require_one_average(self.optimizer, self.schedule, self.averaging)
-        require_one_rate(self.optimizer, self.fine_tuning)
-        require_same_examples(self.fine_tuning, self.input)
-        require_begun_average(self.averaging, train)
-        require_counted_parts(self.input, train)
-        require_ending_epochs(self.input, self.data)
+        require_shardable_gradients(model, layout)
+        require_ramp_within_run(self.batch, self.averaging, train)
+        require_batch_norm_statistics(model, self.optimizer, self.averaging)
+        require_single_average(self.optimizer, self.schedule, self.averaging)
+        require_single_rate(self.optimizer, self.fine_tuning)
+        require_cacheable_features(self.fine_tuning, self.input)
+        require_average_within_run(self.averaging, train)
+        require_unmasked_rows(self.input, train)
+        require_finite_epochs(self.input, self.data)
         require_compatible_gradient_sync(
             self.gradient_sync, model, self.batch, self.optimizer, self.averaging, layout, train
         )
@@ -129,16 +129,16 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
-    """A config on a number of devices, with all that follows from the two."""
+    """A config resolved on a number of devices: layout, batch, data set, steps."""
 
     config: RunConfig
-    """What was asked for."""
+    """The config as given."""
     layout: Layout
     """Devices along each axis."""
     split: BatchSplit
-    """Global, per-device and micro batch."""
+    """Global batch, per-device batch and microbatch."""
     dataset: DatasetFacts
-    """What the data set holds."""
+    """Counts and shapes of the data set."""
     bn_groups: int
     """Groups into which one forward pass (one microbatch of all devices) is cut for BatchNorm."""
     steps_per_epoch: int
@@ -153,7 +153,7 @@ class ResolvedRun:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The batches of the run one after another; `split` is the first."""
+        """The phases of the run, each of one batch; `split` is the batch of the first."""
         batch = self.config.batch
         examples = self.dataset.train_examples
         is_filled = self.config.input.remainder == "pad"
@@ -161,12 +161,12 @@ class ResolvedRun:
 
     @property
     def samples_per_epoch(self) -> int:
-        """Rows of all the batches of an epoch, those that fill up the last one included."""
+        """Rows of all batches of an epoch, padding of the last one included."""
         return self.steps_per_epoch * self.split.global_batch
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some rows of a batch may count for nothing."""
+        """Whether rows of a batch have weights, some of which may be 0 (padding, unreadable)."""
         is_filled = self.samples_per_epoch > self.dataset.train_examples
         return is_filled or self.config.input.unreadable == "skip"
 
@@ -188,19 +188,19 @@ class ResolvedRun:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pairs of training examples are mixed."""
+        """Whether training examples are mixed in pairs (mixup)."""
         augmentation = self.config.input.augmentation
         return augmentation is not None and augmentation.mixup_alpha > 0
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The hyper-parameters that the batch changes, by the rule of the schedule."""
+        """The hyper-parameters that the scaling rule of the schedule changes for this batch."""
         config = self.config
         return changes(config.schedule, config.optimizer, self.split.global_batch)
 
 
 def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
-    """What `config` comes to on `device_count` devices.
+    """The run of `config` on `device_count` devices: layout, batch, data set, steps.
 
     Args:
         config: the run.
@@ -223,17 +223,17 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
             "leave layout.data out to take all there are"
         )
         raise ConfigError(refusal("devices", device_count, accepted))
-    require_right_gradients(config.model, layout)
+    require_supported_convolutions(config.model, layout)
     per_device = config.batch.per_device_batch
     global_batch = config.batch.global_batch or (per_device or 0) * layout.batch_shards
     split = BatchSplit(
         global_batch=global_batch, layout=layout, microbatches=config.batch.microbatches
     )
-    require_shared_batch(config.data, config.batch, global_batch)
+    require_petastorm_batch(config.data, config.batch, global_batch)
     if config.train.noise_scale is not None:
         keeps = has_batch_norm(config.model)
-        require_parts(split, mode=wanted.mode, has_batch_norm=keeps)
-    dataset = _as_read(facts(config.data), config.model)
+        require_noise_scale_parts(split, mode=wanted.mode, has_batch_norm=keeps)
+    dataset = _with_model_pixels(facts(config.data), config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (
@@ -241,7 +241,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
             f"{dataset.train_examples} training examples (at most data*fsdp={most})"
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
-    scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses what cannot be
+    scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses invalid scaling
     require_single_precision(config.schedule, global_batch)
     groups = _bn_groups(wanted, split)
     if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:
@@ -258,23 +258,23 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
         ),
     )
     if run.is_mixed:
-        require_pairs(split)
-    require_paired_devices(config.gradient_sync, layout.data)
+        require_mixup_pairs(split)
+    require_power_of_two_devices(config.gradient_sync, layout.data)
     if config.train.metric_average == "devices":
-        require_tested_devices(split, dataset.test_examples)
-    require_counted_steps(
+        require_evaluated_devices(split, dataset.test_examples)
+    require_int32_steps(
         config.schedule,
         epochs=config.train.epochs,
         steps_per_epoch=run.steps_per_epoch,
         global_batch=global_batch,
     )
-    for phase in run.phases[1:]:  # refuses what cannot be
+    for phase in run.phases[1:]:  # refuses invalid BatchNorm groups
         _bn_groups(wanted, phase.split)
     return run
 
 
-def _as_read(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
-    """`dataset`, its pixels scaled as those with which the weights of `model` were trained."""
+def _with_model_pixels(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
+    """`dataset` with the mean and deviation of pixels that pretrained weights of `model` expect."""
     pixels = model.pretrained_pixels if isinstance(model, ImageNetworkConfig) else None
     if pixels is None:
         return dataset
@@ -283,7 +283,7 @@ def _as_read(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
 
 
 def in_phase(run: ResolvedRun, phase: Phase) -> ResolvedRun:
-    """`run` with the batch of `phase`, as its step is built."""
+    """`run` with the batch of `phase`, of which its step is built."""
     groups = _bn_groups(run.config.layout, phase.split)
     return replace(run, split=phase.split, bn_groups=groups, steps_per_epoch=phase.steps_per_epoch)
 
@@ -297,7 +297,7 @@ def _bn_groups(layout: LayoutConfig, split: BatchSplit) -> int:
 def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config in a `run.toml`, with fields replaced.
 
-    `model.name` may be that of a published size (`scalejax.config.presets`).
+    `model.name` may name a preset, such as "gpt3-175b" (`scalejax.config.presets`).
 
     Args:
         path: the file.
@@ -316,7 +316,7 @@ def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) ->
 
 
 def load_kept_config(path: Path) -> RunConfig:
-    """The config in the `run.toml` of a folder that was named in its place.
+    """The config in the `run.toml` kept in a run folder; refusals name the file.
 
     Raises:
         ConfigError: one line per problem, each with the file.
@@ -329,7 +329,7 @@ def load_kept_config(path: Path) -> RunConfig:
 
 
 def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:
-    """What to do about refused fields that the file gives for another kind than a flag asks for."""
+    """Hints for fields of the file that are refused because a flag replaces their table's name."""
     hints = []
     for dotted, kind in current_fields(overrides).items():
         table, _, last = dotted.rpartition(".")
@@ -348,12 +348,12 @@ def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str)
 def given_name(
     path: Path, overrides: Mapping[str, JsonValue] | None = None, *, table: str = "model"
 ) -> str | None:
-    """What `model.name` is in a `run.toml`, as it was given: that of a published size too.
+    """The `model.name` of a `run.toml` as it was given, before a preset is expanded.
 
     Args:
         path: the file.
-        overrides: as of `load_config`.
-        table: another whose name is wanted.
+        overrides: values by dotted field name, as for `load_config`.
+        table: the table whose `name` is returned, if not of the model.
 
     Raises:
         ConfigError: if there is no such file, or it is not TOML.
@@ -392,7 +392,7 @@ def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunCon
 
 
 def _built(tables: dict[str, JsonValue]) -> RunConfig:
-    """The config in `tables`, whose model may be named as it was published."""
+    """The config in `tables`, whose model may be a preset."""
     return build(RunConfig, with_preset(tables))
 
 
@@ -406,19 +406,19 @@ def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) ->
     table[path[-1]] = value
 
 
-# In which part of the steps of a run its devices exchange what, where it is not in all of them.
+# Local SGD: the share of steps in which gradients, or parameters, are averaged.
 
 AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
-"""Scopes of a step under conditions: of local SGD, and of what comes before it begins."""
+"""Scopes of the conditional collectives: averages of local SGD, and synchronous steps before it."""
 
 
 def begin_step(run: ResolvedRun, config: LocalSgdConfig) -> int:
-    """Updates that are made in step with all devices before local SGD begins."""
+    """Synchronous updates before local SGD begins."""
     return round(config.begin_epoch * run.steps_per_epoch)
 
 
 def gradient_sync_shares(run: ResolvedRun) -> dict[str, float]:
-    """In which part of the steps of `run` each scope runs, 0..1; none if it is not local SGD."""
+    """Share of the steps of `run`, 0..1, in which each scope runs; empty without local SGD."""
     config = run.config.gradient_sync
     if not isinstance(config, LocalSgdConfig):
         return {}

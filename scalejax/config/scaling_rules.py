@@ -1,6 +1,6 @@
-"""What a larger batch changes of a recipe: every hyper-parameter that its rule touches.
+"""Hyper-parameters scaled with the batch: learning rate, warmup, moments of Adam.
 
-Arithmetic on descriptions; knows no steps and no arrays.
+Arithmetic on configs; knows no steps and no arrays.
 """
 
 import math
@@ -22,22 +22,22 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A hyper-parameter that a larger batch changes."""
+    """A hyper-parameter that the scaling rule changes."""
 
     name: str
-    """Its field."""
+    """Name of its field."""
     before: float
-    """Its value at the reference batch."""
+    """Value at the reference batch."""
     after: float
-    """Its value at the batch of the run."""
+    """Value at the batch of the run."""
 
     def __str__(self) -> str:
-        """In words: "learning_rate scaled from 0.1 to 3.2"."""
+        """A phrase such as "learning_rate scaled from 0.1 to 3.2"."""
         return f"{self.name} scaled from {self.before:.6g} to {self.after:.6g}"
 
 
 def scaled_schedule(schedule: ScheduleConfig, global_batch: int) -> tuple[float, float]:
-    """The learning rate after warmup and before decay, and the epochs of warmup.
+    """The peak learning rate (after warmup, before decay) and the epochs of warmup.
 
     With k = global_batch / reference_batch the rate is the base times 1 (none), k (linear; Goyal
     et al. 2017, section 2.1, arXiv 1706.02677) or root k (sqrt, sde, legw; Krizhevsky 2014,
@@ -69,7 +69,7 @@ def require_single_precision(schedule: LearningRateConfig, global_batch: int) ->
 def _largest_rates(
     schedule: LearningRateConfig, global_batch: int
 ) -> Iterator[tuple[str, object, float]]:
-    """Fields that make a rate, their values, and the largest number that is made of them."""
+    """Fields that determine a rate, their values, and the largest rate that follows from each."""
     match schedule:
         case ScheduleConfig():
             peak, _ = scaled_schedule(schedule, global_batch)
@@ -102,13 +102,14 @@ def warmup_epochs(schedule: LearningRateConfig, global_batch: int) -> float:
 def scaled_optimizer(
     schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
 ) -> OptimizerConfig:
-    """The optimizer at `global_batch`: as described, but for scaling "sde".
+    """The optimizer at `global_batch`, its hyper-parameters scaled if scaling is "sde".
 
-    That changes 1 - beta1 and 1 - beta2 by k and epsilon by 1 / root k (Malladi et al. 2022,
-    definition 5.3, arXiv 2205.10287); weight decay, of which they do not speak, stays.
+    With k = global_batch / reference_batch, "sde" multiplies 1 - beta1 and 1 - beta2 by k and
+    epsilon by 1 / root k (Malladi et al. 2022, definition 5.3, arXiv 2205.10287); weight decay,
+    which they do not treat, is unchanged.
 
     Raises:
-        ConfigError: if "sde" is asked of another optimizer than adamw, or k leaves a beta below 0.
+        ConfigError: if scaling is "sde" and the optimizer not adamw, or k makes a beta negative.
     """
     if not isinstance(schedule, ScheduleConfig) or schedule.scaling != "sde":
         return optimizer
@@ -118,7 +119,7 @@ def scaled_optimizer(
 def changes(
     schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
 ) -> tuple[Change, ...]:
-    """Every hyper-parameter that the scaling rule of `schedule` changes at `global_batch`."""
+    """The hyper-parameters that the scaling rule of `schedule` changes at `global_batch`."""
     if not isinstance(schedule, ScheduleConfig):
         return ()
     peak, warmup_epochs = scaled_schedule(schedule, global_batch)

@@ -1,4 +1,4 @@
-"""How large an update is, step by step: the schedules of the learning rate. Descriptions only.
+"""Config of the learning rate schedules, and the phases of a run whose batch grows.
 
 Each class checks its own fields when built.
 """
@@ -15,7 +15,7 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 from scalejax.core.metrics import steps_per_epoch
 
 SMOOTH_DECAYS = ("cosine", "polynomial", "one_minus_sqrt")
-"""The decays that end with the run."""
+"""The decays that depend on the length of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,36 +23,37 @@ class ScheduleConfig:
     """The learning rate as a function of the step: scaling, then warmup, then decay."""
 
     name: Literal["scaled"] = "scaled"
-    """Selects this schedule, which is meant where no name is given."""
+    """Selects this schedule, the default where no name is given."""
     base_learning_rate: float
-    """Learning rate that suits `reference_batch`."""
+    """Learning rate tuned for `reference_batch`."""
     scaling: Literal["none", "linear", "sqrt", "sde", "legw"] = "none"
-    """What changes with k = global_batch / reference_batch: nothing; the peak by k; by root k; by
-    root k, and the moments of Adam with it (Malladi et al. 2022, arXiv 2205.10287); by root k,
-    and the epochs of warmup by k (You et al. 2019, arXiv 1901.08256)."""
+    """Scaling rule for k = global_batch / reference_batch. none: nothing changes. linear: the peak
+    rate is multiplied by k. sqrt: by root k. sde: by root k, and the betas and epsilon of Adam are
+    scaled with it (Malladi et al. 2022, arXiv 2205.10287). legw: by root k, and the epochs of
+    warmup by k (You et al. 2019, arXiv 1901.08256)."""
     reference_batch: int = 256
-    """Global batch for which `base_learning_rate` is right."""
+    """Global batch for which `base_learning_rate` was tuned."""
     warmup: Literal["none", "constant", "gradual"] = "none"
-    """How the peak is reached: at once; held at the start value, then a jump; in a straight
-    line, step by step (Goyal et al. 2017, section 2.2)."""
+    """How the peak rate is reached. none: at once. constant: the start value is held, then jumps to
+    the peak. gradual: linearly, step by step (Goyal et al. 2017, section 2.2)."""
     warmup_epochs: float = 0.0
     """Length of the warmup; with scaling "legw", at `reference_batch`."""
     warmup_from: Literal["base", "zero"] = "base"
     """Start value of a warmup: `base_learning_rate`, or zero."""
     decay: Literal["constant", "step", "cosine", "polynomial", "one_minus_sqrt"] = "constant"
-    """What follows the warmup; one_minus_sqrt: peak (1 - root of the part of the decay that is
+    """Decay after the warmup; one_minus_sqrt is peak x (1 - root of the share of the decay that is
     over) (Haegele et al. 2024, arXiv 2405.18392)."""
     decay_epochs: tuple[float, ...] = ()
-    """Epochs, from the start of training, at which a step decay multiplies by its factor."""
+    """Epochs, from the start of training, at which a step decay multiplies the rate."""
     decay_factor: float = 0.1
     """Factor of a step decay."""
     decay_power: float = 2.0
-    """Exponent of a polynomial decay; 1 is a straight line."""
+    """Exponent of a polynomial decay; 1 is linear."""
     decay_share: float | None = None
-    """Part of the run, at its end, that a cosine, polynomial or one_minus_sqrt decay takes; before
-    it the peak is held (warmup-stable-decay). If absent, all after the warmup."""
+    """Share of the run, at its end, that a cosine, polynomial or one_minus_sqrt decay takes; before
+    it the peak rate is held (warmup-stable-decay). If absent, all after the warmup."""
     end_learning_rate: float = 0.0
-    """Where a cosine, polynomial or one_minus_sqrt decay ends."""
+    """Learning rate at the end of a cosine, polynomial or one_minus_sqrt decay."""
 
     def __post_init__(self) -> None:
         require_above("schedule.base_learning_rate", self.base_learning_rate, 0)
@@ -66,7 +67,7 @@ class ScheduleConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a longer run has other rates in the steps of a shorter one."""
+        """Whether the rate at a step depends on the length of the run."""
         return self.decay in SMOOTH_DECAYS
 
 
@@ -106,16 +107,16 @@ def _require_possible_decay(config: ScheduleConfig) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorovodMultiplierConfig:
-    """One LearningRateScheduleCallback of Horovod with a number for its multiplier."""
+    """One LearningRateScheduleCallback of Horovod with a constant multiplier."""
 
     multiplier: float
-    """Of the initial learning rate."""
+    """Factor on the initial learning rate."""
     start_epoch: float = 0.0
-    """First epoch, counted from 0, in which it sets the rate."""
+    """First epoch, counted from 0, in which the callback sets the rate."""
     end_epoch: float | None = None
-    """First epoch in which it no longer does; the last rate is held. If absent, none."""
+    """First epoch in which it no longer sets the rate, which is then held. If absent, none."""
     staircase: bool = True
-    """Whether it sets the rate at the start of an epoch only, or before every update."""
+    """Whether the rate is set at the start of an epoch only, or before every update."""
 
     def __post_init__(self) -> None:
         require_above("schedule.multipliers.multiplier", self.multiplier, 0)
@@ -127,21 +128,21 @@ class HorovodMultiplierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorovodScheduleConfig:
-    """Horovod's LearningRateWarmupCallback, then its LearningRateScheduleCallbacks, exactly."""
+    """Horovod's LearningRateWarmupCallback followed by its LearningRateScheduleCallbacks."""
 
     name: Literal["horovod"]
     """Selects this schedule."""
     initial_learning_rate: float
-    """The rate after warmup, already multiplied by the workers (Horovod pull request 88)."""
+    """Learning rate after warmup, already multiplied by the workers (Horovod pull request 88)."""
     workers: int
-    """Horovod's size: warmup begins near a rate of initial over workers."""
+    """Number of workers (hvd.size()): warmup begins near initial_learning_rate / workers."""
     warmup_epochs: int = 5
     """Length of the warmup; 0 for none."""
     multipliers: tuple[HorovodMultiplierConfig, ...] = ()
-    """The callbacks after warmup, in their order; the last that sets a rate counts."""
+    """The callbacks after warmup, in order; the last one that sets a rate counts."""
     constant_multiplier: Literal["constant", "exponential"] = "constant"
-    """What a number m means: m, as before Horovod's pull request 3135, or m to the power of
-    epoch - start_epoch, as since 3142."""
+    """How a constant multiplier m is applied: as m, as before Horovod's pull request 3135, or as m
+    to the power of epoch - start_epoch, as since 3142."""
 
     def __post_init__(self) -> None:
         require_above("schedule.initial_learning_rate", self.initial_learning_rate, 0)
@@ -150,7 +151,7 @@ class HorovodScheduleConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """It counts epochs from the start."""
+        """False: the rates count epochs from the start."""
         return False
 
 
@@ -164,9 +165,9 @@ class PiecewiseScheduleConfig:
     name: Literal["piecewise"]
     """Selects this schedule."""
     learning_rates: str
-    """Rates and epochs in turn: "0.1;30;0.01;60;0.001" is 0.1 until epoch 30, and so on."""
+    """Rates and epochs, alternating: "0.1;30;0.01;60;0.001" is 0.1 until epoch 30, and so on."""
     warmup_epochs: float = 0.0
-    """Epochs in which the rate climbs in a straight line from 0 to the first one."""
+    """Epochs in which the rate rises linearly from 0 to the first one."""
 
     def __post_init__(self) -> None:
         require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
@@ -186,22 +187,22 @@ class PiecewiseScheduleConfig:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The rates, in their order."""
+        """The learning rates, in order."""
         return tuple(float(part) for part in self.learning_rates.split(";")[::2])
 
     @property
     def epochs(self) -> tuple[float, ...]:
-        """The epochs at which each but the first begins."""
+        """Epochs at which each rate but the first begins."""
         return tuple(float(part) for part in self.learning_rates.split(";")[1::2])
 
     @property
     def depends_on_length(self) -> bool:
-        """It counts epochs from the start."""
+        """False: the rates count epochs from the start."""
         return False
 
 
 def _name_of(schedule: object) -> str:
-    """The tag of a schedule or of the table of one; the composed one needs no name."""
+    """The union tag of a schedule, or of its table; "scaled" where no name is given."""
     found = schedule.get("name") if isinstance(schedule, dict) else getattr(schedule, "name", None)
     return "scaled" if found is None else str(found)
 
@@ -212,7 +213,7 @@ LearningRateConfig = Annotated[
     | Annotated[PiecewiseScheduleConfig, Tag("piecewise")],
     Discriminator(_name_of),
 ]
-"""One of the schedules, told apart by `name`."""
+"""One of the schedules, selected by `name`."""
 
 
 def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
@@ -220,24 +221,24 @@ def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
         raise ConfigError(refusal(field, epochs, "epochs must be above 0 and rise"))
 
 
-# Batches that grow while a run goes on: which one an update has, as a function of samples seen.
+# Batch size ramps: the phases of a run whose batch grows.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """Epochs of one batch."""
+    """Consecutive epochs with one global batch."""
 
     first_epoch: int
-    """The first of them, counted from 0."""
+    """First epoch of the phase, counted from 0."""
     first_step: int
-    """Updates made before it."""
+    """Updates made before the phase."""
     steps_per_epoch: int
     """Updates in one pass over the data."""
     split: BatchSplit
     """The batch, and how it is divided."""
 
 
-@cache  # asked for before every update
+@cache  # called before every update
 def ramp(
     split: BatchSplit,
     epochs: tuple[int, ...],
@@ -246,11 +247,12 @@ def ramp(
     *,
     is_filled: bool = False,
 ) -> tuple[Phase, ...]:
-    """The phases of a run whose batch is multiplied by `factor` at each of `epochs`; the last batch
-    of an epoch is dropped if it is incomplete, or `is_filled` up.
+    """The phases of a run whose batch is multiplied by `factor` at each of `epochs`.
+
+    The last batch of an epoch is dropped if it is incomplete, or padded if `is_filled`.
 
     Raises:
-        ConfigError: if a batch comes to be larger than the data.
+        ConfigError: if a batch is larger than the data.
     """
     phases: list[Phase] = []
     for index, first_epoch in enumerate((0, *epochs)):

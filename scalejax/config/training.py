@@ -1,6 +1,6 @@
-"""How a run trains: batch, layout, loss, averaging, loop. Descriptions only.
+"""Config of training: batch, layout, loss, fine-tuning, averaging, loop.
 
-Each class checks its own fields when built; what involves two of them is checked in `config`.
+Each class checks its own fields when built; what involves two of them is checked in `checks`.
 """
 
 import math
@@ -24,10 +24,11 @@ class BatchConfig:
     microbatches: int = 1
     """Forward passes per update, their gradients accumulated."""
     ramp_epochs: tuple[int, ...] = ()
-    """Epochs at which the batch is multiplied by the factor, in place of a decay of the learning
-    rate (Smith et al. 2018, arXiv 1711.00489); rates count samples, as if it had not grown."""
+    """Epochs at which the batch is multiplied by `ramp_factor`, in place of a decay of the learning
+    rate (Smith et al. 2018, arXiv 1711.00489); the schedule counts samples, as if the batch had
+    not grown."""
     ramp_factor: int = 2
-    """By how much the batch grows at each."""
+    """Factor by which the batch grows at each of `ramp_epochs`."""
 
     def __post_init__(self) -> None:
         if (self.global_batch is None) == (self.per_device_batch is None):
@@ -50,41 +51,42 @@ class BatchConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutConfig:
-    """How devices are arranged, and how the step is spread over them."""
+    """The mesh of devices, and how the step is sharded over it."""
 
     data: int | None = None
     """Devices along the data axis; if absent, all that the other axes leave."""
     fsdp: int = 1
-    """Devices along the axis that splits batch and parameters."""
+    """Devices along the fsdp axis, which shards both the batch and the parameters (ZeRO 3)."""
     tensor: int = 1
-    """Devices along the axis that splits each layer."""
+    """Devices along the tensor axis, which shards each layer (Megatron tensor parallelism)."""
     context: int = 1
-    """Devices along the axis that splits the tokens of a sample (transformers)."""
+    """Devices along the context axis, which shards the tokens of a sample (transformers)."""
     pipeline: int = 1
-    """Stages along the axis that splits the blocks of a transformer; `batch.microbatches` pass
-    through them in turn."""
+    """Stages along the pipeline axis, which splits the blocks of a transformer;
+    `batch.microbatches` pass through them one after another."""
     pipeline_chunks: int = 1
-    """Parts of the blocks of one stage, with blocks of the other stages between them
-    (interleaved stages; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Model chunks per pipeline stage, with those of the other stages between them (interleaved
+    schedule; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     sequence_parallel: bool = False
-    """Whether devices along tensor each hold a part of the tokens between the layers that they
-    share (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
+    """Whether activations between tensor-parallel layers are sharded over tokens along the tensor
+    axis (Korthikanti et al. 2022, arXiv 2205.05198; transformers)."""
     zero_stage: Literal[0, 1, 2] = 0
-    """What the data axis keeps in parts: 0 nothing, 1 parameters and the optimizer's state, each
-    device updating its part and gathering the rest for use, 2 the gradients as well (Rajbhandari
-    et al. 2020, arXiv 1910.02054). Dimensions are divided: one that `data` does not divide stays
-    whole. The fsdp axis is stage 3."""
+    """What is sharded over the data axis: 0 nothing; 1 parameters and optimizer state, each device
+    updating its shard and all-gathering the rest for use; 2 the gradients as well (Rajbhandari et
+    al. 2020, arXiv 1910.02054). A parameter no dimension of which `data` divides stays whole. The
+    fsdp axis is stage 3."""
     mode: Literal["jit", "shard_map", "pmap"] = "jit"
     """Who places the collectives: the compiler ("jit"), or the step itself, per device
     ("shard_map", and "pmap", its older spelling; both for the data axis only)."""
     bn_scope: Literal["global", "local"] = "global"
-    """Whether BatchNorm sees the samples of all devices, or of its own; of one microbatch."""
+    """Whether BatchNorm statistics are over the samples of all devices (synchronised) or of each
+    device; in either case of one microbatch."""
     bn_group_size: int | None = None
-    """Samples that share local BatchNorm statistics, of a part of a device or of several whole
-    ones; if absent, those of one device."""
+    """Samples that share local BatchNorm statistics: part of those of a device (ghost batches), or
+    those of several whole devices; if absent, those of one device."""
     bn_running: Literal["mean", "in_turn"] = "mean"
-    """How running statistics take in those of several groups: once, their mean; or one after the
-    other (ghost batches; Hoffer et al. 2017, algorithm 1, arXiv 1705.08741)."""
+    """How the statistics of several groups update the running ones: once, by their mean; or one
+    group after the other (ghost batches; Hoffer et al. 2017, algorithm 1, arXiv 1705.08741)."""
 
     def __post_init__(self) -> None:
         for name in ("data", *MODEL_AXES, "pipeline_chunks", "bn_group_size"):
@@ -112,10 +114,10 @@ class LayoutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """What training makes small; evaluation has the plain cross-entropy."""
+    """The training loss, a cross-entropy; evaluation has no label smoothing."""
 
     label_smoothing: float = 0.0
-    """Part of a target that is spread over all classes alike (Szegedy et al. 2015, section 7,
+    """Share of a target that is spread evenly over all classes (Szegedy et al. 2015, section 7,
     arXiv 1512.00567)."""
 
     def __post_init__(self) -> None:
@@ -126,23 +128,24 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuningConfig:
-    """Which parameters learn, and how fast, of a network most of which has learned before.
+    """Fine-tuning of a pretrained network: which parameters are trained, and at which rate.
 
-    Both fields name parts of the network by the first parts of the paths of their parameters:
-    "blocks/1" means those of the second block, and none of "blocks/10".
+    `trainable` and `rate_factors` select parameters by a prefix of their path: "blocks/1" selects
+    those of the second block, and none of "blocks/10".
     """
 
     trainable: tuple[str, ...] = ()
-    """Parts that learn; all else stays as it is, with no gradient and no optimizer state, and its
-    BatchNorm uses the running statistics. If empty, everything learns."""
+    """Path prefixes of the parameters that are trained; the others are frozen, with no gradient and
+    no optimizer state, and their BatchNorm uses the running statistics. If empty, all are
+    trained."""
     rate_factors: dict[str, float] = field(default_factory=dict)
-    """Learning rate of parts over that of the schedule; of several that fit, the longest counts
+    """Factor on the learning rate of the schedule, by path prefix; the longest match counts
     (Howard & Ruder 2018, section 3.2, arXiv 1801.06146)."""
     cache_features: bool = False
-    """Compute what the last layer, "head", reads of each example once, keep it on disk (in
-    SCALEJAX_CACHE, or the user's cache folder), and train that layer on it: the same numbers, with
-    no image decoded and no other layer computed again. For networks of which nothing else
-    learns."""
+    """Whether to compute the input of the last layer, "head", once for each example, keep it on
+    disk (in SCALEJAX_CACHE, or the user's cache folder), and train that layer on it: the results
+    are identical, with no image decoded and no other layer computed again. Only where nothing but
+    the head is trained."""
 
     def __post_init__(self) -> None:
         for name, factor in self.rate_factors.items():
@@ -167,12 +170,12 @@ class EmaConfig:
     name: Literal["ema"]
     """Selects this average."""
     decay: float = 0.999
-    """Part of the average that an update keeps."""
+    """Decay of the average: the share of it that an update keeps."""
     warms_up: bool = False
     """Whether the decay after t updates is at most (1 + t) / (10 + t), so that the initial
     parameters are soon forgotten (as TensorFlow's ExponentialMovingAverage with num_updates)."""
     is_evaluated: bool = True
-    """Whether evaluations and final weights are those of the average."""
+    """Whether evaluation and the final weights use the average."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -187,11 +190,11 @@ class SwaConfig:
     name: Literal["swa"]
     """Selects this average."""
     start_epoch: float
-    """Epoch after which the first parameters are taken; the average follows them until then."""
+    """Epoch after which parameters are first sampled; until then the average equals them."""
     every_epochs: float = 1.0
-    """Epochs between parameters that are taken."""
+    """Epochs between the parameters that are averaged."""
     is_evaluated: bool = True
-    """Whether evaluations and final weights are those of the average."""
+    """Whether evaluation and the final weights use the average."""
 
     def __post_init__(self) -> None:
         require_at_least("averaging.start_epoch", self.start_epoch, 0)
@@ -199,25 +202,25 @@ class SwaConfig:
 
 
 AveragingConfig = Annotated[EmaConfig | SwaConfig, Field(discriminator="name")]
-"""One of the averages of parameters, told apart by `name`."""
+"""One of the averages of parameters, selected by `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlyStoppingConfig:
-    """When to stop before the last epoch; every rule is that of Keras 3 `EarlyStopping`."""
+    """Early stopping by the rules of Keras 3 `EarlyStopping`."""
 
     monitor: Literal["test_loss", "test_accuracy"] = "test_loss"
     """Evaluation metric that must improve: loss downwards, accuracy upwards."""
     min_delta: float = 0.0
     """Smallest change that counts as better."""
     patience: int = 0
-    """Evaluations without improvement that are borne (Keras: epochs, each evaluated)."""
+    """Evaluations without improvement before the run stops (Keras: epochs, each evaluated)."""
     baseline: float | None = None
     """Value that must be beaten for patience to be renewed."""
     restores_best_weights: bool = True
     """Whether the run ends with the weights of its best epoch."""
     start_from_epoch: int = 0
-    """Epochs that are not watched."""
+    """Epochs at the start that are not monitored."""
 
     def __post_init__(self) -> None:
         for name in ("min_delta", "baseline"):
@@ -231,10 +234,10 @@ class EarlyStoppingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseScaleConfig:
-    """How the gradient noise scale is measured (McCandlish et al. 2018, arXiv 1812.06162)."""
+    """Measurement of the gradient noise scale (McCandlish et al. 2018, arXiv 1812.06162)."""
 
     decay: float = 0.99
-    """Part of its moving averages that an update keeps: 0.99 is a mean over about 100 updates."""
+    """Decay of its moving averages per update: 0.99 is a mean over about 100 updates."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -244,18 +247,18 @@ class NoiseScaleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceConfig:
-    """When a run is given up that will not learn any more."""
+    """When a diverged run is stopped."""
 
     stops_not_finite: bool = True
     """Whether a training loss that is not finite ends the run."""
     stops_dead: bool = True
     """Whether an evaluation in which all test examples get the same output ends the run."""
     max_gradient_growth: float | None = None
-    """How many times the median of the norms before it a gradient norm may be; beyond, it ends
-    the run. If absent, the norm is not measured. Gradients clipped to half to ten times their
-    mean norm train well (Pascanu et al. 2013, section 3.2, arXiv 1211.5063): well above 10."""
+    """Largest gradient norm over the median of the norms before it; beyond it the run ends. If
+    absent, the norm is not measured. Gradients clipped to half to ten times their mean norm train
+    well (Pascanu et al. 2013, section 3.2, arXiv 1211.5063), so choose a factor well above 10."""
     patience: int = 3
-    """Lines of the record in a row that must show such a norm."""
+    """Consecutive log lines with such a norm after which the run ends."""
 
     def __post_init__(self) -> None:
         if self.max_gradient_growth is not None:
@@ -272,23 +275,23 @@ class TrainConfig:
     evaluate_every_epochs: int = 1
     """Epochs between evaluations on the test data; the last epoch is always evaluated."""
     evaluate_every_steps: int | None = None
-    """Steps between evaluations, in place of epochs: how finely steps to a target are known."""
+    """Steps between evaluations, in place of epochs: the resolution of steps to target."""
     metric_average: Literal["examples", "devices"] = "examples"
-    """Over what test metrics are averaged: all examples; or, for comparison with figures of
-    Horovod's MetricAverageCallback, the averages of the devices that divide a batch, however many
-    examples each has. Training metrics are over all rows of the batch that count."""
+    """How test metrics are averaged: over all examples; or, to compare with Horovod's
+    MetricAverageCallback, over the averages of the devices that share a batch, whatever number of
+    examples each has. Training metrics are over all rows of the batch that are not masked."""
     log_every_steps: int = 10
-    """Steps between lines in the record."""
+    """Steps between log lines of the run record."""
     checkpoint_every_steps: int | None = None
     """Steps between checkpoints; if absent, one at the end of every epoch."""
     keep_checkpoints: int = 2
-    """Latest checkpoints kept; the best one by test accuracy is kept besides."""
+    """Latest checkpoints kept; the best one by test accuracy is kept as well."""
     early_stopping: EarlyStoppingConfig | None = None
-    """When to stop early; if absent, never."""
+    """Early stopping; if absent, none."""
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    """When to give up."""
+    """When a diverged run is stopped."""
     noise_scale: NoiseScaleConfig | None = None
-    """How the gradient noise scale is measured; if absent, it is not."""
+    """Measurement of the gradient noise scale; if absent, it is not measured."""
 
     @property
     def measures_gradient_norm(self) -> bool:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from scalejax.config.checks import require_parts
+from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.data import DatasetFacts
 from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.run import ResolvedRun, in_phase
@@ -275,7 +275,7 @@ def _measured(
 
 def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
     mode, has_batch_norm = run.config.layout.mode, bool(jax.tree.leaves(model_state))
-    return require_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
+    return require_noise_scale_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
 
 
 def _unless_skipped(

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from parquet_cases import encoded, random_images
 
-from scalejax.config.checks import require_same_examples
+from scalejax.config.checks import require_cacheable_features
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.run import RunConfig, resolve
 from scalejax.config.training import FineTuningConfig
@@ -206,8 +206,8 @@ def test_input_that_features_would_not_follow_is_refused(given, field):
     fine_tuning = FineTuningConfig(trainable=("head",), cache_features=True)
 
     with pytest.raises(ConfigError, match=rf"leave input\.{field} out"):
-        require_same_examples(fine_tuning, given)
-    require_same_examples(replace(fine_tuning, cache_features=False), given)
+        require_cacheable_features(fine_tuning, given)
+    require_cacheable_features(replace(fine_tuning, cache_features=False), given)
 
 
 def test_features_that_cannot_be_kept_are_refused_by_their_own_field(tmp_path):

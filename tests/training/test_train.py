@@ -176,7 +176,7 @@ def test_devices_that_stay_idle_are_named(tmp_path):
     for count, reporter in hearing.items():
         run(tmp_path / str(count), fields, device_count=count, reporter=reporter)
 
-    note = "Note: the layout takes 2 of 8 devices; the others stay idle."
+    note = "Note: the layout uses 2 of 8 devices; the others stay idle."
     assert note in hearing[None].said
     assert not any("idle" in text for text in hearing[2].said)
 

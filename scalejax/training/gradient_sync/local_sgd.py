@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from scalejax.config.checks import require_own_batch_norm
+from scalejax.config.checks import require_local_batch_norm
 from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
@@ -73,7 +73,7 @@ def _on_device(
     run, begin = setup.run, begin_step(setup.run, config)
     params, model_state, opt_state = own_part(copies)
     if jax.tree.leaves(model_state):  # of a user's own network, nobody else knows
-        require_own_batch_norm(run.config.layout)
+        require_local_batch_norm(run.config.layout)
     bn = BatchNormScope(groups=max(1, run.bn_groups // run.layout.data))
     gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, None)
     if begin:

@@ -1,7 +1,7 @@
-"""The commands: one class each, whose fields are its flags and whose `execute` does the work.
+"""The commands of `scalejax`: one class each, whose fields are its flags.
 
-Each is a few lines over the functions that a Python user would call. Starts without JAX, which
-the commands that need it import when they run.
+`execute` calls the functions that a Python user would call. Imported without JAX, which the
+commands that need it import when they run.
 """
 
 from scalejax.cli.bench import Bench, DataBench
@@ -75,4 +75,4 @@ COMMANDS: dict[str, type[Command]] = {
     "doctor": Doctor,
     "validate": Validate,
 }
-"""What can be typed after `scalejax`."""
+"""The commands by name, as typed after `scalejax`."""

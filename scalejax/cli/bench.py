@@ -1,6 +1,6 @@
-"""Commands that measure: the step of a run over devices, and the input side of a host.
+"""Commands that benchmark: the training step over devices, and the input pipeline of a host.
 
-They start without JAX; the first leaves it to its workers, the second imports it when it runs.
+Imported without JAX; `bench` leaves it to its workers, `data bench` imports it when it runs.
 """
 
 import json
@@ -39,10 +39,10 @@ from scalejax.sweep import Grammar, parse_grammar
 class Bench(RunFileCommand):
     """Time the training step on several numbers of devices.
 
-    Warm-up and timed steps of the real step, on virtual devices of the CPU, GPUs, or processes of
-    this machine, in rounds; then tables of speedup and efficiency. What has a result is not timed
-    again. -P, -V and -E are those of scalejax sweep; their fields are those of a run.toml, and
-    devices, processes, scaling, batches, steps and warmup_steps.
+    Warm-up and timed iterations of the real training step, on virtual devices of the CPU, GPUs, or
+    processes of this machine, in rounds; then tables of speedup and efficiency. Benchmarks with a
+    result are not timed again. -P, -V and -E are those of scalejax sweep; their fields are those of
+    a run.toml, and devices, processes, scaling, batches, steps and warmup_steps.
     """
 
     variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
@@ -55,40 +55,41 @@ class Bench(RunFileCommand):
     devices: Annotated[str | None, flag("N,N,...")] = None
     """Numbers of devices over all processes, such as 1,2,4. By default 1."""
     processes: Annotated[str | None, flag("N,N,...")] = None
-    """Numbers of processes, between which devices are divided. By default 1; alone, each has one
-    device."""
+    """Numbers of processes, among which devices are divided. By default 1; without --devices each
+    has one device."""
     scaling: Literal["weak", "strong"] | None = None
-    """What stays as devices are added: the batch of each device (weak, by default), or of all."""
+    """What is constant as devices are added: the batch per device (weak, by default), or the global
+    batch (strong)."""
     batches: Literal["synthetic", "real"] | None = None
-    """One batch that stays on the devices (synthetic, by default), or those of training."""
+    """One batch that stays on the devices (synthetic, by default), or batches of the data set."""
     steps: Annotated[int | None, flag("N")] = None
-    """Steps that are timed. By default 100."""
+    """Timed steps. By default 100."""
     warmup_steps: Annotated[int | None, flag("N")] = None
-    """Steps before them. By default 10, as in tf_cnn_benchmarks."""
+    """Warm-up steps before them. By default 10, as in tf_cnn_benchmarks."""
     repeats: Annotated[int, flag("N")] = 3
-    """Rounds: how often all benchmarks are timed, one after the other. By default 3."""
+    """Rounds, in each of which all benchmarks are timed. By default 3."""
     folder: Annotated[Path | None, flag("DIR")] = None
-    """Where results go. By default benches/ and the name of the file."""
+    """Folder of results. By default benches/ and the name of the file."""
     plan: Annotated[Path | None, flag("PLAN.json")] = None
     """Write the plan here, and time nothing."""
     report: FlagCreatePairsOff[bool] = False
-    """Print what is measured in the folder, and time nothing."""
+    """Print the results in the folder, and time nothing."""
     rerun: FlagCreatePairsOff[bool] = False
-    """Time those again that have a result."""
+    """Time again the benchmarks that have a result."""
     baseline: Annotated[int | None, flag("N")] = None
-    """Devices to compare with. By default the fewest."""
+    """Number of devices that speedup and efficiency are relative to. By default the fewest."""
     statistic: Literal["median", "mean"] = "median"
-    """Time of a step in the tables: median (by default), or mean as in DLBS."""
+    """Step time in the tables: median (by default), or mean as in DLBS."""
     clamp: FlagCreatePairsOff[bool] = False
-    """Put efficiencies above 100 down as 100, as DLBS does."""
+    """Clamp efficiencies above 100 % to 100 %, as DLBS does."""
     monitor: Annotated[float, flag("SECONDS")] = 0.5
-    """Between samples of CPU, memory and threads; 0 for none. By default 0.5."""
+    """Interval between samples of CPU, memory and threads; 0 for none. By default 0.5."""
     cluster: Annotated[str | None, flag("CLUSTER,...")] = None
-    """Predict what was measured with these constants, such as cluster-fitted.toml of scalejax
-    calibrate --from: the first cluster that has such devices."""
+    """Compare with predictions for these clusters, such as cluster-fitted.toml of scalejax
+    calibrate --from; each benchmark is predicted for the first that has such devices."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Plan, time what is left to do, print the tables, draw."""
+        """Plan, time the benchmarks without a result, print the tables, write the plots."""
         if not 0 <= self.monitor < math.inf:
             accepted = "it must be at least 0, and finite"
             raise ConfigError(refusal("monitor", self.monitor, accepted))
@@ -122,7 +123,7 @@ class Bench(RunFileCommand):
             raise ScalejaxError("\n".join([*problems, "the same command tries them again."]))
 
     def _grammar(self, overrides: Overrides) -> Grammar:
-        """What was typed, the flags of this command among it.
+        """The grammar of -P, -V and -E together with the flags of this command.
 
         Raises:
             ConfigError: if a field is given by a flag and by -P or -V.
@@ -158,7 +159,7 @@ class Bench(RunFileCommand):
         column_of(self.baseline, counts)
 
     def _run(self, bench: BenchPlan, folder: BenchFolder) -> list[str]:
-        """Time what has no result; what went wrong."""
+        """Time the benchmarks that have no result; returns the problems."""
         rounds = len(bench.rounds)
         try:
             with progress.measuring(rounds) as on_benchmark:
@@ -178,7 +179,7 @@ class Bench(RunFileCommand):
             raise
 
     def _show_scaling(self, summaries: list[Summary]) -> None:
-        """Print the tables over devices, where there are several numbers of them."""
+        """Print the scaling tables if several numbers of devices were measured."""
         for scaling in ("weak", "strong"):
             table = scaling_table(
                 summaries,
@@ -192,7 +193,7 @@ class Bench(RunFileCommand):
                 tables.show(bench_tables.scaling(table, self.statistic))
 
     def _save(self, summaries: list[Summary], folder: BenchFolder) -> None:
-        """Write the rows, and draw."""
+        """Write the results and the plots."""
         from scalejax.report.figures.bench import save_scaling, save_steps, save_usage
 
         rows = [row_of(each) for each in summaries]
@@ -206,19 +207,19 @@ class Bench(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataBench(RunFileCommand):
-    """Measure how fast this host makes batches of a run's data.
+    """Measure the input pipeline of this host on a run's data.
 
-    How long row groups take to be read, images of several sizes to be decoded by a worker process
-    and by threads, and batches to be handed over: a minute or two. scalejax predict and explain
-    take the file with --input-rates, also for images, sizes and numbers of workers that were not
-    measured. What changes images at random is left out.
+    Times to read row groups, to decode images of several sizes in a worker process and in threads,
+    and to copy batches to the devices: a minute or two. scalejax predict and explain take the file
+    with --input-rates, also for images, sizes and numbers of workers that were not measured.
+    Augmentation is not measured.
     """
 
     output: Annotated[Path | None, flag("INPUT.toml")] = None
-    """Where the rates go. By default this-machine in the user's cache folder."""
+    """Write the rates here. By default this-machine/input.toml in the user's cache folder."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Measure, print the stages, write the rates."""
+        """Measure, print the stages, write the input rates."""
         from scalejax.core.cache import user_folder
 
         config = load_config(self.run_file, overrides)

@@ -1,6 +1,6 @@
-"""What every command is, and what those that read a run.toml share.
+"""The base class of the commands that read a run.toml, and their shared flags.
 
-Starts without JAX, as all commands do.
+Imported without JAX.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,10 @@ Overrides = dict[str, JsonValue]
 
 
 def flag(metavar: str) -> object:
-    """How the value of a flag is written in help; its default is in the flag's own words."""
+    """The tyro annotation of a flag whose value is shown as `metavar` in help.
+
+    Its docstring names its default.
+    """
     return arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -29,8 +32,8 @@ class RunFileCommand(ABC):
     """A command that reads a run.toml, whose fields flags can replace."""
 
     run_file: RunFile
-    """The description of the run."""
+    """The config of the run."""
 
     @abstractmethod
     def execute(self, overrides: Overrides) -> None:
-        """Do what the command is for, with these fields of the file replaced."""
+        """Run the command with these fields of the file replaced."""

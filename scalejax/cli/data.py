@@ -1,6 +1,6 @@
-"""Commands about data sets: say what is in one, write one anew.
+"""Commands about data sets: inspect one, convert one to Parquet.
 
-They start without JAX, and need none.
+They do not need JAX.
 """
 
 import sys
@@ -25,31 +25,31 @@ if TYPE_CHECKING:  # which imports Arrow
     from scalejax.data.convert import RowsOptions
 
 _INTERRUPTED = """\
-The files that are written stay; the same command, without --overwrite, goes on
-with the others."""
+The files that are written are kept; the same command, without --overwrite,
+continues with the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataInspect:
-    """Say what is in a data set, and whether it is cut well.
+    """Summarise a data set, and advise on its row groups.
 
     Rows, row groups, columns, classes, image sizes, advice, and the [data] table to paste into a
     run.toml.
     """
 
     source: Annotated[Positional[str], flag("PATH_OR_RUN.toml")]
-    """A file, folder, glob or URL, or a run.toml, whose files are looked at."""
+    """A file, folder, glob or URL, or a run.toml, whose data files are inspected."""
     images: Annotated[str | None, flag("NAME")] = None
-    """Which array of an .npz holds the images. By default as training finds it."""
+    """Array of an .npz that holds the images. By default the one that training would use."""
     labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
-    """Which array of an .npz, or which file, holds the classes."""
+    """Array of an .npz, or file, that holds the classes."""
     verify: FlagCreatePairsOff[bool] = False
-    """Read and decode every row, and name those that cannot be."""
+    """Read and decode every row, and list those that fail."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the findings go."""
+    """Write the summary here as JSON."""
 
     def execute(self) -> None:
-        """Look at each location, print and write what was found."""
+        """Inspect each location, print and write the summaries."""
         from scalejax.data.convert import RowsOptions, open_rows
         from scalejax.data.inspect import Inspections, inspect
         from scalejax.report.terminal.data import inspection
@@ -58,7 +58,7 @@ class DataInspect:
         found = []
         is_run = self.source.endswith(".toml")
         options = RowsOptions(images=self.images, labels=self.labels)
-        for each in _of_run(self.source) if is_run else [_Looked(self.source, options)]:
+        for each in _of_run(self.source) if is_run else [_Inspected(self.source, options)]:
             rows = open_rows(each.location, each.options)
             with progress.rows("reading", len(rows) if self.verify else 0) as on_rows:
                 about = inspect(rows, run=each.run, verify=self.verify, on_rows=on_rows)
@@ -80,11 +80,10 @@ class DataInspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConvert:
-    """Write any data set as Parquet files, which training reads.
+    """Convert a data set to Parquet files, which training reads.
 
-    From a folder with a folder of images for each class, .npz and .npy, IDX (as MNIST comes), CSV,
-    or other Parquet files. Killed at any time, the same command goes on with the files that are
-    missing.
+    From a folder with a folder of images for each class, .npz and .npy, IDX (as MNIST), CSV, or
+    other Parquet files. If it is interrupted, the same command continues with the missing files.
     """
 
     source: Annotated[Positional[str], flag("SOURCE")]
@@ -92,31 +91,31 @@ class DataConvert:
     destination: Annotated[Positional[Path], flag("DESTINATION")]
     """A folder, or one file that ends in .parquet."""
     files: Annotated[int | None, flag("N")] = None
-    """Files of equally many rows. By default so many that each takes about 64 MiB."""
+    """Number of files, of equally many rows. By default so many that each takes about 64 MiB."""
     row_group_rows: Annotated[int | None, flag("N")] = None
-    """Rows of a row group. By default as many as take about 4 MiB."""
+    """Rows per row group. By default as many as take about 4 MiB."""
     image_size: Annotated[int | None, flag("PIXELS")] = None
-    """Bring the shorter side of larger images to so many pixels, once: training reads less."""
+    """Resize the shorter side of larger images to so many pixels, so that training reads less."""
     jpeg_quality: Annotated[int, flag("1..95")] = 95
-    """Of JPEG that are made smaller. By default 95."""
+    """Quality of JPEG images that are resized. By default 95."""
     compression: Literal["snappy", "zstd", "gzip", "none"] = "snappy"
-    """Of columns. By default snappy."""
+    """Compression of columns. By default snappy."""
     images: Annotated[str | None, flag("NAME")] = None
-    """Which array of an .npz holds the images."""
+    """Array of an .npz that holds the images."""
     labels: Annotated[str | None, flag("NAME_OR_FILE")] = None
-    """Which array of an .npz, or which file, holds the classes."""
+    """Array of an .npz, or file, that holds the classes."""
     shuffle_seed: Annotated[int | None, flag("SEED")] = None
-    """Mix a folder of images, whose classes otherwise lie one after the other."""
+    """Shuffle a folder of images, which are otherwise ordered by class."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows whose image cannot be decoded: end there, or leave them out and say
-    how many they are."""
+    """Handling of rows whose image cannot be decoded: stop with an error, or skip and count
+    them."""
     workers: Annotated[int | None, flag("N")] = None
     """Threads that decode images. By default as many as there are cores."""
     overwrite: FlagCreatePairsOff[bool] = False
-    """Remove what another conversion has written there."""
+    """Remove the files of another conversion in the destination."""
 
     def execute(self) -> None:
-        """Convert, and say what came of it."""
+        """Convert, and print a summary."""
         from scalejax.data.convert import RowsOptions, Wanted, convert
         from scalejax.data.inspect import written_order_advice
 
@@ -146,34 +145,34 @@ class DataConvert:
                 print(f"  and {more:,} more")
         if advice := written_order_advice(str(self.destination)):
             print(f"warning: {advice}")
-        print(f"scalejax data inspect {self.destination} says what is in them.")
+        print(f"scalejax data inspect {self.destination} summarises them.")
 
 
-class _Looked(NamedTuple):
-    """Files to look at."""
+class _Inspected(NamedTuple):
+    """Files to inspect."""
 
     location: str
-    """Where they are."""
+    """Their path, folder, glob or URL."""
     options: "RowsOptions | None" = None
-    """What they do not say of themselves."""
+    """Which arrays or files hold images and labels, where the format does not tell."""
     run: ParquetConfig | None = None
-    """What a run asks of them."""
+    """The data table of the run that reads them."""
 
 
-def _of_run(path: str) -> list[_Looked]:
-    """The files that the [data] table of a run.toml names: to train on, and to evaluate on."""
+def _of_run(path: str) -> list[_Inspected]:
+    """The training and test files that the [data] table of a run.toml names."""
     from scalejax.data.convert import RowsOptions
 
     data = load_config(Path(path)).data
     match data:
         case ParquetConfig():
-            # What is evaluated needs no mixing.
+            # Test data is not shuffled.
             reading = replace(data.reading, shuffle="rows", petastorm=None)
             tested = replace(data, reading=reading)
-            found = [_Looked(data.train, None, data), _Looked(data.test, None, tested)]
+            found = [_Inspected(data.train, None, data), _Inspected(data.test, None, tested)]
             return found[:1] if data.train == data.test else found
         case ImageFolderConfig():
-            found = [_Looked(data.train), _Looked(data.test)]
+            found = [_Inspected(data.train), _Inspected(data.test)]
         case NumpyConfig():
             found = []
             for part in ("train", "test"):
@@ -182,15 +181,15 @@ def _of_run(path: str) -> list[_Looked]:
                 options = RowsOptions(images=inputs.member, labels=targets.member)
                 if inputs.member is None:
                     options = RowsOptions(labels=targets.file.path)
-                found.append(_Looked(inputs.file.path, options))
+                found.append(_Inspected(inputs.file.path, options))
         case _:
             accepted = (
-                f"its data.name is {data.name!r}, and rows are looked at of parquet, image_folder "
-                "and numpy"
+                f"its data.name is {data.name!r}, and only parquet, image_folder and numpy can be "
+                "inspected"
             )
             raise ConfigError(refusal("source", path, accepted))
     for each in found:
         if "://" in each.location.removeprefix("file://"):
-            accepted = f"{each.location} is a URL, of which only Parquet is looked at"
+            accepted = f"{each.location} is a URL, of which only Parquet can be inspected"
             raise ConfigError(refusal("source", path, accepted))
     return list(dict.fromkeys(found))

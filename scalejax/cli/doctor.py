@@ -1,6 +1,6 @@
-"""The command that looks for what could keep runs from being right or fast here.
+"""The command `doctor`: checks the machine for problems that break runs or slow them down.
 
-Starts without JAX, and imports it when it runs.
+Imported without JAX, which is imported when it runs.
 """
 
 import os
@@ -22,25 +22,27 @@ from scalejax.report.terminal import tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor:
-    """Look for what would slow runs down here, or break them.
+    """Check this machine for problems that slow runs down or break them.
 
-    Versions, devices and their rates, memory, disks, ports, variables; under srun or mpirun also
-    clocks and the ways between processes. Exit codes: 0 if nothing is bad, 1 if something is.
+    Versions, devices and their rates, memory, disks, ports, environment variables; under srun or
+    mpirun also clocks and the connections between processes. Exit codes: 0 if nothing is bad, 1 if
+    something is.
     """
 
     cluster: Annotated[str | None, flag("CLUSTER")] = None
-    """What the devices should be: a name (see scalejax hardware), or a TOML file. By default what
-    they call themselves; for a CPU, what scalejax calibrate measured."""
+    """Expected devices: a cluster's name (see scalejax hardware), or a TOML file. By default the
+    one that matches the names of the devices; for a CPU, the one that scalejax calibrate
+    measured."""
     folder: Annotated[Path, flag("DIR")] = Path("runs")
-    """Where runs write. By default runs."""
+    """Folder of run records. By default runs."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default two, or one for each of several
     processes."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the findings go, too."""
+    """Write the findings here as well."""
 
     def execute(self) -> None:
-        """Look, print the table, write the findings; ends with 1 if something is bad."""
+        """Check, print the table, write the findings; exits with 1 if something is bad."""
         from scalejax.core.cache import user_folder
 
         serialization.require_writable("json", self.json)
@@ -68,7 +70,7 @@ class Doctor:
                 on_stage or (lambda name: None),
             )
         with process_group.leaving_at_once(place):
-            # Findings that are all of one process are of one that could not tell the others.
+            # Findings of one process alone are of one that could not reach the others.
             if is_first or all(each.processes for each in found):
                 tables.show(bench_tables.findings(found))
             if is_first and self.json is not None:
@@ -79,7 +81,7 @@ class Doctor:
 
 
 def _calibrated(folder: Path, between_processes: bool) -> Cluster | None:
-    """What `scalejax calibrate` measured on this CPU, if it did."""
+    """The cluster that `scalejax calibrate` measured on this CPU; None if there is none."""
     name = "processes.toml" if between_processes else "cluster.toml"
     path = folder / "this-machine" / name
     cluster = load_cluster(os.fspath(path)) if path.is_file() else None

@@ -1,6 +1,6 @@
-"""The command that emulates training by many workers in virtual time.
+"""The command `emulate`: trains with many virtual workers in virtual time.
 
-Starts without JAX, and imports it when it runs.
+Imported without JAX, which is imported when it runs.
 """
 
 import sys
@@ -23,32 +23,32 @@ from scalejax.report.terminal import tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulate(RunFileCommand):
-    """Train by many virtual workers: real gradients, virtual time.
+    """Train with many virtual workers: real gradients, virtual time.
 
-    Asynchronous and historical ways to train, such as Downpour SGD, with the real model and data,
-    while a clock follows the cost model. A flag with a dot replaces a field of the file, such as
-    --emulation.algorithm.n_push 5, or of --conditions.
+    Asynchronous and historical algorithms, such as Downpour SGD, train the real model on real data,
+    while a virtual clock follows the cost model. A flag with a dot replaces a field of the file,
+    such as --emulation.algorithm.n_push 5, or of --conditions.
     """
 
     algorithm: Annotated[str | None, flag("NAME")] = None
-    """How the workers train together: downpour, sandblaster, synchronous, stale_synchronous,
-    local_sgd, easgd, hogwild, delayed, independent, or kvstore and variable_update by the names
-    of MXNet and tf_cnn_benchmarks. By default that of the file's [emulation]."""
+    """Algorithm: downpour, sandblaster, synchronous, stale_synchronous, local_sgd, easgd, hogwild,
+    delayed, independent, or kvstore and variable_update, the modes of MXNet and tf_cnn_benchmarks.
+    By default that of the file's [emulation]."""
     workers: Annotated[int | None, flag("N")] = None
-    """How many there are. By default as the file says, or 1."""
+    """Number of workers. By default that of the file, or 1."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
-    """Whose times it goes by: a name in the catalogue (see scalejax hardware), or a TOML file.
-    By default that of the file's [emulation], or the times in its timing."""
+    """Cluster whose times are predicted: a name in the catalogue (see scalejax hardware), or a TOML
+    file. By default that of the file's [emulation], or the times in its timing."""
     folder: Annotated[Path | None, flag("DIR")] = None
-    """Where its record goes. By default runs/ and the names of the file and the algorithm."""
+    """Folder of the run record. By default runs/ and the names of the file and the algorithm."""
     events: FlagCreatePairsOff[bool] = False
-    """Keep every instruction of the arithmetic with its virtual time, in events.parquet."""
+    """Write the instruction log, every instruction with its virtual time, to events.parquet."""
     replay: Annotated[Path | None, flag("DIR")] = None
-    """Emulate nothing: compute the run in this folder again from its events.parquet, and hold
-    that against its record."""
+    """Emulate nothing: replay events.parquet of this folder, and compare the result with its
+    record."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Emulate, print what came of it, and say where the record is."""
+        """Emulate, print the results and the folder of the record."""
         fields, conditions = self._fields(overrides)
         config = load_config(self.run_file, fields)
         cluster = _cluster(config, conditions)
@@ -76,10 +76,10 @@ class Emulate(RunFileCommand):
         print(f"scalejax report {folder} draws its curves.")
 
     def _fields(self, overrides: Overrides) -> tuple[Overrides, Overrides]:
-        """What replaces fields of the file, and the conditions of the cluster."""
+        """The overrides of fields of the file, and those of conditions of the cluster."""
         fields: Overrides = {}
         if self.algorithm not in (None, _algorithm_in(self.run_file)):
-            fields["emulation.algorithm"] = {"name": self.algorithm}  # none of another's fields
+            fields["emulation.algorithm"] = {"name": self.algorithm}  # drops fields of the other
         for name in ("workers", "cluster"):
             if getattr(self, name) is not None:
                 fields[f"emulation.{name}"] = getattr(self, name)
@@ -100,7 +100,7 @@ def _algorithm_in(path: Path) -> str | None:
 
 
 def _cluster(config: RunConfig, conditions: Overrides) -> Cluster | None:
-    """The cluster that `config` names, under these conditions.
+    """The cluster that `config` names, with these conditions set.
 
     Raises:
         ConfigError: if there are conditions and no cluster.

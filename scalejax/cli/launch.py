@@ -1,6 +1,6 @@
-"""The command that starts several processes of one run.
+"""The command `launch`: starts the processes of one run here, through SLURM, or as a JobSet.
 
-Starts without JAX, which the processes alone import.
+Imported without JAX, which only the processes import.
 """
 
 import json
@@ -35,54 +35,54 @@ _FLAGS_OF = {
     ),
     "--target jobset": (*_ALL, "gpus_per_node", "image", "volume", "namespace", "output"),
 }
-"""Which flags go with what is started: one that would do nothing is refused."""
+"""Flags by target; a flag of another target is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRun(RunFileCommand):
     """Train a run.toml in several processes, here or on a cluster.
 
-    Here, when one is lost the others are stopped, and with --max-restarts all go on from the
-    latest checkpoint; through SLURM, the job puts itself back in the queue for that. A process
-    counts as lost within 10 s of its death, 20 s after it was stopped, and --stuck-seconds after
-    the last that any did. SIGINT and SIGTERM end the run after the update at hand and a checkpoint;
-    without one 20 s later, if the update does not end; within 5 s before training. A file that
-    cannot be written ends it within 30 s, a checkpoint at the next one at the latest. Exit codes:
-    0 done; 2 refused, or a file cannot be written; 75 a process was lost; 130, 143 stopped by a
-    signal.
+    Here, when one process is lost the others are stopped, and with --max-restarts all resume from
+    the latest checkpoint; through SLURM, the job requeues itself for that. A process counts as lost
+    within 10 s of its death, 20 s after it was stopped, and --stuck-seconds after the last progress
+    of any process. SIGINT and SIGTERM end the run after the current update and a checkpoint;
+    without a checkpoint 20 s later, if the update does not finish; within 5 s before training. A
+    file that cannot be written ends it within 30 s, a checkpoint at the next one at the latest.
+    Exit codes: 0 done; 2 refused, or a file cannot be written; 75 a process was lost; 130, 143
+    stopped by a signal.
     """
 
     np: Annotated[int, flag("N")]
-    """Processes: -4 for four on this machine, 4 for four through SLURM, one for each GPU. GPUs in
-    all with --target jobset, or pods if it asks for no GPUs."""
+    """Number of processes: -4 for four on this machine, 4 for four through SLURM, one for each GPU.
+    With --target jobset the number of GPUs, or of pods if it requests no GPUs."""
     target: Literal["processes", "jobset"] = "processes"
     """Start processes, or write a JobSet for Kubernetes."""
     folder: Annotated[Path | None, flag("DIR")] = None
-    """Where its record goes, and in processes/ or slurm/ their logs. By default runs/ and the name
+    """Folder of the run record, and of logs in processes/ or slurm/. By default runs/ and the name
     of the file. Its last part names the job."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on from the latest checkpoint in the folder. A JobSet does so by itself."""
+    """Resume from the latest checkpoint in the folder. A JobSet does so by itself."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each process."""
     max_restarts: Annotated[int, flag("N")] = 0
-    """How often to start again when a process is lost, or the time of the job is up."""
+    """Number of restarts when a process is lost, or the time limit of the job is reached."""
     min_np: Annotated[int | None, flag("N")] = None
-    """Here: start again without those that were lost, down to N. By default with as many as
+    """Here: restart without the processes that were lost, down to N. By default with as many as
     before."""
     stuck_seconds: Annotated[int, flag("N")] = 300
-    """Here: how long no process may move on before they count as hanging; six times that while one
-    compiles or saves. By default 300."""
+    """Here: time without progress of any process after which they count as hanging; six times that
+    while one compiles or saves. By default 300."""
     all_logs: FlagCreatePairsOff[bool] = False
-    """Here: show what every process says, each line with its number."""
+    """Here: show the output of every process, each line prefixed by its number."""
     nodes: Annotated[int | None, flag("N")] = None
-    """SLURM: how many nodes. By default as few as have the GPUs, or one."""
+    """SLURM: number of nodes. By default as few as have the GPUs, or one."""
     gpus_per_node: Annotated[int | None, flag("N")] = None
-    """SLURM and JobSet: GPUs of a node. By default none are asked for."""
+    """SLURM and JobSet: GPUs per node. By default none are requested."""
     partition: Annotated[str | None, flag("NAME")] = None
-    """SLURM: which partition. By default the cluster's own choice."""
+    """SLURM: the partition. By default that of the cluster."""
     time: Annotated[str | None, flag("TIME")] = None
-    """SLURM: the longest time, in minutes or as in 2-12:00:00. The run saves and stops 120 s
-    before. By default the partition's."""
+    """SLURM: the time limit, in minutes or as in 2-12:00:00. The run saves and stops 120 s
+    before it. By default that of the partition."""
     slurm: Annotated[tuple[str, ...], flag("OPTION=VALUE ...")] = ()
     """SLURM: further options of sbatch, such as account=vision mem=64G; setup=LINE is run first."""
     dry_run: FlagCreatePairsOff[bool] = False
@@ -90,17 +90,17 @@ class LaunchRun(RunFileCommand):
     detach: FlagCreatePairsOff[bool] = False
     """SLURM: do not wait for the job."""
     image: Annotated[str | None, flag("IMAGE")] = None
-    """JobSet: the container image, with scalejax in it."""
+    """JobSet: the container image, with scalejax installed."""
     volume: Annotated[str | None, flag("CLAIM")] = None
-    """JobSet: what keeps the record and the checkpoints: the name of a PersistentVolumeClaim, or a
+    """JobSet: volume of the run record and checkpoints: the name of a PersistentVolumeClaim, or a
     path such as /mnt/shared that every node sees."""
     namespace: Annotated[str | None, flag("NAME")] = None
-    """JobSet: the namespace. By default that of whoever applies it."""
+    """JobSet: the namespace. By default that of kubectl."""
     output: Annotated[Path | None, flag("FILE.yaml")] = None
-    """JobSet: where it goes. By default it is printed."""
+    """JobSet: write the manifest here. By default it is printed."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Start them, and end as they did; or write what starts them."""
+        """Start the processes and exit with their code; or write the JobSet."""
         if not self.np:
             accepted = "it must be -4 for 4 processes here, or 4 for 4 on a cluster"
             raise ConfigError(refusal("np", self.np, accepted))
@@ -123,7 +123,7 @@ class LaunchRun(RunFileCommand):
         return self.folder or Path("runs") / self.run_file.stem
 
     def _require_flags_of(self, what: str) -> None:
-        """Refuse a flag that would do nothing."""
+        """Refuse a flag of another target."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in _FLAGS_OF[what] and value != field.default:
@@ -133,17 +133,17 @@ class LaunchRun(RunFileCommand):
 
     def _command(self, changed: list[str]) -> tuple[str, ...]:
         run_file, folder = self.run_file, self._run_folder
-        if self.np > 0:  # a job may begin elsewhere
+        if self.np > 0:  # a job may start in another working directory
             run_file, folder = run_file.absolute(), folder.absolute()
         command = [sys.executable, "-m", "scalejax", "train", str(run_file)]
         command += ["--folder", str(folder), *changed]
         return (*command, "--resume") if self.resume else tuple(command)
 
     def _start(self, command: tuple[str, ...]) -> None:
-        """Processes on this machine."""
+        """Start the processes on this machine, and exit with their code."""
         folder = self._run_folder
         if self.min_np is not None and self.min_np > -self.np:
-            accepted = f"it must be at most {-self.np}, with which the run begins"
+            accepted = f"it must be at most the {-self.np} processes of --np"
             raise ConfigError(refusal("min_np", self.min_np, accepted))
         self._require_own_folder()
         typed = [*sys.argv[1:], *(() if self.resume else ("--resume",))]
@@ -171,7 +171,7 @@ class LaunchRun(RunFileCommand):
         raise SystemExit(code)
 
     def _require_own_folder(self) -> None:
-        """Refuse what the processes would, before any of them has started."""
+        """Refuse a folder that the processes would refuse, before any of them has started."""
         run = RunFolder(path=self._run_folder)
         if run.holds_run and not self.resume:
             refuse_second_run(run)
@@ -179,7 +179,7 @@ class LaunchRun(RunFileCommand):
             refuse_no_run(run)
 
     def _submit(self, command: tuple[str, ...]) -> None:
-        """A job of SLURM, waited for unless told otherwise."""
+        """Submit a job to SLURM, and wait for it unless detached."""
         folder = self._run_folder.absolute()
         self._require_own_folder()
         run = SlurmRun(
@@ -210,7 +210,7 @@ class LaunchRun(RunFileCommand):
         raise SystemExit(code)
 
     def _write_jobset(self, changed: list[str]) -> None:
-        """YAML for kubectl."""
+        """Write or print the JobSet manifest."""
         for name, example in (("image", "ghcr.io/me/scalejax:1"), ("volume", "my-claim")):
             if getattr(self, name) is None:
                 raise ConfigError(f"--target jobset needs --{name}, such as --{name} {example}.")
@@ -236,7 +236,7 @@ class LaunchRun(RunFileCommand):
 
 
 def _as_toml(value: JsonValue) -> str:
-    """`value` as the flags of `train` read it."""
+    """`value` as TOML, as the flags of `train` parse it."""
     if isinstance(value, dict):
         fields = (f"{json.dumps(name)} = {_as_toml(inner)}" for name, inner in value.items())
         return f"{{ {', '.join(fields)} }}"

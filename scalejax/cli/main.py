@@ -1,6 +1,6 @@
-"""The command line: finds the command, reads its flags, words every refusal in one sentence.
+"""The command line: finds the command, parses its flags, prints every error in one sentence.
 
-Knows nothing of what the commands do. Starts without JAX.
+Knows nothing of what the commands do. Imported without JAX.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _FIELDS_WITHOUT_DOT = (
     *(field.name for field in dataclasses.fields(RunConfig)),
     *(name for name in RENAMED_FIELDS if "." not in name),
 )
-"""The seed, and whole tables: --optimizer='{name = "lamb"}' leaves none of the file's fields."""
+"""The seed, and whole tables: --optimizer='{name = "lamb"}' replaces all fields of the table."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`) has gone. Python flushes once more at exit: into nothing.
+        # The reader (`head`) has exited. Python flushes once more at exit: to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
     return 0
@@ -131,7 +131,7 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], Overrides]:
 
 
 def _command_name(arguments: list[str]) -> str:
-    """The name at the front of `arguments`, of one word or two; prints help where there is none."""
+    """The command at the front of `arguments`, of one word or two; prints help if there is none."""
     for words in (2, 1):
         name = " ".join(arguments[:words])
         if name in COMMANDS:
@@ -158,7 +158,7 @@ def _print_help() -> None:
     print("usage: scalejax COMMAND [-h] ...\n")
     print("Train large minibatches in JAX; predict the cost on GPUs that are not here.\n")
     _print_commands(COMMANDS)
-    print("\nscalejax COMMAND --help says more. Start with: scalejax quickstart")
+    print("\nscalejax COMMAND --help lists its flags. Start with: scalejax quickstart")
 
 
 def _print_commands(names: Iterable[str]) -> None:
@@ -167,7 +167,7 @@ def _print_commands(names: Iterable[str]) -> None:
 
 
 def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command:
-    """The command as typed.
+    """The command with its flags parsed.
 
     Raises:
         ConfigError: on the first flag that `kind` does not have, or has with another type.
@@ -180,13 +180,13 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
             closest = nearest_name(flag, flags)
             hint = f" (did you mean {closest}?)" if closest else f" (see scalejax {name} --help)"
             raise ConfigError(f"{flag} is no flag of scalejax {name}{hint}.")
-    told, refused = _Captured(sys.stdout), io.StringIO()
+    printed, refused = _Captured(sys.stdout), io.StringIO()
     try:
-        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(refused):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):
             return tyro.cli(kind, prog=f"scalejax {name}", args=arguments)
     except SystemExit as stop:
         if stop.code == 0:
-            for line in told.text().splitlines():
+            for line in printed.text().splitlines():
                 print(_wrapped(line))
             raise
         message = _first_paragraph(refused.getvalue())
@@ -194,7 +194,7 @@ def _read_flags(kind: type[Command], name: str, arguments: list[str]) -> Command
 
 
 class _Captured(io.TextIOWrapper):
-    """Takes what is meant for a stream, and answers what tyro asks of it before it draws frames."""
+    """Captures the text written to a stream, with the encoding and `isatty` that tyro looks at."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding=stream.encoding)
@@ -204,13 +204,13 @@ class _Captured(io.TextIOWrapper):
         return self._is_terminal
 
     def text(self) -> str:
-        """What was written."""
+        """The captured text."""
         self.seek(0)
         return self.read()
 
 
 def _wrapped(line: str) -> str:
-    """`line` on as many as the width of the terminal asks for, indented below its title.
+    """`line` wrapped to the width of the terminal, continuation lines indented below its title.
 
     Words stay whole, so that paths and flags can be copied.
     """
@@ -231,7 +231,7 @@ def _wrapped(line: str) -> str:
 
 
 def _first_paragraph(panel: str) -> str:
-    """What a framed message of tyro says between its title and its first rule, on one line."""
+    """The text of a framed message of tyro between its title and its first rule, on one line."""
     lines = [line.strip("│").rstrip() for line in panel.splitlines()[1:]]
     if lines and _ends_paragraph(lines[0]):  # where there is no UTF-8, a rule follows the title
         lines = lines[1:]

@@ -1,6 +1,6 @@
-"""The command that plans a run: which cluster, how many devices, which batch.
+"""The command `plan`: the cluster, number of devices and batch with the least time to target.
 
-Starts without JAX, and imports it when it runs.
+Imported without JAX, which is imported when it runs.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class PlanRun(RunFileCommand):
     """Find the devices and batch that reach a target soonest.
 
-    Time to target is the steps that the batch needs, from measured points, times the predicted
-    time of a step. A flag with a dot replaces a field of the file, or of --conditions.
+    Time to target is the number of steps that the batch needs, from measured convergence points,
+    times the predicted step time. A flag with a dot replaces a field of the file, or of
+    --conditions.
     """
 
     clusters: Annotated[str, flag("A,B,...")]
@@ -32,30 +33,31 @@ class PlanRun(RunFileCommand):
     devices: Annotated[str, flag("N..M")]
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
     target: Annotated[str | None, flag("VALUE")] = None
-    """What counts as trained, such as 0.759 or 75.9%; by default what the points are of."""
+    """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points."""
     convergence: Annotated[str | None, flag("FILE|DIR")] = None
-    """Steps to target by batch: CSV or Parquet of runs, TOML or JSON of points and maybe a noise
-    scale, the folder of a run or sweep with its noise scale, or the name of published points. By
-    default those of the network, or else the run's own epochs."""
+    """Steps to target by batch: CSV or Parquet of runs, TOML or JSON of points and optionally a
+    noise scale, the folder of a run or sweep with its noise scale, or the name of published points.
+    By default those of the network, or else the epochs of the run."""
     recipe: Annotated[str | None, flag("NAME")] = None
-    """Which recipe of those points, and of their noise scales; by default for each batch that of
-    the nearest point."""
+    """Published recipe of those points, and of their noise scales; by default for each batch that
+    of the nearest point."""
     global_batch: Annotated[str | None, flag("B,B,...")] = None
-    """Batches to choose from, such as 1024..8192; by default each device keeps its samples."""
+    """Global batches to choose from, such as 1024..8192; by default the batch per device is
+    constant."""
     deadline: Annotated[str | None, flag("TIME")] = None
     """Time within which the target must be reached, such as 30min, 2h or 3d."""
     budget: Annotated[float | None, flag("COST")] = None
-    """Most that it may cost: a number in the currency of --price, such as 500, or of device-hours
-    where no --price is given."""
+    """Largest cost: a number in the currency of --price, such as 500, or in device-hours without
+    --price."""
     price: Annotated[str | None, flag("PRICE")] = None
-    """Of one device for an hour, in any currency; one for all clusters, or P,P,... for each."""
+    """Price of one device-hour, in any currency; one for all clusters, or P,P,... for each."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the figures go, for scalejax report."""
+    """Write the plan here, for scalejax report."""
     output: Annotated[Path | None, flag("DIR")] = None
-    """Where the figures and a plot of time and cost go."""
+    """Folder for the plan and a plot of time and cost."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Plan, print the table, write the figures; refuse where nothing meets the limits."""
+        """Plan, print the table, write the plan; refuse if no option meets the limits."""
         from scalejax.planning.convergence import parse_target
         from scalejax.planning.time_to_target import notes
         from scalejax.planning.time_to_target.run import find_convergence, plan_run
@@ -98,7 +100,7 @@ class PlanRun(RunFileCommand):
             raise DoesNotFit(notes.missed(plan))
 
     def _options(self, overrides: Overrides) -> tuple[list["ClusterOption"], Overrides]:
-        """The clusters with their prices, and the overrides that are not about them."""
+        """The cluster options with their prices, and the overrides of the run."""
         from scalejax.planning.time_to_target.run import ClusterOption
 
         names = list(dict.fromkeys(self.clusters.split(",")))

@@ -1,6 +1,6 @@
-"""Commands about the cost of steps: predict it, explain it, measure and test what it rests on.
+"""Commands about the cost of a step: predict, explain, hardware, calibrate, validate.
 
-They start without JAX, and import it when they run.
+Imported without JAX, which is imported when they run.
 """
 
 import os
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
 class Predict(RunFileCommand):
     """Predict time, efficiency and memory on GPUs not here.
 
-    A flag with a dot replaces a field of the file, such as --batch.global_batch 512.
-
-    What is known of the site is a flag, too, such as --conditions.step_cv 0.02.
+    A flag with a dot replaces a field of the file, such as --batch.global_batch 512, or a condition
+    of the site, such as --conditions.step_cv 0.02.
     """
 
     cluster: Annotated[str, flag("CLUSTER")]
@@ -48,17 +47,18 @@ class Predict(RunFileCommand):
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
-    """How fast a host makes batches, as scalejax data bench measured."""
+    """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
-    """What stays as devices are added: the batch of each device, or that of all."""
+    """What is constant as devices are added: the batch per device (weak), or the global batch
+    (strong)."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the figures go, for scalejax report."""
+    """Write the predictions here, for scalejax report."""
     trace: Annotated[Path | None, flag("TRACE.json")] = None
-    """Where a trace of the step on the most devices goes, for ui.perfetto.dev; of the last batch,
-    if it grows."""
+    """Write a trace of the step on the most devices here, for ui.perfetto.dev; if the batch grows,
+    of the last one."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Compile and cost each case, print the table, write the figures."""
+        """Compile and cost each case, print the table, write the predictions."""
         from scalejax.planning.scaling_study import ramp_study, study
         from scalejax.simulator.perfetto import write_trace
 
@@ -96,11 +96,11 @@ class Predict(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explain(RunFileCommand):
-    """Say where the time of a step goes, and what would shorten it.
+    """Show where the time of a step goes, and what would shorten it.
 
-    A waterfall from ideal to predicted, the costliest operations with their source lines,
-    exchanges that the layout does not call for, and what twice the bandwidth, network, batch or
-    chip would buy. A flag with a dot replaces a field of the file, or of --conditions.
+    A waterfall from ideal to predicted time, the costliest operations with their source lines,
+    collectives that the layout does not need, and the speedup with twice the bandwidth, network,
+    batch or chip. A flag with a dot replaces a field of the file, or of --conditions.
     """
 
     cluster: Annotated[str, flag("CLUSTER")]
@@ -108,18 +108,18 @@ class Explain(RunFileCommand):
     devices: Annotated[int, flag("N")]
     """Number of devices."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
-    """How fast a host makes batches, as scalejax data bench measured."""
+    """Input rates of a host, measured by scalejax data bench."""
     output: Annotated[Path | None, flag("FILE.html")] = None
-    """Where the page with the waterfall drawn goes."""
+    """Write an HTML page with the waterfall chart here."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the figures go."""
+    """Write the explanation here as JSON."""
     trace: Annotated[Path | None, flag("TRACE_DIR")] = None
     """A recorded profile of the step (scalejax train --profile), to compare with."""
     trace_output: Annotated[Path | None, flag("TRACE.json")] = None
-    """Where a trace of the predicted step goes, for ui.perfetto.dev."""
+    """Write a trace of the predicted step here, for ui.perfetto.dev."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Compile, explain, print, and write what was asked for."""
+        """Compile the step, print the explanation, write the output files."""
         from scalejax.measure.trace import recorded_trace
         from scalejax.planning.explain_run import CASES, compare_trace, explain_run
         from scalejax.report.terminal import explanation as explanation_tables
@@ -152,7 +152,7 @@ class Explain(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """List known clusters and chips, or one with its sources."""
+    """List clusters and chips, or one of them with its sources."""
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
     """A cluster, a chip, or a TOML file that describes a cluster."""
@@ -174,27 +174,27 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """Measure the devices here, as a cluster to predict with."""
+    """Measure the devices here, or fit a cluster to runs."""
 
     from_: Annotated[
         tuple[Path, ...], arg(name="from", metavar="RUN RUN ...", help_behavior_hint="")
     ] = ()
-    """Measure nothing: fit the cluster to these 2 to 5 folders that train wrote, or to the
-    benchmarks in one that scalejax bench wrote, or to folders in its runs/."""
+    """Measure nothing: fit the cluster to 2 to 5 run folders of scalejax train, to the benchmarks
+    in a folder of scalejax bench, or to folders in its runs/."""
     devices: Annotated[str | None, flag("N,N,...")] = None
-    """Of a bench, the numbers of devices to fit to, such as 1,2. By default all."""
+    """Numbers of devices of a bench to fit to, such as 1,2. By default all."""
     processes: Annotated[int, flag("N")] = 1
-    """Of a bench, those benchmarks in so many processes. By default 1."""
+    """Number of processes of the benchmarks of a bench to fit to. By default 1."""
     cluster: Annotated[str | None, flag("CLUSTER")] = None
-    """What --from fits: a name or a TOML file. By default what was measured here before."""
+    """Cluster that --from fits: a name or a TOML file. By default the one measured here before."""
     output: Annotated[Path | None, flag("DIR")] = None
-    """Where the files go: cluster.toml of what is measured, where train looks for it, and
+    """Folder for cluster.toml, the measured cluster, where train looks for it, and for
     cluster-fitted.toml of --from. By default this-machine in the user's cache folder."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices. By default as many as it has cores, at least 2."""
 
     def execute(self) -> None:
-        """Measure, or fit to what was measured, and write the files."""
+        """Measure the devices or fit to runs, and write the cluster."""
         from scalejax.core.cache import user_folder
 
         here = user_folder() / "this-machine"
@@ -205,7 +205,7 @@ class Calibrate:
             self._measure(self.output or here)
 
     def _measure(self, output: Path) -> None:
-        """Time operations, memory, exchanges, storage."""
+        """Time operations, memory, collectives and storage, and write the cluster."""
         for name, value in (("cluster", self.cluster), ("devices", self.devices)):
             if value is not None:
                 raise ConfigError(refusal(name, value, "it is for --from RUN RUN ..."))
@@ -225,7 +225,7 @@ class Calibrate:
         print(f"scalejax predict RUN.toml --cluster {paths[0]} --devices 1,2 predicts with them.")
 
     def _fit(self, here: Path) -> None:
-        """Fit a cluster to runs."""
+        """Fit a cluster to measured runs, and write it."""
         from scalejax.measure.fit import FITTED_FILE, fit_runs, measured_cluster
 
         runs = self._runs()
@@ -238,7 +238,7 @@ class Calibrate:
         print(f"scalejax predict RUN.toml --cluster {path} --devices 1,2 predicts with it.")
 
     def _runs(self) -> "list[MeasuredRun]":
-        """What to fit to: the runs in folders, or benchmarks of a bench."""
+        """The measured runs to fit to: run folders, or benchmarks of a bench."""
         from scalejax.measure.bench import BenchFolder, measured_runs, read_summaries
         from scalejax.measure.bench.results import is_benchmark, measured_run, read_plan
         from scalejax.measure.fit import read_run, read_runs
@@ -266,19 +266,19 @@ class Calibrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validate:
-    """Hold predictions against a ledger of published steps."""
+    """Compare predictions with a ledger of published step times."""
 
     ledger: Annotated[Positional[Path], flag("LEDGER.csv")]
     """The published step times: a CSV file in the format of step_times.csv."""
     family: Annotated[str | None, flag("F,F,...")] = None
-    """These families alone, such as dlperf,llm_foundry."""
+    """Only these families, such as dlperf,llm_foundry."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the figures go: every row, and how far off each family is."""
+    """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
-    """Where predicted times are drawn against measured ones: png, svg or pdf."""
+    """Plot predicted against measured times here: png, svg or pdf."""
 
     def execute(self) -> None:
-        """Predict every row, print the table, write the figures."""
+        """Predict every row, print the table, write the results."""
         from scalejax.report.figures.style import require_plot_format, save_scatter
         from scalejax.validation import compile_cases, read_ledger, validation
 
@@ -308,10 +308,10 @@ class Validate:
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster of that name in the catalogue, or in a file of the user's.
+    """The cluster of that name in the catalogue, or in a TOML file.
 
     Raises:
-        UnknownHardware: if it is neither; for the name of a chip, with the clusters that have it.
+        UnknownHardware: if there is neither; for the name of a chip, lists clusters with it.
         ConfigError: if the file does not describe a cluster.
     """
     if name in chip_names() and name not in cluster_names():
@@ -324,7 +324,7 @@ def find_cluster(name: str) -> Cluster:
 
 
 def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Overrides]:
-    """The cluster under the conditions among the overrides, and the other overrides.
+    """The cluster with the conditions among `overrides` set, and the other overrides.
 
     Raises:
         ConfigError: if there is no such condition, or it cannot have that value.
@@ -342,10 +342,10 @@ def take_conditions(cluster: Cluster, overrides: Overrides) -> tuple[Cluster, Ov
 
 
 def with_input(cluster: Cluster, path: Path | None, config: RunConfig) -> Cluster:
-    """The cluster with the input side of `path`, if there is one, for the data of a run.
+    """The cluster with the input rates in `path`, if given, for the data of a run.
 
     Raises:
-        ConfigError: if it cannot be read, or says nothing of such data.
+        ConfigError: if they cannot be read, or were measured on other data.
     """
     if path is None:
         return cluster

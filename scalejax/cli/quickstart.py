@@ -1,6 +1,6 @@
-"""The tour: what warmup does to a large minibatch, what ImageNet would take on GPUs, a report.
+"""The quickstart: trains with and without warmup, predicts ResNet-50 on two clusters, reports.
 
-Knows which runs and predictions show it; each of its steps is what one command does.
+Lists its runs and predictions; each step is that of one command.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,19 +26,19 @@ from scalejax.simulator.predict import ScalingPrediction
 from scalejax.training.record import RunRecord
 
 DEVICE_COUNT = 8
-"""Virtual devices on which the tour trains."""
+"""Virtual devices on which the quickstart trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One of the trainings that are compared."""
+    """One of the runs that are compared."""
 
     name: str
-    """Its folder, and its name in the report."""
+    """Name of its folder, and in the report."""
     file: str
     """Its run.toml among the examples."""
-    what: str
-    """What sets it apart, for people."""
+    description: str
+    """How it differs from the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,32 +46,32 @@ class Forecast:
     """One of the predictions."""
 
     name: str
-    """Of its file."""
+    """Name of the file of the prediction."""
     title: str
-    """For people."""
+    """Title of the table and the plot."""
     file: str
     """Its run.toml among the examples."""
     cluster: str
-    """Name in the catalogue."""
+    """Name of the cluster in the catalogue."""
     device_counts: tuple[int, ...]
-    """Few, because the compiler takes 10 to 20 s for each."""
+    """Numbers of devices; few, because the compiler takes 10 to 20 s for each."""
 
 
 ARMS = (
     Arm(
         name="small-batch",
         file="fashion_small_batch.toml",
-        what="32 images per update, and the learning rate that suits them",
+        description="32 images per update, and the learning rate that suits them",
     ),
     Arm(
         name="no-warmup",
         file="fashion_no_warmup.toml",
-        what="512 images per update, 16 times the learning rate at once",
+        description="512 images per update, 16 times the learning rate at once",
     ),
     Arm(
         name="gradual-warmup",
         file="fashion_gradual_warmup.toml",
-        what="512 images per update, 16 times the learning rate after 3 epochs",
+        description="512 images per update, 16 times the learning rate after 3 epochs",
     ),
 )
 GOYAL = Forecast(
@@ -91,17 +91,16 @@ MODERN = Forecast(
 
 
 def quickstart(folder: Path, *, seeds: int = 1) -> None:
-    """Train three ways, predict two clusters, write a report, and print what each shows.
+    """Train three runs, predict two clusters, write a report, and print the results.
 
-    Everything goes into `folder`: the run files that were used, a folder for each run, the
-    predictions, and `report.html`.
+    Writes into `folder`: the run files, a folder for each run, the predictions, and `report.html`.
 
     Args:
-        folder: made if it is not there.
-        seeds: times that each training is repeated, each with another seed.
+        folder: created if missing.
+        seeds: number of seeds with which each run is trained.
 
     Raises:
-        ConfigError: if `folder` holds something already, or JAX runs with other devices.
+        ConfigError: if `folder` is not empty, or JAX already runs with other devices.
     """
     require_at_least("seeds", seeds, 1)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -122,10 +121,10 @@ def quickstart(folder: Path, *, seeds: int = 1) -> None:
 
 
 def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
-    """What the runs of each arm reached, in a table and in words.
+    """A table of the test accuracy of each arm, and a remark.
 
     Args:
-        records: by name of the arm, one for each seed.
+        records: run records by name of the arm, one for each seed.
     """
     table = tables.figures("", "batch", "peak rate", "warmup", "test accuracy")
     for name, group in records.items():
@@ -141,8 +140,8 @@ def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
         )
     yield table
     yield Text(
-        "Sixteen times the batch takes a sixteenth of the updates. Its learning rate must grow "
-        "alike, and at once that is too much: it must be climbed to (Goyal et al. 2017, "
+        "Sixteen times the batch takes a sixteenth of the updates. The learning rate is scaled by "
+        "the same factor, which fails without gradual warmup (Goyal et al. 2017, "
         "arXiv 1706.02677)."
     )
 
@@ -159,7 +158,7 @@ def _accuracy(group: Sequence[RunRecord]) -> str:
 def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
     from scalejax.training.train import train
 
-    print(f"\n{arm.name}: {arm.what}", flush=True)  # the progress goes to standard error
+    print(f"\n{arm.name}: {arm.description}", flush=True)  # progress goes to standard error
     config = load_config(_copy_example(arm.file, folder))
     place = folder / arm.name
     if seeds == 1:
@@ -170,7 +169,7 @@ def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
 
 
 def _predict(forecast: Forecast, folder: Path) -> Path:
-    """Compile, cost and print; returns the file of the figures."""
+    """Predict and print a scaling study; returns the file of the prediction."""
     config = load_config(_copy_example(forecast.file, folder))
     cluster = load_cluster(forecast.cluster)
     with progress.compiling(len(forecast.device_counts)) as on_case:
@@ -190,7 +189,7 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
 
 
 def _remark(forecast: Forecast, found: ScalingPrediction) -> Text:
-    """What a reader should hold beside the table."""
+    """A remark below the table: the published figures, or a caveat."""
     last = found.predictions[-1]
     if forecast is GOYAL:
         return Text(
@@ -200,8 +199,8 @@ def _remark(forecast: Forecast, found: ScalingPrediction) -> Text:
             f"{format_seconds(last.run_seconds)}."
         )
     return Text(
-        f"These are times, not accuracies. A batch of {last.global_batch:,} would not train "
-        "alike: Goyal et al. found the error to rise from a batch of 16,384 on."
+        f"These are times, not accuracies. A batch of {last.global_batch:,} would not reach the "
+        "same accuracy: Goyal et al. found the error to rise from a batch of 16,384 on."
     )
 
 

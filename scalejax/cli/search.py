@@ -1,6 +1,6 @@
-"""The command that searches for the best way to spread a step.
+"""The command `search`: ranks the parallelisation strategies of a transformer's step.
 
-Starts without JAX, and imports it when it runs.
+Imported without JAX, which is imported when it runs.
 """
 
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ _OPEN: Overrides = {
     "layout.mode": "jit",
     "batch.microbatches": 1,
 }
-"""What a search varies: of the file it is not even checked."""
+"""Fields that a search varies; their values in the file are replaced before it is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search(RunFileCommand):
-    """Rank every way to spread a transformer's step over devices.
+    """Rank the parallelisation strategies of a transformer.
 
-    Every division into data, fsdp, tensor, context and pipeline, with chunks, microbatches,
-    recompute and ZeRO stages, that fits the memory; the first are compiled and confirmed. What the
-    file says of its layout, microbatches and remat is replaced. A flag with a dot replaces a
-    field of the file, or of --conditions.
+    Every layout over data, fsdp, tensor, context and pipeline, with pipeline chunks, microbatches,
+    remat and ZeRO stages, that fits the memory; the best are compiled to confirm them. Layout,
+    microbatches and remat of the file are replaced. A flag with a dot replaces a field of the file,
+    or of --conditions.
     """
 
     cluster: Annotated[str, flag("CLUSTER")]
@@ -51,22 +51,22 @@ class Search(RunFileCommand):
     devices: Annotated[str, flag("N,N,...")]
     """Number of devices, or several to choose from, such as 64 or 64,128,256."""
     global_batch: Annotated[int | None, flag("B")] = None
-    """Samples of an update; by default that of the file."""
+    """Samples per update; by default that of the file."""
     objective: Literal["time", "cost", "memory"] = "time"
-    """What is least: the time of a step, device-hours of a sample, or memory."""
+    """What is minimised: step time, device-hours per sample, or memory."""
     price_per_device_hour: Annotated[float | None, flag("PRICE")] = None
-    """Of one device, in any currency: adds the price of a million samples."""
+    """Price of one device-hour, in any currency: adds the price of a million samples."""
     top: Annotated[int, flag("K")] = 10
-    """Strategies in the table."""
+    """Number of strategies in the table."""
     confirm: Annotated[int, flag("K")] = 3
-    """Of these, the first that are compiled."""
+    """Number of the best strategies that are compiled to confirm them."""
     json: Annotated[Path | None, flag("OUT.json")] = None
-    """Where the figures go."""
+    """Write the strategies here as JSON."""
     output: Annotated[Path | None, flag("DIR")] = None
-    """Where the figures and the plot of time against memory go."""
+    """Folder for the strategies and a plot of time against memory."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Search, compile the winners, print the table, write the figures."""
+        """Search, compile the best strategies, print the table, write the results."""
         from scalejax.planning.search.run import (
             confirm_search,
             left_out_notes,
@@ -87,7 +87,7 @@ class Search(RunFileCommand):
             accepted = "search tries every value; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
-        # With an exchange, the layout is as it must be, and `shape_of` says what is wrong.
+        # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
         is_given = given_name(self.run_file, overrides, table="gradient_sync") is not None
         config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
         name = given_name(self.run_file, overrides)
@@ -125,7 +125,7 @@ class Search(RunFileCommand):
         self._write(report, found)
 
     def _write(self, report: "SearchReport", found: Found) -> None:
-        """The figures and the plot, where they were asked for."""
+        """Write the results and the plot, where flags name files for them."""
         from scalejax.report.figures.style import save_pareto
 
         for path in (self.json, self.output and self.output / "search.json"):
@@ -140,7 +140,7 @@ class Search(RunFileCommand):
     def _nothing_fits(
         self, nearest: tuple[Strategy, float] | None, title: str, notes: tuple[str, ...]
     ) -> str:
-        """No answer as an answer: how far it is, and what was not searched."""
+        """The message if no strategy fits: the nearest one, and what was not searched."""
         from scalejax.planning.search.run import in_words
 
         devices = counted(self.devices, "device")

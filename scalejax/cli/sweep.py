@@ -1,6 +1,6 @@
-"""The command that trains many runs of one file.
+"""The command `sweep`: trains many runs of one file.
 
-Starts without JAX, which its workers alone import.
+Imported without JAX, which only its worker processes import.
 """
 
 import sys
@@ -29,13 +29,13 @@ from scalejax.sweep.plan import begin_sweep, parse_target, require_met_condition
 
 
 def repeated(letter: str, metavar: str) -> object:
-    """How a flag that may be repeated is written in help."""
+    """The tyro annotation of a flag that may be repeated."""
     return arg(aliases=[f"-{letter}"], metavar=metavar, help_behavior_hint="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep(RunFileCommand):
-    """Train every combination of values, side by side.
+    """Train every combination of values, in parallel.
 
     Values are JSON. Every combination of -V is merged over -P; each -E, in order, replaces
     parameters of the runs that match its condition, or forks them into cases. A flag with a dot
@@ -44,8 +44,8 @@ class Sweep(RunFileCommand):
 
     variable: UseAppendAction[Annotated[tuple[str, ...], repeated("V", "FIELD=[VALUE,...]")]] = ()
     """Values to combine, such as 'seed=[0,1,2]'. May be repeated. A whole table as a value, such
-    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces that of the file, all its fields;
-    -P and -E replace those that they name, and leave the others."""
+    as 'optimizer=[{"name": "lamb"}, {"name": "lars"}]', replaces all fields of that of the file;
+    -P and -E replace only the fields that they name."""
     parameter: UseAppendAction[Annotated[tuple[str, ...], repeated("P", "FIELD=VALUE")]] = ()
     """A value for every run. May be repeated."""
     extension: UseAppendAction[Annotated[tuple[str, ...], repeated("E", "JSON")]] = ()
@@ -54,26 +54,27 @@ class Sweep(RunFileCommand):
     {"schedule": {"warmup": "gradual", "warmup_epochs": 1, "warmup_from": "zero"}}]}': with and
     without warmup."""
     folder: Annotated[Path | None, flag("DIR")] = None
-    """Where everything goes. By default sweeps/ and the name of the file."""
+    """Folder for runs and results. By default sweeps/ and the name of the file."""
     plan: FlagCreatePairsOff[bool] = False
     """Print the plan, and train nothing."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on with the sweep in the folder."""
+    """Resume the sweep in the folder."""
     target: Annotated[str | None, flag("METRIC=VALUE")] = None
-    """What the runs are to reach, such as test_accuracy=0.88; adds steps and samples to it."""
+    """Target of the runs, such as test_accuracy=0.88; adds steps and samples to target to the
+    results."""
     processes: Annotated[int | None, flag("N")] = None
-    """Processes at once. By default as many as there are cores and memory for."""
+    """Processes in parallel. By default as many as there are cores and memory for."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices for each run."""
     one_by_one: FlagCreatePairsOff[bool] = False
-    """Train each run in a program of its own, also where runs could share one."""
+    """Train each run in a program of its own, even where runs could share one."""
 
     optuna: Annotated[int | None, flag("N")] = None
     """Let Optuna choose N combinations of -V, which may be {"low": 1e-3, "high": 1, "log": true};
     each is trained for all values of seed. Needs the extra scalejax[optuna]."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Plan, train what is left to do, write and print the results."""
+        """Plan, train the runs that are not finished, write and print the results."""
         if self.processes is not None:
             require_at_least("processes", self.processes, 1)
         typed = parse_grammar(self.parameter, self.variable, self.extension)
@@ -102,7 +103,7 @@ class Sweep(RunFileCommand):
         )
 
     def _train(self, sweep: SweepPlan, files: SweepFolder) -> list[str]:
-        """Train what is not finished, and write the tables; what went wrong."""
+        """Train the runs that are not finished and write the tables; returns the problems."""
         try:
             with progress.training(len(sweep.jobs), len(sweep.runs)) as on_part:
                 problems = run_sweep(sweep, files, processes=self.processes, on_part=on_part)
@@ -118,7 +119,7 @@ class Sweep(RunFileCommand):
         return problems
 
     def _report(self, sweep: SweepPlan, files: SweepFolder, problems: list[str]) -> None:
-        """Print and draw what was found."""
+        """Print and plot the results."""
         from scalejax.report.figures.sweep import save_curves, save_finals
 
         rows = read_rows(sweep, files)

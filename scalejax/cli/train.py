@@ -1,6 +1,6 @@
-"""Commands about runs: describe them, make them, draw them.
+"""Commands about runs: train, report, config show, config fields, schedule plot, quickstart.
 
-They start without JAX, and import it when they run.
+Imported without JAX, which is imported when they run.
 """
 
 import os
@@ -24,28 +24,27 @@ from scalejax.report.terminal import tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train(RunFileCommand):
-    """Train what a run.toml describes, on the devices here.
+    """Train the run of a run.toml on the devices here.
 
-    Started by srun, mpirun or scalejax launch, its processes find each other and train as one. A
-    flag with a dot replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end
-    it after the update at hand and a checkpoint; without one 20 s later, if the update does not
-    end; within 5 s before training.
+    Started by srun, mpirun or scalejax launch, its processes join one run. A flag with a dot
+    replaces a field of the file, such as --train.epochs 3. SIGINT and SIGTERM end the run after the
+    current update and a checkpoint; without a checkpoint 20 s later, if the update does not finish;
+    within 5 s before training.
     """
 
     folder: Annotated[Path | None, flag("DIR")] = None
-    """Where its record goes. By default runs/ and the name of the file."""
+    """Folder of the run record and checkpoints. By default runs/ and the name of the file."""
     resume: FlagCreatePairsOff[bool] = False
-    """Go on from the latest checkpoint in the folder."""
+    """Resume from the latest checkpoint in the folder."""
     cpu_devices: Annotated[int | None, flag("N")] = None
     """Divide the CPU into N virtual devices, and train on those."""
     profile: FlagCreatePairsOff[bool] = False
     """Record a trace of some steps, for scalejax explain --trace."""
     profile_schedule: Annotated[str, flag("WAIT,WARMUP,ACTIVE,REPEAT")] = "10,2,5,1"
-    """Which steps: recorded are ACTIVE after WAIT and WARMUP, REPEAT times. By default
-    10,2,5,1."""
+    """Steps to trace: ACTIVE steps after WAIT and WARMUP, REPEAT times. By default 10,2,5,1."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Train, and say where the record is."""
+        """Train, and print where the record is."""
         config = load_config(self.run_file, overrides)
         limit_arenas()
         choose_platform(self.cpu_devices)
@@ -75,19 +74,19 @@ class Train(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Draw runs, sweeps and predictions in one HTML file.
+    """Plot runs, sweeps and predictions in one HTML report.
 
-    Of a sweep, it shows means over seeds, and the curves of all its runs. Of several runs, it says
-    how far the loss of each is from that of the first after warmup.
+    For a sweep it shows means over seeds and the curves of all runs; for several runs, the
+    difference in loss of each from the first after warmup.
     """
 
     sources: Annotated[Positional[tuple[Path, ...]], flag("RUN_OR_PREDICTION")]
-    """Folders that train, emulate and sweep wrote, and JSON files that predict and plan wrote."""
+    """Folders written by train, emulate and sweep, and JSON files written by predict and plan."""
     output: Annotated[Path, flag("FILE")] = Path("report.html")
     """The HTML file. By default report.html."""
 
     def execute(self) -> None:
-        """Read the sources and write the page."""
+        """Read the sources and write the report."""
         from scalejax.report.html.report import write_report
 
         serialization.require_writable("output", self.output)
@@ -97,7 +96,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigShow(RunFileCommand):
-    """Print what it comes to: batches, steps, updates, rates."""
+    """Print the resolved run: batches, steps, learning rates."""
 
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
@@ -116,7 +115,7 @@ class ConfigFields:
     """List the fields of a run.toml: type, default, meaning."""
 
     def execute(self) -> None:
-        """Print the reference."""
+        """Print the reference of all fields."""
         from scalejax.config.presets import PRESETS
         from scalejax.config.reference import run_reference
 
@@ -153,15 +152,15 @@ class ConfigMigrate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlot(RunFileCommand):
-    """Draw its learning rate, step by step."""
+    """Plot the learning rate of a run, step by step."""
 
     output: Annotated[Path, flag("FILE")] = Path("schedule.png")
-    """The picture: png, svg or pdf. By default schedule.png."""
+    """The plot: png, svg or pdf. By default schedule.png."""
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
 
     def execute(self, overrides: Overrides) -> None:
-        """Resolve the run and draw its schedule."""
+        """Resolve the run and plot its schedule."""
         from scalejax.report.figures.style import save_schedule
 
         serialization.require_writable("output", self.output)
@@ -177,19 +176,20 @@ class Quickstart:
     """See it all in three minutes: train, predict, report."""
 
     folder: Annotated[Path, flag("DIR")] = Path("quickstart")
-    """Where everything goes. By default quickstart."""
+    """Folder for runs, predictions and the report. By default quickstart."""
     seeds: Annotated[int, flag("N")] = 1
-    """Times each training is repeated, each with another seed. By default once."""
+    """Number of seeds with which each run is trained. By default 1."""
 
     def execute(self) -> None:
-        """Run the tour."""
+        """Run the quickstart."""
         from scalejax.cli.quickstart import quickstart
 
         quickstart(self.folder, seeds=self.seeds)
 
 
 def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
-    """The run on so many devices, or on those of its layout, or on those of this machine."""
+    """The run resolved on `device_count` devices; by default those of its layout or of this
+    machine."""
     choose_platform()
     if device_count is None and config.layout.data is None:
         import jax
@@ -199,14 +199,14 @@ def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
 
 
 def _learning_count(run: ResolvedRun) -> tuple[int, int]:
-    """The numbers that learn, and all; refuses parts that the network has not."""
+    """Numbers of trainable parameters and of all; refuses path prefixes that match none."""
     from scalejax.training.state import learning_count
 
     return learning_count(run)
 
 
 def _missing_weights(run: ResolvedRun) -> tuple[str, ...]:
-    """What `train` would refuse for want of weights, and what is only costed needs none of."""
+    """A warning if pretrained weights are missing, which `train` needs and `predict` does not."""
     from scalejax.models.pretrained import require_weights
 
     try:

@@ -282,7 +282,7 @@ def test_algorithms_of_one_machine_are_refused_on_two(algorithm: AlgorithmConfig
         ({"variable_update": "replicated", "all_reduce_spec": "nccl:1k:xring"}, "one range"),
         ({"variable_update": "replicated", "all_reduce_spec": "collective"}, "by themselves"),
         ({"variable_update": "replicated", "cross_replica_sync": False}, "cross_replica_sync"),
-        ({"staged_vars": True, "cross_replica_sync": False}, "take one of the two"),
+        ({"staged_vars": True, "cross_replica_sync": False}, "use one of the two"),
     ],
 )
 def test_flags_that_do_not_belong_together_are_refused(flags: dict, words: str):

@@ -1,8 +1,8 @@
-"""Chips and clusters as plain data, each number with its source: what predictions stand on.
+"""Specifications of chips and clusters as plain data, each number with its source.
 
 The catalogue is the files in `chips/`, `clusters/`, `libraries/` and `matmul_rates/` beside this
-one; a user's own chip or cluster is read the same way. Knows what hardware is, not how long
-anything takes on it.
+one; a user's own chip or cluster has the format of these files. Knows specifications and measured
+rates, not how long a program takes.
 """
 
 from scalejax.hardware.catalogue import (

@@ -1,8 +1,7 @@
-"""Read chips, clusters and communication libraries from TOML: the catalogue's or a user's own.
+"""Loaders of chips, clusters and communication libraries from TOML: the catalogue's or a user's.
 
-A cluster file names its chip and library, by name or by the path of a file from where it lies,
-or describes them in place; see
-`clusters/dgx-h100.toml` for one to copy.
+A cluster file gives its chip and library by name, by a path relative to the file, or as tables in
+place; see `clusters/dgx-h100.toml` for one to copy.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ def cluster_names() -> tuple[str, ...]:
 
 
 def load_chip(name_or_path: str) -> Chip:
-    """The chip of that name in the catalogue, or in a file of the user's.
+    """The chip of that name in the catalogue, or in a TOML file.
 
     Raises:
         UnknownHardware: if it is neither; names the closest that is.
@@ -51,7 +50,7 @@ def load_library(name: str) -> CommunicationLibrary:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The cluster of that name in the catalogue, or in a file of the user's.
+    """The cluster of that name in the catalogue, or in a TOML file.
 
     Raises:
         UnknownHardware: if it, its chip or its library is in neither; names the closest that is.
@@ -72,7 +71,7 @@ def load_cluster(name_or_path: str) -> Cluster:
 
 
 def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:
-    """A copy of `cluster` with some of its conditions replaced.
+    """A copy of `cluster` with conditions replaced.
 
     Args:
         cluster: the hardware.
@@ -86,7 +85,7 @@ def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluste
 
 
 def _fill_in(tables: dict[str, JsonValue], part: str, folder: str, beside: Path) -> None:
-    """Replace the name of a chip or library, or the path of its file, by what it describes."""
+    """Replace the name of a chip or library, or the path of its file, by its tables."""
     named = tables.get(part)
     if not isinstance(named, str):
         return

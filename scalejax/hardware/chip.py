@@ -1,4 +1,4 @@
-"""One accelerator: how fast it computes, how much it holds, and what a compiler must know of it.
+"""Specification of one accelerator: peak and attainable rates, memory, compiler target.
 
 Knows no other device and no program.
 """
@@ -10,7 +10,7 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 from scalejax.hardware.measured import MeasuredRates
 
 RateType = Literal["fp8", "bf16", "f16", "tf32", "f32"]
-"""Arithmetic of the matrix units, by the name of its operands."""
+"""Operand type of the matrix units."""
 
 _RATE_TYPES: dict[str, tuple[RateType, ...]] = {
     "bf16": ("bf16", "f16", "f32"),
@@ -26,7 +26,7 @@ _LARGEST_WINOGRAD_SHARE = 2.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaArchitecture:
-    """What a compiler for NVIDIA GPUs must know of a chip, beyond its rates."""
+    """Target description of a chip for a compiler for NVIDIA GPUs."""
 
     compute_capability: tuple[int, int]
     """(major, minor) version of the instruction set: (9, 0) for H100."""
@@ -35,37 +35,38 @@ class CudaArchitecture:
     clock_hz: float
     """Highest clock of the multiprocessors."""
     l2_bytes: int
-    """Second-level cache."""
+    """Size of the L2 cache."""
     shared_memory_per_sm_bytes: int
-    """On-chip memory of one multiprocessor that its blocks share."""
+    """Shared memory of one multiprocessor."""
     shared_memory_per_block_optin_bytes: int
-    """Most of it that one block may ask for."""
+    """Largest shared memory of one block, by opt-in."""
     fpus_per_sm: int
     """f32 units of one multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TpuArchitecture:
-    """What a compiler for TPUs must know of a chip, beyond its rates."""
+    """Target description of a chip for a compiler for TPUs."""
 
     generation: str
     """Name of the chip for the compiler: "v5e"."""
     torus_dimensions: Literal[2, 3]
-    """Dimensions in which chips are joined to their neighbours."""
+    """Dimensions of the torus of chips."""
     devices_per_chip: Literal[1, 2] = 1
-    """Devices that one chip is: two where programs see its cores one by one."""
+    """Devices per chip: two where each core is a device of its own."""
     cores: Literal["default", "megacore"] = "default"
     """How its cores are used; megacore: two as one device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attainable:
-    """How much of a chip's peaks programs reach; uncalibrated until fitted to measurements."""
+    """Attainable fractions of a chip's peak rates, and overheads; fitted to measurements where
+    `sources` says so, else uncalibrated."""
 
     matmul_fraction: float
     """Share of peak FLOP/s that large matrix products reach."""
     matmul_ramp_seconds: float
-    """Time a matrix product takes beyond its launch to fill and drain the chip."""
+    """Time of a matrix product beyond its launch, in which the chip fills and drains."""
     convolution_fraction: float
     """Share of peak FLOP/s that forward convolutions of many channels reach."""
     memory_fraction: float
@@ -73,28 +74,29 @@ class Attainable:
     launch_seconds: float
     """Time from the end of one operation of a program to the start of the next."""
     convolution_f32_fraction: float | None = None
-    """The same of f32 operands, on tf32 or f32 units; None if as of narrower ones."""
+    """Share of peak FLOP/s that forward convolutions of f32 operands reach, on tf32 or f32 units;
+    None: `convolution_fraction`."""
     input_gradient_share: float = 1.0
     """Rate of the gradient of a convolution's input over that of the forward convolution."""
     filter_gradient_share: float = 1.0
-    """Rate of the gradient of its filter over that of the forward convolution."""
+    """Rate of the gradient of a convolution's filter over that of the forward convolution."""
     depthwise_fraction: float = 0.25
     """Share of peak f32 FLOP/s that depthwise convolutions reach, which matrix units cannot run."""
     winograd_share: float = 0.0
-    """How much of the multiplications that Winograd's algorithm saves with tiles of 2 x 2 in f32
-    convolutions is saved in time: 0 is none, or no use of it, 1 is all, and up to 2.4 tells of
+    """Share of the multiplications saved by Winograd's algorithm with tiles of 2 x 2 in f32
+    convolutions that is saved in time: 0 is none, or no use of it, 1 is all; values up to 2.4 mean
     tiles of 4 x 4, which save 4 times instead of 2.25."""
     memory_ramp_seconds: float = 0.0
-    """The same as `matmul_ramp_seconds`, of operations that only move bytes."""
+    """Time of a memory-bound operation beyond its launch, in which the chip fills and drains."""
     matmul_table: str | None = None
-    """Table of the catalogue that says how products depart from these numbers by their shape:
-    the chip's own, or that of a sibling with the same multiprocessors; None for none."""
+    """Table of the catalogue with measured matrix products by shape: the chip's own, or that of a
+    sibling with the same multiprocessors; None for none."""
     sustained_fraction: float = 1.0
-    """Share of the rate of single products that those of a long step reach: clocks fall under
-    load, which benchmarks of microseconds do not see."""
+    """Rate of matrix products in a long step over that of single ones: clocks fall under load,
+    which benchmarks of microseconds do not see."""
     unaligned_fraction: float | None = None
-    """Share of peak f32 FLOP/s that products of half precision reach whose sides are no multiples
-    of 16 bytes, which matrix units cannot load; None if they are as fast as others."""
+    """Share of peak f32 FLOP/s that half-precision products reach whose sides are no multiples of
+    16 bytes, which matrix units cannot load; None if they are as fast as others."""
     attention_fraction: float = 0.4
     """Share of peak FLOP/s that fused attention over long sequences reaches, forward and
     backward, what a causal mask skips not counted."""
@@ -102,20 +104,20 @@ class Attainable:
     """Share of its speed that compute loses while a collective runs beside it: both use the
     multiprocessors and the memory."""
     step_cv: float | None = None
-    """Standard deviation of one device's step time over its mean, as seen on such chips; a cluster
-    that knows its own says so in its conditions. None if unknown."""
+    """Coefficient of variation of one device's step time (standard deviation over mean), as
+    measured on such chips; the conditions of a cluster override it. None if unknown."""
     step_dispersion_seconds: float = 0.0
-    """Variance of one device's step time over its mean, beside that of `step_cv`: disturbances of
-    m seconds that come at random r times a second make r m^2, however long the step. Not where
-    conditions say how much steps vary."""
+    """Variance of one device's step time over its mean, in addition to that of `step_cv`:
+    disturbances of m seconds at random times, r per second, add r m^2 for any length of step. Not
+    used where conditions give `step_cv`."""
     dispersed_from_seconds: float = 0.0
-    """The shortest step in which that was seen: of shorter ones it is the same share of the step,
-    for nobody knows whether disturbances are as long."""
+    """Shortest step in which that dispersion was measured: for shorter steps it is scaled with the
+    step, since the length of disturbances is unknown."""
     dispatch_seconds: float = 0.0
-    """Time in which the host sets off one operation. It runs ahead of the devices, which wait for
+    """Time in which the host dispatches one operation. Dispatch is asynchronous: devices wait for
     it only in steps whose operations together take less."""
     step_overhead_seconds: float = 0.0
-    """Time of a step that is in none of its operations: the host's work that devices wait for."""
+    """Time of a step outside its operations: host work that devices wait for."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -158,17 +160,17 @@ class Attainable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
-    """How far measured times lie from those of the fits: standard deviations of their logarithms,
-    so that 0.1 is about 10 %."""
+    """Residuals of the fitted rates: standard deviations of the logarithm of measured over
+    predicted time, so that 0.1 is about 10 %."""
 
     compute: float
-    """Of operations that arithmetic limits."""
+    """Residual of compute-bound operations."""
     memory: float
-    """Of operations that memory bandwidth limits."""
+    """Residual of memory-bound operations."""
     launch: float
-    """Of the time between operations and around the step."""
+    """Residual of the time between operations and around the step."""
     step: float = 0.0
-    """Of whole steps, beyond what the other three explain."""
+    """Residual of whole steps that the other three do not explain."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "memory", "launch", "step"):
@@ -177,7 +179,7 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """One accelerator, as the system numbers devices (one die where a card holds two)."""
+    """Specification of one device: an accelerator, or one die where a card holds two."""
 
     name: str
     """Name in the catalogue: "h100"."""
@@ -190,18 +192,18 @@ class Chip:
     memory_bytes_per_second: float
     """Peak bandwidth of device memory."""
     attainable: Attainable
-    """How much of the peaks programs reach."""
+    """Attainable fractions of the peak rates."""
     runtime_reserve_bytes: int
-    """Device memory that driver, communication library and allocator keep for themselves."""
+    """Device memory reserved by driver, communication library and allocator."""
     cuda: CudaArchitecture | None = None
-    """What a compiler must know; None if it is no NVIDIA GPU."""
+    """Compiler target; None if it is no NVIDIA GPU."""
     tpu: TpuArchitecture | None = None
-    """What a compiler must know; None if it is no TPU."""
+    """Compiler target; None if it is no TPU."""
     residuals: Residuals | None = None
-    """How far off the attainable rates are; None if they were fitted to nothing."""
+    """Residuals of the attainable rates; None if they were not fitted."""
     measured: MeasuredRates | None = None
-    """Rates measured operation by operation, in place of those of `attainable`; None if there
-    are none."""
+    """Rates measured operation by operation, in place of those of `attainable`; None if not
+    measured."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name."""
 
@@ -218,12 +220,12 @@ class Chip:
         require_at_least("runtime_reserve_bytes", self.runtime_reserve_bytes, 0)
 
     def rate_type(self, dtype: str) -> RateType:
-        """The arithmetic in which this chip multiplies matrices of `dtype`.
+        """The operand type in which this chip multiplies matrices of `dtype`.
 
-        f32 products run as tf32 where the chip has it, XLA's default. bf16 on a chip without it
-        stands for f16, of the same width: whoever trains there in half precision uses that. Any
-        other type without units of its own is converted to f32, as compilers do; so are
-        integers and f64, which training steps do not multiply (too fast by 2x or more for f64).
+        f32 products run as tf32 where the chip has it, XLA's default. bf16 on a chip without it is
+        costed as f16, of equal width, which half-precision training uses there. Any other type
+        without units of its own is converted to f32, as compilers do; so are integers and f64,
+        which training steps do not multiply (too fast by 2x or more for f64).
         """
         if dtype.startswith("f8"):
             wanted: tuple[RateType, ...] = ("fp8", "bf16", "f32")

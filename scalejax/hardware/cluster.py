@@ -1,7 +1,7 @@
-"""Many accelerators and what joins them: links in a node, a network between nodes.
+"""Specification of a cluster: devices, links within a node, network between nodes.
 
-A node here is the set of devices that one kind of link joins: a server of 8 GPUs, a rack of
-72, a TPU slice. Knows no program; `collectives` says how long an exchange takes.
+A node here is the set of devices that one kind of link connects: a server of 8 GPUs, a rack of
+72, a TPU slice. Knows no program; `simulator.collectives` costs the collectives.
 """
 
 from dataclasses import dataclass, field
@@ -20,31 +20,32 @@ Algorithm = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What joins the devices of a node."""
+    """Interconnect of the devices of a node."""
 
     kind: LinkKind
-    """nvswitch: any device to any at full rate. nvlink_mesh: direct wires, so that fewer
-    partners mean fewer wires. pcie: host bus. ici: TPU torus. host: memory of one machine."""
+    """nvswitch: any device to any at full rate. nvlink_mesh: direct links, so that fewer partners
+    mean fewer links. pcie: host bus. ici: TPU torus. host: memory of one machine."""
     bytes_per_second: float
-    """Nominal rate per device, one way, over all its wires."""
+    """Nominal rate per device, one way, over all its links."""
     attainable_fraction: float = 1.0
     """Share of the nominal rate that large messages reach."""
     in_switch_fraction: float | None = None
-    """Share of the attainable rate that remains when the switch itself adds up (NVLS); None if
-    it cannot."""
+    """Share of the attainable rate with in-switch reduction (NVLS); None if there is none."""
     host_bytes_per_second: float | None = None
     """Attainable rate of all devices of a node together to the memory of their host, one way;
     None: as fast as their links."""
     wires: tuple[tuple[int, ...], ...] | None = None
-    """Wires between each two devices of an nvlink_mesh, a symmetric matrix; None if unknown.
-    Where a node has fewer devices than that, the first."""
+    """Number of links between each two devices of an nvlink_mesh, a symmetric matrix; None if
+    unknown. A node of fewer devices uses the first rows."""
     own_share: float = 0.0
-    """Time in which a device moves bytes in its own memory over time to send them on the link:
-    what the n-th part costs that a ring leaves at home, so that few members are slower."""
+    """Time in which a device copies bytes in its own memory over the time to send them on the link:
+    the cost of the n-th part of a payload, which a ring does not send, so that small groups are
+    slower."""
     ramp_seconds: float = 0.0
-    """Time constant of the pipeline through the link: medium payloads lose 2 sqrt(ramp wire)."""
+    """Time constant of the pipeline through the link: medium payloads take 2 sqrt(ramp x transfer
+    time) longer."""
     in_switch_ramp_seconds: float = 0.0
-    """The same, when the switch itself adds up."""
+    """Time constant of the pipeline with in-switch reduction."""
     measured: str | None = None
     """Table of measured times of collectives over this link, in `collective_times/`; None if
     there is none."""
@@ -64,23 +65,24 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What joins the nodes."""
+    """Network between the nodes."""
 
     bytes_per_second: float
     """Nominal rate per node, one way, over all its network cards."""
     attainable_fraction: float = 1.0
     """Share of the nominal rate that large messages reach."""
     partial_group_bytes_per_second: float | None = None
-    """Nominal rate of all that leaves a node, in groups that hold several of its devices but not
-    all, where these use fewer cards than there are; None where they use all."""
+    """Nominal rate per node of groups that hold several of its devices but not all, where these use
+    fewer network cards than there are; None where they use all."""
     message_seconds: float = 0.0
-    """Time that it adds to each message, beyond what the library counts for InfiniBand."""
+    """Latency added to each message, beyond that of the library's constants for InfiniBand."""
     ramp_seconds: float = 0.0
-    """Time constant of the pipeline through it: medium payloads lose 2 sqrt(ramp wire)."""
+    """Time constant of the pipeline through the network: medium payloads take 2 sqrt(ramp x
+    transfer time) longer."""
     nodes_per_switch: int | None = None
-    """Nodes that talk at full rate; None if all do."""
+    """Nodes that communicate at full rate; None if all do."""
     oversubscription: float = 1.0
-    """Factor by which a group over more nodes than that is slower."""
+    """Factor by which groups over more nodes than `nodes_per_switch` are slower."""
 
     def __post_init__(self) -> None:
         require_above("network.bytes_per_second", self.bytes_per_second, 0)
@@ -97,20 +99,20 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveMethod:
-    """One way in which the cluster's communication library can run a collective."""
+    """An algorithm and protocol by which a communication library can run a collective."""
 
     algorithm: Algorithm
-    """How messages travel."""
+    """Algorithm of the collective."""
     protocol: str
-    """The library's name for how a message is synchronised: "simple", "ll", "ll128"."""
+    """Protocol of the messages, as the library names it: "simple", "ll", "ll128"."""
     bandwidth_fraction: float
     """Share of the attainable link rate that the protocol leaves to payload."""
     base_seconds: float
-    """Time of an exchange before its first message."""
+    """Time of a collective before its first message."""
     link_hop_seconds: float
-    """Time of one message within a node, however small."""
+    """Latency of one message within a node."""
     network_hop_seconds: float
-    """Time of one message between nodes, however small."""
+    """Latency of one message between nodes."""
     servers: int | None = None
     """Parameter servers, each on a host of its own; None: one on every node of the workers."""
 
@@ -124,40 +126,40 @@ class CollectiveMethod:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommunicationLibrary:
-    """What runs the collectives, and what its messages cost however small they are."""
+    """A communication library: the algorithms of its collectives and their latencies."""
 
     name: str
     """Name in the catalogue: "nccl"."""
     title: str
     """Name for people: "NCCL over NVLink"."""
     methods: tuple[CollectiveMethod, ...]
-    """Ways to run a collective; the fastest is taken, as the library's own tuner would."""
+    """Methods to run a collective; the fastest is chosen, as by the library's own tuner."""
     runs_buffers_one_by_one: bool = False
-    """Whether a collective of several buffers costs its latency once for each, not once."""
+    """Whether a collective of several buffers has its latency once for each, not once."""
     rings_by_number: bool = False
-    """Whether devices on a mesh of wires make one ring in the order of their numbers, be there
-    wires or not; else rings are laid along the wires."""
+    """Whether devices of an nvlink_mesh form one ring in the order of their numbers, linked or not;
+    else rings follow the links."""
     residual: float | None = None
     """Standard deviation of the logarithm of measured over predicted times, so that 0.1 is about
-    10 %; None if they were compared with nothing."""
+    10 %; None if not compared with measurements."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name."""
 
     def __post_init__(self) -> None:
         algorithms = [method.algorithm for method in self.methods]
         if not set(algorithms) - {"pairwise", "nvls"}:
-            accepted = "one must be able to add up, such as a ring"
+            accepted = "one must be able to reduce, such as a ring"
             raise ConfigError(refusal("library.methods", algorithms, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedChip:
-    """A device of a machine whose devices share their cores and memory, all of them busy."""
+    """The chip under load on a machine whose devices share cores and memory."""
 
     device_count: int
-    """Devices that are busy on the machine."""
+    """Busy devices on the machine."""
     chip: Chip
-    """What each of them is then."""
+    """Each of them then, with its rates under load."""
 
     def __post_init__(self) -> None:
         require_at_least("shared.device_count", self.device_count, 2)
@@ -172,27 +174,27 @@ class Cluster:
     title: str
     """Name for people: "NVIDIA DGX H100, 8 x 400 Gb/s InfiniBand"."""
     chip: Chip
-    """Every device."""
+    """Chip of every device."""
     devices_per_node: int
-    """Devices that one kind of link joins."""
+    """Devices per node, connected by `link`."""
     link: Link
-    """What joins them."""
+    """Interconnect within a node."""
     library: CommunicationLibrary
-    """What runs the collectives."""
+    """Communication library."""
     network: Network | None = None
-    """What joins the nodes; None if there is but one node."""
+    """Network between nodes; None if there is only one node."""
     max_device_count: int | None = None
-    """Devices in all; None if it may grow."""
+    """Devices of the whole cluster; None if unlimited."""
     conditions: RunConditions = NO_CONDITIONS
-    """What delays runs there beside their own arithmetic."""
+    """Conditions of the site: variation, input, storage, failures."""
     input: HostInput | None = None
-    """The input side of every host, from which `conditions.input_samples_per_second` follows;
-    None where it is unknown, or given there by hand."""
+    """Input pipeline of every host, from which `conditions.input_samples_per_second` follows; None
+    where it is unknown, or that field is given."""
     shared: tuple[SharedChip, ...] = ()
-    """The chip when more than one device of a node is busy, by rising number of them; () where
-    devices do not slow each other down."""
+    """The chip when several devices of a node are busy, by rising number of them; () where devices
+    do not slow each other down."""
     calibrated: CalibratedRange | None = None
-    """Runs that its constants were fitted to; None if they come from elsewhere."""
+    """Runs that the constants were fitted to; None if they come from elsewhere."""
     sources: dict[str, str] = field(default_factory=dict)
     """Where each number above comes from, by its dotted name (chip and library have their own)."""
 

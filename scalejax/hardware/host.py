@@ -1,13 +1,13 @@
-"""The input side of a run: what an example of its data asks of a host, and what the host has.
+"""The input pipeline of a host: its rates per stage, and the work per example of a data set.
 
-Facts of data and run rather than of hardware; a cluster has it where it is known.
+Properties of host, data and run rather than of hardware; a cluster has them where they are known.
 """
 
 from dataclasses import dataclass, field, fields
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 
-# What a host needs to make batches, stage by stage: plain data, with a unit in each name.
+# Rates of the stages of the input pipeline.
 
 Speedups = tuple[tuple[int, float], ...]
 """(count, samples per second over those of one) by rising count, the first (1, 1.0)."""
@@ -15,14 +15,14 @@ Speedups = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRates:
-    """Row groups, from their files to tables in memory."""
+    """Rates of reading row groups from files into tables in memory."""
 
     seconds_per_row_group: float
-    """Processor time of one, however small: its file opened, its footer parsed."""
+    """CPU time per row group, regardless of its size: opening the file, parsing the footer."""
     seconds_per_byte: float
-    """Processor time of a byte of it, decompressed."""
+    """CPU time per decompressed byte."""
     storage_bytes_per_second: float | None = None
-    """Rate of what no memory holds; None if it did not show."""
+    """Storage bandwidth for files that are not in the page cache; None if it was not observed."""
 
     def __post_init__(self) -> None:
         for name in ("seconds_per_row_group", "seconds_per_byte"):
@@ -33,18 +33,18 @@ class ReadRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeRates:
-    """Time from rows in memory to a batch of examples."""
+    """Rates of decoding rows in memory into a batch of examples."""
 
     seconds_per_sample: float
-    """Of an example, however small; of one that is no image, all of it."""
+    """Time per example, regardless of its size; the whole time of examples that are no images."""
     seconds_per_encoded_byte: float = 0.0
-    """Of a byte of an encoded image."""
+    """Time per byte of an encoded image."""
     seconds_per_full_pixel: float = 0.0
-    """Of a pixel of an image that is decoded as large as it is."""
+    """Time per pixel of an image decoded at full size."""
     seconds_per_reduced_pixel: float = 0.0
-    """Of a pixel of a JPEG that is decoded at a half, a quarter or an eighth, then."""
+    """Time per decoded pixel of a JPEG decoded at 1/2, 1/4 or 1/8 size."""
     seconds_per_resized_pixel: float = 0.0
-    """Of a pixel of the example, where it has another size than what was decoded."""
+    """Time per pixel of the example, where the decoded image is resized."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -53,12 +53,12 @@ class TakeRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRates:
-    """Batches copied."""
+    """Rates of copying batches to devices."""
 
     seconds_per_batch: float
-    """Of a batch, however small."""
+    """Time per batch, regardless of its size."""
     seconds_per_byte: float
-    """Of a byte of it."""
+    """Time per byte."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -67,36 +67,36 @@ class CopyRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRates:
-    """How fast one host reads, decodes and hands over, as measured."""
+    """Measured rates of the input pipeline of one host."""
 
     data: str
-    """Name of the data set that was measured. Images are costed by their bytes and pixels,
-    whichever they are; what one example of another data set takes holds for that one alone."""
+    """Name of the measured data set. Rates of images hold for any images, by bytes and pixels;
+    those of other examples hold for this data set alone."""
     is_of_images: bool
     """Whether its examples are encoded images, costed by bytes and pixels."""
     cores: int
     """Cores of the host: more workers than that do not help."""
     memory_bytes: float
-    """Memory of the host, half of which is expected to hold files that were read before."""
+    """Memory of the host, half of which is expected to be page cache of files read before."""
     take: TakeRates
-    """Rows to batches handed over, by one worker process: a core's time."""
+    """Decoding of rows into batches by one worker process: time of one core."""
     threads: TakeRates
-    """Rows to batches on a device, by threads of the process that trains, as many as cores: from
-    one sample to the next."""
+    """Decoding of rows into batches on a device by threads of the training process, as many as
+    cores: time from one sample to the next."""
     hand_over: CopyRates
-    """Batches of workers to devices, by the process that trains."""
+    """Copies of the workers' batches to devices by the training process."""
     worker_speedups: Speedups
-    """Worker processes side by side."""
+    """Throughput of several worker processes over that of one."""
     input_shape: tuple[int, ...] = ()
-    """Of one example that was measured."""
+    """Shape of one measured example."""
     columns: tuple[str, ...] = ()
-    """Numbers that it was made of, where the data set is a table."""
+    """Columns of the measured examples, where the data set is a table."""
     read: ReadRates | None = None
-    """Row groups; None where the data set has none."""
+    """Reading of row groups; None where the data set has none."""
     shared_storage_bytes_per_second: float | None = None
-    """Rate of the storage to all hosts together, where they share it; by hand."""
+    """Bandwidth of the storage to all hosts together, where they share it; entered by hand."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where the numbers come from."""
+    """Source of each number."""
 
     def __post_init__(self) -> None:
         require_at_least("input.cores", self.cores, 1)
@@ -112,28 +112,28 @@ class InputRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleWork:
-    """What one example of a data set asks of the host, in the mean."""
+    """Mean work of the input pipeline per example of a data set."""
 
     data: str
     """Name of the data set."""
     batch_bytes: float
-    """Bytes of it in a batch."""
+    """Bytes of one example in a batch."""
     is_of_images: bool = False
-    """Whether it is an encoded image, with bytes and pixels as below."""
+    """Whether examples are encoded images, with the bytes and pixels below."""
     input_shape: tuple[int, ...] = ()
-    """Of its input."""
+    """Shape of the input of one example."""
     columns: tuple[str, ...] = ()
-    """Numbers that it is made of, where the data set is a table."""
+    """Columns of an example, where the data set is a table."""
     encoded_bytes: float = 0.0
     """Bytes of the encoded image."""
     full_pixels: float = 0.0
-    """Pixels decoded, of images that are decoded as large as they are."""
+    """Pixels decoded at full size."""
     reduced_pixels: float = 0.0
-    """Pixels decoded, of JPEG that are decoded smaller."""
+    """Pixels decoded at reduced size (JPEG)."""
     resized_pixels: float = 0.0
-    """Pixels of the example, of images that are brought to its size."""
+    """Pixels of the example, of images that are resized."""
     files: "FileWork | None" = None
-    """How its row groups are read; None where there are none."""
+    """Reading of its row groups; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,20 +143,20 @@ class FileWork:
     rows: int
     """Examples of the data set."""
     row_groups: int
-    """Row groups that they lie in."""
+    """Number of row groups."""
     stored_bytes: float
-    """Bytes of all that is read of its files."""
+    """Compressed bytes of the columns that are read."""
     read_bytes: float
-    """The same, decompressed."""
+    """Decompressed bytes of the columns that are read."""
     memory_bytes: float
     """Memory for row groups and batches, of all processes of a host together."""
     rows_together: int = 0
-    """Rows of any row groups that are taken at once with all of that memory, where row groups do
-    not stay; 0 where rows of few of them are mixed, each read once an epoch."""
+    """Rows of any row groups that are decoded together within that memory, where row groups do not
+    stay in memory; 0 where rows of a few row groups are mixed, each read once per epoch."""
     is_cached: bool = False
-    """Whether row groups are kept on a local disk."""
+    """Whether decoded row groups are cached on a local disk."""
     shards: int = 1
-    """Parts of equal size into which row groups are divided, each for its own part of every
+    """Shards of equal size into which row groups are divided, each for its own part of every
     batch."""
 
     def __post_init__(self) -> None:
@@ -164,12 +164,12 @@ class FileWork:
             require_at_least(f"files.{name}", getattr(self, name), 1)
 
     def reads(self, workers: int, *, is_first_epoch: bool, hosts: float = 1.0) -> float:
-        """How often a row group is decoded in an epoch, in the mean of all of them, by all
-        processes together of one of `hosts` that take different parts of every batch.
+        """Mean number of times that a row group is decoded per epoch by all processes of a host.
 
-        Each process, the one that trains and evaluates among them, keeps what it decodes in its
-        part of the memory, half of which is for that; what does not stay is decoded again for all
-        rows that are taken at once. The rows of a host lie in all row groups, but for shards.
+        Each of `hosts` takes its own part of every batch. Each process, the training process
+        included, caches decoded row groups in half of its share of the memory; a group that was
+        evicted is decoded again for all rows that are decoded together. Without shards the rows of
+        a host lie in all row groups.
         """
         processes, parts = max(1, workers), workers + 1
         rows, shards = self.rows / hosts, self.shards_among(hosts)
@@ -184,28 +184,28 @@ class FileWork:
         return max(self._touched(rows, shards), again)
 
     def shards_among(self, hosts: float) -> float:
-        """Parts of the row groups, of which each of `hosts` reads one."""
+        """Number of parts of the row groups, of which each of `hosts` reads one."""
         return min(float(self.shards), hosts)
 
     def _touched(self, rows: float, shards: float) -> float:
-        """Share of all row groups that hold any of `rows` drawn from one of `shards`: of a group
-        of m rows, none is drawn with a chance of (1 - share drawn)^m."""
+        """Expected share of all row groups that hold any of `rows` drawn from one of `shards`: a
+        group of m rows holds none with probability (1 - share drawn)^m."""
         drawn = min(1.0, rows * shards / self.rows)
         return (1 - (1 - drawn) ** (self.rows / self.row_groups)) / shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInput:
-    """The input side of every host of a run."""
+    """Input pipeline of every host of a run."""
 
     rates: InputRates
-    """How fast a host is."""
+    """Rates of a host."""
     work: SampleWork
-    """What it has to do for one example."""
+    """Work per example."""
     workers: int
-    """Processes that make batches; 0: threads of the process that trains."""
+    """Worker processes that make batches; 0: threads of the training process."""
     is_first_epoch: bool = False
-    """Whether nothing has been read before."""
+    """Whether files are read for the first time, with nothing in the page cache."""
 
     def __post_init__(self) -> None:
         require_at_least("input.workers", self.workers, 0)
@@ -218,7 +218,7 @@ class HostInput:
 
 
 def _kind(of: InputRates | SampleWork) -> str:
-    """What one example is, as far as its time depends on it, in words."""
+    """A phrase for the kind of example that its time depends on: data set, shape, columns."""
     shape = " x ".join(map(str, of.input_shape)) or "a shape not recorded"
     named = f"{of.data} of encoded images" if of.is_of_images else f"{of.data} of {shape}"
     return f"{named} ({', '.join(of.columns)})" if of.columns else named

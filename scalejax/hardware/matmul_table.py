@@ -1,6 +1,6 @@
-"""Measured rates of matrix products: tables of the catalogue, or a user's own.
+"""Measured rates of matrix products: tables of the catalogue.
 
-Knows no program; what lies between the shapes of a table is `cost.matmul`'s to say.
+Knows no program; `simulator.operations.matmul` interpolates between the shapes of a table.
 """
 
 import csv
@@ -17,27 +17,27 @@ _FOLDER = Path(__file__).parent / "matmul_rates"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatmulForm:
-    """The physical form of a chip's table: what its measurements are compared with.
+    """Roofline that the measurements of a table are interpolated against.
 
     seconds = fixed + max(FLOP / (peak matmul_fraction), bytes / (bandwidth memory_fraction))
     """
 
     name: str
-    """Of the table, and of its file of rates: "h100"."""
+    """Name of the table, and of its file of rates: "h100"."""
     source: str
-    """Where the rates come from."""
+    """Source of the rates."""
     peak_flop_per_second: dict[RateType, float]
     """Dense peak of the chip that was measured."""
     memory_bytes_per_second: float
-    """Its peak bandwidth."""
+    """Peak bandwidth of its memory."""
     matmul_fraction: float
-    """Share of the peak that large products reached."""
+    """Share of peak FLOP/s that large compute-bound products reached."""
     memory_fraction: float
-    """Share of the bandwidth that they reached."""
+    """Share of peak bandwidth that memory-bound products reached."""
     fixed_seconds: float
-    """Least time of a product, as measured."""
+    """Least measured time of a product."""
     aside_seconds: float
-    """The part of it that is the measurement's own and no running program sees."""
+    """Part of `fixed_seconds` that is overhead of the measurement, absent in running programs."""
     sources: dict[str, str]
     """Where each number above comes from, by its dotted name."""
 
@@ -58,11 +58,11 @@ class MatmulTable:
     """Rates of matrix products on one chip."""
 
     form: MatmulForm
-    """What they are compared with."""
+    """Roofline that the rates are interpolated against."""
     shapes: tuple[tuple[int, int, int, int], ...]
     """(batch, m, n, k) of each product."""
     flop_per_second: dict[RateType, tuple[float, ...]]
-    """Rate of each, by type of operands."""
+    """FLOP/s of each product, by type of operands."""
 
 
 def matmul_table_names() -> tuple[str, ...]:

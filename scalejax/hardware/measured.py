@@ -1,7 +1,7 @@
-"""Rates of one chip as measured on it, operation by operation, and how its devices share it.
+"""Measured rates of a chip, operation by operation, and published times of collectives in a node.
 
-Where a chip has them they stand in place of the fractions of `Attainable`. Written by `scalejax
-calibrate`; the figures are those of a device that is as busy as all the others.
+Where a chip has measured rates they replace the fractions of `Attainable`. `scalejax calibrate`
+writes them; they are those of a device while all the others are busy too. Knows no program.
 """
 
 import csv
@@ -27,7 +27,7 @@ _SAME = 1e-9  # distance, in powers of two, below which a shape is a measured on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRates:
-    """What was measured on a chip; rows are (sizes..., rate) or (bytes, figure)."""
+    """Measured rates of a chip; rows are (sizes..., rate) or (bytes, rate or time)."""
 
     matmul: dict[str, tuple[tuple[int, int, int, int, float], ...]]
     """(batch, m, n, k, FLOP/s) of matrix products by type of operands."""
@@ -35,15 +35,15 @@ class MeasuredRates:
     """(samples, output positions, input channels, output channels, window positions, FLOP/s) of
     convolutions by pass: forward, input_gradient, filter_gradient."""
     stream: tuple[tuple[int, float], ...]
-    """(bytes, bytes/s) of operations that read and write so much: small ones stay in caches."""
+    """(bytes, bytes/s) of operations that read and write so many bytes: small ones hit caches."""
     first_touch: tuple[tuple[int, float], ...] = ()
-    """(bytes, seconds) that a program needs to be given so many bytes of temporary memory, which
-    some systems hand out anew at each step; () if it costs nothing."""
+    """(bytes, seconds) of allocating so many bytes of temporary memory, whose pages some systems
+    map anew at each step; () if it costs nothing."""
 
     compute_scale: float = 1.0
-    """Factor on the times that the rates of products give, as fitted to whole steps."""
+    """Factor on the times of compute-bound operations, as fitted to whole steps."""
     memory_scale: float = 1.0
-    """Factor on the times that the rates of memory give, likewise."""
+    """Factor on the times of memory-bound operations, as fitted to whole steps."""
 
     def __post_init__(self) -> None:
         require_above("measured.compute_scale", self.compute_scale, 0)
@@ -73,10 +73,10 @@ class MeasuredRates:
 
     def stream_rate(self, moved_bytes: float) -> float:
         """Bytes/s of an operation that moves so many bytes."""
-        return _between(self.stream, moved_bytes)
+        return _interpolated(self.stream, moved_bytes)
 
     def first_touch_seconds(self, size_bytes: float) -> float:
-        """Time to be given so many bytes: beyond the largest measured, in proportion."""
+        """Time to allocate so many bytes; proportional beyond the largest measured size."""
         if not self.first_touch or not size_bytes:
             return 0.0
         largest, seconds = self.first_touch[-1]
@@ -90,16 +90,16 @@ class MeasuredRates:
 
 
 def _nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
-    """The rate at `shape`: mean of the logarithms of those nearby, by inverse square distance.
+    """The rate at `shape`: geometric mean of nearby rates, weighted by inverse square distance.
 
-    Shapes are compared by the logarithms of their sizes; exact at measured shapes, within the
-    range of its neighbours elsewhere (Shepard 1968).
+    Distances are between the logarithms of sizes; exact at measured shapes, within the range of the
+    neighbours elsewhere (Shepard 1968).
     """
     sizes = tuple(shape) or (1,) * (len(rows[0]) - 1)
-    place = [math.log2(max(1, size)) for size in sizes]
+    point = [math.log2(max(1, size)) for size in sizes]
     distances = sorted(
         (
-            sum((math.log2(size) - at) ** 2 for size, at in zip(row[:-1], place, strict=True)),
+            sum((math.log2(size) - at) ** 2 for size, at in zip(row[:-1], point, strict=True)),
             row[-1],
         )
         for row in rows
@@ -113,32 +113,32 @@ def _nearby(rows: Sequence[Sequence[float]], shape: Sequence[int]) -> float:
     )
 
 
-def _between(points: Sequence[tuple[int, float]], place: float) -> float:
-    """The figure at `place`, log-linear between points and constant beyond them."""
-    if place <= points[0][0]:
+def _interpolated(points: Sequence[tuple[int, float]], x: float) -> float:
+    """The value at `x`, interpolated log-log between points and constant beyond them."""
+    if x <= points[0][0]:
         return points[0][1]
     for (low, before), (high, after) in pairwise(points):
-        if place <= high:
-            share = math.log(place / low) / math.log(high / low)
+        if x <= high:
+            share = math.log(x / low) / math.log(high / low)
             return math.exp(math.log(before) * (1 - share) + math.log(after) * share)
     return points[-1][1]
 
 
-# Measured times of collectives in one node, as published: tables by operation and group size.
+# Published measurements of collectives within a node, by operation and group size.
 
 TABLES = Path(__file__).parent / "collective_times"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTimes:
-    """Seconds of collectives over one kind of link."""
+    """Measured times of collectives over one kind of link."""
 
     name: str
     """Name of the table: "h100-nvswitch"."""
     cluster: str
     """The catalogue's cluster on which they were measured, with its library."""
     source: str
-    """Who measured them, where it is published, under which licence."""
+    """Authors, publication and licence."""
     curves: Mapping[str, Mapping[int, tuple[tuple[int, float], ...]]]
     """(payload bytes, seconds) in ascending bytes, by operation ("all_reduce") and group size."""
 

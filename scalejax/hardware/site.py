@@ -1,8 +1,8 @@
-"""What a run meets beside its own arithmetic: slow devices, slow input, checkpoints, failures.
+"""Conditions of a site that delay a run: stragglers, slow input, checkpoints, failures.
 
-Facts of a site rather than of its hardware, so that no catalogue entry has them, but for one
-that is named after a run: a user who knows them writes them into the cluster file, and what is
-None stays unknown in every figure.
+They belong to a site rather than to its hardware, so that the catalogue has them only for clusters
+named after a run; users add those they know to their cluster file, and None is unknown in every
+result. Also the range of runs that the constants of a cluster were fitted to.
 """
 
 from dataclasses import dataclass, field, fields
@@ -12,31 +12,31 @@ from scalejax.core.errors import ConfigError, refusal, require_above, require_at
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConditions:
-    """What delays a run; None where it is not known."""
+    """Conditions of a site that delay a run; None where unknown."""
 
     step_cv: float | None = None
-    """Standard deviation of one device's step time over its mean, from step to step."""
+    """Coefficient of variation of one device's step time: standard deviation over mean."""
     launches_block: bool = False
-    """Whether the host waits for each operation before it sets off the next, as with
-    CUDA_LAUNCH_BLOCKING=1, instead of running ahead."""
+    """Whether launches are synchronous, the host waiting for each operation before it dispatches
+    the next, as with CUDA_LAUNCH_BLOCKING=1."""
     launches_in_graph: bool = False
-    """Whether the host sets off many operations at once, as a CUDA graph, instead of one by one:
-    XLA's command buffers, torch.cuda.graph, MXNET_ENABLE_CUDA_GRAPHS=1."""
+    """Whether many operations are launched at once, as a CUDA graph, instead of one by one: XLA's
+    command buffers, torch.cuda.graph, MXNET_ENABLE_CUDA_GRAPHS=1."""
     input_samples_per_second: float | None = None
-    """Samples that one node can read, decode and hand to its devices."""
+    """Samples per second that one node can read, decode and copy to its devices."""
     checkpoint_bytes: float | None = None
     """Bytes of one checkpoint, all devices together; if None, the state of the program."""
     checkpoint_interval_seconds: float | None = None
-    """Time of training between checkpoints; if None, the best for the failures there are."""
+    """Time of training between checkpoints; if None, the optimal one for the failure rate."""
     storage_bytes_per_second: float | None = None
     """Rate at which the whole run writes to storage."""
     device_to_host_bytes_per_second: float | None = None
-    """Rate of each device to its host, for checkpoints that are written while training goes on:
-    the devices wait for this copy alone. If None, they wait for the storage."""
+    """Rate of each device to its host, for asynchronous checkpoints: the devices wait for this copy
+    only. If None, they wait for the storage."""
     node_mtbf_seconds: float | None = None
     """Mean time between failures of one node that end the run."""
     restart_seconds: float | None = None
-    """Time from a failure until training goes on from the last checkpoint."""
+    """Time from a failure until training resumes from the last checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("step_cv", "restart_seconds"):
@@ -52,7 +52,7 @@ class RunConditions:
             if getattr(self, name) is not None:
                 require_above(f"conditions.{name}", getattr(self, name), 0)
         if self.launches_block and self.launches_in_graph:
-            accepted = "with conditions.launches_block, nothing is set off before its turn"
+            accepted = "conditions.launches_block has the host launch operations one by one"
             raise ConfigError(refusal("conditions.launches_in_graph", True, accepted))
         if self.step_cv is not None and self.step_cv >= 1:
             accepted = "it must be below 1: it is a share of the step, 0.02 for 2 %"
@@ -60,13 +60,13 @@ class RunConditions:
 
 
 NO_CONDITIONS = RunConditions()
-"""Nothing is known."""
+"""Conditions that are all unknown."""
 
 
-# Which measured runs the constants of a cluster were fitted to, and how far they carry.
+# The measured runs that the constants of a cluster were fitted to.
 
 FARTHEST = 8.0
-"""Times the largest measured number of devices up to which a prediction is no extrapolation."""
+"""Number of devices, over the largest measured one, beyond which predictions are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +76,10 @@ class CalibratedRange:
     device_counts: tuple[int, ...]
     """Devices of each run."""
     held_out_error: float | None = None
-    """(predicted - measured) / measured of the largest run, by constants fitted to the others;
+    """(predicted - measured) / measured of the largest run, with constants fitted to the others;
     None if there was none to hold out."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Where the runs are."""
+    """Folders of the runs."""
 
     def __post_init__(self) -> None:
         require_at_least("calibrated.device_counts", len(self.device_counts), 1)
@@ -87,5 +87,5 @@ class CalibratedRange:
             require_at_least("calibrated.device_counts", count, 1)
 
     def is_extrapolated(self, device_count: int) -> bool:
-        """Whether a run of so many devices is beyond what the fit was held against."""
+        """Whether `device_count` is beyond `FARTHEST` times the largest measured run."""
         return device_count > FARTHEST * max(self.device_counts)

@@ -1,1 +1,1 @@
-"""Errors, units, files and processes, on which everything else stands."""
+"""Foundations: errors, units, serialization, files, environment, process group, progress."""

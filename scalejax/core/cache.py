@@ -1,4 +1,4 @@
-"""Where scalejax keeps what it can make again, and what tells that it must."""
+"""The user's cache folder, and the digest of the source that its entries are keyed by."""
 
 import hashlib
 import os
@@ -8,7 +8,7 @@ import scalejax
 
 
 def user_folder() -> Path:
-    """Where programs are kept: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
+    """The cache folder: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
     if named := os.environ.get("SCALEJAX_CACHE"):
         return Path(named)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -16,7 +16,7 @@ def user_folder() -> Path:
 
 
 def package_digest() -> str:
-    """Of every source file of scalejax: cheap (5 ms), and no stale figure ever."""
+    """SHA-256 of every source file of scalejax (5 ms): a cache keyed by it is never stale."""
     folder = Path(scalejax.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):

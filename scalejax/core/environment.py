@@ -1,7 +1,7 @@
-"""On which devices JAX runs in this process: decided before it is first used.
+"""The environment of this process: JAX's platform, glibc's allocator, cores, its parent.
 
-Knows environment variables and device files, and imports JAX only to correct one that has
-already been imported.
+The platform is chosen before JAX is first used, from environment variables and device files; JAX
+is imported only to reconfigure it where it has been imported already.
 """
 
 import contextlib
@@ -15,50 +15,50 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.units import counted
 
 GPU_FLAGS = (
-    # Off by default, and then gradients are reduced after the backward pass and not during it.
+    # Off by default: gradients are then reduced after the backward pass instead of during it.
     "--xla_gpu_enable_latency_hiding_scheduler=true",
-    # How many collectives may be under way at once; the default is one, the next then waits.
+    # Collectives in flight at once; the default is one.
     "--xla_gpu_experimental_parallel_collective_overlap_limit=8",
 )
-"""How XLA schedules a step for NVIDIA GPUs, where it trains and where it is only costed."""
+"""XLA flags that schedule a step for NVIDIA GPUs, both to train it and to cost it."""
 
 MAX_CPU_DEVICES = 512
-"""Virtual devices that one machine can still train on: 100,000 took 14,000 threads and 19 GB."""
+"""Most virtual devices of one machine: 100,000 took 14,000 threads and 19 GB."""
 
 _NVIDIA_DRIVER = "/dev/nvidiactl"
 
 _ACCELERATOR_FILES = (_NVIDIA_DRIVER, "/dev/dxg", "/dev/kfd", "/dev/accel0", "/dev/vfio/0")
-"""What the drivers of NVIDIA (Linux, WSL), AMD and Google put in /dev."""
+"""Device files of the drivers of NVIDIA (Linux, WSL), AMD and Google."""
 
 
 def compiler_settings() -> dict[str, str]:
-    """What the user has set that changes the program XLA makes of a step, by variable."""
+    """Environment variables set by the user that change how XLA compiles a step."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def nvidia_gpus() -> int:
-    """NVIDIA GPUs that the driver offers here; in a container, those that were given to it. None
-    are seen where Windows has the driver, which does not say how many."""
+    """Number of NVIDIA GPUs of this machine or container; 0 under WSL, whose driver has no device
+    files for them."""
     return sum(path.name[6:].isdecimal() for path in Path("/dev").glob("nvidia*"))
 
 
 def has_accelerator() -> bool:
-    """Whether JAX is to look for an accelerator here, as far as can be told without it."""
+    """Whether JAX will look for an accelerator here, judged without importing it."""
     wanted = os.environ.get("JAX_PLATFORMS")
     is_there = any(Path(name).exists() for name in _ACCELERATOR_FILES)
     return is_there if wanted is None else wanted != "cpu"
 
 
 def choose_platform(cpu_devices: int | None = None) -> None:
-    """Let JAX use what accelerator there is, or else the CPU, quietly.
+    """Have JAX use the accelerator here, or else the CPU, without logged errors.
 
-    A compiler plug-in for GPUs without a driver logs an error at every start of JAX; so where
-    there is no driver, JAX is told to look for the CPU alone. What the user has set in
-    JAX_PLATFORMS is left as it is, unless virtual devices are asked for.
+    A compiler plug-in for GPUs without a driver logs an error at every start of JAX; so without a
+    driver JAX_PLATFORMS is set to the CPU. A JAX_PLATFORMS of the user is kept, unless virtual
+    devices are asked for.
 
     Args:
-        cpu_devices: virtual devices into which to divide the CPU; if None, no division.
+        cpu_devices: virtual devices into which to divide the CPU; None for none.
 
     Raises:
         ConfigError: if JAX already runs with another number of devices.
@@ -67,7 +67,7 @@ def choose_platform(cpu_devices: int | None = None) -> None:
         if not any(Path(name).exists() for name in _ACCELERATOR_FILES):
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         elif Path(_NVIDIA_DRIVER).exists():
-            # The user's own flags come last, and so have the last word.
+            # The user's own flags come last and override ours.
             flags = (*GPU_FLAGS, os.environ.get("XLA_FLAGS", ""))
             os.environ["XLA_FLAGS"] = " ".join(flags).strip()
         return
@@ -88,7 +88,7 @@ def choose_platform(cpu_devices: int | None = None) -> None:
             raise ConfigError(refusal("cpu_devices", cpu_devices, accepted)) from error
 
 
-# What glibc's allocator is asked to do in a process of its own; with another C library, nothing.
+# Options of glibc's allocator; without effect with another C library.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # <malloc.h>
 _LEAST_ARENAS = 4
@@ -96,19 +96,19 @@ _LEAST_ARENAS = 4
 
 
 def keep_pages() -> None:
-    """Keep what arrays leave free for the next ones, as small blocks are kept: the system takes
-    time to give pages anew."""
+    """Have the allocator keep freed pages of arrays for the next ones, since mapping new pages
+    takes time."""
     _set_option(_MMAP_THRESHOLD, 2**26)
     _set_option(_TRIM_THRESHOLD, 2**27)
 
 
 def limit_arenas() -> None:
-    """Let threads share an arena for each core, at least four, unless the environment says how
-    many.
+    """Limit the allocator to one arena per core, at least four, unless the environment sets a
+    limit.
 
-    Every checkpoint is written by new threads. With eight arenas for each core, as is the default,
-    what they free comes to lie in ever other ones, and a long run takes more and more memory of
-    which it uses no more than at its beginning. Without effect once there are more than eight.
+    Every checkpoint is written by new threads. With the default of eight arenas per core their
+    freed memory is spread over ever more arenas, and the memory of a long run grows although its
+    use does not. Without effect once there are more than eight.
     """
     is_chosen = "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
     if not is_chosen and "MALLOC_ARENA_MAX" not in os.environ:
@@ -120,7 +120,7 @@ def _set_option(option: int, value: int) -> None:
         ctypes.CDLL(None).mallopt(option, value)
 
 
-# What the system grants this process: the cores it may run on, and an end with its caller.
+# Cores of this process, and its end with its parent.
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -133,10 +133,10 @@ def machine_cores() -> int:
 
 
 def end_with_caller(caller: int | None = None) -> None:
-    """Have the kernel kill this process when its caller ends, however that ends (Linux only).
+    """Have the kernel kill this process when its parent exits for any reason (Linux only).
 
     Args:
-        caller: its process; where that is known, a caller that is gone already counts, too.
+        caller: process id of the parent; if given, a parent that has exited already counts too.
     """
     if sys.platform != "linux":
         return
@@ -145,16 +145,16 @@ def end_with_caller(caller: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-# How many cores this process may use to make batches.
+# Cores that this process may use to make batches.
 
 _limits: list[int] = []
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, or fewer if it was told so."""
+    """Cores that this process may use: those it may run on, or the limit if one was set."""
     return _limits[-1] if _limits else machine_cores()
 
 
 def limit_cores(count: int) -> None:
-    """Use no more than `count` cores: other processes make batches on the rest."""
+    """Limit this process to `count` cores: other processes make batches on the rest."""
     _limits.append(count)

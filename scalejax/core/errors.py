@@ -1,7 +1,7 @@
-"""Every error that scalejax raises on purpose, and how it words a refusal.
+"""The errors that scalejax raises, and the wording of refusals.
 
-    ScalejaxError                  anything a user can mend; the command line prints it and exits 2
-    ├── ConfigError (ValueError)   a field, flag or argument holds what cannot work
+    ScalejaxError                  anything a user can fix; the command line prints it and exits 2
+    ├── ConfigError (ValueError)   a field, flag or argument has an invalid value
     ├── UnknownHardware            no chip or cluster of that name in the catalogue
     ├── DoesNotFit                 the program needs more memory or devices than there are
     ├── CheckpointMismatch         a checkpoint is damaged, or is of another run
@@ -15,15 +15,15 @@ import math
 from collections.abc import Iterable
 
 _QUOTED_CHARACTERS = 400
-"""Of a value that is refused."""
+"""Longest quotation of a refused value."""
 
 
 class ScalejaxError(Exception):
-    """A problem that the user can mend; its text says how."""
+    """A problem that the user can fix; its text says how."""
 
 
 class ConfigError(ScalejaxError, ValueError):
-    """A field, flag or argument holds a value that cannot work."""
+    """A field, flag or argument has an invalid value."""
 
 
 class UnknownHardware(ScalejaxError):
@@ -43,31 +43,31 @@ class ProfileError(ScalejaxError):
 
 
 def refusal(field: str, value: object, accepted: str) -> str:
-    """The one sentence in which every input is refused: field, value, what is accepted."""
+    """The sentence that refuses an input: field, value, what is accepted."""
     return f"{field}={_quoted(value)} is refused: {accepted}."
 
 
 def _quoted(value: object) -> str:
-    """`value` as it was given, `shortened`."""
+    """The repr of `value`, `shortened`."""
     if isinstance(value, int) and abs(value) >= 10**_QUOTED_CHARACTERS:
-        return f"a whole number of {value.bit_length()} bits"  # Python spells no longer ones out
+        return f"a whole number of {value.bit_length()} bits"  # Python refuses to print longer ones
     return shortened(repr(value))
 
 
 def shortened(text: str) -> str:
-    """`text`, without its middle where nobody would read it to its end."""
+    """`text`, its middle elided if it is longer than a message should be."""
     half = _QUOTED_CHARACTERS // 2
     return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:
-    """The accepted name closest to `name`, or None when none is at least so `alike`, 0..1."""
+    """The accepted name closest to `name`; None if no similarity is at least `alike`, 0..1."""
     matches = difflib.get_close_matches(name, list(accepted), n=1, cutoff=alike)
     return matches[0] if matches else None
 
 
 def unknown_name(field: str, name: object, accepted: Iterable[str]) -> str:
-    """The refusal of a name that is not among `accepted`: first the closest that is, then all."""
+    """The refusal of a name that is not among `accepted`: suggests the closest, then lists all."""
     names = sorted(accepted)
     closest = nearest_name(str(name), names)
     hint = f"did you mean {closest!r}? It" if closest else "it"
@@ -75,7 +75,7 @@ def unknown_name(field: str, name: object, accepted: Iterable[str]) -> str:
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
-    """The multiples of `divisor` on either side of `value`, in words: "984 or 1008"."""
+    """The multiples of `divisor` on either side of `value`, as text: "984 or 1008"."""
     below = value // divisor * divisor
     return f"{below} or {below + divisor}" if below > 0 else f"{divisor}"
 
@@ -95,7 +95,7 @@ def require_multiple(field: str, value: int, divisor: int, divisor_name: str) ->
 
 
 def require_at_least(field: str, value: float, minimum: float) -> None:
-    """Refuse `value` below `minimum`, and what is no finite number.
+    """Refuse `value` below `minimum`, infinite or NaN.
 
     Raises:
         ConfigError: naming the field and the minimum.
@@ -105,7 +105,7 @@ def require_at_least(field: str, value: float, minimum: float) -> None:
 
 
 def require_above(field: str, value: float, bound: float) -> None:
-    """Refuse `value` at or below `bound`, and what is no finite number.
+    """Refuse `value` at or below `bound`, infinite or NaN.
 
     Raises:
         ConfigError: naming the field and the bound.

@@ -1,6 +1,6 @@
-"""Files of data at a path, folder, glob or URL of `fsspec`, and what tells each from another.
+"""Data files at a path, folder, glob or URL of `fsspec`, with size and version.
 
-Knows names, sizes and times; nothing of what is in a file.
+Knows names, sizes and modification times; nothing of the contents of a file.
 """
 
 import glob
@@ -20,28 +20,28 @@ _GLOB = frozenset("*?[")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """One file of data, as it was when it was found."""
+    """One data file, as it was when it was listed."""
 
     path: str
-    """Where it is; a URL if it is not on this machine."""
+    """Path; a URL if it is not on this machine."""
     size_bytes: int
-    """Its length."""
+    """Size of the file."""
     version: str | None
-    """What is another when it is written anew: the nanoseconds since 1970 when it was written, or
-    what its store names its content by; None if the store says neither."""
+    """Changes when the file is rewritten: modification time in nanoseconds since 1970, or the ETag
+    or content id of its store; None if the store has neither."""
 
 
 def listed(
     field: str, location: str, is_data: Callable[[str], bool], wanted: str
 ) -> list[DataFile]:
-    """The files at `location`, in the order of their names.
+    """The data files at `location`, sorted by name.
 
     Args:
         field: field of the config that names the location.
         location: a file, folder, glob or URL.
-        is_data: says of a name whether a file of a folder, or below it, is of data; names of
-            files and folders that begin with "_" or "." are not asked of.
-        wanted: what such a file is, for the refusal.
+        is_data: whether a file of that name in a folder, or below it, is a data file; files and
+            folders whose names begin with "_" or "." are skipped.
+        wanted: description of a data file, for the refusal.
 
     Raises:
         ConfigError: if there are none, or the location cannot be read.
@@ -79,17 +79,17 @@ def listed(
 
 
 def is_url(location: str) -> bool:
-    """Whether it is for `fsspec` to open."""
+    """Whether `location` is a URL, which `fsspec` opens."""
     return "://" in location
 
 
 def absolute_location(location: str) -> str:
-    """The same files, wherever the working directory is."""
+    """`location` independent of the working directory."""
     return location if is_url(location) else os.path.abspath(location)
 
 
 def opened_filesystem(field: str, location: str) -> tuple[Any, str]:
-    """Arrow's file system of a location, and the path in it; of a URL, `handler.fs` is fsspec's.
+    """Arrow's file system of a location, and the path in it; for a URL `handler.fs` is fsspec's.
 
     Raises:
         ConfigError: if fsspec, or its package for the protocol, is not installed.
@@ -109,7 +109,7 @@ def opened_filesystem(field: str, location: str) -> tuple[Any, str]:
 def states_below(
     field: str, location: str, paths: Iterable[str]
 ) -> Iterator[tuple[str, int, str | None]]:
-    """Path, bytes and version (that of `DataFile`) of each of some files below a folder or URL.
+    """Path, size in bytes and version (as of `DataFile`) of given files below a folder or URL.
 
     Raises:
         ConfigError: if one is gone, or the location cannot be read.
@@ -125,12 +125,12 @@ def states_below(
         for path in paths:
             if (about := found.get(f"{root.rstrip('/')}/{path}")) is None:
                 raise FileNotFoundError(f"{path} is gone")
-            yield path, about["size"] or 0, _said_version(about)
+            yield path, about["size"] or 0, _store_version(about)
 
 
 @contextmanager
 def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
-    """The file, open to be read from any place.
+    """The file, open for random access.
 
     Raises:
         ConfigError: if it cannot be opened or read.
@@ -146,10 +146,10 @@ def opened(field: str, file: DataFile) -> Iterator[BinaryIO]:
 
 
 def require_unchanged(field: str, file: DataFile) -> None:
-    """Refuse a file on this machine that is another than it was when it was found.
+    """Refuse a file on this machine that has changed since it was listed.
 
     Raises:
-        ConfigError: if it is gone, or was written anew.
+        ConfigError: if it is gone, or was rewritten.
     """
     try:
         about = os.stat(file.path)
@@ -160,7 +160,7 @@ def require_unchanged(field: str, file: DataFile) -> None:
 
 
 def local_copy(field: str, file: DataFile, folder: str) -> str:
-    """Path of a copy in `folder` of a file at a URL; made once, and whole whenever it is there.
+    """Path of a local copy in `folder` of a file at a URL; made once, and never partial.
 
     Raises:
         ConfigError: if it cannot be read or written.
@@ -187,7 +187,7 @@ def _name(path: str) -> str:
 
 @contextmanager
 def naming(field: str, location: str) -> Iterator[None]:
-    """Turn what a file system says of a location into a refusal."""
+    """Turn errors of a file system about a location into refusals that name `field`."""
     try:
         yield
     except ConfigError:
@@ -197,24 +197,24 @@ def naming(field: str, location: str) -> Iterator[None]:
 
 
 def _is_finished(path: str) -> bool:
-    """Whether a path below a folder is of data: writers begin what is unfinished, or about the
-    data, with "_" or "."."""
+    """Whether a path below a folder may be a data file: writers prefix unfinished files and
+    metadata with "_" or "."."""
     return not any(part[0] in "_." for part in path.split(os.sep))
 
 
 def _version(filesystem: Any, info: pafs.FileInfo) -> str | None:
     if info.mtime_ns is not None:
         return str(info.mtime_ns)
-    return _said_version(filesystem.handler.fs.info(info.path))
+    return _store_version(filesystem.handler.fs.info(info.path))
 
 
-def _said_version(about: Mapping[str, Any]) -> str | None:
-    """What tells a file from one written anew, of what S3, HTTP, Hugging Face, Google say."""
+def _store_version(about: Mapping[str, Any]) -> str | None:
+    """The version of a file in the metadata of S3, HTTP, Hugging Face or Google Cloud Storage."""
     names = ("mtime", "ETag", "etag", "blob_id", "LastModified", "last_modified", "updated")
     return next((str(about[name]) for name in names if about.get(name) is not None), None)
 
 
 def _url(location: str, path: str) -> str:
-    """`path` of the file system of `location`, as it can be opened again."""
+    """The URL, or the path if `location` is none, of `path` in the file system of `location`."""
     protocol, separator, _ = location.partition("://")
     return f"{protocol}{separator}{path}" if separator else path

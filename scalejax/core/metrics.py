@@ -1,15 +1,15 @@
-"""The one definition of throughput, utilisation, efficiency and epoch time.
+"""Definitions of throughput, utilisation, efficiency and epoch time.
 
-Every figure that a prediction or a measurement prints comes through here, so that the two can
-be compared. Seconds, FLOP and counts in; ratios and rates out.
+Predictions and measurements both use them, so that the two can be compared. Seconds, FLOP and
+counts in; ratios and rates out.
 """
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 
 
 def steps_per_epoch(train_examples: int, global_batch: int, *, is_filled: bool = False) -> int:
-    """Optimizer updates in one pass over the data; an incomplete last batch is dropped, or one
-    more if it `is_filled` up.
+    """Optimizer updates in one pass over the data; an incomplete last batch is dropped, or padded
+    and counted if `is_filled`.
 
     Raises:
         ConfigError: if the batch is larger than the data.

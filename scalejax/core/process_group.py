@@ -1,7 +1,7 @@
-"""How the processes of one run find each other: how many they are, and where the first listens.
+"""The process group of a run: rank, number of processes, address of the coordinator.
 
-Read from the environment, where `scalejax launch`, SLURM, Open MPI or a Kubernetes manifest of
-`scalejax launch --target jobset` put it. Knows nothing of what the processes do.
+Read from the environment, as set by `scalejax launch`, SLURM, Open MPI or a Kubernetes manifest of
+`scalejax launch --target jobset`. Knows nothing of what the processes do.
 """
 
 import os
@@ -24,77 +24,78 @@ COORDINATOR, PROCESSES, PROCESS = (
     "SCALEJAX_PROCESSES",
     "SCALEJAX_PROCESS",
 )
-"""Variables: host and port of the first process; how many there are; which of them this is."""
+"""Variables: host and port of the coordinator; number of processes; rank of this one."""
 GO_ON = "SCALEJAX_GO_ON"
-"""Variable: the command that goes on with the run, where another than this process knows it."""
+"""Variable: the command that resumes the run, set by the launcher."""
 LAUNCHER = "SCALEJAX_LAUNCHER"
-"""Variable: the process on this machine that started this one, with which it is to end."""
+"""Variable: process id of the launcher on this machine, with which this process ends."""
 REFUSAL_MARKER = "SCALEJAX_REFUSAL_MARKER"
-"""Variable: the file that a process leaves whose input is refused after it has met the others."""
+"""Variable: the file that a process creates if its input is refused after it joined the group."""
 
 REFUSED = 2
 """Exit code of a process whose input was refused."""
-MISSED_ANOTHER = 76
+LOST_PEER = 76
 """Exit code of a process that could not reach another: EX_PROTOCOL of <sysexits.h>."""
 LOOPBACK = "127.0.0.1"
-PATIENCE_SECONDS = 300
-"""For the others to come; as JAX's own default."""
-_HEARTBEAT_TIMEOUT_SECONDS = 60  # a node that is gone is found out in so long, without a launcher
+JOIN_TIMEOUT_SECONDS = 300
+"""Timeout for all processes to join the group; JAX's own default."""
+_HEARTBEAT_TIMEOUT_SECONDS = 60  # after which a lost node is noticed without a launcher
 _SECONDS_TO_LEAVE = 5.0
-"""For a process that has failed to end in good order, which is to wait for the others."""
-_FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems hand out last
+"""Grace period of a failed process for a clean shutdown, which waits for the others."""
+_FIRST_PORT, _PORTS = 61440, 4096  # of the range that systems assign last
 _LOST_CONTACT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|(?i:gloo [\w -]+ failed|connection (closed|reset|refused)|"
     r"broken pipe|NCCL operation .* failed: (unhandled system error|remote process)|heartbeat|"
     r"coordination[ _]?service|barrier (timed out|failed|has failed))"
 )
-"""In what XLA says of exchanges that another process has left."""
+"""Pattern of XLA's errors of collectives that another process has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Which process of how many this is."""
+    """The place of this process in its group."""
 
     process: int
-    """Counted from 0."""
+    """Rank of this process, from 0."""
     processes: int
-    """How many there are."""
+    """Number of processes."""
     coordinator: str | None
-    """Host and port where the first listens; None if JAX is to ask the scheduler."""
+    """Host and port of the coordinator, the first process; None if JAX asks the scheduler."""
     told_by: str
-    """Who said so."""
+    """Source of these values: a variable or a scheduler."""
 
     @property
     def bind_address(self) -> str | None:
-        """Where the first is to listen: on loopback alone, if all are on this machine."""
+        """Address that the coordinator binds to if all processes are on this machine: loopback;
+        else None, JAX's default."""
         host = None if self.coordinator is None else self.coordinator.rpartition(":")[0]
         return self.coordinator if host in (LOOPBACK, "localhost", "[::1]") else None
 
 
 def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """The place of this process, as the environment says; None if it is alone.
+    """The place of this process, read from the environment; None if it is the only one.
 
     Raises:
-        ConfigError: if a variable of ours is missing beside another, or holds no such number.
+        ConfigError: if some of our variables are missing, or hold invalid numbers.
     """
-    # `mpirun` starts its daemons by `srun`, of which the processes inherit the variables: one task
-    # for each node.
+    # `mpirun` starts its daemons by `srun`, whose variables the processes inherit: one task for
+    # each node.
     place = _of_ours(environment) or _of_open_mpi(environment) or _of_slurm(environment)
     return place if place is not None and place.processes > 1 else None
 
 
 def join(place: Place | None) -> None:
-    """Meet the other processes; before JAX is first used. Nothing if there are none.
+    """Join the process group, before JAX is first used; does nothing if there is none.
 
     Raises:
-        ConfigError: if they do not all come in time, or another program listens in their place.
+        ConfigError: if not all processes join in time, or another program uses the port.
     """
     die_with_launcher()
     if place is None:
         return
     import jax
 
-    # It would take SIGTERM for itself, and a run that is asked to stop would not hear of it.
+    # It would handle SIGTERM itself, and the run would not be stopped by it.
     jax.config.update("jax_enable_preemption_service", False)
     if place.bind_address is not None:
         _keep_collectives_here()
@@ -116,10 +117,10 @@ def _initialize(place: Place) -> None:
         place.coordinator,
         place.processes if place.coordinator else None,
         place.process if place.coordinator else None,
-        # A scheduler around is not asked where ours says all: it would give each its first
-        # device alone, or want the right to read the pods of Kubernetes.
+        # No scheduler is asked where our variables are complete: it would give each process its
+        # first device only, or need the right to read the pods of Kubernetes.
         cluster_detection_method="deactivate" if place.told_by == COORDINATOR else None,
-        initialization_timeout=PATIENCE_SECONDS,
+        initialization_timeout=JOIN_TIMEOUT_SECONDS,
         heartbeat_timeout_seconds=_HEARTBEAT_TIMEOUT_SECONDS,
         coordinator_bind_address=place.bind_address,
     )
@@ -127,7 +128,7 @@ def _initialize(place: Place) -> None:
 
 @contextmanager
 def _ending_by_interrupts() -> Iterator[None]:
-    """Let SIGINT end this process at once: Python would wait for what is done within."""
+    """Let SIGINT end this process at once: Python would wait for the call within to return."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -139,10 +140,10 @@ def _ending_by_interrupts() -> Iterator[None]:
 
 
 def _keep_collectives_here() -> None:
-    """Have gloo, by which CPUs exchange, listen on loopback.
+    """Have gloo, which runs collectives between CPUs, listen on loopback.
 
-    By itself it listens where the name of this machine leads, which other machines may reach; JAX
-    passes no address on, and asks this function for the exchanges when it first needs them.
+    By default it listens on the address of the host name, which other machines may reach; JAX
+    passes no address on, and calls this function when it first needs collectives.
     """
     from jaxlib import _jax  # type: ignore[attr-defined]
 
@@ -152,11 +153,11 @@ def _keep_collectives_here() -> None:
 
 @contextmanager
 def leaving_at_once(place: Place | None) -> Iterator[None]:
-    """End this process within seconds when what is done within fails, here or in another one.
+    """Exit this process within seconds if the code within fails, here or in another process.
 
-    Left to itself, JAX would first wait for one that is dead, up to its heartbeat's timeout, and
-    then abort with a stack of addresses; and for the others where this one has failed, which wait
-    for this one.
+    JAX by itself would wait for a dead process up to its heartbeat timeout, and then abort with a
+    stack of addresses; and if this process failed, it would wait for the others, which wait for
+    this one.
     """
     try:
         yield
@@ -181,18 +182,18 @@ def leaving_at_once(place: Place | None) -> Iterator[None]:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(MISSED_ANOTHER)
+        os._exit(LOST_PEER)
 
 
 def _leave_marker() -> None:
-    with suppress(OSError):  # the refusal itself is told anyway
+    with suppress(OSError):  # the refusal itself is printed anyway
         if marker := os.environ.get(REFUSAL_MARKER):
             Path(marker).touch()
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether what was raised, or a cause of it, is that another process could not be reached."""
-    # XLA's errors alone are of type JaxRuntimeError; asked by name, to import no JAX here.
+    """Whether `error`, or a cause of it, is that another process could not be reached."""
+    # Only XLA's errors have this type; compared by name, to import no JAX here.
     is_xla = type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
     if is_xla and _LOST_CONTACT.search(str(error)):
         return True
@@ -200,7 +201,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def die_with_launcher() -> None:
-    """Let the system kill this process when the one that launched it dies, however it does."""
+    """Have the system kill this process when its launcher exits for any reason."""
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
         return
@@ -225,7 +226,7 @@ def _of_ours(environment: Mapping[str, str]) -> Place | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Place | None:
-    """A task of `srun`; a batch script itself, or a shell of `salloc`, is no such task."""
+    """The place of a task of `srun`; None in a batch script itself or a shell of `salloc`."""
     if "SLURM_STEP_NUM_TASKS" not in environment or "SLURM_PROCID" not in environment:
         return None
     nodes = _number(environment, "SLURM_STEP_NUM_NODES")
@@ -253,7 +254,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _loopback(job: str) -> str:
-    """An address on this machine that the processes of `job` agree on, and other jobs hardly do."""
+    """An address on this machine derived from `job`, unlikely to be that of another job."""
     return f"{LOOPBACK}:{_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS}"
 
 

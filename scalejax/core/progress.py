@@ -1,6 +1,6 @@
-"""What is shown on standard error while a person waits: a bar on a terminal, plain lines elsewhere.
+"""Progress displays on standard error: a bar on a terminal, plain lines elsewhere.
 
-Knows how far something is, and nothing of what it is.
+Knows counts and names, and nothing of the work itself.
 """
 
 import time
@@ -21,21 +21,21 @@ from rich.progress import (
 from scalejax.core.units import UNKNOWN, counted, format_count, format_seconds
 
 Stage = Literal["begun", "compiled", "remembered"]
-"""What has become of a case: remembered ones were compiled for an earlier question."""
+"""Status of a case that is compiled; a remembered one was found in the program cache."""
 
 
 OnCase = Callable[[Stage, str], None]
-"""Called with each turn of a case, and the name of the case."""
+"""Callback with the new status of a case, and its name."""
 
 
 def nothing_said(stage: Stage, case: str) -> None:
-    """An `OnCase` that tells nobody."""
+    """An `OnCase` that shows nothing."""
 
 
 _LINES = {
     "begun": "compiling for {} ...",
     "compiled": "compiled for {}",
-    "remembered": "compiled for {} (remembered)",
+    "remembered": "compiled for {} (cached)",
 }
 
 
@@ -44,7 +44,7 @@ def compiling(case_count: int) -> Iterator[OnCase]:
     """A display of which cases are being compiled, on standard error.
 
     Yields:
-        What to call with each turn of a case, and its name.
+        Callback with the new status of a case, and its name.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -72,7 +72,7 @@ def compiling(case_count: int) -> Iterator[OnCase]:
 
 
 def _open(cases: Sequence[str]) -> str:
-    """What is being compiled, on one line."""
+    """The cases that are being compiled, on one line."""
     if not cases:
         return "compiling"
     more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
@@ -81,10 +81,10 @@ def _open(cases: Sequence[str]) -> str:
 
 @contextmanager
 def compiling_programs() -> Iterator[Callable[[int, int], None]]:
-    """A display of how many programs have been compiled, on standard error; none if none is.
+    """A display of how many programs are compiled, on standard error; none without programs.
 
     Yields:
-        What to call with the number of programs that are done, and of all there are so far.
+        Callback with the number of programs compiled, and the number known so far.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -104,10 +104,10 @@ def compiling_programs() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def searching() -> Iterator[Callable[[int, int], None]]:
-    """A display of how far a search is, on standard error.
+    """A display of the progress of a search, on standard error.
 
     Yields:
-        What to call with the number of parts that are done, and of all there are.
+        Callback with the number of parts done, and of all parts.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -125,10 +125,10 @@ def searching() -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def measuring(stages: int) -> Iterator[Callable[[str], None]]:
-    """A display of what is being measured, on standard error.
+    """A display of the current stage of a measurement, on standard error.
 
     Yields:
-        What to call with the name of each of so many stages as it begins.
+        Callback with the name of each of the `stages` as it begins.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -149,14 +149,14 @@ def measuring(stages: int) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
-    """A display of how far a sweep is, on standard error.
+    """A display of the progress of a sweep, on standard error.
 
     Args:
-        jobs: programs that are trained, some side by side.
+        jobs: programs that are trained, some in parallel.
         runs: runs in all of them.
 
     Yields:
-        What to call with the position of a job, and the part of it that is done.
+        Callback with the index of a job, and the share of it that is done, 0..1.
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     parts = [0.0] * jobs
@@ -188,16 +188,16 @@ def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
 
 @contextmanager
 def rows(verb: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A display of rows that are gone through, their rate and the time left, on standard error;
-    none if there are none.
+    """A display of processed rows, their rate and the time left, on standard error; none without
+    rows.
 
     Args:
-        verb: what is done with them.
-        total: how many there are.
-        done: how many of them were done before.
+        verb: shown before the counts, such as "converting".
+        total: number of rows.
+        done: rows processed before.
 
     Yields:
-        What to call with the number of rows that are done besides.
+        Callback with the number of rows processed since the last call.
     """
     console = Console(stderr=True, highlight=False)
     if not total:
@@ -227,7 +227,7 @@ def rows(verb: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]
 def _row_lines(
     console: Console, verb: str, total: int, done: int
 ) -> Iterator[Callable[[int], None]]:
-    """The same in a line every five seconds."""
+    """The display of `rows` as a line every five seconds."""
     begin = last = time.monotonic()
     first = done
 

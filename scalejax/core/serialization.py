@@ -1,6 +1,6 @@
-"""Dataclasses from and to TOML and JSON files; what does not fit is refused in one sentence.
+"""Serialization of dataclasses from and to TOML and JSON; invalid input is refused in a sentence.
 
-The dataclasses are the schema: this file adds none of its own. It knows files and types, and
+The dataclasses are the schema, and this file adds none of its own. It knows files and types, and
 nothing of what the types mean.
 """
 
@@ -26,13 +26,13 @@ T = TypeVar("T")
 _WHOLE_BOUND = 2**63
 """TOML's whole numbers have 64 bits (TOML 1.0.0, "Integer"), one of them the sign."""
 _MOST_DEPTH = 50
-"""Of lists and tables in one another: pydantic reads JSON of 200, and no field needs ten."""
+"""Deepest nesting of lists and tables: pydantic reads JSON of 200, and no field needs ten."""
 _MOST_NAMES = 100
-"""Of a dotted key."""
+"""Fewest names of a dotted key that is refused."""
 _NAME = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_NAME}[ \t]*+\.[ \t]*+){{{_MOST_NAMES - 1}}}")
 _MOST_SENTENCES = 20
-"""Problems of one document that are told; who mends these may see the others."""
+"""Most problems of one document that are listed."""
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
 
@@ -53,8 +53,8 @@ def parse_toml(text: str) -> dict[str, JsonValue]:
     """The tables of a text in TOML.
 
     Raises:
-        ValueError: if it is none, with line and column; tables too deep to be read, and whole
-            numbers too long, say no place.
+        ValueError: if it is not TOML, with line and column except for tables nested too deeply and
+            whole numbers that are too long.
     """
     if found := _LONG_KEY.search(text):  # tomllib takes memory by the square of its names
         line = text.count("\n", 0, found.start()) + 1
@@ -106,7 +106,7 @@ def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
 
 
 def _require_plain(value: JsonValue, where: str, depth: int = 0) -> None:
-    """Refuse what no field takes, and what reading it further would stumble over."""
+    """Refuse whole numbers beyond 64 bits and nesting beyond `_MOST_DEPTH`, before validation."""
     match value:
         case int() if not -_WHOLE_BOUND <= value < _WHOLE_BOUND:
             accepted = "a whole number must fit 64 bits, as TOML has it"
@@ -175,7 +175,7 @@ def save_bytes(data: bytes, path: Path) -> None:
     Raises:
         ConfigError: if the file cannot be written.
     """
-    # The process in the name: two that write the same file at once do not mix.
+    # The process id in the name: two processes that write the file at once do not interfere.
     draft = path.absolute().parent / f".{path.name}.{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -184,17 +184,17 @@ def save_bytes(data: bytes, path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
     finally:
-        with contextlib.suppress(OSError):  # what went wrong is told already
+        with contextlib.suppress(OSError):  # the first error is reported already
             draft.unlink(missing_ok=True)
 
 
 def require_writable(field: str, path: Path | None) -> None:
-    """Refuse a file that could not be written, before the work is done that it is for.
+    """Refuse a file that cannot be written, before the work whose result it will hold.
 
-    Nothing is left on the disk; None is no file, and fine.
+    Leaves nothing on the disk; None is accepted.
 
     Raises:
-        ConfigError: naming the field and what is in the way.
+        ConfigError: naming the field and the reason.
     """
     if path is None:
         return
@@ -205,10 +205,10 @@ def require_writable(field: str, path: Path | None) -> None:
 
 
 def require_writable_folder(field: str, path: Path | None) -> None:
-    """As `require_writable`, of a folder, which may be new.
+    """Refuse a folder, existing or new, that cannot be written; None is accepted.
 
     Raises:
-        ConfigError: naming the field and what is in the way.
+        ConfigError: naming the field and the reason.
     """
     if path is not None:
         with _naming(field, path):
@@ -216,17 +216,17 @@ def require_writable_folder(field: str, path: Path | None) -> None:
 
 
 def _require_room(field: str, path: Path, folder: Path) -> None:
-    """Refuse `path` unless files can be made in `folder`, or it in the nearest that is there."""
+    """Refuse `path` unless files can be created in `folder`, or in its nearest existing parent."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir():
         raise ConfigError(refusal(field, str(path), f"{str(there)!r} is a file, and no folder"))
-    with tempfile.TemporaryFile(dir=there):  # whose rights alone do not say (a superuser's do not)
+    with tempfile.TemporaryFile(dir=there):  # permission bits do not tell, as for a superuser
         pass
 
 
 @contextlib.contextmanager
 def _naming(field: str, path: Path) -> Iterator[None]:
-    """Turn what the system says of a path into a refusal."""
+    """Turn an OSError about a path into a refusal that names `field`."""
     try:
         yield
     except OSError as error:
@@ -243,7 +243,7 @@ def save_toml(value: object, path: Path) -> None:
 
 
 def _toml(tables: JsonValue, prefix: str = "") -> str:
-    """Nested tables of scalars and lists as TOML; absent values left out.
+    """Nested tables of scalars and lists as TOML; None values are left out.
 
     JSON's notation of numbers, texts, lists and booleans is TOML's too.
     """
@@ -301,12 +301,12 @@ _EXPECTED = {
 
 
 def _sentence(type_: object, detail: ErrorDetails, where: str) -> str:
-    """Pydantic's finding in our one sentence: field, value, what is accepted, nearest fix."""
+    """An error of pydantic as a refusal: field, value, what is accepted, nearest fix."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "json_invalid":
         return f"this is not valid JSON: {context['error']}."
     if isinstance(error := context.get("error"), ConfigError):
-        return str(error)  # a dataclass refused itself and named the field
+        return str(error)  # raised by the dataclass itself, and names the field
     owner, path = _descend(type_, detail["loc"])
     parts = ([where] if where else []) + [part or '""' for part in path]
     field = ".".join(parts) or "the whole document"

@@ -1,4 +1,4 @@
-"""SI base units inside, human units on the way in and out: the only file that knows prefixes."""
+"""Parsing and formatting of quantities: the only file that knows prefixes, others use SI units."""
 
 import re
 
@@ -16,10 +16,10 @@ _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parse_seconds(field: str, text: str) -> float:
-    """A duration as a person types it: "90 s", "30min", "2.5h", "3 d".
+    """Seconds of a duration as typed: "90 s", "30min", "2.5h", "3 d".
 
     Raises:
-        ConfigError: if it is none, or zero.
+        ConfigError: if it is not a duration, or zero.
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|min|h|d)\s*", text)
     if not found or not float(found[1]):
@@ -29,8 +29,8 @@ def parse_seconds(field: str, text: str) -> float:
 
 
 def unit_of_axis(longest_seconds: float) -> tuple[str, float]:
-    """Name and seconds of the unit for an axis that reaches so far: days, hours, minutes or
-    seconds, at least two of them."""
+    """Name and seconds of the unit of a time axis: the largest of days, hours, minutes and seconds
+    of which `longest_seconds` is at least two."""
     units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
     return next((pair for pair in units if longest_seconds >= 2 * pair[1]), units[-1])
 
@@ -55,7 +55,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_seconds_briefly(seconds: float | None) -> str:
-    """The same in one unit, for narrow columns: "850 us", "3.21 s", "42.8 min", "1.03 h"."""
+    """A duration in one unit, for narrow columns: "850 us", "3.21 s", "42.8 min", "1.03 h"."""
     if seconds is None or seconds < 60 or seconds >= 48 * 3600:
         return format_seconds(seconds)
     return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.3g} h"
@@ -90,7 +90,7 @@ def format_count(count: float | None) -> str:
 
 
 def counted(count: int | str, noun: str) -> str:
-    """So many of a thing, in words: "1 device", "4096 devices"; of a list, "8,16 devices"."""
+    """A count with its noun: "1 device", "4096 devices"; for a list, "8,16 devices"."""
     return f"{count} {noun}" if str(count) == "1" else f"{count} {noun}s"
 
 

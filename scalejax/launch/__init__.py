@@ -1,4 +1,4 @@
-"""Processes of one run, started, watched, and started again when some are lost."""
+"""Launchers of the processes of one run: start, watch, restart when some are lost."""
 
 from scalejax.launch.local import LOST, Launch, launch
 from scalejax.launch.runner import ProcessesFailed, Runner

@@ -1,7 +1,7 @@
-"""Which of the GPUs of this machine each of several processes sees.
+"""Assignment of the GPUs of this machine to processes, by CUDA_VISIBLE_DEVICES.
 
-Knows an environment and a number of processes. JAX takes every GPU that a process sees, also one
-that another process has taken.
+Knows an environment and a number of processes. JAX uses every visible GPU of a process, even one
+that another process uses.
 """
 
 from collections.abc import Mapping
@@ -11,32 +11,32 @@ from scalejax.core.environment import nvidia_gpus
 from scalejax.core.errors import ConfigError, refusal
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Variable: the GPUs that a process sees, by number or name; without it, all."""
+"""Variable: the visible GPUs of a process, by number or name; all if it is absent."""
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The GPUs that a process with `environment` would use; none where that is not known."""
+    """The GPUs that a process with `environment` would use; empty where that is unknown."""
     if environment.get("JAX_PLATFORMS") == "cpu":
         return ()
     if VISIBLE not in environment:
         return tuple(map(str, range(nvidia_gpus())))
     named = (name.strip() for name in environment[VISIBLE].split(","))
-    # As CUDA reads it: nothing after the first that is none.
+    # As CUDA parses it: up to the first invalid one.
     return tuple(takewhile(lambda name: name and not name.startswith("-"), named))
 
 
 def share(process: int, processes: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variable that lets one process see its even share of the GPUs, its peers the others.
+    """The variable that makes an equal share of the GPUs visible to one process.
 
-    Nothing where there are none to share, or nobody to share them with.
+    Empty without GPUs, or with one process.
 
     Args:
-        process: which of them, from 0.
-        processes: how many share them.
-        environment: what they would have else.
+        process: rank of the process, from 0.
+        processes: number of processes that share the GPUs.
+        environment: the environment of the processes.
 
     Raises:
-        ConfigError: if they cannot have equally many.
+        ConfigError: if the GPUs cannot be divided equally.
     """
     gpus = visible_gpus(environment)
     if not gpus or processes == 1:
@@ -44,8 +44,8 @@ def share(process: int, processes: int, environment: Mapping[str, str]) -> dict[
     count, rest = divmod(len(gpus), processes)
     if rest or not count:
         accepted = (
-            f"each process is to have equally many of the {len(gpus)} GPUs here, at least one; "
-            f"{VISIBLE} says which they are, and JAX_PLATFORMS=cpu has them use none"
+            f"it must divide the {len(gpus)} GPUs here, at least one for each process; "
+            f"{VISIBLE} selects GPUs, and JAX_PLATFORMS=cpu uses none"
         )
         raise ConfigError(refusal("processes", processes, accepted))
     return {VISIBLE: ",".join(gpus[process * count : (process + 1) * count])}

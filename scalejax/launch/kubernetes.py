@@ -1,7 +1,7 @@
-"""A run as a JobSet of Kubernetes: one pod for each node, the first of which the others meet.
+"""The manifest of a run as a JobSet of Kubernetes: one pod per node, the first the coordinator.
 
-Words a manifest and applies nothing. The pods are told by variables where the first of them is,
-under the name that JobSet gives it, so that no right to ask the cluster is needed: JAX's own
+Writes a manifest and applies nothing. Variables give the pods the address of the coordinator, by
+the host name that JobSet assigns, so that no access to the cluster's API is needed: JAX's own
 detection needs the package `kubernetes` and a service account that may read pods and jobs.
 
 Source: JobSet v1alpha2 (jobset.sigs.k8s.io), Job and Pod of Kubernetes 1.31 (indexed jobs, pod
@@ -19,41 +19,41 @@ from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.launch.watchdog import REFUSED
 
 PORT = 29400
-"""Where the first process listens; every pod has an address of its own, so any would do."""
+"""Port of the coordinator; any would do, since every pod has its own address."""
 
 _REPLICA = "train"
 _CONFIG_FOLDER, _FILE = "/etc/scalejax", "run.toml"
 _RUNS_FOLDER = "/runs"
 _LONGEST_NAME = 40
-"""Of a JobSet, so that those of its pods, NAME-train-0-1234-abcde, stay within 63 letters."""
+"""Longest name of a JobSet: names of its pods, NAME-train-0-1234-abcde, must fit 63 letters."""
 _SECONDS_TO_SAVE = 600
-"""For processes that are asked to stop, as in `launch.local`."""
+"""Grace period to save a checkpoint and stop, as in `launch.local`."""
 _GPU = "nvidia.com/gpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSetRun:
-    """What to run, in what, and where its record goes."""
+    """A run as a JobSet: config, container image, volume, resources."""
 
     name: str
-    """Of the JobSet; its folder in the volume has the same."""
+    """Name of the JobSet, and of its folder in the volume."""
     run_toml: str
     """Content of the run.toml."""
     arguments: tuple[str, ...] = ()
     """Further arguments of `scalejax train`."""
     slots: int
-    """GPUs in all; processes, where no GPUs are asked for."""
+    """Total number of GPUs; of processes, where no GPUs are requested."""
     gpus_per_node: int | None = None
-    """GPUs of a node, all driven by its one process; None for one process a pod on CPU."""
+    """GPUs per node, all driven by its one process; None for one CPU process per pod."""
     image: str
-    """The container image, with scalejax in it."""
+    """The container image, with scalejax installed."""
     volume: str
-    """Where the record and the checkpoints outlive the pods: the name of a PersistentVolumeClaim,
-    or a path that all nodes see."""
+    """Volume of the run record and checkpoints: the name of a PersistentVolumeClaim, or a path that
+    all nodes see."""
     namespace: str | None = None
-    """Namespace; None for that of whoever applies the manifest."""
+    """Namespace; None for that of kubectl."""
     most_restarts: int = 0
-    """How often to start all again when one is lost."""
+    """Number of restarts of all pods when one is lost."""
 
     def __post_init__(self) -> None:
         require_at_least("np", self.slots, 1)
@@ -72,7 +72,7 @@ class JobSetRun:
 
     @property
     def pods(self) -> int:
-        """How many, each with one process."""
+        """Number of pods, each with one process."""
         return self.slots // (self.gpus_per_node or 1)
 
 
@@ -81,7 +81,7 @@ def manifest(run: JobSetRun) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        """Writes text of several lines as it reads."""
+        """Writes text of several lines in block style."""
 
     def block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
         style = "|" if "\n" in text else None
@@ -105,7 +105,7 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
     job = {"name": _REPLICA, "replicas": 1, "template": {"spec": _job(run)}}
     refused = {
         "name": "refused",
-        "action": "FailJobSet",  # input that was refused will be again
+        "action": "FailJobSet",  # refused input would be refused again
         "onJobFailureReasons": ["PodFailurePolicy"],
     }
     return {
@@ -115,7 +115,7 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
         "spec": {
             "network": {
                 "enableDNSHostnames": True,
-                "publishNotReadyAddresses": True,  # they meet before any of them is ready
+                "publishNotReadyAddresses": True,  # pods connect before any of them is ready
                 "subdomain": run.name,
             },
             "failurePolicy": {"maxRestarts": run.most_restarts, "rules": [refused]},
@@ -125,7 +125,7 @@ def _job_set(run: JobSetRun) -> dict[str, Any]:
 
 
 def _job(run: JobSetRun) -> dict[str, Any]:
-    """All pods of a job, none of which goes on without the others."""
+    """The job of all pods, which fails if one of them fails."""
     codes = {"containerName": _REPLICA, "operator": "In", "values": [REFUSED]}
     return {
         "completionMode": "Indexed",
@@ -147,12 +147,12 @@ def _pod(run: JobSetRun) -> dict[str, Any]:
     return {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": _SECONDS_TO_SAVE,
-        "enableServiceLinks": False,  # dozens of variables about services of others
+        "enableServiceLinks": False,  # adds dozens of variables about other services
         "containers": [_container(run)],
         "volumes": [
             {"name": "config", "configMap": {"name": run.name}},
             {"name": "runs", **kept},
-            # A container has 64 MiB, too little for batches of worker processes and for NCCL.
+            # By default /dev/shm has 64 MiB, too little for batches of worker processes and NCCL.
             {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -186,7 +186,8 @@ def coordinator(run: JobSetRun) -> str:
 
 
 def _shell(run: JobSetRun) -> str:
-    """Trains, or goes on with what an earlier attempt began: all look before any of them writes."""
+    """The command that trains, or resumes if the folder holds a run: all pods check before any of
+    them writes."""
     folder = PurePosixPath(_RUNS_FOLDER) / run.name
     words = ("scalejax", "train", f"{_CONFIG_FOLDER}/{_FILE}", "--folder", str(folder))
     command = shlex.join((*words, *run.arguments))

@@ -1,8 +1,8 @@
-"""Several processes of one command on this machine: started, watched, stopped together.
+"""The local launcher: starts, watches and stops several processes of one command together.
 
-Each writes to a log of its own, and what they say is passed on as they say it. When one is lost
-the others are stopped, for they would wait for it without end; and all are started again, if that
-is wanted. Knows nothing of training but how to ask for what was saved.
+Each process has its own log file, and output is forwarded as it is written. When a process is lost
+the others are stopped, since they would wait for it forever, and all are restarted if asked for.
+Knows nothing of training but the flag that resumes it.
 """
 
 import contextlib
@@ -32,45 +32,47 @@ LOST = 75
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 _SECONDS_TO_END = 10.0
-"""For processes that were asked to end, before they are killed."""
+"""Grace period of processes that should exit, before they are killed."""
 _SECONDS_TO_SAVE = 600.0
-"""For processes that save a checkpoint first, as long as they move on."""
+"""Grace period of processes that save a checkpoint first, as long as they make progress."""
 _SECONDS_TO_FOLLOW = 5.0
-"""For the others to say what they know when one has ended badly."""
+"""Time in which the other processes may report why one has failed."""
 _LINES_AT_END = 8
-"""Of a process that failed, shown where only the first was heard."""
+"""Last log lines of a failed process that are shown, unless all output is."""
 _GLOO_BEGINS, _GLOO_ENDS = b"[Gloo] Rank ", b"connected peer ranks"
-"""In lines that the library which connects processes prints of every connection."""
+"""Beginning and end of the line that gloo prints for every connection."""
 _GLOO_PIECES = re.compile(
     rb"(\[Gloo\] Rank|\d|\s|is connected to|peer ranks\.|Expected number of|connected|:)*"
 )
-"""What is left of such a line where another was printed in its midst."""
+"""Pieces of such a line into which another was printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What to start, and how it is watched."""
+    """Command and number of processes to start, restarts, and timeouts of the watchdog."""
 
     command: tuple[str, ...]
-    """What each process runs."""
+    """Command of each process."""
     again: Callable[[], tuple[str, ...]] = tuple
-    """Says what is added to it when it is started again."""
+    """Returns the arguments added to the command on a restart."""
     processes: int
-    """How many."""
+    """Number of processes."""
     least_processes: int | None = None
-    """Down to how many to go on without those that were lost; None: always as many."""
+    """Fewest processes to restart with after losses; None: always as many."""
     shows_all: bool = False
-    """Whether to pass on what all of them say; else the first alone speaks, and one that fails."""
+    """Whether to forward the output of all processes; else of the first, and the end of one that
+    fails."""
     folder: Path
-    """Where their logs and heartbeats go."""
+    """Folder of logs and heartbeats."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables to set for them besides those of this process."""
+    """Variables of the processes besides those of this process."""
     most_restarts: int = 0
-    """How often to start again."""
+    """Number of restarts."""
     stopped_seconds: float = 15.0
     """How long a process may be stopped before it counts as lost."""
     stuck_seconds: float = 300.0
-    """How long none may move on before they count as hanging; six times that while compiling."""
+    """Time without progress of any process after which they count as hanging; six times that while
+    one compiles or saves."""
 
     def __post_init__(self) -> None:
         require_at_least("processes", self.processes, 1)
@@ -80,18 +82,18 @@ class Launch:
 
 
 def launch(job: Launch, out: TextIO = sys.stderr) -> int:
-    """The exit code of all processes of `job` together, once they have ended.
+    """The joint exit code of the processes of `job`, once they have ended.
 
-    0 if they all succeeded; 2 if their input was refused; 128 + n if signal n asked them to stop,
-    after they have saved; `LOST` if one of them was lost and `most_restarts` are used up. Signals
-    that come here are passed on to them; the second one kills them.
+    0 if all succeeded; 2 if their input was refused; 128 + n if signal n stopped them, after a
+    checkpoint; `LOST` if one of them was lost and `most_restarts` are used up. Signals to this
+    process are forwarded to them; the second one kills them.
 
     Args:
-        job: what to start.
-        out: where to pass on what they say, and to say which was lost.
+        job: the processes to start.
+        out: stream for their output and for messages about lost processes.
 
     Raises:
-        ConfigError: if the folder cannot be written, or they cannot share the GPUs.
+        ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
     """
     processes, restarts = job.processes, 0
     with _Signals() as signals:
@@ -112,7 +114,7 @@ def launch(job: Launch, out: TextIO = sys.stderr) -> int:
 
 
 class _Signals:
-    """Those that ask to stop, kept for the loop to see; set back at the end."""
+    """Handlers that collect SIGINT and SIGTERM for the loop; the previous ones are restored."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -132,7 +134,7 @@ class _Signals:
 
 
 class _Attempt:
-    """The processes, from start to end."""
+    """One start of all processes, until they have ended."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class _Attempt:
         self._speaking = threading.Lock()
 
     def ended(self) -> int | Loss:
-        """The exit code of all, or which was lost."""
+        """The joint exit code, or the process that was lost."""
         try:
             self._start()
             outcome = self._watched()
@@ -180,7 +182,7 @@ class _Attempt:
         coordinator = f"{process_group.LOOPBACK}:{_free_port()}"
         for number in range(self._count):
             environment = os.environ | self._job.environment
-            # Where fewer go on, each has as many as before: what they share may not divide.
+            # After a restart with fewer, each has as many GPUs as before: they may not divide.
             environment |= share(number, self._job.processes, environment)
             environment |= {
                 process_group.LAUNCHER: str(os.getpid()),
@@ -196,7 +198,7 @@ class _Attempt:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C comes here alone, and is passed on once
+                start_new_session=True,  # a Ctrl-C arrives here only, and is forwarded once
             )
             self._workers.append(worker)
             listening = (number, worker.stdout)
@@ -205,7 +207,7 @@ class _Attempt:
             self._listeners.append(listener)
 
     def _watched(self) -> int | Loss:
-        """Look after them until all have ended, or one is lost."""
+        """Watch the processes until all have ended, or one is lost."""
         passed_on, deadline = 0, math.inf
         while True:
             codes, beats = self._codes(), self._beats()
@@ -222,7 +224,7 @@ class _Attempt:
                 codes = self._codes()
                 return self._watch.lost_by_code(codes, self._beats()) or self._verdict(codes, beats)
             if any(code is not None for code in codes):
-                # One is done, or was refused: the others will be, or will wait for it in vain.
+                # One has finished or was refused: so will the others, or they hang waiting for it.
                 in_time = self._wait(_SECONDS_TO_FOLLOW + _SECONDS_TO_END)
                 if not in_time and len(self._signals.received) == passed_on:
                     return self._left_behind()
@@ -242,13 +244,13 @@ class _Attempt:
             return REFUSED
         stopped = [number for number, code in enumerate(codes) if code in STOPPED]
         if stopped and not self._signals.received and self._may_restart:
-            # Someone else asked one of them to stop, as schedulers do: all have saved.
+            # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
             reason = "or another one was asked to stop"
             return _loss(stopped[0], reason, beats)
         return (codes[stopped[0]] if stopped else 0) or 0
 
     def _left_behind(self) -> int | Loss:
-        """One ended well or was refused, and others go on without it."""
+        """The outcome if one process finished or was refused, and others still run."""
         codes, beats = self._codes(), self._beats()
         if REFUSED in codes:
             return REFUSED
@@ -257,10 +259,10 @@ class _Attempt:
         return _loss(codes.index(None), "did not end when the others did", beats)
 
     def _codes(self) -> list[int | None]:
-        """How each ended; one that a signal passed on from here killed, as one that obeyed it."""
+        """Exit code of each process; death by a forwarded signal counts as an orderly stop."""
         received = self._signals.received
         passed_on = {-number: 128 + number for number in received}
-        if received:  # to those that had not begun
+        if received:  # processes still starting are sent SIGTERM
             passed_on.setdefault(-signal.SIGTERM, 128 + received[0])
         codes = (worker.poll() for worker in self._workers)
         return [code if code is None else passed_on.get(code, code) for code in codes]
@@ -284,20 +286,20 @@ class _Attempt:
         return False
 
     def _ask_to_stop(self, number: int, beats: Sequence[Beat | None]) -> None:
-        """Pass on a signal. Python itself may still be starting where there is no sign of life: of
-        SIGINT it would make a traceback and an error, and of SIGTERM nothing."""
+        """Forward a signal; SIGTERM to processes without a heartbeat, where Python may still be
+        starting: SIGINT would end it with a traceback."""
         for worker, beat in zip(self._workers, beats, strict=True):
             _signal(worker, signal.SIGTERM if beat is None else number)
 
     def _kill(self) -> None:
-        """Leave none: a process, what it has started, or a port."""
+        """Kill all processes and those that they have started."""
         for worker in self._workers:
             _signal(worker, signal.SIGKILL)
         for worker in self._workers:
             worker.wait()
 
     def _pass_on(self, number: int, lines: BinaryIO) -> None:
-        """Write what a process says to its log, and say it here."""
+        """Copy the output of a process to its log, and forward it."""
         is_shown = number == 0 or self._job.shows_all
         prefix = f"[{number}] " if self._job.shows_all else ""
         with contextlib.ExitStack() as open_files:
@@ -307,7 +309,7 @@ class _Attempt:
                 log = open_files.enter_context(self._log_file(number).open("ab", buffering=0))
             gloo = GlooFilter()
             for line in lines:
-                # A full disk must not keep what they say from being heard.
+                # A full disk must not keep output from being forwarded.
                 with contextlib.suppress(OSError):
                     if log is not None:
                         log.write(line)
@@ -317,23 +319,23 @@ class _Attempt:
                         self._out.flush()
 
     def _show_end_of(self, number: int) -> None:
-        """Pass on the last that a process said, if it was not heard before."""
+        """Show the last lines of the log of a process, unless its output was forwarded."""
         if number and not self._job.shows_all:
-            said = b""
+            log = b""
             with contextlib.suppress(OSError):
-                said = self._log_file(number).read_bytes()
+                log = self._log_file(number).read_bytes()
             gloo = GlooFilter()
-            heard = [
+            lines = [
                 line.decode(errors="replace")
-                for line in said.splitlines()
+                for line in log.splitlines()
                 if not gloo.holds_back(line)
             ]
-            for line in heard[-_LINES_AT_END:]:
+            for line in lines[-_LINES_AT_END:]:
                 print(f"[{number}] {line}", file=self._out)
 
 
 def _signal(worker: "subprocess.Popen[bytes]", number: int) -> None:
-    """Send it to a process and those that it has started, if there are any left."""
+    """Send a signal to the process group of a worker, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.pid, number)
 
@@ -344,14 +346,14 @@ def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
 
 
 class GlooFilter:
-    """Finds, line after line, what the library that connects processes says, which tells a user
-    nothing: several threads of it print at once, and tear their lines."""
+    """Filters gloo's lines about connections out of the output, line by line; its threads print at
+    once, so that lines may be torn."""
 
     def __init__(self) -> None:
         self._missing_ends = 0
 
     def holds_back(self, line: bytes) -> bool:
-        """Whether the next line is of that library."""
+        """Whether the next line is one of gloo's, to be dropped."""
         is_torn = self._missing_ends > 0 and _GLOO_PIECES.fullmatch(line) is not None
         if not (is_torn or _GLOO_BEGINS in line or _GLOO_ENDS in line):
             return False
@@ -362,7 +364,7 @@ class GlooFilter:
 
 
 def _is_stopped(process: int) -> bool:
-    """Whether the system says so; never, where it has no /proc."""
+    """Whether a process is stopped or traced; False where the system has no /proc."""
     try:
         about = Path(f"/proc/{process}/stat").read_text()
     except OSError:

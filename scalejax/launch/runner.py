@@ -1,7 +1,7 @@
-"""A function called in several processes at once, as HorovodRunner does.
+"""Runs a function in several processes at once, as HorovodRunner does.
 
-The processes are started and watched like those of a run; inside, `jax.devices()` are all of
-them, and collectives reach every process. Knows nothing of training.
+The processes are started and watched like those of a run; inside, `jax.devices()` lists the devices
+of all of them, and collectives span every process. Knows nothing of training.
 """
 
 import os
@@ -18,18 +18,18 @@ from scalejax.launch.local import Launch, launch
 Result = TypeVar("Result")
 
 CALL, RESULT = "call", "result"
-"""Files in the folder of a call: what to call, and what the first process was given back."""
+"""Files in the folder of a call: the pickled function, and the result of the first process."""
 
 
 class ProcessesFailed(ScalejaxError):
-    """A process of a `Runner` raised, was killed or hung; what it said was passed on."""
+    """A process of a `Runner` raised, was killed or hung; its output was forwarded."""
 
 
 class Runner:
-    """Calls functions in processes that meet through `jax.distributed`.
+    """Calls functions in processes that are joined by `jax.distributed`.
 
     Source: HorovodRunner of sparkdl, whose `np` and `run` it follows: `np=-4` starts four
-    processes on this machine; the value of the first is given back. `shows_all` is its
+    processes on this machine; the result of the first is returned. `shows_all` is its
     `driver_log_verbosity="all"`.
     """
 
@@ -41,13 +41,13 @@ class Runner:
         shows_all: bool = False,
         out: TextIO = sys.stderr,
     ) -> None:
-        """Take note of how many.
+        """Configure the processes; none is started yet.
 
         Args:
             np: minus the number of processes.
-            cpu_devices: virtual devices of the CPU for each; None for what is there.
-            shows_all: whether to pass on what all of them say, or the first alone.
-            out: where to.
+            cpu_devices: virtual CPU devices of each process; None for the devices of the machine.
+            shows_all: whether to forward the output of all processes, or of the first only.
+            out: stream for the output.
 
         Raises:
             ConfigError: if `np` is not negative.
@@ -64,14 +64,14 @@ class Runner:
         self._out = out
 
     def run(self, function: Callable[..., Result], **arguments: object) -> Result:
-        """What `function` gives back in the first process; it is called in every one.
+        """The result of `function` in the first process; it is called in every one.
 
         Args:
-            function: also one of a notebook or a lambda; it is sent with what it refers to.
-            arguments: for it.
+            function: any function, also of a notebook or a lambda; pickled with its closure.
+            arguments: keyword arguments of the function.
 
         Raises:
-            ConfigError: if it, or an argument, cannot be sent to another process.
+            ConfigError: if the function or an argument cannot be pickled.
             ProcessesFailed: if it raised in some process, or one was lost.
         """
         import cloudpickle
@@ -92,28 +92,28 @@ class Runner:
                 shows_all=self._shows_all,
                 folder=folder / "processes",
                 environment=self._environment(),
-                stuck_seconds=float("inf"),  # what it does is not known: it may take its time
+                stuck_seconds=float("inf"),  # the function reports no progress
             )
             code = launch(job, self._out)
             if code:
                 raise ProcessesFailed(
                     f"{name_of_function} failed in {self._processes} processes (exit code {code})."
                 )
-            # Written by our own process of a moment ago, in a folder of this user's alone.
+            # Written by our own process a moment ago, in a folder private to this user.
             return cloudpickle.loads((folder / RESULT).read_bytes())
 
     def _environment(self) -> dict[str, str]:
-        found = {"PYTHONPATH": os.pathsep.join(sys.path)}  # modules that lie beside a script
+        found = {"PYTHONPATH": os.pathsep.join(sys.path)}  # for modules beside a script
         if self._cpu_devices is not None:
             found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._cpu_devices)}
         return found
 
 
-# One process of a `Runner`: meets the others, calls the function, and keeps what the first got.
+# The main function of a process of a `Runner`.
 
 
 def main(folder: Path) -> None:
-    """Call what `folder` says."""
+    """Join the process group, call the function pickled in `folder`, and save its result."""
     import cloudpickle
 
     from scalejax.core import process_group

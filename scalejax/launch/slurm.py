@@ -1,7 +1,7 @@
-"""A run as tasks of SLURM: the batch script that submitit words, submitted and followed.
+"""A run as a SLURM job: the batch script, written by submitit, its submission and its log.
 
-What the script runs is `scalejax train` itself, and no pickled function, so that it can be read,
-kept and submitted by hand. Knows nothing of training but how to ask for what was saved.
+The script runs `scalejax train` itself, and no pickled function, so that it can be read, kept and
+submitted by hand. Knows nothing of training but the flag that resumes it.
 """
 
 import re
@@ -23,48 +23,47 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
 SECONDS_TO_SAVE = 120
-"""Before the end of the job's time, at which all processes are asked to save and stop; and how
-long those that are left may take when one has ended."""
+"""Time before the time limit of the job at which all processes are signalled to save and stop; and
+grace period of the others when one has ended."""
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _LOOKS_IN_VAIN = 30
-"""Questions in a row that the controller may leave unanswered, as it does while it restarts."""
+"""Consecutive queries that the controller may leave unanswered, as while it restarts."""
 _OWN = ("nodes", "ntasks", "ntasks_per_node", "gpus_per_node", "partition", "time")
 """Options of sbatch for which there are flags."""
 _UNDER_WAY = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"),
     *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SIGNALING", "STAGE_OUT"),
 )
-"""States from which a job can still go on, of `man squeue`."""
+"""States of a job that has not ended, of `man squeue`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmRun:
-    """What to run, and what to ask SLURM for."""
+    """A run as a SLURM job: command, resources, restarts."""
 
     command: tuple[str, ...]
-    """What each process runs."""
+    """Command of each process."""
     run_marker: Path | None
-    """Where it is, a restarted job goes on with `--resume`; None if the command says so anyway."""
+    """File whose presence makes a restarted job resume; None if the command has `--resume`."""
     processes: int
-    """How many."""
+    """Number of processes."""
     nodes: int | None = None
-    """On how many nodes; None for as few as there are GPUs for, or one."""
+    """Number of nodes; None for as few as have the GPUs, or one."""
     gpus_per_node: int | None = None
-    """GPUs of a node, one for each of its processes; None to ask for none."""
+    """GPUs per node, one for each of its processes; None to request none."""
     partition: str | None = None
-    """Partition; None for the cluster's own choice."""
+    """Partition; None for the default of the cluster."""
     time: str | None = None
-    """Longest time: minutes, or as in 2-12:00:00; None for that of the partition."""
+    """Time limit: minutes, or as in 2-12:00:00; None for that of the partition."""
     most_restarts: int = 0
-    """How often the job puts itself back in the queue: when a process is lost, or its time is
-    up."""
+    """How often the job requeues itself: when a process is lost, or the time limit is reached."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, as in "account=vision"."""
     folder: Path
-    """Where the script and the logs go; all nodes must see it."""
+    """Folder of the script and the logs; all nodes must see it."""
     name: str
-    """Of the job."""
+    """Name of the job."""
 
     def __post_init__(self) -> None:
         require_at_least("np", self.processes, 1)
@@ -85,7 +84,7 @@ class SlurmRun:
         """The further options by name.
 
         Raises:
-            ConfigError: if one is none, or is said by a flag.
+            ConfigError: if one is malformed, or has a flag of its own.
         """
         found = {}
         for option in self.options:
@@ -102,7 +101,7 @@ class SlurmRun:
 
     @property
     def node_count(self) -> int:
-        """As asked for, or the fewest that have the GPUs."""
+        """Number of nodes: as given, or the fewest that have the GPUs."""
         return self.nodes or -(-self.processes // (self.gpus_per_node or self.processes))
 
 
@@ -116,7 +115,7 @@ def script(run: SlurmRun) -> str:
 
 
 def submit(run: SlurmRun) -> tuple[str, Path]:
-    """Hand `run` to SLURM: the number of the job, and the log of its first process.
+    """Submit `run` to SLURM; returns the id of the job, and the log of its first process.
 
     Raises:
         ConfigError: if there is no SLURM or no submitit, or SLURM refuses.
@@ -139,10 +138,10 @@ def submit(run: SlurmRun) -> tuple[str, Path]:
 
 
 def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
-    """The exit code of a job, once it has ended; meanwhile passes on what `log` comes to say.
+    """The exit code of a job, once it has ended; meanwhile forwards what is added to `log`.
 
-    0 if all succeeded, that of its processes if they failed, `LOST` if SLURM ended it: its time
-    was up, a node failed.
+    0 if all succeeded, that of its processes if they failed, `LOST` if SLURM ended it: time limit,
+    node failure.
 
     Raises:
         ConfigError: if SLURM does not answer.
@@ -152,7 +151,7 @@ def follow(job_id: str, log: Path, out: TextIO = sys.stderr) -> int:
         about = _about(job_id)
         in_vain = in_vain + 1 if about is None else 0
         if in_vain > _LOOKS_IN_VAIN:
-            raise ConfigError(f"SLURM says no more of job {job_id} (scontrol show job {job_id}).")
+            raise ConfigError(f"SLURM knows no job {job_id} any more (scontrol show job {job_id}).")
         said = _pass_on(log, said, out)
         if about is not None:
             state, code, signal_number = about
@@ -175,7 +174,7 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
         raise ConfigError(refusal("np", run.processes, accepted)) from error
 
     class Executor(submitit.SlurmExecutor):
-        """Words a script also where there is no SLURM."""
+        """Writes a script even where there is no SLURM."""
 
         @classmethod
         def affinity(cls) -> int:
@@ -189,11 +188,11 @@ def _executor(run: SlurmRun) -> "SlurmExecutor":
     known = Executor._valid_parameters()
     options: dict[str, str | bool] = {name: value or True for name, value in run.given.items()}
     setup = [str(options.pop("setup"))] if "setup" in options else []
-    # One that ends badly may leave before the first has written that all have saved; what waits
-    # for a lost one finds out by itself, or is ended after so long.
+    # A process that fails may exit before the first has recorded that all have saved; processes
+    # that wait for a lost one notice it themselves, or are killed after `--wait`.
     srun = ["--kill-on-bad-exit=0", f"--wait={SECONDS_TO_SAVE}"]
     if "cpus_per_task" in options:
-        srun.append(f"--cpus-per-task={options['cpus_per_task']}")  # sbatch no longer passes it on
+        srun.append(f"--cpus-per-task={options['cpus_per_task']}")  # srun no longer inherits it
     further = {name.replace("_", "-"): options[name] for name in options if name not in known}
     executor.update_parameters(
         **{
@@ -220,7 +219,7 @@ def _command(run: SlurmRun) -> str:
 
 
 def _before(run: SlurmRun) -> list[str]:
-    """A job that is started again, by itself or by SLURM after a preemption, goes on."""
+    """Lines before `srun`: a job that is requeued, by itself or after a preemption, resumes."""
     refusal_marker = f"{shlex.quote(str(run.folder.absolute()))}/refused-$SLURM_JOB_ID"
     lines = [
         f"export {REFUSAL_MARKER}={refusal_marker}",
@@ -239,8 +238,8 @@ def _before(run: SlurmRun) -> list[str]:
 
 
 def _after(run: SlurmRun) -> list[str]:
-    """Back into the queue, but for what would end in the same way again."""
-    # srun says the highest code, and those that miss a process that was refused end with higher.
+    """Lines after `srun`: requeue the job, unless it would end in the same way again."""
+    # srun returns the highest code, and processes that lost a refused one exit with a higher one.
     lines = ["code=$?", f'if [ -e "${REFUSAL_MARKER}" ]; then code={REFUSED}; fi']
     if run.most_restarts:
         ends = "|".join(str(code) for code in (0, REFUSED, STOPPED[0]))
@@ -256,10 +255,10 @@ def _after(run: SlurmRun) -> list[str]:
 
 
 def _about(job_id: str) -> tuple[str, int, int] | None:
-    """State, exit code and signal of a job; None if SLURM does not say.
+    """State, exit code and signal of a job; None if SLURM does not answer.
 
-    Asked of the controller, which knows of a job for minutes after its end: `sacct`, which
-    submitit asks, needs a data base that not every cluster keeps.
+    Queries the controller, which keeps a job for minutes after its end: `sacct`, which submitit
+    uses, needs an accounting database that not every cluster has.
     """
     asked = ["scontrol", "--oneliner", "show", "job", job_id]
     try:
@@ -280,7 +279,7 @@ def _exit_code(job_id: str, state: str, code: int, signal_number: int, out: Text
 
 
 def _pass_on(log: Path, said: int, out: TextIO) -> int:
-    """Say what came to `log` since its first `said` bytes, whole lines; how many it are now."""
+    """Forward whole lines added to `log` after its first `said` bytes; returns the new count."""
     try:
         with log.open("rb") as file:
             file.seek(said)

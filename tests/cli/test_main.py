@@ -485,7 +485,7 @@ def test_predict_prints_and_writes_the_same(
     begun, done = first.err.splitlines()[:2], first.err.splitlines()[2:]
     assert begun == [f"compiling for {count} ..." for count in counts]
     assert sorted(done) == sorted(f"compiled for {count}" for count in counts)
-    assert second.err.splitlines() == [f"compiled for {count} (remembered)" for count in counts]
+    assert second.err.splitlines() == [f"compiled for {count} (cached)" for count in counts]
     assert first.out == second.out
     shown = first.out.replace(str(output), "").replace(str(trace), "")
     assert max(map(len, shown.splitlines())) <= 80

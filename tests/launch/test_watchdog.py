@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scalejax.core.heartbeat import Beat, Heartbeat, read_beat
-from scalejax.core.process_group import MISSED_ANOTHER
+from scalejax.core.process_group import LOST_PEER
 from scalejax.launch.local import LOST, Launch, launch
 from scalejax.launch.watchdog import Watch
 
@@ -21,9 +21,11 @@ ROOT = Path(__file__).parents[2]
 RUNNING, LIVES = (None, None), (False, False)
 
 
-def beat(*, breaths=0, moves=0, step=0, phase="training"):
+def beat(*, liveness_count=0, progress_count=0, step=0, phase="training"):
     """What a process says."""
-    return Beat(breaths=breaths, moves=moves, step=step, phase=phase)
+    return Beat(
+        liveness_count=liveness_count, progress_count=progress_count, step=step, phase=phase
+    )
 
 
 def said(path):
@@ -52,13 +54,13 @@ def watch(clock):
         ((2, 2), None),
         ((143, 130), None),
         ((None, -9), r"process 1 was killed by SIGKILL .* at step 7"),
-        ((MISSED_ANOTHER, -9), r"process 1 was killed by SIGKILL"),
-        ((MISSED_ANOTHER, 1), r"process 1 ended with exit code 1"),
+        ((LOST_PEER, -9), r"process 1 was killed by SIGKILL"),
+        ((LOST_PEER, 1), r"process 1 ended with exit code 1"),
         ((1, -11), r"process 1 was killed by SIGSEGV"),
-        ((MISSED_ANOTHER, None), r"process 0 lost contact"),
+        ((LOST_PEER, None), r"process 0 lost contact"),
         ((-6, -9), r"process 1 was killed by SIGKILL"),
         ((2, -6), None),
-        ((MISSED_ANOTHER, 2), None),
+        ((LOST_PEER, 2), None),
         ((130, -6), None),
         ((2, -9), r"process 1 was killed by SIGKILL"),
     ],
@@ -115,20 +117,20 @@ def test_some_things_may_take_six_times_as_long(watch, clock, phase):
     assert watch.hanging(RUNNING, beats, LIVES).process == 0
 
 
-def test_of_stuck_processes_one_that_no_longer_breathes_is_the_culprit(watch, clock):
+def test_of_stuck_processes_one_that_is_no_longer_alive_is_the_culprit(watch, clock):
     """Also if it is farther than the others."""
     for clock[0] in (0.0, 60.0, 101.0):
-        breaths = int(clock[0])
-        beats = (beat(step=4, breaths=breaths), beat(step=5))
+        liveness_count = int(clock[0])
+        beats = (beat(step=4, liveness_count=liveness_count), beat(step=5))
         loss = watch.hanging(RUNNING, beats, LIVES)
 
     assert loss.process == 1
 
 
-def test_as_long_as_one_moves_on_none_hangs(watch, clock):
+def test_while_one_makes_progress_none_hangs(watch, clock):
     """The others wait for it, and rightly."""
     for clock[0] in range(0, 1000, 50):
-        beats = (beat(moves=int(clock[0])), beat())
+        beats = (beat(progress_count=int(clock[0])), beat())
         assert watch.hanging(RUNNING, beats, LIVES) is None
 
 
@@ -174,18 +176,18 @@ def test_processes_are_watched_also_after_a_signal(tmp_path):
 
 
 def test_a_heartbeat_is_read_as_it_was_written(tmp_path):
-    """Step and phase at once, breaths by themselves."""
+    """Step and phase at once, the liveness count by its own thread."""
     path = tmp_path / "heartbeat"
     heart = Heartbeat(path)
     heart.at("waiting for input", 12)
     first = said(path)
     end = time.monotonic() + 30
-    while said(path).breaths == first.breaths and time.monotonic() < end:
+    while said(path).liveness_count == first.liveness_count and time.monotonic() < end:
         time.sleep(0.05)
     heart.close()
 
-    assert (first.step, first.phase, first.moves) == (12, "waiting for input", 1)
-    assert said(path).breaths > first.breaths
+    assert (first.step, first.phase, first.progress_count) == (12, "waiting for input", 1)
+    assert said(path).liveness_count > first.liveness_count
     assert read_beat(tmp_path / "none") is None
 
 

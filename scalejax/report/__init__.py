@@ -1,1 +1,1 @@
-"""What people look at: pages, figures and tables of runs and predictions."""
+"""Reports of runs and predictions: HTML pages, figures in files, and terminal tables."""

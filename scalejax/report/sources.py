@@ -1,6 +1,6 @@
-"""What a report is made of: runs and predictions, read from the files that were named.
+"""The data of a report: runs, sweeps, benches, plans and predictions, read from their files.
 
-Knows files; nothing of how they are shown.
+Also computes the gap between two training-loss curves. Knows nothing of how any of it is shown.
 """
 
 import math
@@ -30,21 +30,21 @@ from scalejax.training.input_stalls import wait_share
 from scalejax.training.record import RunRecord, TrainMeasurement
 from scalejax.training.time_accounting import TimeAccount, load_intervals, time_account
 
-# How far apart the loss curves of two runs lie once both have warmed up: one figure.
+# Gap between the training-loss curves of two runs after warmup.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGap:
-    """The distance of two curves of training loss, both smoothed alike."""
+    """Gap between two training-loss curves, both averaged over the same windows."""
 
     from_epoch: float
-    """Where it begins: after the warmup of both."""
+    """First epoch compared: after the warmup of both runs."""
     to_epoch: float
-    """Where it ends: with the shorter one."""
+    """Last epoch compared: the end of the shorter run."""
     max_gap: float
-    """Largest distance of their means over a window."""
+    """Largest difference of the window means."""
     mean_gap: float
-    """Mean distance of their means over a window."""
+    """Mean difference of the window means."""
 
 
 def loss_gap(
@@ -54,24 +54,22 @@ def loss_gap(
     after_epoch: float,
     window_epochs: float = 1.0,
 ) -> LossGap | None:
-    """The distance between two curves of training loss against epochs.
+    """Gap between two curves of training loss over epochs.
 
-    max and mean over windows w of | mean over w of one - mean over w of other |, each curve taken
-    as straight between the lines of its record, so that it does not matter how many there are. A
-    loss stands where its parameters had been trained to: before its update.
+    Max and mean over windows w of | mean over w of one - mean over w of other |. Each curve is
+    interpolated linearly between logged losses, so the logging interval does not matter. A loss is
+    placed at the epoch reached before its update.
 
     Args:
-        one: the lines of a run, in order.
-        other: those of another run on the same data.
-        after_epoch: when both have warmed up.
-        window_epochs: length of a window, stretched or shrunk to divide what is compared.
+        one: logged losses of a run, in order.
+        other: logged losses of another run on the same data.
+        after_epoch: epoch at which both have warmed up.
+        window_epochs: length of a window, adjusted to divide the compared range evenly.
 
     Returns:
-        None where there is nothing to compare: no epoch in common, or a loss in it that is not
-        finite.
+        None if the runs have no epoch in common, or a loss in that range is not finite.
 
-    Source: Goyal et al. 2017, section 5.2 and figure 3, arXiv 1706.02677, who lay the curves over
-        each other.
+    Source: Goyal et al. 2017, section 5.2 and figure 3, arXiv 1706.02677, who overlay the curves.
     """
     curves = [_curve(one), _curve(other)]
     if any(len(epochs) < 2 for epochs, _ in curves):
@@ -93,15 +91,15 @@ def loss_gap(
 
 
 def _curve(lines: Sequence[TrainMeasurement]) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs trained before each loss, and the losses."""
+    """Epochs reached before each logged loss, and the losses."""
     epochs = [line.epoch - _epochs_of_update(line, lines[0]) for line in lines]
     losses = [np.nan if line.loss is None else line.loss for line in lines]
     return np.array(epochs), np.array(losses)
 
 
 def _epochs_of_update(line: TrainMeasurement, first: TrainMeasurement) -> float:
-    """Passes over the data that the update of `line` made: as many more than those of the first
-    line as its batch is larger, within the samples that no whole batch takes in."""
+    """Epochs that the update of `line` covers: those of the first update, scaled by the ratio of
+    batches. Ignores the samples at the end of an epoch that fill no batch."""
     of_first = first.epoch / first.step
     if line.global_batch is None or first.global_batch is None:
         return of_first
@@ -109,7 +107,7 @@ def _epochs_of_update(line: TrainMeasurement, first: TrainMeasurement) -> float:
 
 
 def _window_means(epochs: np.ndarray, losses: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Mean of the curve between each two edges, which lie within it."""
+    """Mean of the curve between consecutive edges, which lie within its range."""
     points = np.union1d(epochs, edges)
     values = np.interp(points, epochs, losses)
     areas = np.diff(points) * (values[1:] + values[:-1]) / 2
@@ -118,33 +116,34 @@ def _window_means(epochs: np.ndarray, losses: np.ndarray, edges: np.ndarray) -> 
 
 
 MOST_LINES = 20_000
-"""Lines on updates, over all runs of a sweep, that are drawn: about 3 MB in each chart."""
+"""Logged updates drawn over all runs of a sweep: about 3 MB in each chart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSource:
-    """One run: what was asked for, predicted and measured."""
+    """One run: its config, its prediction and its measurements."""
 
     label: str
     """Name of the run, unique in the report."""
     family: str
-    """Name that runs share which differ in their seed alone."""
+    """Name shared by runs that differ only in their seed."""
     config: RunConfig
-    """What was asked for."""
+    """The config that was trained."""
     record: RunRecord
-    """What was measured."""
+    """The measurements."""
     prediction: Prediction | None
-    """What had been predicted; None if that is not there."""
+    """The prediction written before training; None if there is no file of it."""
     time: TimeAccount | None = None
-    """Where its wall time went; None if nobody wrote it down."""
+    """Time accounting of its wall time; None if it was not recorded."""
     emulation: Emulation | None = None
-    """What else came of it, if it was emulated: its seconds are virtual then."""
+    """Results of the emulation, if the run was emulated: its seconds are virtual then."""
     failures: FailuresMet | None = None
-    """What the failure model takes, as the run has met it; None if it has not come so far."""
+    """Failures, restarts and checkpoints observed in the run, as inputs of the failure model; None
+    if there are too few."""
 
     @property
     def model_goodput(self) -> float | None:
-        """What the failure model says of the failures that the run has met; None if unknown."""
+        """Goodput that the failure model predicts from the observed failures; None if unknown."""
         try:
             return self.failures.goodput if self.failures else None
         except ConfigError:  # such a run never ends, and this one may not have
@@ -152,30 +151,30 @@ class RunSource:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the measured times of a step; None if none was measured."""
+        """Median measured step time in seconds; None if none was measured."""
         times = [m.step_seconds for m in self.record.training if m.step_seconds is not None]
         return median(times) if times else None
 
     @property
     def slow_note(self) -> str | None:
-        """What to think of its steps where they took far longer than was predicted."""
+        """Explanation of steps that took far longer than predicted; None if they did not."""
         if self.prediction is None or self.step_seconds is None:
             return None
         return slow_note(self.prediction, self.step_seconds)
 
     @property
     def wait_share(self) -> float | None:
-        """Part of the time for which devices waited for input, 0..1; None if not measured."""
+        """Share of the time that devices waited for input, 0..1; None if not measured."""
         return wait_share(self.record.training)
 
     @property
     def measures_noise_scale(self) -> bool:
-        """Whether the record has its gradient noise scale."""
+        """Whether the record has a gradient noise scale."""
         return any(m.noise_scale is not None for m in self.record.training)
 
     @property
     def warmup_epochs(self) -> float:
-        """Length of its warmup; 0 without one."""
+        """Length of the warmup in epochs; 0 without one."""
         schedule, global_batch = self.config.schedule, self.config.batch.global_batch
         return (
             schedule.warmup_epochs
@@ -186,55 +185,55 @@ class RunSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSource:
-    """One sweep: its plan, what its runs reached, and those that have begun, for curves."""
+    """One sweep: its plan, the results of its runs, and the started runs for curves."""
 
     name: str
     """That of its folder."""
     plan: SweepPlan
-    """What was to be trained."""
+    """The planned runs."""
     rows: tuple[RunRow, ...]
-    """What became of each run, from its whole record."""
+    """Status and results of each run, from its whole record."""
     runs: tuple[RunSource, ...]
-    """Those with a record, families being runs that differ in their seed alone."""
+    """Runs that have a record; a family is the runs that differ only in their seed."""
     kept_every: int
-    """Of so many lines on updates in the records one is among `runs`: of many runs, all would
-    make a page of many megabytes."""
+    """`runs` keeps one logged update in this many: with many runs, all of them would make a page of
+    many megabytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSource:
-    """One bench: what was measured of each of its benchmarks."""
+    """One bench: the measured benchmarks."""
 
     name: str
     """That of its folder."""
     summaries: tuple[Summary, ...]
-    """Those that have a finished round."""
+    """Benchmarks with at least one finished round."""
 
 
 def gap_between(one: RunSource, other: RunSource) -> LossGap | None:
-    """How far apart their training losses lie after the warmup of both."""
+    """Gap between the training losses of two runs after the warmup of both."""
     after_epoch = max(one.warmup_epochs, other.warmup_epochs)
     return loss_gap(one.record.training, other.record.training, after_epoch=after_epoch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """All that goes into one report."""
+    """Everything that one report shows."""
 
     runs: tuple[RunSource, ...]
-    """In the order in which they were named."""
+    """Runs, in the order given."""
     studies: tuple[ScalingPrediction, ...]
-    """Predictions over numbers of devices, in the order in which they were named."""
+    """Predictions over device counts, in the order given."""
     plans: tuple[Plan, ...] = ()
-    """Plans, in the order in which they were named."""
+    """Plans, in the order given."""
     sweeps: tuple[SweepSource, ...] = ()
-    """Sweeps, in the order in which they were named."""
+    """Sweeps, in the order given."""
     benches: tuple[BenchSource, ...] = ()
-    """Benches, in the order in which they were named."""
+    """Benches, in the order given."""
 
     @property
     def curves(self) -> tuple[RunSource, ...]:
-        """All runs that are drawn, those of sweeps last."""
+        """All runs to plot, those of sweeps last."""
         return (*self.runs, *(run for sweep in self.sweeps for run in sweep.runs))
 
 
@@ -295,7 +294,7 @@ def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
 
 
 def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
-    """`record` with one line on an update of so many, and all other lines."""
+    """`record` with one logged update in `kept_every`, and all other lines."""
     kept = {id(line) for line in record.training[::kept_every]}
     lines = tuple(
         line
@@ -324,14 +323,14 @@ def _read_run(path: Path) -> RunSource:
 
 
 def _studies(read: ScalingPrediction | RampPrediction | Plan) -> tuple[ScalingPrediction, ...]:
-    """The scaling studies in what was read: of a batch that grows, one for each batch."""
+    """The scaling studies of a file: for a batch-size ramp, one for each batch size."""
     if isinstance(read, RampPrediction):
         return tuple(phase.study for phase in read.phases)
     return () if isinstance(read, Plan) else (read,)
 
 
 def _read_file(path: Path) -> ScalingPrediction | RampPrediction | Plan:
-    """A plan, a scaling study, that of a growing batch, or a prediction as a study of one."""
+    """A plan, a scaling study, a batch-size ramp, or a single prediction as a study of one."""
     fields = serialization.load(dict, path)
     if "front" in fields:
         return serialization.load(Plan, path)

@@ -245,7 +245,7 @@ def test_every_chart_has_its_place_and_data(page: Page):
 
 
 def test_every_part_of_a_step_has_a_colour_of_its_own():
-    """Host, overhead and stragglers too, and exchanges over several axes."""
+    """Host, overhead and stragglers too, and communication over several axes."""
     parts = [
         *("compute", "memory", "launch", "communication data", "communication fsdp"),
         *("communication tensor", "communication data x fsdp", "communication", "contention"),

@@ -1,4 +1,4 @@
-"""Plots of a bench in files: scaling over devices, step times over time, use of the machine."""
+"""Plots of a bench in files: scaling over devices, step times over time, CPU and memory usage."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 AVERAGED = 10
 """Steps over which times are averaged."""
 _MOST_CURVES = 12
-"""More are not told apart by colour and dash."""
+"""Most curves that colour and dash can tell apart."""
 _DASHES = ("solid", "dashed", "dotted", "dashdot")
 _LEGEND = {"loc": "outside lower center", "fontsize": "small", "ncols": 2}
 
 
 def save_scaling(summaries: Sequence[Summary], *, path: Path) -> None:
-    """Draw throughput, and what is kept of it per device, over numbers of devices.
+    """Draw throughput, and the share of it kept per device, over device counts.
 
     Bars are the 95 % intervals of the medians; the dotted line is ideal scaling from the fewest
     devices.
 
     Args:
-        summaries: of a bench; those that are not measured are left out.
-        path: the picture; its suffix says which format.
+        summaries: of a bench; unmeasured ones are left out.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -78,9 +78,9 @@ def save_steps(summaries: Sequence[Summary], *, path: Path) -> None:
     benchmark, its rounds one after another.
 
     Args:
-        summaries: of a bench; those that are not measured are left out, and of many all but the
+        summaries: of a bench; unmeasured ones are left out, and of many all but the
             first.
-        path: the picture; its suffix says which format.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -111,9 +111,9 @@ def save_usage(summaries: Sequence[Summary], *, path: Path) -> None:
     """Draw CPU, memory and threads of the first process of each benchmark over time, first round.
 
     Args:
-        summaries: of a bench; those that are not measured are left out, and of many all but the
+        summaries: of a bench; unmeasured ones are left out, and of many all but the
             first.
-        path: the picture; its suffix says which format.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -147,6 +147,6 @@ def save_usage(summaries: Sequence[Summary], *, path: Path) -> None:
 def _draw(
     axes: "Axes", points: Sequence[tuple[float, float]], label: str, style: dict[str, object]
 ) -> None:
-    """Draw a curve that the legend names."""
+    """Draw a curve with an entry in the legend."""
     xs, ys = zip(*points, strict=True) if points else ((), ())
     axes.plot(xs, ys, label=label, **style)  # type: ignore[arg-type]  words that matplotlib knows

@@ -1,6 +1,6 @@
-"""The plot of a plan in a file, by matplotlib: one that a manager could read.
+"""Plot of a plan in a file, drawn with matplotlib: time to target, and its cost.
 
-Knows plans, and how they are drawn; the interactive ones are in `report_plan`.
+The interactive charts of plans are in `report.html.plan`.
 """
 
 from pathlib import Path
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = ("C4", "C5", "C6", "C7", "C8", "C9", "C0")
-"""Of clusters: others than those of the answers."""
+"""Colours of clusters, distinct from those of the recommendations."""
 ANSWERS = (
     ("soonest", "C3", "o", 17),
     ("cheapest", "C2", "s", 9.5),
     ("knee", "C1", "D", 4.5),
 )
-"""Name, colour, mark and size in points of each answer of a plan. The marks are outlines, and each
-fits into the one before it, so that all are seen where they are of one point."""
+"""Name, colour, mark and size in points of each recommendation of a plan. The marks are outlines
+that nest, so that all are visible where they share one point."""
 EDGE = 1.5
 """Width of the outlines, in points."""
 
 
 def save_plan(plan: Plan, *, path: Path) -> None:
-    """Draw the time to target against devices, and the cost against that time.
+    """Draw the time to target over devices, and the cost over that time.
 
-    Each cluster has a colour; of several batches the soonest counts. Deadline and budget are
+    Each cluster has a colour; of several batch sizes the fastest is drawn. Deadline and budget are
     dashed, and the soonest, the cheapest and the knee are marked.
 
     Args:
         plan: with at least one point.
-        path: the picture; its suffix says which format.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -75,7 +75,7 @@ def save_plan(plan: Plan, *, path: Path) -> None:
 
 
 def _scale(left: "Axes", right: "Axes", plan: Plan, unit: str) -> None:
-    """Name the axes of both pictures, and scale them by logarithms with few plain numbers."""
+    """Label the axes of both plots, and set logarithmic scales with few round ticks."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     left.set(xscale="log", yscale="log", xlabel="devices", ylabel=f"time, {unit}")
@@ -100,7 +100,7 @@ def _scale(left: "Axes", right: "Axes", plan: Plan, unit: str) -> None:
 
 
 def _mark_answers(left: "Axes", right: "Axes", plan: Plan, seconds: float) -> None:
-    """Draw the answers of a plan and its limits into both of its pictures."""
+    """Draw the recommendations and limits of a plan into both plots."""
     for name, color, marker, size in ANSWERS:
         position = getattr(plan, name)
         if position is None:

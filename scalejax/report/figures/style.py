@@ -1,6 +1,6 @@
-"""Plots in files, by matplotlib. Knows how figures are drawn, and nothing of where they come from.
+"""Plots in files, drawn with matplotlib: schedules, prediction scatter plots, Pareto fronts.
 
-The interactive ones of the report are in `report_charts`.
+The interactive charts of the report are in `report.html.charts`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MOST_POINTS = 2000
-"""Points beyond which a line on paper gains nothing."""
+"""Most points of a curve; more add nothing visible."""
 _LEGEND_COLUMNS = 3
 _LEGEND_ROW_INCHES = 0.2
 _FAMILY_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8", "C9")
 _MARKERS = ("o", "^", "s", "D")  # the next one where there are more families than colours
 _NEAR, _FAR = 5, 300
-"""Times further apart are drawn by their logarithm; beyond the second, powers of ten are named."""
+"""Ratio of largest to smallest time above which the axis is logarithmic; above the second, only
+powers of ten are labelled."""
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -33,8 +34,8 @@ def save_schedule(learning_rates: Sequence[float], *, epochs: Sequence[float], p
 
     Args:
         learning_rates: of every update, in order.
-        epochs: passes over the data before each.
-        path: the picture; its suffix says which format.
+        epochs: epochs trained before each update.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -67,8 +68,8 @@ def save_scatter(
     without a prediction, or without a time to compare with, are counted under the title.
 
     Args:
-        scored: rows of a ledger, and what became of them.
-        path: the picture; its suffix says which format.
+        scored: rows of a ledger with their results.
+        path: output file; its suffix selects the format.
         title: what was predicted, such as the ledger's name.
 
     Raises:
@@ -105,13 +106,12 @@ def save_scatter(
 
 
 def save_pareto(candidates: Sequence[Candidate], *, path: Path, title: str) -> None:
-    """Draw the memory of strategies against the time of their steps, and the front of those that
-    no other beats in both.
+    """Draw the memory of strategies over their step time, with the Pareto front of the two.
 
     Args:
         candidates: those that fit.
-        path: the picture; its suffix says which format.
-        title: what was searched.
+        path: output file; its suffix selects the format.
+        title: name of the search.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -165,9 +165,9 @@ def _draw_families(axes: "Axes", points: Mapping[str, list[tuple[float, float]]]
 
 
 def _scale_by_time(axes: "Axes", seconds: Sequence[float]) -> None:
-    """Scale the x axis for times, by their logarithm where they are far apart.
+    """Scale the x axis for times, logarithmically where they span a large ratio.
 
-    So few of them are named that their names do not meet.
+    Labels few ticks, so that labels do not overlap.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -182,7 +182,7 @@ def _scale_by_time(axes: "Axes", seconds: Sequence[float]) -> None:
 
 
 def _draw_lines(axes: "Axes", seconds: Sequence[float]) -> None:
-    """Draw where predictions are right, and where a quarter off, over the range of `seconds`."""
+    """Draw the lines of exact predictions and of 25 % error over the range of `seconds`."""
     ends = (min(seconds) / 1.5, max(seconds) * 1.5)
     axes.plot(ends, ends, color="black", linewidth=0.8, label="equal")
     for factor, label in ((0.8, "x 0.8 and x 1.25"), (1.25, None)):
@@ -193,13 +193,13 @@ def _draw_lines(axes: "Axes", seconds: Sequence[float]) -> None:
 
 
 def _family_label(family: str, pairs: Sequence[tuple[float, float]]) -> str:
-    """A family with its rows and its median absolute error."""
+    """Legend text of a family: its row count and median absolute error."""
     error = median(abs(predicted / measured - 1) for measured, predicted in pairs)
     return f"{family}: {len(pairs):,}, {error:.0%}"
 
 
 def require_plot_format(field: str, path: Path) -> None:
-    """Refuse a path whose suffix names no format that can be drawn.
+    """Refuse a path whose suffix is no supported image format.
 
     Raises:
         ConfigError: naming the formats.

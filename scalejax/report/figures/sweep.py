@@ -1,4 +1,4 @@
-"""Plots of a sweep: what was reached, and how, each with mean and deviation over the seeds."""
+"""Plots of a sweep: final accuracy and accuracy curves, with mean and deviation over seeds."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_CURVES = 20
-"""More are not told apart by colour and dash."""
+"""Most curves that colour and dash can tell apart."""
 _DASHES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
-    """Draw the last accuracy of each arm over the field with the most numbers.
+    """Draw the final accuracy of each arm over the numeric field with the most values.
 
     Points are single runs; lines join means, bars are standard deviations over seeds. A run that
     diverged before its last evaluation is in no mean: it is a cross at the bottom.
 
     Args:
-        rows: of a sweep; those that are not finished are left out.
-        path: the picture; its suffix says which format.
+        rows: of a sweep; unfinished ones are left out.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -70,13 +70,13 @@ def save_finals(rows: Sequence[RunRow], *, path: Path) -> None:
 def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
     """Draw accuracy over epochs for each arm: the mean over seeds, shaded by its deviation.
 
-    Where seeds have ended, the mean of those left is dotted, apart, and says of how many it is:
-    it would otherwise rise because the worst are gone. A run that diverged before its last
-    evaluation is a cross at the bottom, where it ended.
+    Once some seeds have ended, the mean of the rest is a separate dotted line labelled with their
+    number: otherwise the mean would rise because the worst are gone. A run that diverged before
+    its last evaluation is a cross at the bottom, where it ended.
 
     Args:
-        rows: of a sweep; those that are not finished are left out.
-        path: the picture; its suffix says which format.
+        rows: of a sweep; unfinished ones are left out.
+        path: output file; its suffix selects the format.
 
     Raises:
         ConfigError: if the format is none of png, svg and pdf, or the file cannot be written.
@@ -118,7 +118,7 @@ def save_curves(rows: Sequence[RunRow], *, path: Path) -> None:
 def _draw_rest(
     axes: "Axes", groups: Sequence[tuple[float, list[float]]], seeds: int, *, color: str
 ) -> None:
-    """The mean over the seeds that are left, dotted, a line for each number of them."""
+    """Draw the mean over the remaining seeds, a dotted line for each number of them."""
     for count, part in groupby(groups, key=lambda group: len(group[1])):
         if count == seeds:
             continue
@@ -129,14 +129,14 @@ def _draw_rest(
 
 
 def _mark_diverged(axes: "Axes", xs: Sequence[float], *, color: str) -> None:
-    """A cross for each run without a figure, at the bottom of the axes whatever their scale."""
+    """Draw a cross for each diverged run at the bottom of the axes, whatever their scale."""
     if xs:
         bottom = axes.get_xaxis_transform()
         axes.scatter(xs, [0.02] * len(xs), color=color, marker="x", s=36, transform=bottom)
 
 
 def _add_legend(axes: "Axes", found: Sequence[Arm], **options: Any) -> None:
-    """The legend, with what a cross is if there is one."""
+    """Draw the legend, with an entry for the crosses of diverged runs if there are any."""
     count = sum(len(arm.without_final) for arm in found)
     if count:
         label = f"diverged ({count} run{'s'[: count > 1]}, in no mean)"
@@ -145,7 +145,7 @@ def _add_legend(axes: "Axes", found: Sequence[Arm], **options: Any) -> None:
 
 
 def _numeric_field(found: Sequence[Arm]) -> str | None:
-    """The field with the most numbers as values, and numbers alone; None if there is none."""
+    """The varied field with only numeric values and the most of them; None if there is none."""
     numbers: dict[str, set[float]] = {}
     for name in found[0].varied if found else ():
         values = [arm.varied[name] for arm in found]
@@ -155,7 +155,7 @@ def _numeric_field(found: Sequence[Arm]) -> str | None:
 
 
 def _series(found: Sequence[Arm], x_name: str | None) -> Mapping[str, list[tuple[float, Arm]]]:
-    """(x, arm) in order of x, by what else sets the arms apart; x is a place if there is none."""
+    """(x, arm) sorted by x, grouped by the other varied fields; x is the index without a field."""
     series: dict[str, list[tuple[float, Arm]]] = {}
     for place, arm in enumerate(found):
         rest = {name: value for name, value in arm.varied.items() if name != x_name}

@@ -1,1 +1,1 @@
-"""The report as one page that needs nothing from outside."""
+"""The HTML report: one self-contained page of tables and charts."""

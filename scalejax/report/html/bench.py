@@ -1,4 +1,4 @@
-"""The part of the report that shows benches: scaling, step times, use of the machine."""
+"""Report section on benches: scaling, step times, CPU and memory usage."""
 
 from collections.abc import Sequence
 from html import escape
@@ -16,7 +16,7 @@ from scalejax.report.sources import BenchSource
 from scalejax.report.terminal import bench as bench_tables
 
 _MOST_STEPS = 2000
-"""Points of one chart of step times, beyond which some are left out."""
+"""Points of one chart of step times, beyond which they are thinned out."""
 
 
 def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
@@ -58,7 +58,7 @@ def _row(label: str, each: Summary, summaries: Sequence[Summary]) -> list[str]:
 
 
 def _add_scaling(page: Page, summaries: Sequence[Summary]) -> None:
-    """Append speedup and efficiency as DLBS computes them, and what to know of them."""
+    """Append speedup and efficiency as DLBS computes them, with notes on how to read them."""
     for scaling in ("weak", "strong"):
         table = scaling_table(summaries, scaling)
         if table is None or len(table.device_counts) < 2:
@@ -82,25 +82,25 @@ def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
     )
     page.add_chart(
         "Step times over time",
-        f"Means of {AVERAGED} steps one after another, the rounds joined. A hump is another "
-        "program that was busy meanwhile.",
+        f"Means of {AVERAGED} consecutive steps, the rounds joined. A bump is usually another "
+        "program on the same machine.",
         step_times(summaries),
     )
     if any(result.usage for each in summaries for result in each.results):
         page.add_chart(
             "Processor",
-            "Per cent of one core that the first process of a benchmark takes, first round.",
+            "Per cent of one core used by the first process of a benchmark, first round.",
             usage(summaries, "cpu", "% of a core"),
         )
         page.add_chart(
             "Memory",
-            "MiB that the first process of a benchmark holds, first round.",
+            "MiB held by the first process of a benchmark, first round.",
             usage(summaries, "memory", "MiB"),
         )
 
 
 def throughput(summaries: Sequence[Summary]) -> Spec:
-    """Samples per second over devices, a line for each kind of benchmark."""
+    """Chart of samples per second over devices, a line for each group of benchmarks."""
     rows: list[Row] = [
         {
             "label": label,
@@ -116,7 +116,7 @@ def throughput(summaries: Sequence[Summary]) -> Spec:
 
 
 def step_times(summaries: Sequence[Summary]) -> Spec:
-    """Moving averages of the step times over time."""
+    """Chart of moving averages of the step times over time."""
     rows: list[Row] = []
     for each in summaries:
         average = moving_average([1e3 * seconds for seconds in each.step_seconds], AVERAGED)
@@ -127,13 +127,13 @@ def step_times(summaries: Sequence[Summary]) -> Spec:
     return lines(rows, alt.X("x:Q", title="seconds of timed steps"), "milliseconds")
 
 
-def usage(summaries: Sequence[Summary], what: str, unit: str) -> Spec:
-    """ "cpu" or "memory" of the first process of each benchmark in its first round, over time."""
+def usage(summaries: Sequence[Summary], resource: str, unit: str) -> Spec:
+    """Chart of "cpu" or "memory" of the first process in each benchmark's first round."""
     rows: list[Row] = []
     for each in summaries:
         samples = [sample for sample in each.results[0].usage if sample.process == 0]
         for sample in samples:
-            value = sample.cpu_percent if what == "cpu" else sample.rss_bytes / MIB
+            value = sample.cpu_percent if resource == "cpu" else sample.rss_bytes / MIB
             if value is not None:
                 rows.append({"label": each.benchmark.label, "x": sample.seconds, "y": value})
     x = alt.X("x:Q", title="seconds since the first timed step")

@@ -1,6 +1,6 @@
-"""The interactive charts of the report, as Vega-Lite specifications by altair.
+"""Interactive charts of the report, as Vega-Lite specifications built with altair.
 
-Knows runs and predictions, and how each chart shows them; nothing of the page around them.
+Knows runs and predictions; nothing of the page around the charts.
 """
 
 import math
@@ -12,7 +12,7 @@ import altair as alt
 from scalejax.report.sources import RunSource
 from scalejax.simulator.predict import ScalingPrediction
 
-# What the interactive charts of the report share: colours, sizes and simple lines, by altair.
+# Shared by all charts: colours, sizes and simple line charts.
 
 Row = dict[str, str | float | None]
 """One point of a chart."""
@@ -20,26 +20,26 @@ Spec = dict[str, Any]
 """A chart in Vega-Lite's JSON."""
 
 PALETTE = ["#3f8fd2", "#e08a1e", "#2a9d78", "#d1495b", "#9a6fc4", "#7f8c8d", "#c49a2a", "#46b3c4"]
-"""Told apart on white, on near-black, and by most colour-blind readers."""
+"""Colours distinguishable on white, on near-black, and by most colour-blind readers."""
 _HEIGHT = 280
 
 
 def specified(chart: Any, height: int = _HEIGHT) -> Spec:
-    """`chart`, as wide as its column of the page."""
+    """Vega-Lite specification of `chart`, as wide as its column of the page."""
     return chart.properties(width="container", height=height).to_dict()
 
 
 def colored(
     field: str, domain: list[str], *, columns: int = 4, colors: list[str] | None = None
 ) -> alt.Color:
-    """The colour of each of `domain` in `field`, told in a legend above the chart."""
+    """Colour encoding of `field` with values `domain`, and a legend above the chart."""
     scale = alt.Scale(domain=domain, range=colors or PALETTE)
     legend = alt.Legend(orient="top", labelLimit=0, columns=columns, symbolOpacity=1)
     return alt.Color(f"{field}:N", title=None, scale=scale, legend=legend)
 
 
 def lines(rows: list[Row], x: alt.X, title: str, *, has_points: bool = False) -> Spec:
-    """A line for each "label" among `rows` of x and y, y being `title`."""
+    """Line chart of `rows` (label, x, y), a line for each label; `title` names the y axis."""
     names = list(dict.fromkeys(str(row["label"]) for row in rows))
     chart = (
         alt.Chart(alt.Data(values=rows))
@@ -71,19 +71,19 @@ _PART_COLORS = {
     "failures": "#b9a5a0",
 }
 """Colour of each part of a step, the same in every chart."""
-_OTHER_EXCHANGES = ("#a8324f", "#6f4a9e", "#f08a96")
-"""Colours of communication over other axes, in the order in which they come."""
+_OTHER_COMMUNICATION = ("#a8324f", "#6f4a9e", "#f08a96")
+"""Colours of communication over further axes, in order of appearance."""
 _DASHES = [[1, 0], [7, 5], [2, 5]]
-"""Patterns of curves that lie on each other: the first is whole, and shows between the others."""
+"""Dash patterns of curves that coincide: the first is solid and shows through the others' gaps."""
 _SAME = 0.005
-"""Share of a value below which a difference cannot be seen."""
+"""Relative difference below which two curves look alike."""
 _LEGEND_WIDTH = 140
-"""Letters in a line of a legend."""
+"""Characters in a line of a legend."""
 _MS = 1e3
 
 
 def test_accuracy(runs: Sequence[RunSource]) -> Spec:
-    """Test accuracy at each evaluation."""
+    """Chart of test accuracy at each evaluation."""
     rows: list[Row] = [
         {**_identity(run), "epoch": m.epoch, "accuracy": m.test_accuracy}
         for run in runs
@@ -94,7 +94,7 @@ def test_accuracy(runs: Sequence[RunSource]) -> Spec:
 
 
 def training_loss(runs: Sequence[RunSource]) -> Spec:
-    """Loss of each minibatch that was logged."""
+    """Chart of the loss of each logged minibatch."""
     rows: list[Row] = [
         {**_identity(run), "epoch": m.epoch, "loss": m.loss or None}  # 0 has no logarithm
         for run in runs
@@ -105,7 +105,7 @@ def training_loss(runs: Sequence[RunSource]) -> Spec:
 
 
 def learning_rate(runs: Sequence[RunSource]) -> Spec:
-    """Learning rate of each update that was logged."""
+    """Chart of the learning rate of each logged update."""
     rows: list[Row] = [
         {**_identity(run), "epoch": m.epoch, "rate": m.learning_rate}
         for run in runs
@@ -215,7 +215,7 @@ def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
 
 
 def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
-    """Scaling efficiency against devices."""
+    """Chart of scaling efficiency over devices."""
     rows: list[Row] = [
         {"prediction": study.title, "devices": each.device_count, "efficiency": kept}
         for study in studies
@@ -240,7 +240,7 @@ def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
 
 
 def time_split(study: ScalingPrediction) -> Spec:
-    """Where the time of one step goes, a bar for every number of devices."""
+    """Chart of the parts of one step time, a stacked bar for each device count."""
     names = list(
         dict.fromkeys(
             name
@@ -283,7 +283,7 @@ def time_split(study: ScalingPrediction) -> Spec:
 
 
 def memory(study: ScalingPrediction) -> Spec:
-    """Peak memory of a device, beside what it has."""
+    """Chart of the peak memory of a device, beside its capacity."""
     rows: list[Row] = [
         {
             "devices": str(each.device_count),
@@ -328,9 +328,9 @@ def _curves(
     has_points: bool = False,
     interpolate: Literal["linear", "step-before"] = "linear",
 ) -> Spec:
-    """Lines over epochs, a colour for each family of runs; a click in the legend picks one.
+    """Line chart over epochs, a colour for each family of runs; a click in the legend picks one.
 
-    Those that lie on an earlier one are dashed, so that both are seen.
+    Curves that coincide with an earlier one are dashed, so that both are visible.
     """
     picked = alt.selection_point(fields=["run"], bind="legend")
     families = list(dict.fromkeys(str(row["run"]) for row in rows))
@@ -369,12 +369,12 @@ def _curves(
 
 
 def _legend_columns(names: Sequence[str]) -> int:
-    """How many columns of such names are as wide as a page, at most 4."""
+    """Number of legend columns that fit the page width, at most 4."""
     return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names), default=1) + 4)))
 
 
 def _devices() -> alt.X:
-    """The number of devices, every doubling as wide as the one before."""
+    """X axis of device counts, on a base-2 logarithm."""
     return alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
 
 
@@ -384,13 +384,13 @@ def part_colors(parts: Sequence[str]) -> list[str]:
     return [
         _PART_COLORS[part]
         if part in _PART_COLORS
-        else _OTHER_EXCHANGES[others.index(part) % len(_OTHER_EXCHANGES)]
+        else _OTHER_COMMUNICATION[others.index(part) % len(_OTHER_COMMUNICATION)]
         for part in parts
     ]
 
 
 def _covered(rows: Sequence[Row], value: str) -> dict[str, int]:
-    """How many runs before each, by label, have the curve that it has, to the eye."""
+    """Number of earlier runs with a visually equal curve, by label of each run."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         point = (float(row["epoch"] or 0), float(row[value] or 0))

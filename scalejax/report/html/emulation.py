@@ -1,4 +1,4 @@
-"""The part of the report that shows emulated runs: accuracy by virtual time, staleness."""
+"""Report section on emulated runs: accuracy over virtual time, and staleness."""
 
 from collections.abc import Sequence
 
@@ -12,33 +12,33 @@ from scalejax.report.sources import RunSource
 
 
 def add_emulations(page: Page, runs: Sequence[RunSource]) -> None:
-    """Append a table and charts of runs that were emulated."""
+    """Append a table and charts of the emulated runs."""
     page.add('<h3 id="emulations">Emulated runs: virtual time</h3>')
     page.add(
         "<p>Real gradients of the real model and data; who computes and sends what when was "
-        "simulated. All times of these runs are virtual. Staleness is how many updates came "
-        "between the reading of the parameters and the update by their gradient.</p>"
+        "simulated. All times of these runs are virtual. Staleness is the number of updates "
+        "between reading the parameters and applying their gradient.</p>"
     )
     found = [(run, run.emulation) for run in runs if run.emulation is not None]
     page.add_table(
-        ["run", "what", "virtual time", "device time", "staleness", "sent", "best accuracy"],
+        ["run", "algorithm", "virtual time", "device time", "staleness", "sent", "best accuracy"],
         [_row(run, emulation) for run, emulation in found],
     )
     page.add_chart(
         "Accuracy over virtual time",
-        "What someone who waits for the run sees: which way of training is soonest.",
+        "Wall-clock view: which algorithm reaches an accuracy first.",
         _over_seconds(found, per_device=False),
     )
     page.add_chart(
         "Accuracy over device time",
-        "What someone who pays for devices sees: virtual time, times the workers.",
+        "Cost view: virtual time, times the workers.",
         _over_seconds(found, per_device=True),
     )
     stale = [(run, emulation) for run, emulation in found if emulation.staleness]
     if stale:
         page.add_chart(
             "Staleness",
-            "The part of the gradients that met so many updates made since their worker read the "
+            "Share of gradients by the number of updates made since their worker read the "
             "parameters.",
             staleness(stale),
         )
@@ -79,11 +79,11 @@ def _over_seconds(found: Sequence[tuple[RunSource, Emulation]], *, per_device: b
 
 
 def staleness(found: Sequence[tuple[RunSource, Emulation]]) -> Spec:
-    """The distribution of the staleness of each run."""
+    """Chart of the staleness distribution of each run."""
     rows: list[Row] = []
     for run, emulation in found:
         total = sum(count for _, count in emulation.staleness)
         rows += [
             {"label": run.label, "x": age, "y": count / total} for age, count in emulation.staleness
         ]
-    return lines(rows, alt.X("x:Q", title="updates"), "part of the gradients")
+    return lines(rows, alt.X("x:Q", title="updates"), "share of the gradients")

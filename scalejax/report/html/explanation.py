@@ -1,6 +1,6 @@
-"""An explanation as one HTML page: the waterfall drawn, and the tables under it.
+"""The explanation of a step time as one HTML page: a waterfall chart, and tables.
 
-Knows what a reader wants to see in which order, and says beside each plot how to read it.
+Arranges the sections, each plot with a sentence on how to read it; computes no figures.
 """
 
 from html import escape
@@ -18,18 +18,18 @@ _MS = 1e3
 _MOST_MATCHES = 20
 """Operations of a trace that the page names."""
 _MEANINGS = {
-    "compute at peak": "arithmetic at the peak rate of the chip: no step is faster",
-    "attainable rates": "what products and convolutions take beyond, at the rates they reach",
-    "memory": "operations that wait for the device's own memory",
+    "compute at peak": "FLOP at the peak rate of the chip: no step is faster",
+    "attainable rates": "extra time of matmuls and convolutions at their attainable rates",
+    "memory": "operations bound by the device's memory bandwidth",
     "launch": "gaps between operations",
-    "contention": "compute slowed by exchanges beside it",
-    "host": "devices waiting for the host to set off operations",
-    "overhead": "time of the step that is in none of its operations",
-    "bubble": "stages of a pipeline that have no microbatch to work on",
+    "contention": "compute slowed by overlapping collectives",
+    "host": "devices waiting for the host to launch operations",
+    "overhead": "step time outside its operations",
+    "bubble": "pipeline stages without a microbatch to work on",
     "stragglers": "waiting for the slowest device",
     "input": "waiting for data",
-    "checkpoints": "on top of each step: writing checkpoints",
-    "failures": "on top of each step: lost work and restarts",
+    "checkpoints": "added to each step: writing checkpoints",
+    "failures": "added to each step: lost work and restarts",
 }
 _KINDS = {
     "compute at peak": ("ideal", 0),
@@ -69,13 +69,13 @@ def render(explained: Explanation) -> str:
     )
     page.add_chart(
         "From ideal to predicted",
-        "Each bar begins where the one above it ends. The first is the arithmetic of the step "
-        "at the peak of the chip; each further one is what the step loses, and to what.",
+        "Each bar begins where the one above it ends. The first is the FLOP of the step "
+        "at the peak rate of the chip; each further bar is one loss.",
         waterfall(explained),
     )
     page.add_chart(
         "What a factor of two buys",
-        "Samples per second with one thing doubled, or latency halved, relative to now. The "
+        "Samples per second with one property doubled, or latency halved, relative to now. The "
         "hardware changes and the program stays; twice the batch is a program of its own.",
         improvements(explained),
     )
@@ -89,7 +89,7 @@ def render(explained: Explanation) -> str:
 
 
 def waterfall(explained: Explanation) -> Spec:
-    """The terms of a step one below the other, each from where the one before ended."""
+    """Waterfall chart of the terms of a step: each bar begins where the one above ends."""
     rows, end = _waterfall_rows(explained)
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("term:N", title=None, sort=None, axis=alt.Axis(labelLimit=220)),
@@ -125,7 +125,7 @@ def waterfall(explained: Explanation) -> Spec:
 
 
 def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
-    """A row for each term that is known, and the seconds at which the last of them ends."""
+    """A chart row for each known term, and the seconds at which the last one ends."""
     rows: list[Row] = []
     begin = 0.0
     for term in explained.terms:
@@ -156,7 +156,7 @@ def _kind(name: str) -> tuple[str, int]:
 
 
 def improvements(explained: Explanation) -> Spec:
-    """Throughput with one thing doubled, over that of now."""
+    """Chart of the throughput with one property doubled, relative to now."""
     rows: list[Row] = [
         {
             "what": f"{each.change}: {each.meaning}",
@@ -185,7 +185,9 @@ def improvements(explained: Explanation) -> Spec:
 
 def _add_operations(page: Page, explained: Explanation) -> None:
     page.add("<h3>Costliest operations</h3>")
-    page.add("<p>All runs of an operation in one step together; of exchanges, what is exposed.</p>")
+    page.add(
+        "<p>Sum over all runs of an operation in one step; of collectives, the exposed time.</p>"
+    )
     page.add_table(
         ["operation", "of step", "time", "runs", "bound", "of peak", "where"],
         [
@@ -204,12 +206,12 @@ def _add_operations(page: Page, explained: Explanation) -> None:
 
 
 def _add_unexpected(page: Page, explained: Explanation) -> None:
-    page.add("<h3>Exchanges that the layout does not call for</h3>")
+    page.add("<h3>Collectives that the layout does not call for</h3>")
     if not explained.unexpected:
         page.add("<p>None that takes a thousandth of the step.</p>")
         return
     page.add_table(
-        ["exchange", "over", "bytes", "runs", "takes", "adds", "why it is odd", "where"],
+        ["collective", "over", "bytes", "runs", "takes", "adds", "why it is odd", "where"],
         [
             [
                 each.collective.replace("_", "-"),
@@ -233,7 +235,7 @@ def _add_trace(page: Page, match: TraceMatch) -> None:
         f"{format_fraction(match.matched_share)} of the measured time. Together they took "
         f"{format_seconds(match.measured_seconds)}, predicted "
         f"{format_seconds(match.predicted_seconds)} ({_signed(match.error)}). The largest "
-        "differences come first; an exchange counts in full, hidden or not.</p>"
+        "differences come first; a collective counts in full, exposed or not.</p>"
     )
     if match.warning is not None:
         page.add(f'<p class="bad">Warning: {escape(match.warning)}</p>')

@@ -1,6 +1,6 @@
 """A page of charts and tables as one HTML file that needs no network.
 
-Knows the page around the charts, and nothing of what they show.
+Lays out headings, tables and charts; knows nothing of their content.
 """
 
 import json
@@ -16,9 +16,9 @@ from scalejax import __version__
 from scalejax.report.html.charts import Spec
 
 _LONG_CELL = 24
-"""Letters beyond which a cell may break into lines."""
+"""Characters beyond which a cell may wrap."""
 _EMBED = "window.vegaEmbed = vegaEmbed;"
-"""What the page's script takes from the libraries that vl-convert carries."""
+"""JavaScript that exports vegaEmbed from the libraries bundled by vl-convert."""
 
 
 class Page:
@@ -64,7 +64,7 @@ class Page:
 
 @cache
 def _scripts() -> str:
-    """The libraries that draw the charts, bundled once: that takes more than a second."""
+    """The JavaScript of the chart libraries, bundled once: bundling takes more than a second."""
     return vl_convert.javascript_bundle(_EMBED).replace("</script", "<\\/script")
 
 

@@ -1,4 +1,4 @@
-"""The part of the report that shows plans: time to target, what it costs, and which to take."""
+"""Report section on plans: time to target, its cost, and the recommended choices."""
 
 from collections.abc import Sequence
 from html import escape
@@ -31,13 +31,13 @@ _MARKS = {
 
 
 def add_plans(page: Page, plans: Sequence[Plan]) -> None:
-    """Append every plan: its answer in words, two charts, and the table behind them."""
+    """Append every plan: its recommendations, two charts, and a table of all points."""
     page.add('<h2 id="plans">Plans</h2>')
     page.add(
-        "<p>How long it takes until the network is as good as wanted, not until the data have "
-        "been seen so often: the steps that a batch needs, from measured points, times the "
-        "predicted time of a step. p10 and p90 are how sure both are: one run in ten should be "
-        "sooner than p10, one in ten later than p90.</p>"
+        "<p>Time until the network reaches the target metric, not until a number of epochs has "
+        "been trained: the steps that a batch size needs, from measured points, times the "
+        "predicted step time. p10 and p90 cover the uncertainty of both: one run in ten should be "
+        "faster than p10, one in ten slower than p90.</p>"
     )
     for plan in plans:
         _add_plan(page, plan)
@@ -51,15 +51,15 @@ def _add_plan(page: Page, plan: Plan) -> None:
     page.add(f"<ul>{''.join(f'<li>{line}</li>' for line in _answers(plan))}</ul>")
     page.add_chart(
         "Time to target as devices are added",
-        "Of each number of devices the soonest batch, with its range from p10 to p90. Where the "
-        "line turns flat, more devices stop paying: the diamond is the knee, as far as the limits "
-        "let it be. Dashed is the deadline.",
+        "The fastest batch size for each device count, with its range from p10 to p90. Where the "
+        "line turns flat, more devices no longer help: the diamond is the knee, within the limits. "
+        "The dashed line is the deadline.",
         time_chart(plan),
     )
     page.add_chart(
         "What the time costs",
-        "Every cluster, number of devices and batch. On the grey line are those that no other "
-        "beats in both time and cost; all others can be left aside. Dashed are deadline and "
+        "Every cluster, device count and batch size. The grey line is the Pareto front: no other "
+        "point is better in both time and cost. The dashed lines are deadline and "
         "budget.",
         cost_chart(plan),
     )
@@ -104,7 +104,7 @@ def _row(point: PlanPoint, mark: str) -> list[str]:
 
 
 def _rows(plan: Plan) -> list[Row]:
-    """A row for every point; those that are the soonest of their devices are on the line."""
+    """Chart rows of all points; the fastest batch of each device count is marked `is_best`."""
     best = {id(point) for point in soonest_by_devices(plan)}
     _, unit = _unit(plan)
     return [
@@ -125,7 +125,7 @@ def _rows(plan: Plan) -> list[Row]:
 
 
 def _unit(plan: Plan) -> tuple[str, float]:
-    """Name and seconds of the unit of time of both charts."""
+    """Name and seconds of the time unit of both charts."""
     return unit_of_axis(max(point.p90_run_seconds or point.run_seconds for point in plan.points))
 
 
@@ -181,7 +181,7 @@ def _cluster_color(plan: Plan) -> alt.Color:
 
 
 def time_chart(plan: Plan) -> Spec:
-    """Time to target against devices: a line with its range for each cluster."""
+    """Chart of time to target over devices: a line with its p10 to p90 band for each cluster."""
     best = [row for row in _rows(plan) if row["is_best"]]
     base = alt.Chart(alt.Data(values=best))
     devices = alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
@@ -201,7 +201,7 @@ def time_chart(plan: Plan) -> Spec:
 
 
 def cost_chart(plan: Plan) -> Spec:
-    """Cost against time to target: all points, and the front."""
+    """Chart of cost over time to target: all points, and the Pareto front."""
     rows = _rows(plan)
     title = "cost" if plan.is_priced else "cost (device-hours)"
     cost = alt.Y(

@@ -1,6 +1,6 @@
 """The report: runs and predictions as one HTML file that needs no network.
 
-Knows what a reader wants to see in which order, and says beside each plot how to read it.
+Arranges the sections, each plot with a sentence on how to read it; computes no figures.
 """
 
 from collections.abc import Sequence
@@ -27,21 +27,21 @@ from scalejax.simulator.predict import Prediction, ScalingPrediction, merged_not
 from scalejax.sweep.results import arms
 from scalejax.training.input_stalls import WORTH_SAYING
 
-# The part of the report on where the wall time of runs went.
+# Time accounting: where the wall time of runs went.
 
 
 def add_times(page: Page, runs: Sequence[RunSource]) -> None:
-    """The time ledgers of the runs that have one, as a table and as bars; nothing without any."""
+    """Append a table and bars of the time accounting of the runs that have one, if any."""
     timed = [run for run in runs if run.time is not None]
     if not timed:
         return
     page.add("<h3>Where the wall time went</h3>")
     page.add(
         "<p>From the start of the first process of a run to the end of its last session; the parts "
-        "add up to it. Goodput is the share of steps that counted, their waiting for input "
-        "included. Wasted is what was done after the checkpoint from which a later session went "
-        "on; down is the time between sessions. Beside it is what the failure model says of as "
-        "many failures, restarts and checkpoints as the run has met (Daly 2006).</p>"
+        "add up to it. Goodput is the share of useful steps, their waiting for input "
+        "included. Wasted is work done after the checkpoint from which a later session "
+        "resumed; down is the time between sessions. The failure model column is its goodput for "
+        "the failures, restarts and checkpoints observed in the run (Daly 2006).</p>"
     )
     parts = [name for name, _ in timed[0].time.parts] if timed[0].time else []
     page.add_table(
@@ -56,25 +56,25 @@ def add_times(page: Page, runs: Sequence[RunSource]) -> None:
 
 
 def _row(run: RunSource) -> list[str]:
-    ledger = run.time
-    if ledger is None:
+    account = run.time
+    if account is None:
         return []
     return [
         run.label,
-        str(ledger.sessions),
-        f"{ledger.repeated_steps:,}",
-        format_seconds_briefly(ledger.seconds),
-        format_fraction(ledger.goodput),
+        str(account.sessions),
+        f"{account.repeated_steps:,}",
+        format_seconds_briefly(account.seconds),
+        format_fraction(account.goodput),
         format_fraction(run.model_goodput),
-        *(format_seconds_briefly(seconds) if seconds else "0" for _, seconds in ledger.parts),
+        *(format_seconds_briefly(seconds) if seconds else "0" for _, seconds in account.parts),
     ]
 
 
-# The part of the report that shows sweeps: what each arm reached, over its seeds.
+# Sweeps: results of each arm over its seeds.
 
 
 def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
-    """Append a table of every sweep: a row for runs that differ in nothing but their seed."""
+    """Append a table of every sweep, with one row for the runs that differ only in their seed."""
     page.add('<h2 id="sweeps">Sweeps</h2>')
     for sweep in sweeps:
         with_target = sweep.plan.target is not None
@@ -92,11 +92,11 @@ def add_sweeps(page: Page, sweeps: Sequence[SweepSource]) -> None:
 
 
 _MOST_REASONS = 5
-"""Unreadable examples that are named."""
+"""Causes of unreadable examples that are listed."""
 
 
 def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
-    """Write what is at `paths` as one page.
+    """Write the runs and predictions at `paths` as one HTML page.
 
     Args:
         paths: folders of runs and sweeps, and JSON files of predictions and plans.
@@ -147,7 +147,7 @@ def render(sources: Sources, title: str) -> str:
 
 def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
     page.add('<h2 id="runs">Runs</h2>')
-    page.add("<p>What was trained, and how it ended. Accuracy is that of all test examples.</p>")
+    page.add("<p>What was trained, and how it ended. Accuracy is over all test examples.</p>")
     page.add_table(
         ["run", "ended", "global batch", "peak learning rate", "epochs", "test accuracy", "best"],
         [_run_row(run) for run in runs],
@@ -160,15 +160,15 @@ def _add_runs(page: Page, runs: Sequence[RunSource]) -> None:
 def _add_curves(page: Page, runs: Sequence[RunSource]) -> None:
     page.add_chart(
         "Test accuracy",
-        "The part of the test examples that is right, after each epoch. A click on a name in the "
-        "legend picks a run; dragging and scrolling move and zoom. Dashed is what lies on "
-        "another curve.",
+        "The share of test examples classified correctly, after each epoch. Click a name in the "
+        "legend to pick a run; drag and scroll to move and zoom. A dashed curve lies on "
+        "top of another.",
         charts.test_accuracy(runs),
     )
     page.add_chart(
         "Training loss",
         "Mean loss of single minibatches as they were trained, on a logarithmic axis. A line "
-        "that breaks off has left the range of numbers: the run diverged.",
+        "that breaks off became inf or NaN: the run diverged.",
         charts.training_loss(runs),
     )
     page.add_chart(
@@ -196,8 +196,8 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     page.add(
         "<p>The prediction was written before training began, from the compiled program and a "
         "short measurement of this machine; the measurement is the median over the run. The "
-        "error is (predicted - measured) / measured. What the host needs to start each step is "
-        "not predicted: where a step takes milliseconds, it is most of it.</p>"
+        "error is (predicted - measured) / measured. The time the host takes to start each step is "
+        "not predicted; it dominates steps of a few milliseconds.</p>"
     )
     page.add_table(
         [
@@ -217,15 +217,15 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
     if any((run.wait_share or 0) >= WORTH_SAYING for run in runs):
         page.add_chart(
             "Waiting for input",
-            "The part of the time for which devices had nothing to do, for want of a batch, "
+            "The share of the time that devices were idle because no batch was ready, "
             "between one line of the record and the next. More input.workers or smaller "
-            "examples bring it down; the first line holds the start of what makes batches.",
+            "examples reduce it; the first line includes starting the input workers.",
             charts.input_wait(runs),
         )
 
 
 def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
-    """What was left out because it could not be read."""
+    """Append a table of the examples that were skipped because they could not be read."""
     page.add("<h3>Examples that could not be read</h3>")
     page.add(
         "<p>They were skipped, as the config says: rows of all epochs of training, and of the "
@@ -243,7 +243,7 @@ def _add_unreadable(page: Page, runs: Sequence[RunSource]) -> None:
 
 
 def _add_gaps(page: Page, runs: Sequence[RunSource]) -> None:
-    """How far each run's loss is from that of the first."""
+    """Append a table of the loss gap of each run to the first run."""
     first, *others = runs
     page.add("<h3>Loss-curve gap after warmup</h3>")
     page.add(
@@ -280,7 +280,7 @@ def _run_row(run: RunSource) -> list[str]:
 
 
 def _ending(run: RunSource) -> str:
-    """Where the run stands, and why if it diverged."""
+    """Status of the run, with the cause if it diverged."""
     if not run.record.statuses:
         return UNKNOWN
     last = run.record.statuses[-1]
@@ -326,7 +326,7 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
         )
         page.add_chart(
             "Scaling efficiency",
-            "Throughput per device, relative to the smallest number of devices. What is missing "
+            "Throughput per device, relative to the smallest number of devices. The rest "
             "to 100 % is the price of communication, and of waiting.",
             charts.efficiency(studies),
         )
@@ -364,14 +364,14 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
         "Compute: matrix products and convolutions. Memory: operations that wait for the "
         "device's own memory. Launch: the gaps between operations. Communication: what is not "
         "hidden behind compute, by the mesh axis that needs it. Contention: compute slowed by "
-        "exchanges beside it. Host and overhead: waiting for the host. Stragglers and input: "
+        "overlapping collectives. Host and overhead: waiting for the host. Stragglers and input: "
         "waiting for the slowest device, and for data.",
         charts.time_split(study),
     )
     page.add_chart(
         "Memory",
-        f"The most that one device holds at once, as the compiler assigned it, with the "
-        f"runtime's own share. The dashed line is what the device has: "
+        f"Peak memory of one device, as the compiler assigned it, plus the "
+        f"runtime's own share. The dashed line is the capacity of the device: "
         f"{format_bytes(first.memory_bytes)}.",
         charts.memory(study),
     )

@@ -1,1 +1,1 @@
-"""Tables in the terminal."""
+"""Tables for the terminal."""

@@ -1,7 +1,6 @@
-"""A bench on a terminal: tables that fit 80 columns.
+"""Terminal tables of benches, doctor findings and input rates, in 80 columns.
 
-Knows how to word and align figures, and computes none. Each function that gives parts gives them
-in order.
+Formats figures and computes none. Functions that yield parts yield them in order.
 """
 
 from collections import Counter
@@ -35,7 +34,7 @@ _MISSING = "-"
 
 
 def plan(bench: BenchPlan) -> Iterator[RenderableType]:
-    """Every benchmark, a line each."""
+    """Table of the planned benchmarks."""
     repeats = counted(bench.repeats, "round")
     title = f"{counted(len(bench.benchmarks), 'benchmark')}, {repeats}"
     yield Text.assemble((title, "bold"))
@@ -55,7 +54,7 @@ def plan(bench: BenchPlan) -> Iterator[RenderableType]:
 
 
 def results(summaries: Sequence[Summary], baseline: int | None = None) -> Iterator[RenderableType]:
-    """Time of a step and what of the throughput per device is kept, then throughput as
+    """Step time and share of the per-device throughput kept, then throughput as
     tf_cnn_benchmarks prints it."""
     measured = [each for each in summaries if each.is_measured]
     if not measured:
@@ -76,7 +75,7 @@ def results(summaries: Sequence[Summary], baseline: int | None = None) -> Iterat
 
 
 def title_of(measured: Sequence[Summary]) -> str:
-    """What was measured on what, in one line."""
+    """Model, device and number of steps of a bench, in one line."""
     first, result = measured[0].benchmark, measured[0].results[0]
     settings = first.settings
     rounds = counted(max(len(each.results) for each in measured), "round")
@@ -103,7 +102,7 @@ def _cells(each: Summary, kept: float | None) -> list[str]:
 
 
 def scaling(table: ScalingTable, statistic: str) -> Iterator[RenderableType]:
-    """Times, throughput, speedup and efficiency over devices, as DLBS prints them."""
+    """Tables of times, throughput, speedup and efficiency over devices, as DLBS prints them."""
     base = table.device_counts[table.baseline]
     formula = "t{0} / tN" if table.scaling == "weak" else "t{0} / (N tN)"
     yield Text.assemble((f"{table.scaling.capitalize()} scaling over devices", "bold"))
@@ -119,7 +118,7 @@ def scaling(table: ScalingTable, statistic: str) -> Iterator[RenderableType]:
 
 
 def notes(table: ScalingTable) -> Iterator[str]:
-    """What must be known of the efficiencies."""
+    """Notes on how to read the efficiencies, and warnings of those above 100 %."""
     base = table.device_counts[table.baseline]
     if table.scaling == "strong" and base > 1:
         yield (
@@ -144,7 +143,7 @@ def _over_devices(table: ScalingTable, cells: Cells) -> Table:
 def against_predicted(
     rows: Sequence[tuple[Summary, Prediction | None, bool]],
 ) -> Iterator[RenderableType]:
-    """Measured beside predicted steps, those marked to which the prediction was fitted."""
+    """Measured and predicted step times; benchmarks that the cluster was fitted to are marked."""
     table = figures("benchmark", "measured", "predicted", "error", "")
     left_out = []
     for summary, prediction, is_fitted in rows:
@@ -173,13 +172,13 @@ def _named(summary: Summary) -> str:
     return label if "devices=" in label else f"{place} {label}"
 
 
-# What the doctor found, on a terminal: a table of all, and the fixes below.
+# Findings of the doctor: a table of all, and the fixes below it.
 
 _STYLES = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 
 def findings(found: Sequence[Finding]) -> Iterator[RenderableType]:
-    """A table by topic; then what is not as it should be, the worst first, each with its fix."""
+    """Table of findings by topic; then those that are not ok, worst first, each with its fix."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for heading, least in (("", 4), ("", 14), ("found", 14), ("expected", 12)):
         table.add_column(heading, overflow="fold", min_width=least)
@@ -214,17 +213,17 @@ def _name(finding: Finding) -> str:
     return f"{finding.name}, process{'es' if len(finding.processes) > 1 else ''} {which}"
 
 
-# The input side of a host on a terminal: what each stage takes, and how many workers give what.
+# Input rates of a host: seconds of each stage, and throughput by number of workers.
 
 
 def input_side(
     rates: InputRates, paces: Sequence[tuple[int, InputPace]]
 ) -> Iterator[RenderableType]:
-    """Seconds of a sample by stage, then samples per second by workers.
+    """Seconds per sample by stage, then samples per second by number of workers.
 
     Args:
-        rates: as measured.
-        paces: of the run's data, by number of workers, at least one.
+        rates: measured input rates of the host.
+        paces: throughput on the run's data by number of workers; at least one.
     """
     title = f"Input of {rates.data} on {rates.cores} core{'s' if rates.cores > 1 else ''}"
     yield Text.assemble((title, "bold"))

@@ -1,6 +1,6 @@
-"""What makes an update of a run, for the terminal.
+"""Terminal tables of the update of a run (optimizer, averaging, input) and of data inspections.
 
-Knows how to word what a config says; its batches, steps and rates are in `tables`. Fits 80 columns.
+Formats configs and inspections in 80 columns; batches, steps and rates are in `tables`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ from scalejax.report.terminal.tables import facts, figures
 def update(
     run: ResolvedRun, learning: tuple[int, int] | None = None, notes: Sequence[str] = ()
 ) -> Iterator[RenderableType]:
-    """Optimizer, averaging, BatchNorm, what the network begins with, what of it learns; notes.
+    """Optimizer, averaging, BatchNorm, initial weights and trainable parameters; notes.
 
     Args:
         run: the run on its devices.
-        learning: of a run that is fine-tuned, numbers that learn, and all of its parameters.
+        learning: of a fine-tuned run, its trainable and its total number of parameters.
         notes: sentences without full stops.
     """
     config, split = run.config, run.split
@@ -34,12 +34,12 @@ def update(
     if config.averaging is not None:
         table.add_row("averaging", config.averaging.name, _fields(config.averaging))
     if config.gradient_sync is not None:
-        table.add_row("exchange", config.gradient_sync.name, _fields(config.gradient_sync))
+        table.add_row("gradient sync", config.gradient_sync.name, _fields(config.gradient_sync))
     if has_batch_norm(config.model) or config.layout.bn_scope != "global":
         samples = split.microbatch * run.layout.batch_shards // run.bn_groups
         table.add_row("BatchNorm", config.layout.bn_scope, f"statistics of {samples:,} samples")
     if (weights := getattr(config.model, "pretrained", None)) is not None:
-        table.add_row("weights", weights, "what the network begins with")
+        table.add_row("weights", weights, "initial weights of the network")
     tuning = config.fine_tuning
     if tuning is not None and learning is not None:
         parts = ", ".join(tuning.trainable) or "all"
@@ -57,7 +57,7 @@ def update(
 
 
 def _input(given: InputConfig) -> str:
-    """What is not as usual of the way from the data to the devices, and how images are changed."""
+    """Input and augmentation fields that differ from their defaults, in words."""
     changed = _changed(given, InputConfig(), but="augmentation")
     if given.augmentation is not None:
         changed += _changed(given.augmentation, AugmentationConfig())
@@ -65,7 +65,7 @@ def _input(given: InputConfig) -> str:
 
 
 def _changed(given: object, usual: object, *, but: str = "") -> list[str]:
-    """The fields of a description that differ from the usual ones, in words."""
+    """The fields of `given` that differ from those of `usual`, in words."""
     names = [field.name for field in fields(given) if field.name != but]  # type: ignore[arg-type]
     return [
         f"{name} {getattr(given, name)}"
@@ -75,7 +75,7 @@ def _changed(given: object, usual: object, *, but: str = "") -> list[str]:
 
 
 def _fields(description: object) -> str:
-    """The fields of a description in words, but for its name and what is absent."""
+    """The fields of a config in words, without its name and unset fields."""
     tables = plain(description)
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
     given = {name: value for name, value in tables.items() if name != "name" and value is not None}
@@ -86,10 +86,10 @@ def _fields(description: object) -> str:
     )
 
 
-# What `scalejax data inspect` prints: an inspection in 80 columns.
+# Output of `scalejax data inspect`.
 
 SHOWN_CLASSES, SHOWN_COLUMNS = 10, 40
-"""Of more, the rest is counted."""
+"""Most classes and columns listed; the rest is counted."""
 
 
 def inspection(found: Inspection) -> Iterator[RenderableType]:

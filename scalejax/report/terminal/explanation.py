@@ -1,6 +1,6 @@
-"""An explanation on a terminal: a waterfall in text, and tables that fit 80 columns.
+"""The explanation of a step time on a terminal: a text waterfall, and tables in 80 columns.
 
-Knows how to word and align figures, and computes none.
+Formats figures and computes none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ _BAR_CELLS = 33
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MOST_SHOWN = 10
 _LEAST_GAIN = 1.005
-"""Speedups below it are not worth a decision."""
+"""Smallest speedup that is recommended."""
 
 
 def explanation(explained: Explanation, *, first: str | None = None) -> Iterator[RenderableType]:
-    """The waterfall, the costliest operations, what is unexpected, and what buys what.
+    """The waterfall, the costliest operations, unexpected collectives, and possible improvements.
 
     Args:
-        explained: the step taken apart.
-        first: the note of it that a reader must see before all figures; None if there is none.
+        explained: breakdown of the step.
+        first: the note to show before all figures; None if there is none.
     """
     yield _heading(explained)
     if first is not None:
@@ -40,7 +40,7 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
     yield waterfall(explained)
     yield Text("Costliest operations", style="bold")
     yield operations(explained)
-    yield Text("Exchanges that the layout does not call for", style="bold")
+    yield Text("Collectives that the layout does not call for", style="bold")
     yield (
         unexpected(explained.unexpected)
         if explained.unexpected
@@ -70,10 +70,10 @@ def _heading(explained: Explanation) -> Text:
 
 
 def verdict(explained: Explanation) -> Text:
-    """The finding in one or two sentences: the largest loss, and the best buy."""
+    """Summary in one or two sentences: the largest loss, and the best improvement."""
     losses = [
         term
-        for term in explained.terms[1:]  # the first is what no chip does without
+        for term in explained.terms[1:]  # the first is the ideal compute time
         if term.is_of_step and term.seconds
     ]
     sentences = []
@@ -93,7 +93,7 @@ def verdict(explained: Explanation) -> Text:
 
 
 def waterfall(explained: Explanation) -> Table:
-    """Every term beside its bar, each bar beginning where the one before ended."""
+    """Table of all terms with bars, each bar beginning where the one before ended."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     table.add_column("from ideal to predicted", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
@@ -139,13 +139,13 @@ def bar(begin: float, end: float, longest: float, cells: int = _BAR_CELLS) -> st
 
 
 def operations(explained: Explanation) -> Table:
-    """The operations that add most to the step, with where the program asks for them."""
+    """Table of the operations that add most to the step, with their source lines."""
     table = figures("of step", "time", "runs", "bound", "of peak")
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)
     table.add_column("where", overflow="fold")
     for each in explained.operations:
-        bound = {"communication": "exchange"}.get(each.bound, each.bound)
+        bound = {"communication": "network"}.get(each.bound, each.bound)
         peak = "" if each.peak_share is None else f"{each.peak_share * 100:.0f} %"
         table.add_row(
             format_fraction(each.share),
@@ -160,7 +160,7 @@ def operations(explained: Explanation) -> Table:
 
 
 def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
-    """What the compiler exchanges though no rule asks for it, and why that is."""
+    """Table of collectives that the layout does not call for, with the reason for each."""
     table = figures("adds", "takes", "runs")
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)
@@ -184,7 +184,7 @@ def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
 
 
 def improvements(found: Sequence[Improvement]) -> Table:
-    """The step with one thing twice as good, the largest gain first."""
+    """Table of step times with one property doubled, the largest gain first."""
     table = figures("change", "step", "samples/s")
     table.add_column("of what", overflow="fold")
     for each in found:
@@ -196,7 +196,7 @@ def improvements(found: Sequence[Improvement]) -> Table:
 
 
 def trace_match(match: TraceMatch) -> Iterator[RenderableType]:
-    """Where a recorded step and the prediction differ most."""
+    """Comparison of a recorded step with the prediction, largest differences first."""
     yield Text("Recorded against predicted, operation by operation", style="bold")
     yield Text(
         f"{len(match.matches)} operations match; they hold "

@@ -1,4 +1,4 @@
-"""A plan on a terminal: every number of devices with its best batch, and which to take.
+"""Terminal table of a plan: each device count with its best batch, and the recommendations.
 
 Fits 80 columns.
 """
@@ -26,7 +26,7 @@ _LONGEST_NAME = 16
 
 
 def planned(plan: Plan) -> Iterator[RenderableType]:
-    """The table, then the answers in words, then what was left out and what must be known."""
+    """The table, then the recommendations, the points left out, and notes."""
     yield Text.assemble((plan.title, "bold"), f"\nTo {plan.target}.\nSteps: {plan.steps_source}.")
     if plan.warning is not None:
         yield Text(f"WARNING: {plan.warning}.", style="bold")
@@ -39,7 +39,7 @@ def planned(plan: Plan) -> Iterator[RenderableType]:
 
 
 def _table(plan: Plan) -> RenderableType:
-    """A row for every cluster and number of devices, with the batch that is soonest on it."""
+    """Table with a row for each cluster and device count, at its fastest batch size."""
     cost = "cost" if plan.is_priced else "device-h"
     clusters = list(dict.fromkeys(point.cluster for point in plan.points))
     marks = marks_of(plan)

@@ -1,7 +1,6 @@
-"""A scaling study on a terminal: tables that fit 80 columns.
+"""Terminal tables of scaling studies and batch-size ramps, in 80 columns.
 
-Knows how to word and align figures, and computes none but shares. Each function that gives parts
-gives them in order.
+Formats figures and computes only shares. Functions that yield parts yield them in order.
 """
 
 import math
@@ -32,7 +31,7 @@ _BROKEN_HEADINGS = {
 
 
 def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
-    """The figures for every number of devices, then where the time of a step goes."""
+    """The figures for each device count, then the breakdown of the step time."""
     first = prediction.predictions[0]
     kept = f"{first.global_batch} samples per step"
     if prediction.scaling == "weak" and first.global_batch and first.per_device_batch:
@@ -54,10 +53,10 @@ def scaling(prediction: ScalingPrediction) -> Iterator[RenderableType]:
 
 
 def _figures(prediction: ScalingPrediction) -> Table:
-    """A row for every number of devices, on one line where that can be.
+    """Table with a row for each device count, on one line if possible.
 
-    Where the table is wider than a screen, times are in one unit; where it still is, long
-    headings are in two lines, too.
+    Where the table is wider than a screen, times use one unit; if it is still too wide, long
+    headings wrap to two lines.
     """
     for formatted, headings in (
         (format_seconds, {}),
@@ -76,7 +75,7 @@ def _figures(prediction: ScalingPrediction) -> Table:
 def _columns(
     prediction: ScalingPrediction, formatted: Callable[[float | None], str]
 ) -> dict[str, list[str]]:
-    """Cells by heading; what has no tokens has no column of them."""
+    """Cells by heading; models without tokens have no column of tokens."""
     every = prediction.predictions
     columns = {
         "devices": [str(each.device_count) for each in every],
@@ -96,7 +95,7 @@ def _columns(
 
 
 def ranges(predictions: Sequence[Prediction]) -> Table:
-    """How far off each step time may be, and what a run loses to checkpoints and failures."""
+    """Table of the p10 to p90 band of each step time, and of goodput."""
     table = figures("devices", "step p10", "p50", "p90", "goodput")
     for each in predictions:
         table.add_row(
@@ -110,9 +109,9 @@ def ranges(predictions: Sequence[Prediction]) -> Table:
 
 
 def time_split(predictions: Sequence[Prediction]) -> Table:
-    """The share of each term in the time of a step, with what the run takes beside it.
+    """Table of the share of each term in the step time, with checkpoints and failures.
 
-    Terms that are unknown stay out. They go down where they are too many to go across.
+    Unknown terms are left out. Terms become rows where they are too many for columns.
     """
     names = waterfall_terms(predictions)
     counts = [str(each.device_count) for each in predictions]
@@ -131,7 +130,7 @@ def time_split(predictions: Sequence[Prediction]) -> Table:
 def _shares(prediction: Prediction, names: Sequence[str]) -> list[str]:
     seconds = dict(prediction.waterfall)
     whole = math.fsum(term for term in seconds.values() if term is not None)
-    # A term that is not named took no time; one that is not known is named, and None.
+    # A missing term took no time; an unknown one is present as None.
     return [_share(seconds.get(name, 0.0), whole) for name in names]
 
 
@@ -148,15 +147,15 @@ def waterfall_terms(predictions: Sequence[Prediction]) -> list[str]:
 
 
 def notes(predictions: Sequence[Prediction]) -> Text:
-    """What must be known of the predictions, each note once."""
+    """Notes on the predictions, each once."""
     return Text("\n".join(f"Note: {note}." for note in merged_notes(predictions)))
 
 
-# A run whose batch grows, on a terminal: one table of its batches on each number of devices.
+# Runs with a batch-size ramp: a table of their batches on each device count.
 
 
 def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
-    """The batches of the run, its updates and time, for every number of devices."""
+    """Batches of the run, its updates and times, for each device count."""
     first = prediction.phases[0].study
     yield Text.assemble(
         (prediction.title, "bold"), f"\nPredicted, {first.scaling} scaling, the batch grows."
@@ -174,7 +173,7 @@ def ramp(prediction: RampPrediction) -> Iterator[RenderableType]:
 
 
 def _notes(prediction: RampPrediction) -> list[str]:
-    """What must be known of the predictions, with its first epoch where it is not of all."""
+    """Notes on the predictions, prefixed with the first epoch where they hold for one phase."""
     of_phases = [merged_notes(phase.study.predictions) for phase in prediction.phases]
     shared = [note for note in of_phases[0] if all(note in notes for notes in of_phases)]
     own = [
@@ -183,12 +182,12 @@ def _notes(prediction: RampPrediction) -> list[str]:
         for note in notes
         if note not in shared
     ]
-    # Of the utilisation, which is not in the table, nothing need be known.
+    # The table does not show MFU, so notes on it are dropped.
     return [note for note in (*own, *shared) if "MFU " not in note]
 
 
 def _ranges(prediction: RampPrediction) -> Table:
-    """How far off the step time of each batch may be, on each number of devices."""
+    """Table of the p10 to p90 band of the step time of each batch, on each device count."""
     table = figures("devices", "epochs", "step p10", "p50", "p90", "goodput")
     for position, count in enumerate(prediction.device_counts):
         for phase in prediction.phases:
@@ -209,7 +208,7 @@ def _epochs(phase: PhasePrediction) -> str:
 
 
 def _ramp_figures(prediction: RampPrediction) -> Table:
-    """A row for each batch, then the whole run, on each number of devices."""
+    """Table with a row for each batch, then for the whole run, on each device count."""
     table = figures("devices", "epochs", "batch", "updates", "step", "time", "memory", "fits")
     for position, count in enumerate(prediction.device_counts):
         for phase in prediction.phases:

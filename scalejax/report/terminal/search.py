@@ -1,6 +1,6 @@
-"""A search on a terminal: what won, by how much, and why the next ones lose; fits 80 columns.
+"""Terminal tables of a search: the ranked strategies and why the others lose, in 80 columns.
 
-In two parts: the ranking, which is there at once, and what the compiler says of its first.
+In two parts: the closed-form ranking, and the compiled predictions of its first strategies.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _SHORT = {"none": "-", "selective": "part", "selective_op": "op", "full": "full"
 
 
 def searched(report: SearchReport) -> Iterator[RenderableType]:
-    """The table in the order of the closed form."""
+    """Table of the strategies ranked by the closed-form cost model."""
     yield Text.assemble(
         (report.title, "bold"),
         f"\n{counted(report.devices, 'device')}, {report.global_batch} samples per step; "
@@ -38,7 +38,7 @@ def searched(report: SearchReport) -> Iterator[RenderableType]:
 
 
 def confirmed(report: SearchReport) -> Iterator[RenderableType]:
-    """What the compiler says of the first, how to run the best, and why the others lose."""
+    """Compiled predictions of the first strategies, flags for the best, and why the others lose."""
     if not report.ranked:
         return
     yield _confirmation(report)
@@ -119,7 +119,7 @@ def _confirmation(report: SearchReport) -> RenderableType:
 
 
 def _flags(strategy: Strategy) -> list[str]:
-    """What to give `scalejax train` beside the file for this strategy, and `predict` too."""
+    """Command-line flags of `scalejax train` and `predict` for this strategy."""
     fields = {f"layout.{axis}": size for axis, size in strategy.layout.axis_sizes.items()}
     fields |= {
         "layout.pipeline_chunks": strategy.pipeline_chunks,
@@ -133,7 +133,7 @@ def _flags(strategy: Strategy) -> list[str]:
 
 
 def _misfit(each: Ranked) -> str:
-    """What to say of a compiled step that does not fit."""
+    """Remark on a compiled step that does not fit; empty if it fits."""
     if each.confirmed is None or each.confirmed.fits:
         return ""
     if each.strategy.layout.pipeline > 1:
@@ -152,7 +152,7 @@ def _why(report: SearchReport) -> RenderableType:
 
 
 def _changes(each: Ranked, report: SearchReport) -> str:
-    """Where it loses by the closed form, and with what it makes some of that good."""
+    """Terms in which it is slower and faster than the first, by the closed form."""
     one, first = each.prediction, report.ranked[0].prediction
     compiled, best = each.confirmed, report.ranked[0].confirmed
     if compiled is not None and not compiled.fits:

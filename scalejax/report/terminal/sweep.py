@@ -1,4 +1,4 @@
-"""What `scalejax sweep` prints: the plan before the work, and what it found, in 80 columns."""
+"""Terminal tables of sweeps (plan and results) and of emulated runs, in 80 columns."""
 
 import json
 import math
@@ -29,7 +29,7 @@ _MOST_ROWS = 40
 
 
 def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
-    """Every run before it is trained: what sets it apart, its batch, its updates."""
+    """Table of the planned runs: their varied fields, batch and steps."""
     together = sum(len(job) for job in sweep.jobs if len(job) > 1)
     count = len(sweep.runs)
     programs = len(sweep.jobs)
@@ -37,7 +37,7 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
     if together:
         words += f", {together} of them with others in one"
     if sweep.repeated:
-        words += f"; {sweep.repeated} combinations come to a run that is there, and are left out"
+        words += f"; {sweep.repeated} combinations repeat another run, and are left out"
     yield Text(f"{words}.")
     names = _headings(sweep)
     table = tables.figures("run", *names, "batch", "steps")
@@ -51,7 +51,7 @@ def plan(sweep: SweepPlan) -> Iterator[RenderableType]:
 
 
 def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType]:
-    """What each arm reached: mean and standard deviation over its seeds."""
+    """Results of each arm: mean and standard deviation over its seeds."""
     with_target = sweep.target is not None
     table = tables.figures("", *arm_headings(with_target=with_target))
     for arm in arms(rows):
@@ -61,7 +61,7 @@ def results(sweep: SweepPlan, rows: Sequence[RunRow]) -> Iterator[RenderableType
 
 
 def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
-    """What the figures are means of, and what is missing in them."""
+    """Sentences on how the means are taken, and on missing runs."""
     found = arms(rows)
     left = [row for row in rows if not row.is_finished]
     seconds = sum(row.seconds for row in rows)
@@ -81,7 +81,7 @@ def results_in_words(sweep: SweepPlan, rows: Sequence[RunRow]) -> str:
 
 
 def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableType]:
-    """What each trial of a search chose and reached, and which is the best."""
+    """Table of the trials of a search: their fields and values, the best one marked."""
     table = tables.figures("trial", "value", "", "")
     for trial in found:
         value = UNKNOWN if trial.value is None else f"{trial.value:.4f}"
@@ -91,13 +91,13 @@ def trials(found: Sequence[Trial], best: Trial | None) -> Iterator[RenderableTyp
 
 
 def arm_headings(*, with_target: bool) -> list[str]:
-    """Of the cells of an arm but for its name."""
+    """Headings of the cells of an arm, without its name."""
     headings = ["mean of", "test accuracy", "best", "diverged"]
     return [*headings, "reached", "samples to it"] if with_target else headings
 
 
 def arm_cells(arm: Arm, *, with_target: bool) -> list[str]:
-    """What an arm is, and what it reached over its seeds."""
+    """Table cells of an arm: its varied fields and its results over seeds."""
     best = [row.best.test_accuracy for row in arm.rows if row.final and row.best]
     cells = [
         in_words(arm.varied) or "all",
@@ -123,7 +123,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _headings(sweep: SweepPlan) -> list[str]:
-    """The varied fields but the batch, by the last part of their names where that will do."""
+    """Headings of the varied fields except the batch: the last part of the name if unambiguous."""
     names = [name for name in sweep.varied_names if name != "batch.global_batch"]
     lasts = [name.rpartition(".")[2] for name in names]
     return [
@@ -144,21 +144,21 @@ def _batch(planned: PlannedRun) -> str:
     return f"{planned.run.split.global_batch:,}"
 
 
-# An emulated run on a terminal: a table that fits 80 columns.
+# Emulated runs.
 
 
 def emulation(found: Emulation, record: RunRecord) -> Iterator[RenderableType]:
-    """Times, staleness and traffic of a run, and how good it got."""
+    """Table of an emulated run: times, staleness, bytes sent and accuracy."""
     table = facts()
     where = f"of {found.cluster}" if found.cluster else "as given"
     table.add_row("gradient", format_seconds(found.gradient_seconds), f"of one worker, {where}")
     if found.exchange_seconds:
-        table.add_row("exchange", format_seconds(found.exchange_seconds), "that nothing hides")
+        table.add_row("communication", format_seconds(found.exchange_seconds), "exposed")
     table.add_row("virtual time", format_seconds(found.virtual_seconds), "of the whole run")
     table.add_row(
         "device time",
         format_seconds(found.device_seconds),
-        "for which workers are held, all together",
+        "virtual time times the workers",
     )
     words = f"of {found.gradients:,} gradients"
     if not found.updates:

@@ -1,7 +1,6 @@
-"""What the commands print: tables that fit 80 columns.
+"""Terminal tables of fits, calibrations, validations, runs and hardware, in 80 columns.
 
-Knows how to word and align figures, and computes none. Each function gives the parts to print,
-in order.
+Formats figures and computes none. Each function yields the parts to print, in order.
 """
 
 from collections import Counter
@@ -32,7 +31,7 @@ from scalejax.measure.fit import WIDE_ERROR, Fit
 from scalejax.validation import Summary, Validation
 
 SUDDEN = 0.9
-"""A learning rate that falls below this part of itself from one update to the next has jumped."""
+"""Ratio of consecutive learning rates below which the schedule has a step."""
 
 
 def show(parts: Iterable[RenderableType]) -> None:
@@ -45,7 +44,7 @@ def show(parts: Iterable[RenderableType]) -> None:
 
 
 def fit(fitted: Fit) -> Iterator[RenderableType]:
-    """What was fitted, each run by the fitted cluster, and the largest by a fit without it."""
+    """Fitted factors, the error of each run on the fitted cluster, and the held-out error."""
     yield Text.assemble((fitted.cluster.title, "bold"))
     table = figures("factor on", "fitted")
     for name, value in asdict(fitted.factors).items():
@@ -78,7 +77,7 @@ def fit(fitted: Fit) -> Iterator[RenderableType]:
 def calibration(
     cluster: Cluster, processes: Cluster | None, notes: Iterable[str] = ()
 ) -> Iterator[RenderableType]:
-    """What was measured: the rates of a device by how many are busy, the exchanges, and notes."""
+    """Measured rates of a device by how many are busy, all-reduce times, and notes."""
     yield Text.assemble((cluster.title, "bold"))
     table = figures("busy", "products", "convolutions", "memory", "launch", "step overhead")
     for count, chip in ((1, cluster.chip), *((s.device_count, s.chip) for s in cluster.shared)):
@@ -96,19 +95,19 @@ def calibration(
     for name, each in (("devices of one process", cluster), ("processes", processes)):
         if each is not None:
             method = each.library.methods[0]
-            wire = each.network or each.link
+            link = each.network or each.link
             table.add_row(
                 name,
                 format_seconds(method.base_seconds),
                 format_seconds(method.network_hop_seconds),
-                f"{wire.bytes_per_second / GB:.3g} GB/s",
+                f"{link.bytes_per_second / GB:.3g} GB/s",
             )
     yield table
     yield from map(Text, notes)
 
 
 def validation(found: Validation) -> Iterator[RenderableType]:
-    """How far off each family is, then why rows were skipped."""
+    """Prediction error of each family of published rows, then why rows were skipped."""
     yield Text.assemble(
         (found.ledger, "bold"), "\nErrors are (predicted - measured) / measured; most are absolute."
     )
@@ -163,7 +162,7 @@ def _summary_cells(summary: Summary) -> list[str]:
 
 
 def run(resolved: ResolvedRun, learning_rates: Sequence[float]) -> Iterator[RenderableType]:
-    """Batches, steps, and the learning rate wherever it turns.
+    """Batches, steps, and the learning rate at its turning points.
 
     Args:
         resolved: the run on its devices.
@@ -226,11 +225,11 @@ def _dropped(resolved: ResolvedRun) -> str:
 def reference(
     sections: Sequence[TableReference], presets: Mapping[str, Preset]
 ) -> Iterator[RenderableType]:
-    """Every table of a run.toml: its fields, what they take, and what they mean.
+    """Every table of a run.toml: its fields, their accepted values and meanings.
 
     Args:
         sections: the tables, in order.
-        presets: published networks by name, which follow those of the model.
+        presets: published networks by name, shown after the model tables.
     """
     for name, kinds in groupby(sections, key=lambda each: each.title.split()[0]):
         for section in kinds:
@@ -253,7 +252,7 @@ def _section(section: TableReference) -> Iterator[RenderableType]:
 
 
 def _published(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
-    """The published networks that `model.name` may be, a line each."""
+    """Table of the published networks accepted as `model.name`."""
     yield Text.assemble(
         ("[model] name of a published network", "bold"),
         "\nThe name stands for the network and its sizes, which fields beside it replace; "
@@ -273,7 +272,7 @@ _SIZES = ("layers", "hidden", "heads")
 
 
 def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:
-    """All clusters and all chips, a line each."""
+    """Tables of all clusters and all chips."""
     table = figures("cluster", "chip", "per node", "in the node", "between nodes")
     for each in clusters:
         between = f"{each.network.bytes_per_second / GB:g} GB/s" if each.network else "one node"
@@ -342,7 +341,7 @@ def facts() -> Table:
 
 
 def figures(*headings: str) -> Table:
-    """An empty table without lines, for figures: all columns but the first go to the right."""
+    """An empty table without rules: all columns but the first are right-aligned."""
     table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index == 0 else "right", overflow="fold")

@@ -1,1 +1,1 @@
-"""This machine, measured: devices, steps, input, and what is wrong with it."""
+"""Measurements of this machine: devices, training steps, input rates, and a health check."""

@@ -1,8 +1,8 @@
-"""Constants of a cluster fitted to runs that were measured on it.
+"""Constants of a cluster fitted to runs measured on it.
 
-A run folder holds the program of its step and the time that each step took. The factors on what
-the cluster's own rates predict are fitted by least squares of the logarithms, so that 10 % counts
-as much in a short step as in a long one. Arithmetic on plain data; knows no JAX.
+A run folder holds the program of its step and the measured step times. Factors on the predicted
+times are fitted by least squares of the logarithms, so that 10 % counts as much in a short step
+as in a long one. Arithmetic on plain data; knows no JAX.
 """
 
 import math
@@ -25,27 +25,27 @@ from scalejax.simulator.timeline.timeline import timeline
 from scalejax.training.record import RunFolder, RunRecord, TrainMeasurement
 
 FEWEST, MOST = 2, 5
-"""Runs that are fitted to."""
+"""Fewest and most runs of a fit."""
 FITTED_FILE = "cluster-fitted.toml"
-"""Where a fitted cluster is written: beside the measured one, which stays as it is."""
+"""File name of a fitted cluster, beside the measured one, which stays unchanged."""
 WIDE_ERROR = 0.25
-"""Error of the run held out beyond which the fit is not to be trusted far."""
-_LOW, _HIGH = 1 / 8, 8.0  # beyond these factors it is another machine
-_PRIOR = 0.5  # standard deviation of the logarithm of a factor before anything was measured
-_NOISE = 0.05  # of a measured step: how near the fit is to come to the runs
-_MOST_CONTENTION = 0.5  # beyond it compute would all but stop beside a collective
-_WIDEST = 0.5  # spread of steps beyond which it says nothing of stragglers
-_FEWEST_LINES = 8  # from which quartiles are taken
+"""Error of the held-out run above which `fit` warns."""
+_LOW, _HIGH = 1 / 8, 8.0  # bounds of a factor; beyond them it is another machine
+_PRIOR = 0.5  # prior standard deviation of the logarithm of a factor
+_NOISE = 0.05  # relative standard deviation of a measured step time
+_MOST_CONTENTION = 0.5  # upper bound; compute would nearly stop beside a collective
+_WIDEST = 0.5  # spread of steps above which it is no measure of stragglers
+_FEWEST_LINES = 8  # fewest lines for quartiles
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
-_SLOW_LINES = 1  # lines of the record left out: the first steps warm up
+_SLOW_LINES = 1  # first lines of the record, left out as warm-up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRun:
-    """One run: what its step does, and how long it took."""
+    """One measured run: the program and the time of its step."""
 
     name: str
-    """Its folder."""
+    """Name of its folder."""
     program: Program
     """The compiled step."""
     step_seconds: float
@@ -56,19 +56,19 @@ class MeasuredRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """By what the constants of a cluster are multiplied."""
+    """Factors on the constants of a cluster."""
 
     compute: float = 1.0
-    """Times of operations that arithmetic limits."""
+    """Factor on the times of compute-bound operations."""
     memory: float = 1.0
-    """Times of operations that memory limits."""
+    """Factor on the times of memory-bound operations."""
     launch: float = 1.0
-    """Times between operations, and the overhead of a step."""
+    """Factor on the gaps between operations, and on the overhead of a step."""
     communication: float = 1.0
-    """Times of collectives."""
+    """Factor on the times of collectives."""
     contention: float | None = None
     """Share of its speed that compute loses beside a collective, in place of the chip's own; None
-    leaves that as it is."""
+    keeps that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,13 @@ class RunError:
     """One run, predicted with the fitted constants."""
 
     name: str
-    """Its folder."""
+    """Name of its folder."""
     device_count: int
     """Devices."""
     measured_seconds: float
     """Median time of a step."""
     predicted_seconds: float
-    """What it is predicted to take."""
+    """Predicted step time."""
 
     @property
     def error(self) -> float:
@@ -95,13 +95,13 @@ class Fit:
     """Constants fitted to runs."""
 
     cluster: Cluster
-    """The cluster with them, fitted to all the runs."""
+    """The cluster with the constants fitted to all runs."""
     factors: Factors
-    """What its constants were multiplied by."""
+    """Factors applied to its constants."""
     errors: tuple[RunError, ...]
-    """Every run, predicted by `cluster`, the largest last."""
+    """Error of every run predicted by `cluster`, the largest run last."""
     held_out: RunError
-    """The largest run, predicted by constants fitted to the others alone."""
+    """Error of the largest run, predicted by constants fitted to the others only."""
 
 
 def read_runs(folders: Sequence[Path]) -> list[MeasuredRun]:
@@ -179,9 +179,9 @@ def measured_cluster(folder: Path) -> Cluster:
 
 
 def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:
-    """Spread of single steps over their median, from lines that are means over several.
+    """Spread of single steps over their median, from lines that average several steps.
 
-    By the quartiles, since a step that another program held up is no straggler of this one.
+    By the quartiles, since a step delayed by another program is no straggler of this one.
     """
     if len(lines) < _FEWEST_LINES:
         return None
@@ -191,10 +191,10 @@ def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:
 
 
 def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
-    """`cluster` with its constants fitted to `runs`, and how far off the largest is without it.
+    """`cluster` with its constants fitted to `runs`, and the held-out error of the largest run.
 
-    The largest run has the most devices, then the longest steps. The constants that come back
-    are fitted to all; the error of the largest is told twice, by them and by a fit to the others.
+    The largest run has the most devices, then the longest steps. The returned constants are
+    fitted to all runs; the error of the largest is given twice, by them and by a fit to the others.
 
     Raises:
         ConfigError: if there are fewer than 2 runs or more than 5, or one ran on another kind of
@@ -226,9 +226,9 @@ def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:
 
 
 def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Factors]:
-    """`cluster` with the spread of steps that the runs have, and factors fitted on top of it.
+    """`cluster` with the step spread of the runs and fitted factors.
 
-    The spread is that of the runs on the fewest devices, where the slowest of many is least of it.
+    The spread comes from the runs on the fewest devices, where waiting for the slowest adds least.
     """
     fewest = min(run.program.device_count for run in runs)
     spreads = [
@@ -245,8 +245,8 @@ def _fitted(cluster: Cluster, runs: Sequence[MeasuredRun]) -> tuple[Cluster, Fac
 def adjusted(cluster: Cluster, factors: Factors) -> Cluster:
     """`cluster` with its constants multiplied by `factors`.
 
-    Left out: the ramps of products, and the time of the smallest message where a link has a table
-    of measured collectives; both stay as they are.
+    Does not adjust the efficiency ramps of matmuls, nor the time of the smallest message where a
+    link has a table of measured collectives.
     """
     library = cluster.library
     methods = tuple(
@@ -300,7 +300,7 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
         )
     else:
         f32_fraction = attainable.convolution_f32_fraction
-        # Shares of a peak; the other shares are of these, and follow them.
+        # Fractions of the peak; the other fractions are relative to these.
         attainable = replace(
             attainable,
             matmul_fraction=_scaled(attainable.matmul_fraction, factors.compute),
@@ -326,7 +326,7 @@ def _adjusted_chip(chip: Chip, factors: Factors) -> Chip:
 
 
 def _scaled(fraction: float, time_factor: float) -> float:
-    """The share of a peak at which work takes so many times as long, at most all of it."""
+    """Fraction of the peak at which work takes `time_factor` times as long, at most 1."""
     return min(1.0, fraction / time_factor)
 
 
@@ -347,11 +347,10 @@ def _error(cluster: Cluster, run: MeasuredRun) -> RunError:
 
 
 def _factors(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Factors:
-    """The factors that bring the predictions nearest to what was measured.
+    """The factors that minimise the error of the predictions.
 
-    There may be more factors than runs, so each is drawn to 1 (contention to the chip's own) as
-    if it had been measured there with a standard deviation of `_PRIOR`: what no run tells stays
-    as it is.
+    There may be more factors than runs, so each has a prior at 1 (contention at the chip's own)
+    with a standard deviation of `_PRIOR`: a factor that no run determines stays there.
     """
     own_contention = cluster.chip.attainable.contention_fraction
     as_it_is = np.array([0.0, 0.0, 0.0, 0.0, own_contention])

@@ -1,7 +1,6 @@
-"""Which kind of chip a step ran on, and which one a cluster has: times of one say nothing of
-the other.
+"""Checks that a measured step or trace belongs to the chip and the device count of a cluster.
 
-Knows clusters; costs nothing.
+Times of one kind of chip say nothing of another. Knows clusters; predicts nothing.
 """
 
 from pathlib import Path
@@ -18,12 +17,12 @@ from scalejax.training.record import RunFolder
 ChipKind = Literal["cuda", "tpu", "cpu"]
 
 _KINDS: dict[str, ChipKind] = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}
-"""Kind of a chip by the name that JAX has for its platform, as `scalejax calibrate` writes it."""
+"""Kind of chip by JAX platform name, as `scalejax calibrate` writes it."""
 _TITLES: dict[str, str] = {"cuda": "NVIDIA GPUs", "tpu": "TPUs", "cpu": "CPUs"}
 
 
 def chip_kind(chip: Chip) -> ChipKind | None:
-    """Which kind of chip it is; None if its description does not say."""
+    """Kind of the chip; None if its description does not say."""
     if chip.cuda is not None:
         return "cuda"
     return "tpu" if chip.tpu is not None else _KINDS.get(chip.name)
@@ -32,16 +31,16 @@ def chip_kind(chip: Chip) -> ChipKind | None:
 def refuse_other_kind(
     field: str, where: str, cluster: Cluster, *, backend: str, target: str | None = None
 ) -> None:
-    """Refuse what ran on another kind of chip than that of `cluster`.
+    """Refuse a measurement from another kind of chip than that of `cluster`.
 
-    What the description of the chip does not say is let pass.
+    A chip whose description gives no kind is accepted.
 
     Args:
-        field: what named the run.
+        field: the field that named the run.
         where: its value, for the message.
-        cluster: what its times are to be held against.
-        backend: whose compiler made the step that ran: "cuda".
-        target: chip that it was compiled for, as `Program.target`; None if unknown.
+        cluster: the cluster to compare its times with.
+        backend: compiler backend of the measured step: "cuda".
+        target: the chip it was compiled for, as in `Program.target`; None if unknown.
 
     Raises:
         ConfigError: if the kinds differ, or the instruction sets of two GPUs.
@@ -61,18 +60,17 @@ def refuse_other_kind(
         raise ConfigError(refusal(field, where, accepted))
 
 
-# A recorded trace that a prediction is to be held against: of so many devices, of the same kind.
+# Recorded traces to compare with a prediction.
 
 
 def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredTrace:
-    """The trace at `path`, if it can be of a step on `device_count` devices of `cluster`.
+    """The trace at `path`, checked against `device_count` devices of `cluster`.
 
-    A trace holds the devices of one process. On how many the step ran in all is known where the
-    trace lies in the folder of its run; elsewhere so many processes are taken to have run as
-    make up `device_count`.
+    A trace holds the devices of one process. The total device count is known if the trace lies in
+    the folder of its run; otherwise it is assumed to be `device_count`.
 
     Raises:
-        ConfigError: if there is no trace, or it is of another number or kind of devices.
+        ConfigError: if there is no trace, or its number or kind of devices differs.
     """
     trace = read_trace(path)
     program = _program_of_run(trace_file(path))
@@ -91,7 +89,7 @@ def recorded_trace(path: Path, cluster: Cluster, device_count: int) -> MeasuredT
 
 
 def _program_of_run(file: Path) -> Program | None:
-    """The step of the run in whose folder `file` lies; None if it lies in none."""
+    """The program of the run whose folder contains `file`; None if there is none."""
     for folder in file.resolve().parents:
         files = RunFolder(path=folder)
         if files.program.is_file() and files.holds_run:

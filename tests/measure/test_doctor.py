@@ -500,7 +500,7 @@ def test_the_command_finds_what_bites_and_examines_processes_together(tmp_path):
     assert max(map(len, spoken[:-1])) <= 80  # but for the path of the file
     assert "bad CUDA_LAUNCH_BLOCKING: 1\n     the host waits for every kernel" in said
     assert "all-reduce, 2 processes" in " ".join(said.split())
-    assert "met by 2 processes" in said
+    assert "reached by 2 processes" in said
     findings = json.loads(path.read_text())["findings"]
     assert {each["topic"] for each in findings} == {
         "versions", "devices", "rates", "host", "storage", "network", "variables",

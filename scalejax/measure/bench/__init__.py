@@ -1,8 +1,8 @@
-"""Benchmarks: the real step of a run, timed on several devices, processes and batches.
+"""Benchmarks: the real training step, timed over device counts, process counts and batches.
 
-`plan` makes benchmarks of what was typed, `run` starts a `worker` for each, which times steps
-(`timed_steps`) beside a `monitor`; `results` reads what they left, `statistics` and `tables` are
-the arithmetic on it. Starts without JAX, as all but the workers do.
+`plan` builds benchmarks from the command line, `run` starts a `worker` for each, which times steps
+(`timed_steps`) while a `monitor` samples usage; `results` reads their files, `statistics` and
+`tables` compute on them. Imports no JAX, except in the workers.
 """
 
 from scalejax.measure.bench.folder import BenchFolder

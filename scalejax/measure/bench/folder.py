@@ -1,6 +1,6 @@
-"""What a bench leaves behind: the files of its folder.
+"""File layout of a bench folder.
 
-Knows names of files; not what is in them.
+Knows file names, not their content.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchFolder:
-    """Where the files of a bench are."""
+    """Paths of the files of a bench."""
 
     path: Path
     """The folder itself."""
@@ -26,12 +26,12 @@ class BenchFolder:
 
     @property
     def progress(self) -> Path:
-        """How many benchmarks there are, and what became of them, JSON."""
+        """Number of benchmarks and their status, JSON."""
         return self.path / "progress.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the process that measures here."""
+        """Lock file, held by the process that measures here."""
         return self.path / "bench.lock"
 
     @property
@@ -44,17 +44,17 @@ class BenchFolder:
         return self.path / "runs" / name
 
     def job(self, name: str) -> Path:
-        """What its processes are told, a `Job` in JSON."""
+        """The `Job` of its processes, JSON."""
         return self.benchmark(name) / "job.json"
 
     def program(self, name: str) -> Path:
-        """Its compiled step, a `Program` in JSON."""
+        """Its compiled step, a `Program`, JSON."""
         return self.benchmark(name) / "program.json"
 
     def result(self, name: str, repeat: int) -> Path:
-        """What was measured in one of its rounds, a `BenchResult` in JSON."""
+        """Measurements of one of its rounds, a `BenchResult`, JSON."""
         return self.benchmark(name) / f"result-{repeat}.json"
 
     def logs(self, name: str) -> Path:
-        """What its processes said."""
+        """Logs of its processes."""
         return self.benchmark(name) / "logs"

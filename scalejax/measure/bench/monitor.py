@@ -1,7 +1,7 @@
-"""What this process and those it has started take of the machine, sampled while steps are timed.
+"""CPU, memory and threads of this process and its children, sampled while steps are timed.
 
-Reads /proc, as `top` does; where there is none, nothing is sampled. Knows nothing of JAX:
-memory of devices is asked for through a function.
+Reads /proc, as `top` does; without it, nothing is sampled. Knows nothing of JAX: device memory
+comes from a function.
 """
 
 import contextlib
@@ -25,28 +25,28 @@ class Usage:
     """One sample of one process of a benchmark, its own processes included."""
 
     process: int
-    """Which process of the benchmark."""
+    """Rank of the process in the benchmark."""
     seconds: float
-    """Since the first timed step began; negative while warming up."""
+    """Time since the first timed step began; negative during warm-up."""
     cpu_percent: float | None
-    """Of one core, since the sample before; None in the first."""
+    """CPU use since the previous sample, in per cent of one core; None in the first."""
     rss_bytes: int
-    """Memory held, what is shared counted in every process that shares it."""
+    """Resident memory; shared pages count in every process that shares them."""
     pss_bytes: int | None
-    """Memory held, what is shared counted in parts; None where the system does not say."""
+    """Resident memory, shared pages divided among their processes; None if unknown."""
     threads: int
     """Threads."""
     device_bytes: int | None
-    """Memory in use on the fullest device of this process; None where it does not say."""
+    """Memory in use on the fullest device of this process; None if unknown."""
 
 
 def no_device_bytes() -> None:
-    """The memory of devices that say nothing of it."""
+    """Device memory of platforms that do not report it: None."""
     return None
 
 
 class Monitor:
-    """Samples every so often, in a thread, from `begin` to `end`; once at either end."""
+    """Samples usage periodically in a thread, and once at the begin and the end."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Monitor:
         device_bytes: Callable[[], int | None] = no_device_bytes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Sample nothing yet.
+        """Create a monitor that is not yet sampling.
 
         Args:
             period_seconds: between samples; 0 for none at all.
@@ -75,7 +75,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def sampling(self) -> Iterator[None]:
-        """Samples are taken within."""
+        """Sample usage inside the `with` block."""
         if not self._period or not (_PROC / "self" / "stat").exists():
             yield
             return
@@ -88,7 +88,7 @@ class Monitor:
             self._thread.join()
 
     def samples(self, begin: float) -> tuple[Usage, ...]:
-        """What was sampled, by the seconds since the clock showed `begin`."""
+        """The samples taken, with seconds relative to the clock time `begin`."""
         return tuple(
             Usage(
                 process=each.process,
@@ -113,7 +113,7 @@ class Monitor:
         cpu_seconds, rss_bytes, pss_bytes, threads = 0.0, 0, 0, 0
         says_pss = True
         for number in _family(os.getpid()):
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the process has just ended
                 fields = _stat(number)
                 cpu_seconds += (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_SECOND
                 threads += int(fields[_THREADS])
@@ -123,7 +123,7 @@ class Monitor:
                 pss_bytes += own or 0
         percent = None
         if self._last is not None and now > self._last[0]:
-            # A process that has ended takes its time with it.
+            # The CPU time of an ended process is lost.
             percent = max(0.0, 100 * (cpu_seconds - self._last[1]) / (now - self._last[0]))
         self._last = now, cpu_seconds
         usage = Usage(
@@ -139,7 +139,7 @@ class Monitor:
 
 
 def _family(process: int) -> list[int]:
-    """`process`, those that it has started, and those that they have."""
+    """`process` and all its descendants."""
     found = [process]
     for parent in found:
         for path in (_PROC / str(parent) / "task").glob("*/children"):
@@ -149,7 +149,7 @@ def _family(process: int) -> list[int]:
 
 
 def _stat(process: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold blanks."""
+    """The fields of /proc/PID/stat after the process name, which may contain spaces."""
     return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
 
 

@@ -1,6 +1,6 @@
-"""A bench before its first benchmark: which ones, on which devices, with which batch.
+"""Plan of a bench: its benchmarks with their devices, processes and batches.
 
-Everything that can be refused without devices is refused here. Knows configs and files; no
+Refuses everything that can be checked without devices. Knows configs and files; starts no
 processes, and needs no JAX.
 """
 
@@ -24,20 +24,20 @@ from scalejax.sweep.plan import in_words, require_known_conditions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a benchmark is made: fields of -P, -V and -E beside those of a run.toml."""
+    """How steps are timed: fields of -P, -V and -E that are not in a run.toml."""
 
     devices: int = 1
-    """Devices, over all processes."""
+    """Device count, over all processes."""
     processes: int = 1
-    """Processes of this machine, between which the devices are divided evenly."""
+    """Processes on this machine; the devices are divided evenly among them."""
     scaling: Scaling = "weak"
-    """What stays as devices are added: the batch of each device, or that of all."""
+    """Fixed as devices are added: the per-device batch (weak) or the global batch (strong)."""
     batches: Literal["synthetic", "real"] = "synthetic"
-    """The first batch of the data, which stays on the devices; or batches as training gets them."""
+    """The first batch of the data, kept on the devices; or batches as in training."""
     steps: int = 100
-    """Steps that are timed; 100 as in DLBS and tf_cnn_benchmarks."""
+    """Number of timed steps; 100 as in DLBS and tf_cnn_benchmarks."""
     warmup_steps: int = warmup_steps()
-    """Steps before them, which count for nothing."""
+    """Number of warm-up steps before them, not timed."""
 
     def __post_init__(self) -> None:
         require_at_least("devices", self.devices, 1)
@@ -48,35 +48,35 @@ class Settings:
 
 
 SETTINGS = tuple(field.name for field in fields(Settings))
-"""Names of the fields that are none of a run.toml."""
+"""Names of the fields that are not in a run.toml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the processes of a benchmark are told."""
+    """Instructions to the processes of a benchmark."""
 
     settings: Settings
     """How steps are timed."""
     run: ResolvedRun
-    """Whose steps."""
+    """The run whose steps are timed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """One step to time."""
+    """One training step to time."""
 
     settings: Settings
     """How."""
     fields: Fields
-    """What is replaced in the run.toml."""
+    """Fields replaced in the run.toml."""
     varied: Fields
-    """Its values of the fields, settings included, in which benchmarks of the bench differ."""
+    """Its values of the fields in which benchmarks of the bench differ, settings included."""
     run: ResolvedRun
-    """What trains."""
+    """The run whose steps are timed."""
 
     @property
     def document(self) -> dict[str, JsonValue]:
-        """All that decides what is timed."""
+        """Everything that determines what is timed, as JSON."""
         return {
             "settings": plain(self.settings),
             "fields": dict(self.fields),
@@ -85,7 +85,7 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """Of its folder: the same for the same benchmark of any plan."""
+        """Folder name: equal for equal benchmarks of any plan."""
         text = json.dumps([self.document["settings"], self.document["config"]], sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:8]
         place = f"-{self.settings.processes}p" if self.settings.processes > 1 else ""
@@ -93,7 +93,7 @@ class Benchmark:
 
     @property
     def label(self) -> str:
-        """What sets it apart, for people."""
+        """Varied fields in words, for people."""
         return in_words(self.varied) or f"devices={self.settings.devices}"
 
 
@@ -102,18 +102,18 @@ class BenchPlan:
     """All benchmarks of a bench."""
 
     text: str
-    """The run.toml that they start from."""
+    """Text of the run.toml that they start from."""
     benchmarks: tuple[Benchmark, ...]
-    """In order."""
+    """Benchmarks, in order."""
     repeats: int
-    """Rounds: how often all of them are timed, one after the other."""
+    """Number of rounds; each times every benchmark once."""
 
     @property
     def rounds(self) -> list[tuple[int, Benchmark]]:
         """(round, benchmark) in the order in which they are timed.
 
-        Every second round goes backwards: a machine that slows down all along is as slow, on
-        average, for the first benchmark as for the last.
+        Every second round runs in reverse, so that a machine that slows down over time affects the
+        first and the last benchmark equally on average.
         """
         return [
             (number, each)
@@ -122,7 +122,7 @@ class BenchPlan:
         ]
 
     def document(self) -> dict[str, JsonValue]:
-        """The plan as it is written."""
+        """The plan as JSON."""
         return {
             "repeats": self.repeats,
             "benchmarks": [
@@ -139,15 +139,15 @@ class BenchPlan:
 
 
 def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPlan:
-    """The benchmarks of `grammar` over `run_file`, every one built and checked.
+    """The benchmarks of `grammar` applied to `run_file`, every one built and checked.
 
     Args:
-        run_file: what they start from.
+        run_file: the run.toml that they start from.
         grammar: fields of the run.toml, and `SETTINGS`.
         repeats: rounds.
 
     Raises:
-        ConfigError: if one cannot work, naming it, or two are the same.
+        ConfigError: if one is invalid, naming it, or two are equal.
     """
     require_at_least("repeats", repeats, 1)
     require_known_conditions(grammar, SETTINGS)
@@ -186,7 +186,7 @@ def _split(values: Fields) -> tuple[Settings, Fields]:
 
 
 def _varied(known: list[Fields], names: list[str]) -> list[Fields]:
-    """For each benchmark its values of those of `names` in which any two differ."""
+    """For each benchmark, its values of those of `names` in which any two differ."""
     differing = [
         name for name in names if len({json.dumps(values.get(name)) for values in known}) > 1
     ]
@@ -196,12 +196,12 @@ def _varied(known: list[Fields], names: list[str]) -> list[Fields]:
 def _resolved(
     run_file: Path, replaced: Fields, settings: Settings, fewest: int, varied: Mapping
 ) -> ResolvedRun:
-    """The run on its devices; of a run.toml that gives the batch of all devices, weak scaling
-    keeps what that is for each of the `fewest`."""
+    """The run on its devices. Where the run.toml gives a global batch, weak scaling keeps its
+    per-device batch on the `fewest` devices."""
     try:
         config = load_config(run_file, replaced)
         if epochs := config.batch.ramp_epochs:
-            accepted = "a benchmark is of one batch; leave it out with -P batch.ramp_epochs=[]"
+            accepted = "a benchmark has one batch size; leave it out with -P batch.ramp_epochs=[]"
             raise ConfigError(refusal("batch.ramp_epochs", list(epochs), accepted))
         counts = (fewest, settings.devices)
         return resolve_all(config, counts, settings.scaling)[-1]
@@ -212,10 +212,10 @@ def _resolved(
 
 
 def _require_different(benchmarks: tuple[Benchmark, ...]) -> None:
-    """Refuse two that are the same: they would be one cell of a table."""
+    """Refuse two equal benchmarks: they would be one cell of a table."""
     first: dict[str, int] = {}
     for index, each in enumerate(benchmarks):
         other = first.setdefault(each.name, index)
         if other != index:
-            accepted = "they come to the same; --repeats times one more often"
+            accepted = "they are equal; --repeats times one more often"
             raise ConfigError(refusal("-V", f"benchmarks {other} and {index}", accepted))

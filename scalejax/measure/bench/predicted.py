@@ -1,4 +1,4 @@
-"""What the programs of a bench are predicted to take on a cluster, beside what they took."""
+"""Predicted step times of the programs of a bench, beside their measurements."""
 
 from collections.abc import Sequence
 
@@ -15,18 +15,18 @@ from scalejax.simulator.program import Program
 def predictions(
     summaries: Sequence[Summary], folder: BenchFolder, clusters: Sequence[Cluster]
 ) -> list[tuple[Summary, Prediction | None, bool]]:
-    """Each measured benchmark, its prediction, and whether the cluster was fitted to it.
+    """Each measured benchmark with its prediction, and whether the cluster was fitted to it.
 
-    The prediction is None where the program could not be read, or no cluster has devices as the
-    benchmark had them: several processes are nodes, whose devices are those of a process.
+    The prediction is None where the program could not be read, or no cluster matches the devices
+    of the benchmark: with several processes, each process is a node of the cluster.
 
     Args:
-        summaries: of the bench in `folder`; those that are not measured are left out.
+        summaries: of the bench in `folder`; unmeasured ones are left out.
         folder: where the programs are.
-        clusters: what predicts; of those that have such devices, the first.
+        clusters: candidates; the first that matches the devices predicts.
 
     Raises:
-        ConfigError: if a cluster has another kind of chip than the benchmarks ran on.
+        ConfigError: if a cluster has another kind of chip than the one benchmarked.
     """
     rows = []
     for each in summaries:

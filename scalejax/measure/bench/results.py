@@ -1,6 +1,6 @@
-"""What a bench has measured, read from its folder: a summary of each benchmark.
+"""Results of a bench, read from its folder: a summary of each benchmark.
 
-Knows files, and the statistics that are made of them; no processes.
+Knows files and their statistics; starts no processes.
 """
 
 from collections.abc import Sequence
@@ -22,60 +22,60 @@ from scalejax.simulator.program import Program
 from scalejax.sweep.plan import in_words
 
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
-_FEWEST_STEPS = 8  # from which quartiles are taken
+_FEWEST_STEPS = 8  # fewest steps for quartiles
 _PLACES = ("devices", "processes", "scaling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """One benchmark in one round."""
+    """Measurements of one benchmark in one round."""
 
     platform: str
-    """Kind of its devices: cpu, gpu, tpu."""
+    """Platform of the devices: cpu, gpu, tpu."""
     device_kind: str
-    """Their name."""
+    """Name of the devices."""
     versions: str
-    """Of what computed."""
+    """Versions of the software that ran."""
     started: str
-    """When, by the clock of the machine: ISO 8601."""
+    """Start time by the clock of the machine, ISO 8601."""
     load_average: float
-    """Of the machine over the minute before."""
+    """Load average of the machine over the minute before."""
     compile_seconds: float
     """Time to trace and compile the step."""
     global_batch: int
-    """Samples of a step, over all devices."""
+    """Samples per step, all devices."""
     warmup_seconds: tuple[float, ...]
-    """Times of the steps before those that are timed."""
+    """Times of the warm-up steps."""
     step_seconds: tuple[float, ...]
-    """Times of the timed steps: from the end of the one before to its own."""
+    """Times of the timed steps, each from the end of the step before to its own end."""
     wait_seconds: tuple[float, ...]
-    """Of each, how long the devices waited for a batch."""
+    """Time that the devices waited for a batch, for each timed step."""
     usage: tuple[Usage, ...]
-    """What the processes took of the machine."""
+    """Samples of CPU, memory and threads of the processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A benchmark, and all its rounds that are finished."""
+    """A benchmark with all its finished rounds."""
 
     benchmark: Benchmark
-    """What was to be timed."""
+    """The benchmark."""
     results: tuple[BenchResult, ...]
-    """By round; empty if none is finished."""
+    """Results by round; empty if none is finished."""
 
     @property
     def is_measured(self) -> bool:
-        """Whether a round is finished."""
+        """Whether any round is finished."""
         return bool(self.results)
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step, over all devices."""
+        """Samples per step, all devices."""
         return self.benchmark.run.split.global_batch
 
     @cached_property
     def step_seconds(self) -> tuple[float, ...]:
-        """The timed steps of all rounds."""
+        """Times of the timed steps of all rounds."""
         return tuple(each for result in self.results for each in result.step_seconds)
 
     @cached_property
@@ -90,7 +90,7 @@ class Summary:
 
     @cached_property
     def interval(self) -> tuple[float, float]:
-        """Between what the median lies, with 95 % confidence."""
+        """95 % confidence interval of the median step time."""
         return median_interval([result.step_seconds for result in self.results])
 
     @cached_property
@@ -100,25 +100,25 @@ class Summary:
 
     @property
     def wait_share(self) -> float:
-        """Part of the time for which the devices waited for a batch, 0..1."""
+        """Share of the time that the devices waited for a batch, 0..1."""
         waited = sum(each for result in self.results for each in result.wait_seconds)
         return waited / sum(self.step_seconds)
 
     @property
     def step_cv(self) -> float | None:
-        """Spread of single steps over their median, by the quartiles; None of a few steps."""
+        """Spread of single steps over their median, by the quartiles; None with few steps."""
         if len(self.step_seconds) < _FEWEST_STEPS:
             return None
         low, middle, high = quantiles(self.step_seconds, n=4)
         return (high - low) / _QUARTILES_APART / middle
 
     def seconds(self, statistic: str) -> float:
-        """The "median" or "mean" time of a step."""
+        """The "median" or "mean" step time."""
         return self.mean_seconds if statistic == "mean" else self.median_seconds
 
 
 def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
-    """What is finished of each benchmark of `plan`; a damaged result is as none.
+    """Summaries of the benchmarks of `plan`; a damaged result counts as missing.
 
     Raises:
         ConfigError: if results are of several kinds of devices.
@@ -137,14 +137,14 @@ def read_summaries(plan: BenchPlan, folder: BenchFolder) -> list[Summary]:
     kinds = sorted({result.device_kind for each in found for result in each.results})
     if len(kinds) > 1:
         raise ConfigError(
-            f"{folder.path} holds results of {' and of '.join(kinds)}, which are no speedup of "
+            f"{folder.path} holds results of {' and of '.join(kinds)}, which do not compare with "
             "each other; give each a --folder of its own, or --rerun to time all on this one."
         )
     return found
 
 
 def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> BenchResult | None:
-    """The result of a round; None if there is none that can be read."""
+    """The result of a round; None if there is none or it cannot be read."""
     path = folder.result(benchmark.name, repeat)
     if not path.is_file():
         return None
@@ -155,7 +155,7 @@ def read_result(benchmark: Benchmark, folder: BenchFolder, repeat: int) -> Bench
 
 
 def read_plan(folder: BenchFolder) -> BenchPlan:
-    """The plan that was measured last in `folder`: those of its benchmarks that have begun.
+    """The last plan measured in `folder`, with its started benchmarks.
 
     Raises:
         ConfigError: if there is none, or it is damaged.
@@ -182,9 +182,9 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
 
 
 def groups(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
-    """Benchmarks that differ in devices alone, by what sets them apart from the others.
+    """Benchmarks grouped by label; members of a group differ only in devices.
 
-    Processes set apart only where two would otherwise be the same.
+    Labels name the process count only where two would otherwise be equal.
     """
     for places in (_PLACES, ("devices", "scaling")):
         found: dict[str, list[Summary]] = {}
@@ -217,13 +217,13 @@ def scaling_table(
     clamps: bool = False,
     statistic: str = "median",
 ) -> ScalingTable | None:
-    """The benchmarks of one kind of scaling over numbers of devices; None if there are none.
+    """Table of the weak- or strong-scaling benchmarks over devices; None if there are none.
 
     Args:
         summaries: of a bench.
-        scaling: which of them.
-        baseline: devices to compare with; if None, the fewest.
-        clamps: put efficiencies above 100 down as 100.
+        scaling: weak or strong.
+        baseline: device count to compare with; if None, the fewest.
+        clamps: show efficiencies above 100 as 100.
         statistic: "median" or "mean" time of a step.
 
     Raises:
@@ -254,18 +254,18 @@ def scaling_table(
 def kept_share(
     summary: Summary, summaries: Sequence[Summary], baseline: int | None = None
 ) -> float | None:
-    """Throughput per device kept since the baseline, 0..1 and above, by the medians.
+    """Per-device throughput relative to the baseline, 0..1 and above, by the medians.
 
-    Unlike the tables of DLBS, it compares several processes with one, where the baseline was
-    measured in one alone.
+    Unlike the tables of DLBS, it compares several processes with one process where the baseline
+    was measured in a single one only.
 
     Args:
         summary: a measured benchmark.
-        summaries: those of its bench, among which is its baseline.
-        baseline: devices of it; if None, the fewest of the bench.
+        summaries: those of its bench, including its baseline.
+        baseline: device count of the baseline; if None, the fewest of the bench.
 
     Returns:
-        None if there is no baseline that differs from it in devices and processes alone.
+        None if no baseline differs from it only in devices and processes.
     """
     settings = summary.benchmark.settings
     measured = [each for each in summaries if each.is_measured]
@@ -279,7 +279,7 @@ def kept_share(
     ]
     if not alike:
         return None
-    # One of as many processes if there is, else of the fewest.
+    # Prefer a baseline with as many processes, else the one with the fewest.
     base = min(
         alike,
         key=lambda each: (
@@ -295,7 +295,7 @@ def kept_share(
 
 
 def row_of(summary: Summary) -> dict[str, JsonValue]:
-    """What `results.json` says of a benchmark."""
+    """Row of a benchmark in `results.json`."""
     benchmark = summary.benchmark
     row: dict[str, JsonValue] = {
         "name": benchmark.name,
@@ -334,13 +334,13 @@ def measured_runs(
     *,
     processes: int = 1,
 ) -> list[MeasuredRun]:
-    """The benchmarks on so many devices, for a fit of a cluster's constants.
+    """The benchmarks on the given device counts, for fitting the constants of a cluster.
 
     Args:
         summaries: of the bench in `folder`.
-        folder: where their programs are.
-        device_counts: which; if None, all.
-        processes: of each benchmark that is meant.
+        folder: the folder of their programs.
+        device_counts: device counts; if None, all.
+        processes: process count of the benchmarks.
 
     Raises:
         ConfigError: if nothing was measured on one of them.
@@ -371,10 +371,10 @@ def is_benchmark(path: Path) -> bool:
 
 
 def measured_run(path: Path) -> MeasuredRun:
-    """The benchmark in the folder `path`, for a fit of a cluster's constants.
+    """The benchmark in the folder `path`, for fitting the constants of a cluster.
 
     Raises:
-        ConfigError: if it is not measured, or not in the plan that was measured last.
+        ConfigError: if it is not measured, or not in the last plan measured.
     """
     folder = BenchFolder(path=path.parent.parent)
     for each in read_summaries(read_plan(folder), folder):

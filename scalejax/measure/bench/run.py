@@ -1,6 +1,6 @@
-"""Has the benchmarks of a plan timed, one at a time, round by round.
+"""Runs the benchmarks of a plan, one at a time, round by round.
 
-Knows processes, and how far it is; what they time is theirs.
+Knows processes and progress; the workers time the steps.
 """
 
 import contextlib
@@ -25,28 +25,28 @@ from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job, Settings
 from scalejax.measure.bench.results import BenchResult, read_result
 
 OnBenchmark = Callable[[str], None]
-"""Called with the words for each benchmark as it begins."""
+"""Called with the label of each benchmark as it begins."""
 
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(slots=True)
 class Progress:
-    """What became of the rounds of a bench, as DLBS's progress file counts benchmarks."""
+    """Progress of a bench, counted as in DLBS's progress file."""
 
     total: int
-    """Rounds of all benchmarks together."""
+    """Number of rounds, summed over all benchmarks."""
     skipped: int = 0
-    """Finished before, and not timed again."""
+    """Rounds finished earlier, and not timed again."""
     finished: int = 0
-    """Timed now."""
+    """Rounds timed now."""
     failed: list[str] = field(default_factory=list)
-    """What went wrong, a line for each benchmark that did; its later rounds are left out."""
+    """Error messages, one for each failed benchmark; its later rounds are skipped."""
     active: str | None = None
-    """What is being timed."""
+    """The benchmark being timed."""
 
     def save(self, folder: BenchFolder, status: str) -> None:
-        """Write it: "running", "completed" or "interrupted"."""
+        """Write the progress file; `status` is "running", "completed" or "interrupted"."""
         table = {
             "status": status,
             "total": self.total,
@@ -61,8 +61,7 @@ class Progress:
 
 
 def begin_bench(plan: BenchPlan, folder: BenchFolder) -> None:
-    """Write `plan` into `folder`, beside what is there: results are found again by what they are
-    of."""
+    """Write `plan` into `folder`, keeping existing results: they are found again by benchmark."""
     serialization.save_text(plan.text, folder.run_file)
     serialization.save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
 
@@ -77,21 +76,21 @@ def run_bench(
 ) -> list[str]:
     """Time every benchmark of `plan` that has no finished result.
 
-    All are timed once before any is timed again, so that a machine that is busy for a while is
-    so for all of them alike.
+    All are timed once before any is timed again, so that other load on the machine affects all
+    of them equally.
 
     Args:
         plan: the benchmarks.
-        folder: where results go.
-        reruns: time those again that have a result.
-        monitor_seconds: between two samples of what a benchmark takes; 0 for none.
-        on_benchmark: told of each that begins.
+        folder: output folder.
+        reruns: time finished ones again.
+        monitor_seconds: sampling period of the usage of a benchmark; 0 for none.
+        on_benchmark: called as each begins.
 
     Returns:
-        What went wrong, a sentence for each benchmark that did; the others are done.
+        Error messages, one for each failed benchmark; the others are done.
 
     Raises:
-        ConfigError: if another process measures in `folder`.
+        ConfigError: if another process is measuring in `folder`.
         KeyboardInterrupt: on SIGINT or SIGTERM; finished results stay.
     """
     with _locked(folder), _Interrupts() as interrupts:
@@ -125,15 +124,15 @@ def run_bench(
 
 
 def _is_timed_here(result: BenchResult | None) -> bool:
-    """Whether there is a result, and of devices such as are here: a folder may be on a disk that
-    machines with GPUs and without share."""
+    """Whether there is a result from the platform of this machine: machines with and without GPUs
+    may share the folder."""
     return result is not None and (result.platform != "cpu") == has_accelerator()
 
 
 def _time(
     benchmark: Benchmark, folder: BenchFolder, repeat: int, monitor_seconds: float
 ) -> str | None:
-    """Have one round of a benchmark timed; what went wrong, if something did."""
+    """Time one round of a benchmark; returns the error message, or None."""
     settings, name = benchmark.settings, benchmark.name
     serialization.save(Job(settings=settings, run=benchmark.run), folder.job(name))
     folder.result(name, repeat).unlink(missing_ok=True)
@@ -156,12 +155,12 @@ def _time(
     if code == 0 and read_result(benchmark, folder, repeat) is not None:
         return None
     lines = [line for line in said.getvalue().splitlines() if line.strip()]
-    reason = lines[-1] if lines else "it said nothing"
+    reason = lines[-1] if lines else "no output"
     return f"ended with exit code {code}: {reason} (logs: {folder.logs(name)})"
 
 
 def _environment(settings: Settings) -> dict[str, str]:
-    """Of the processes, which share the devices evenly."""
+    """Environment variables of the processes, which share the devices evenly."""
     found = {"PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path)}
     if not has_accelerator():
         devices = settings.devices // settings.processes
@@ -171,8 +170,8 @@ def _environment(settings: Settings) -> dict[str, str]:
 
 
 class _Interrupts:
-    """Signals that `launch` took and passed on: a benchmark that was about to end ended well, or
-    died of it, and either way the bench is not to go on."""
+    """Signals that `launch` received and forwarded: the bench stops whether or not the benchmark
+    that got one ended normally."""
 
     def __enter__(self) -> "_Interrupts":
         self._previous: int | None = None
@@ -199,13 +198,13 @@ class _Interrupts:
 
 @contextlib.contextmanager
 def _locked(folder: BenchFolder) -> Iterator[None]:
-    """Hold the bench in `folder`: two at once would measure each other."""
+    """Hold the lock of the bench in `folder`: two at once would disturb each other's timings."""
     folder.path.mkdir(parents=True, exist_ok=True)
     with folder.lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"another process measures in {str(folder.path)!r}: wait for it, or stop it."
+                f"another process is measuring in {str(folder.path)!r}: wait for it, or stop it."
             ) from error
         yield

@@ -1,6 +1,6 @@
-"""What a list of step times says: throughput, its scatter, and an interval about the median.
+"""Statistics of step times: throughput, its scatter, and a confidence interval of the median.
 
-Arithmetic on numbers; knows nothing of where they come from.
+Plain arithmetic; knows nothing of where the times come from.
 """
 
 import math
@@ -12,14 +12,14 @@ import numpy as np
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 CONFIDENCE = 0.95
-"""Of the intervals about a median."""
+"""Confidence level of the median intervals."""
 _RESAMPLES = 2000
-_SEED = 0  # an interval is a figure of the data, and not of when it was asked for
+_SEED = 0  # fixed, so that equal data give an equal interval
 _TO_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
 def warmup_steps(autotune_threshold: int = 1) -> int:
-    """Steps that tf_cnn_benchmarks leaves out before it measures.
+    """Number of warm-up steps that tf_cnn_benchmarks leaves out.
 
     warmup = max(10, 5 autotune_threshold^2): 10 unless its autotuner was asked to try more often.
 
@@ -40,9 +40,9 @@ class Speed:
     uncertainty: float
     """Standard error of the speeds of single steps: population deviation over sqrt(n)."""
     jitter: float
-    """Their scatter: 1.4826 times the median absolute deviation from their median."""
+    """Scatter of those speeds: 1.4826 times the median absolute deviation from their median."""
     steps: int
-    """How many steps it is of."""
+    """Number of timed steps."""
 
     def __str__(self) -> str:
         """The line that tf_cnn_benchmarks prints."""
@@ -52,7 +52,7 @@ class Speed:
 
 
 def speed(global_batch: int, step_seconds: Sequence[float]) -> Speed:
-    """The throughput of steps of `global_batch` samples.
+    """Throughput of steps of `global_batch` samples.
 
     Raises:
         ConfigError: if there are no steps, or one took no time.
@@ -71,21 +71,21 @@ def speed(global_batch: int, step_seconds: Sequence[float]) -> Speed:
 def median_interval(
     rounds: Sequence[Sequence[float]], confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Between what the median of the step times lies, by the bootstrap.
+    """Confidence interval of the median step time, by the block bootstrap.
 
-    Rounds are drawn with replacement, and of each, blocks of steps one after another that are
-    n^(1/3) long, for steps that another program holds up come together. The ends are percentiles
-    of the medians of 2,000 such draws. Of a single round, it holds what varies within that
-    process alone; of two or three, it is rather too narrow.
+    Rounds are resampled with replacement, and within each, blocks of n^(1/3) consecutive steps,
+    because steps delayed by another program are consecutive. The ends are percentiles of the
+    medians of 2,000 resamples. With a single round, it covers only the variation within that
+    process; with two or three, it is rather too narrow.
 
     Args:
         rounds: step times in seconds of each round.
-        confidence: part of such intervals that hold the true median, 0..1.
+        confidence: share of such intervals that contain the true median, 0..1.
 
     Raises:
         ConfigError: if there are no rounds, or one is empty.
     Source: Efron & Tibshirani 1993, "An Introduction to the Bootstrap", ch. 8 and 13;
-        Politis & Romano 1992 for blocks that go round.
+        Politis & Romano 1992 for circular blocks.
     """
     if not rounds:
         raise ConfigError(refusal("rounds", [], "at least one is needed"))
@@ -103,7 +103,7 @@ def median_interval(
 
 
 def _blocks(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """As many times as there are, in blocks that begin anywhere and go round."""
+    """A resample of `times` of the same length, in circular blocks with random starts."""
     count = len(times)
     length = max(1, math.ceil(count ** (1 / 3)))
     begins = random.integers(count, size=math.ceil(count / length))
@@ -111,7 +111,7 @@ def _blocks(times: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Means of `width` neighbours each, len(values) - width + 1 of them; none if they are fewer.
+    """Means of `width` consecutive values, len(values) - width + 1 of them; empty if too few.
 
     Raises:
         ConfigError: if width < 1.

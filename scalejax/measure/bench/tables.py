@@ -1,7 +1,7 @@
-"""Speedup and efficiency over numbers of devices, as DLBS computes them.
+"""Speedup and efficiency over device counts, as DLBS computes them.
 
-Rows are benchmarks that differ in devices alone, columns numbers of devices. Arithmetic; what
-has not been measured is None.
+Rows are groups of benchmarks that differ only in devices, columns device counts. Plain
+arithmetic; a missing measurement is None.
 
 Source: HPE dlcookbook-dlbs, `bench_data.py`, 2022, which also clamps efficiencies to 100.
 """
@@ -13,31 +13,31 @@ from typing import Literal
 from scalejax.core.errors import ConfigError, refusal
 
 Scaling = Literal["weak", "strong"]
-"""What stays as devices are added: the batch of each device, or that of all."""
+"""Fixed as devices are added: the per-device batch (weak) or the global batch (strong)."""
 Cells = tuple[tuple[float | None, ...], ...]
-"""Rows of columns."""
+"""Cells of a table: rows of columns."""
 
 _MOST = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingTable:
-    """Benchmarks over numbers of devices."""
+    """Step time and throughput of benchmarks over device counts."""
 
     scaling: Scaling
-    """What stays."""
+    """Weak or strong."""
     device_counts: tuple[int, ...]
-    """The columns, in rising order."""
+    """Device counts of the columns, ascending."""
     labels: tuple[str, ...]
-    """What sets each row apart."""
+    """Labels of the rows."""
     milliseconds: Cells
-    """Time of a step."""
+    """Step times."""
     samples_per_second: Cells
     """Throughput."""
     baseline: int
-    """The column that others are compared with."""
+    """Index of the column that the others are compared with."""
     clamps: bool = False
-    """Whether efficiencies above 100 are put down as 100."""
+    """Whether efficiencies above 100 are shown as 100."""
 
     @property
     def speedups(self) -> Cells:
@@ -57,7 +57,7 @@ class ScalingTable:
 
     @property
     def above_most(self) -> list[tuple[str, int, float]]:
-        """(row, devices, per cent) of the efficiencies above 100, before any clamp."""
+        """(row, devices, per cent) of the efficiencies above 100, before clamping."""
         unclamped = efficiencies(
             self.milliseconds, self.device_counts, self.scaling, baseline=self.baseline
         )
@@ -70,7 +70,7 @@ class ScalingTable:
 
 
 def speedups(throughputs: Cells, baseline: int = 0) -> Cells:
-    """Each throughput over that of the baseline's column: 1 there; None without the two."""
+    """Each throughput over that of the baseline column; None where either is missing."""
     return tuple(
         tuple(
             None if cell is None or base is None else 1.0 if column == baseline else cell / base
@@ -89,17 +89,17 @@ def efficiencies(
     baseline: int = 0,
     clamps: bool = False,
 ) -> Cells:
-    """Per cent of ideal scaling, cut off after two decimals; 100 in the baseline's column.
+    """Efficiency in per cent of ideal scaling, truncated to two decimals; 100 in the baseline.
 
-    Weak: 100 t_baseline / t_N. Strong: 100 t_baseline / (N t_N), N being all devices whatever the
-    baseline is: with one of n devices, ideal strong scaling reads 100 / n.
+    Weak: 100 t_baseline / t_N. Strong: 100 t_baseline / (N t_N), where N counts all devices for
+    any baseline: with a baseline of n devices, ideal strong scaling reads 100 / n.
 
     Args:
-        times: of a step, in any unit.
+        times: step times, in any unit.
         device_counts: of the columns.
-        scaling: which formula.
-        baseline: the column to compare with; the first in DLBS.
-        clamps: put down 100 for more, as DLBS's `bench_data.py` does and `summary_builder.py`
+        scaling: selects the formula.
+        baseline: index of the column to compare with; the first in DLBS.
+        clamps: return 100 for more, as DLBS's `bench_data.py` does and `summary_builder.py`
             does not.
     """
 
@@ -118,7 +118,7 @@ def efficiencies(
 
 
 def column_of(baseline: int | None, device_counts: Sequence[int]) -> int:
-    """The column of so many devices; the first if None.
+    """Index of the column of `baseline` devices; 0 if None.
 
     Raises:
         ConfigError: if there is none.

@@ -1,7 +1,7 @@
-"""The step of a run, compiled and timed on the devices of this process and its peers.
+"""Timing of the compiled training step on the devices of this process and its peers.
 
-As in training, one update is queued behind the one that runs, and the next is made ready
-meanwhile; a step's time is that from the end of the step before to its own, both waited for.
+As in training, one update is queued behind the running one while the next batch is prepared.
+A step time runs from the end of the step before to its own end, both waited for.
 """
 
 import json
@@ -35,7 +35,7 @@ from scalejax.training.step import Step, build_step, init_state
 from scalejax.xla import read_step
 
 NextBatch = Callable[[Callable[[], bool]], tuple[Any, float]]
-"""Of whether the devices are busy: a batch, and the seconds for which they waited for it."""
+"""Called with whether the devices are busy; returns a batch and the seconds waited for it."""
 
 
 def measure(
@@ -46,14 +46,14 @@ def measure(
     heartbeat: Heartbeat,
     on_program: Callable[[Program], None] | None = None,
 ) -> BenchResult:
-    """What one round of a benchmark took; the same in every process.
+    """Measurements of one round of a benchmark; equal in every process.
 
     Args:
-        run: what trains.
-        settings: on which devices, and how many steps.
-        monitor_seconds: between two samples of what this process takes; 0 for none.
-        heartbeat: told of every step.
-        on_program: called in the first process with what the compiled step does, where that can
+        run: the run whose steps are timed.
+        settings: devices and number of steps.
+        monitor_seconds: sampling period of the usage of this process; 0 for none.
+        heartbeat: notified of every step.
+        on_program: called in the first process with the program of the compiled step, if it can
             be read.
 
     Raises:
@@ -68,7 +68,7 @@ def measure(
     update = step.function.lower(step.state, step.batch).compile()
     compile_seconds = time.perf_counter() - begin
     if on_program is not None and is_first():
-        with suppress(ProfileError):  # then its step is timed all the same
+        with suppress(ProfileError):  # the step is timed even so
             on_program(read_step(update, mesh, run))
     total = settings.warmup_steps + settings.steps
     monitor = Monitor(monitor_seconds, process=jax.process_index(), device_bytes=_device_bytes)
@@ -108,7 +108,7 @@ def _batches(run: ResolvedRun, step: Step, total: int, settings: Settings) -> Ba
 
 
 def _next_batch(batches: Batches, settings: Settings) -> NextBatch:
-    """Where batches come from: those of training, or the first of them again and again."""
+    """Source of batches: those of training, or the first of them repeated."""
     if settings.batches == "real":
         return batches.next_beside
     kept = jax.block_until_ready(next(batches))
@@ -119,7 +119,7 @@ def _next_batch(batches: Batches, settings: Settings) -> NextBatch:
 def _timed(
     update: Any, state: TrainState, next_batch: NextBatch, total: int, heartbeat: Heartbeat
 ) -> tuple[list[float], list[float]]:
-    """When the first of `total` steps began and each ended; the seconds it waited for a batch."""
+    """Times when the first of `total` steps began and each ended; seconds waited for batches."""
     queued: jax.Array | None = None
 
     def is_busy() -> bool:
@@ -147,7 +147,7 @@ def _of_all_processes(usage: tuple[Usage, ...]) -> tuple[Usage, ...]:
 
 
 def _device_bytes() -> int | None:
-    """Memory in use on the fullest device of this process, as far as devices say."""
+    """Memory in use on the fullest device of this process; None if not reported."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     return max(
         (each["bytes_in_use"] for each in statistics if "bytes_in_use" in each), default=None

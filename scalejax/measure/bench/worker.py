@@ -1,6 +1,6 @@
-"""A process of one benchmark in one round: times its steps and, being the first, writes the result.
+"""A process of one benchmark in one round: times the steps; the first process writes the result.
 
-Started by `scalejax.launch`, alone or with its peers; a signal ends it at once, for there is
+Started by `scalejax.launch`, alone or with its peers; a signal ends it at once, since there is
 nothing to save.
 
 Usage: python -m scalejax.measure.bench.worker BENCH_FOLDER NAME ROUND MONITOR_SECONDS
@@ -39,7 +39,7 @@ def main(folder: BenchFolder, name: str, repeat: int, monitor_seconds: float) ->
             job.settings,
             monitor_seconds=monitor_seconds,
             heartbeat=Heartbeat.from_environment(),
-            # In the first round always: a rerun may be of another version, or on other devices.
+            # Always in the first round: a rerun may use another version, or other devices.
             on_program=None
             if repeat and path.exists()
             else lambda program: serialization.save(program, path),

@@ -1,7 +1,7 @@
-"""Measures the devices that are here and writes them down as hardware of the catalogue.
+"""Calibration: measures the local devices and writes them as hardware files of the catalogue.
 
-The files in a folder: `cluster.toml` for the devices of one process, `processes.toml` for
-processes of one device each that exchange over loopback, and the chips that both name.
+Files in the folder: `cluster.toml` for the devices of one process, `processes.toml` for
+processes of one device each that communicate over loopback, and the chips that both name.
 """
 
 import os
@@ -31,12 +31,12 @@ _COPIED_BYTES = 2**26
 _PROCESS_COUNTS = (2, 4)
 
 OnStage = Callable[[str], None]
-"""Called with the name of each piece of work as it begins."""
+"""Called with the name of each stage as it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured."""
+    """Measured hardware of this machine."""
 
     cluster: Cluster
     """The devices of one process as a cluster of one node."""
@@ -45,7 +45,7 @@ class Calibration:
     host_to_device_bytes_per_second: float
     """Rate of a copy to a device."""
     notes: tuple[str, ...] = ()
-    """What could not be measured, and why."""
+    """Notes on what could not be measured, and why."""
 
     def save(self, folder: Path) -> tuple[Path, ...]:
         """Write the files; returns their paths.
@@ -73,14 +73,14 @@ def _save(cluster: Cluster, folder: Path, name: str) -> list[str]:
 
 
 def busy_counts() -> list[int]:
-    """Numbers of busy devices that are measured: one, and as many as share the cores."""
+    """Numbers of devices under load to measure: one, and as many as share the cores."""
     if jax.default_backend() != "cpu":
         return [len(jax.local_devices())]
     return sorted({1, min(len(jax.local_devices()), os.cpu_count() or 1)})
 
 
 def stage_count(grid: Grid) -> int:
-    """How often `on_stage` will be called."""
+    """Number of calls of `on_stage`."""
     each = machine.probe_count(grid, jax.devices()[0])
     inside = len(_device_counts()) * len(collectives.SIZES)
     between = len(_process_counts()) * (each + len(collectives.SIZES))
@@ -90,12 +90,12 @@ def stage_count(grid: Grid) -> int:
 def calibrate(
     folder: Path, grid: Grid = GRID, on_stage: OnStage = lambda name: None
 ) -> Calibration:
-    """The devices of this process, measured.
+    """Calibration of the devices of this process.
 
     Args:
-        folder: on the storage that is to be measured.
-        grid: which shapes are timed.
-        on_stage: called as each piece of work begins.
+        folder: a folder on the storage to measure.
+        grid: shapes to time.
+        on_stage: called as each stage begins.
 
     Raises:
         ConfigError: if `folder` cannot be written.
@@ -120,7 +120,7 @@ def calibrate(
     notes: tuple[str, ...] = ()
     try:
         between = _between(grid, source, on_stage)
-    except ConfigError as error:  # the rest is good without
+    except ConfigError as error:  # the rest is valid without it
         between, notes = {}, (f"nothing was measured between processes: {error}",)
     processes = None
     if between:
@@ -146,7 +146,7 @@ def _source() -> str:
 
 
 def _device_counts() -> list[int]:
-    """Devices between which all-reduces are timed within this process."""
+    """Device counts of the all-reduces timed within this process."""
     counts = {2, 4, len(jax.local_devices())}
     return sorted(count for count in counts if 1 < count <= len(jax.local_devices()))
 
@@ -184,7 +184,7 @@ def _cluster(
     *,
     nodes: bool = False,
 ) -> Cluster:
-    """One process of many devices, or (`nodes`) many processes of one."""
+    """A cluster of one process with many devices, or (`nodes`) of many processes with one each."""
     (_, first), *others = sorted(chips.items())
     memory = first.memory_bytes_per_second
     ring = collectives.fit_ring(measured) if measured else None
@@ -204,7 +204,7 @@ def _cluster(
             ring
             or collectives.Ring(base_seconds=0, hop_seconds=0, bytes_per_second=rate, residual=0),
             source,
-            runs_buffers_one_by_one=is_shared,  # what XLA's CPU runtime does
+            runs_buffers_one_by_one=is_shared,  # as XLA's CPU runtime does
         ),
         max_device_count=most,
         conditions=conditions,

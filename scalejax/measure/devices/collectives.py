@@ -1,6 +1,6 @@
-"""All-reduces timed at several sizes and device counts, and the ring that explains them.
+"""Ring model fitted to all-reduces timed at several sizes and device counts.
 
-Knows no devices: what is timed where is `probes` and `processes`.
+Knows no devices: `probes` and `processes` do the timing.
 """
 
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from scalejax.core.errors import ConfigError
 from scalejax.hardware import CollectiveMethod, CommunicationLibrary
 
 SIZES = (64, 2**14, 2**18, 2**20, 2**22, 2**24)
-"""Bytes that are summed: a scalar's worth up to the gradients of a small network."""
+"""All-reduce payloads in bytes: from a scalar up to the gradients of a small network."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """One all-reduce, as timed."""
+    """One timed all-reduce."""
 
     device_count: int
-    """Devices that take part."""
+    """Devices in the group."""
     size_bytes: int
-    """Bytes of the sum."""
+    """Payload in bytes."""
     seconds: float
     """Median time."""
 
@@ -33,36 +33,36 @@ class Ring:
     """seconds = base + 2 (n - 1) hop + 2 (n - 1)/n bytes / rate."""
 
     base_seconds: float
-    """Time before the first message."""
+    """Start-up time before the first message."""
     hop_seconds: float
-    """Time of one message."""
+    """Latency of one message."""
     bytes_per_second: float
-    """Rate of each device to the next."""
+    """Bandwidth from each device to the next."""
     residual: float
     """Standard deviation of the logarithm of measured over fitted times."""
 
 
 def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
-    """The ring that is nearest to `collectives`, by relative error.
+    """The ring parameters that fit `collectives` best, by relative error.
 
     Raises:
         ConfigError: if there are none.
     """
     if not collectives:
-        raise ConfigError("exchanges=[] is refused: at least one is needed.")
+        raise ConfigError("collectives=[] is refused: at least one is needed.")
     rows = [
         (1.0, 2 * (e.device_count - 1), 2 * (e.device_count - 1) / e.device_count * e.size_bytes)
         for e in collectives
     ]
     seconds = np.array([e.seconds for e in collectives])
-    scales = np.array([1.0, 1.0, 1e-9])  # nanoseconds a byte: columns of like size
+    scales = np.array([1.0, 1.0, 1e-9])  # nanoseconds per byte, to scale the columns alike
     weighted = np.array(rows) * scales / seconds[:, None]
     base, hop, per_byte = nnls(weighted, np.ones(len(rows)))[0] * scales
     fitted = np.array(rows) @ np.array([base, hop, per_byte])
     return Ring(
         base_seconds=float(base),
         hop_seconds=float(hop),
-        # No cost per byte to be seen: as fast as would have been seen in the largest.
+        # No measurable cost per byte: the highest rate that the largest payload could have shown.
         bytes_per_second=float(1 / max(per_byte, 1e-3 * seconds.max() / max(SIZES))),
         residual=float(np.std(np.log(seconds / fitted))),
     )
@@ -71,7 +71,7 @@ def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
 def library_of(
     name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool
 ) -> CommunicationLibrary:
-    """`ring` as a library of one method, within nodes and between them."""
+    """A communication library with `ring` as its one method, within and between nodes."""
     method = CollectiveMethod(
         algorithm="ring",
         protocol="simple",

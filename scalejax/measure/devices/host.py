@@ -1,4 +1,4 @@
-"""The host beside its devices: how fast it writes to storage, and copies to and from them."""
+"""Rates of the host: writes to storage, and copies to and from its devices."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ _REPEATS = 3
 
 
 def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:
-    """Rate at which a file in `folder` is written and reaches the disk.
+    """Rate of writing a file in `folder`, including fsync.
 
     Raises:
         ConfigError: if nothing can be written there.
@@ -40,7 +40,7 @@ def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:
 
 
 def copy_bytes_per_second(size_bytes: int) -> tuple[float, float]:
-    """(to the device, from it): rates of copies of so many bytes."""
+    """Rates of copies of `size_bytes` (to the device, from the device)."""
     values = np.ones(size_bytes // 4, np.float32)
     to_device, to_host = [], []
     for _ in range(_REPEATS):

@@ -1,7 +1,7 @@
-"""The devices that are here as a chip: every rate timed on them, none assumed.
+"""The local devices measured as a chip: every rate is timed, none assumed.
 
-Virtual devices of one CPU share its cores, so the chip is timed with one of them busy, and again
-with as many as there are cores. Knows no program and no model.
+Virtual devices of one CPU share its cores, so the chip is timed with one device under load, and
+again with as many as there are cores. Knows no program and no model.
 """
 
 import os
@@ -24,16 +24,16 @@ PASSES = ("forward", "input_gradient", "filter_gradient")
 T = TypeVar("T")
 P = ParamSpec("P")
 OnProbe = Callable[[str], None]
-"""Called with what each probe measures, as it begins."""
+"""Called with the name of each probe as it begins."""
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
-    """The devices in a row."""
+    """A one-dimensional mesh of `devices`."""
     return Mesh(tuple(devices), (ALL,), axis_types=(AxisType.Auto,))
 
 
 def probe_count(grid: Grid, device: Any) -> int:
-    """Probes that `measure_chip` runs."""
+    """Number of probes that `measure_chip` runs."""
     products = len(grid.matmul) * len(rate_types(device))
     memory = len(grid.stream_bytes) + len(grid.touched_bytes)
     return products + len(PASSES) * len(grid.convolutions) + memory + 3
@@ -42,13 +42,13 @@ def probe_count(grid: Grid, device: Any) -> int:
 def measure_chip(
     mesh: Mesh, grid: Grid, source: str, on_probe: OnProbe = lambda what: None
 ) -> Chip:
-    """One device of `mesh` as a chip, while all of them are busy.
+    """The chip description of one device of `mesh`, measured while all of them are under load.
 
     Args:
         mesh: the devices, from `mesh_of`.
-        grid: which shapes are timed.
-        source: where the numbers come from, for the file.
-        on_probe: called with what each probe measures, as it begins.
+        grid: shapes to time.
+        source: source of the numbers, for the file.
+        on_probe: called with the name of each probe as it begins.
     """
     device, calls = mesh.devices.flat[0], grid.calls
 
@@ -93,7 +93,7 @@ def _chip(
     device = mesh.devices.flat[0]
     products = {name: [row[-1] for row in rows] for name, rows in measured.matmul.items()}
     images = [row[-1] for rows in measured.convolution.values() for row in rows]
-    # The peak is the best that was seen, in whatever operation.
+    # The peak is the highest rate measured in any operation.
     peak: dict[RateType, float] = {
         name: max(products[name] + (images if name == "f32" else [])) for name in rate_types(device)
     }
@@ -119,14 +119,14 @@ def _chip(
 
 
 def rate_types(device: Any) -> dict[RateType, Any]:
-    """Types worth a measurement: a CPU computes bf16 in f32."""
+    """Data types to measure: a CPU computes bf16 in f32, so not both."""
     if device.platform == "cpu":
         return {"f32": jnp.float32}
     return {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def memory_bytes(devices: Any) -> int:
-    """Memory of one device: its own, or its share of the machine's."""
+    """Memory of one device: its own, or its share of the host memory."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = local[0].memory_stats()
     if statistics and "bytes_limit" in statistics:

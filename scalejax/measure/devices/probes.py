@@ -1,7 +1,7 @@
-"""What is timed on devices to learn their rates: products, convolutions, memory, launches.
+"""Microbenchmarks of devices: matmuls, convolutions, memory bandwidth, launches, all-reduces.
 
-Every probe is a small program of the kind that training steps are made of. Rates are those of
-one device of a mesh while all of them do the same.
+Every probe is a small program typical of training steps. Rates are per device, with all devices
+of the mesh under the same load.
 """
 
 import math
@@ -21,19 +21,19 @@ from scalejax.measure.devices.timing import ALL, filled, seconds_of_call, second
 MatmulRow = tuple[int, int, int, int, float]
 ConvolutionRow = tuple[int, int, int, int, int, float]
 
-_STREAM_PASSES = 16  # within one program, so that no memory is asked for while it runs
-_TILE = 64  # rows and columns of what changes its layout: heads and their size, say
-_WRITTEN_BYTES_PER_SECOND = 100e9  # of memory that is in the caches: little beside first touch
-_CHAIN = 33  # products too small to take time but for being launched
-_STEP_PRODUCT = 1024  # a computation of milliseconds
-_BUFFERS = 8  # that are reduced after it: parameters of a small network
-_LEAST_SECONDS = 1e-6  # what a clock and a median of several calls still tell from nothing
-_STATE = 24  # arrays of a step that does nothing: parameters and moments of a small network
+_STREAM_PASSES = 16  # within one program, so that no memory is allocated while it runs
+_TILE = 64  # rows and columns of transposed blocks: heads and their size, say
+_WRITTEN_BYTES_PER_SECOND = 100e9  # to cached memory: little beside the first touch
+_CHAIN = 33  # products so small that only their launch takes time
+_STEP_PRODUCT = 1024  # width of a product that takes milliseconds
+_BUFFERS = 8  # all-reduced after it: parameters of a small network
+_LEAST_SECONDS = 1e-6  # smallest time that a median of several calls can resolve
+_STATE = 24  # arrays of an empty step: parameters and moments of a small network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution:
-    """A convolution to be timed: square images and windows, padded so that strides divide."""
+    """A convolution to time: square images and windows, padded so that strides divide."""
 
     samples: int
     """Images."""
@@ -50,20 +50,20 @@ class Convolution:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """As of `program.Operation.shape`."""
+        """The shape, as in `program.Operation.shape`."""
         outputs = -(-self.size // self.stride)
         return self.samples, outputs**2, self.channels_in, self.channels_out, self.window**2
 
     @property
     def flop(self) -> int:
-        """Of each of its three passes, padding counted."""
+        """FLOP of each of its three passes, padding included."""
         samples, outputs, channels_in, channels_out, window = self.shape
         return 2 * samples * outputs * channels_in * channels_out * window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Which shapes are timed."""
+    """Shapes to time."""
 
     matmul: tuple[tuple[int, int, int, int], ...]
     """(batch, m, n, k) of products."""
@@ -74,7 +74,7 @@ class Grid:
     touched_bytes: tuple[int, ...]
     """Bytes of temporary memory of a program."""
     calls: int
-    """How often each program is timed."""
+    """Number of timed calls of each program."""
 
 
 def _convolutions() -> Iterator[Convolution]:
@@ -111,7 +111,7 @@ GRID = Grid(
     touched_bytes=tuple(2**20 * size for size in (4, 16, 30, 34, 64, 128)),
     calls=12,
 )
-"""What a training step on a CPU is made of, in powers of two."""
+"""Shapes typical of a training step on a CPU, in powers of two."""
 TINY_GRID = Grid(
     matmul=((1, 64, 64, 64), (1, 256, 256, 256)),
     convolutions=(
@@ -121,21 +121,21 @@ TINY_GRID = Grid(
     touched_bytes=(2**22,),
     calls=3,
 )
-"""Enough to see that all of it works."""
+"""Smallest grid that exercises every probe, for tests."""
 
 
 def call_seconds(mesh: Mesh, calls: int) -> float:
-    """Time of calling a program that does next to nothing."""
+    """Seconds of calling a nearly empty program."""
     return seconds_of_function(lambda x: x + 1, mesh, [(4,)], calls=5 * calls)
 
 
 def matmul_row(
     mesh: Mesh, shape: tuple[int, int, int, int], dtype: Any, empty_seconds: float, calls: int
 ) -> MatmulRow:
-    """The rate of matrix products of (batch, m, n, k).
+    """Measured rate of matrix products of shape (batch, m, n, k).
 
-    Where k is the largest, the left operand lies the other way round, as it does in gradients of
-    weights, which contract over all samples.
+    Where k is the largest, the left operand is transposed, as in weight gradients, which contract
+    over all samples.
     """
     batch, m, n, k = shape
     is_gradient = k > max(m, n)
@@ -154,7 +154,7 @@ def matmul_row(
 def convolution_row(
     mesh: Mesh, convolution: Convolution, kind: str, empty_seconds: float, calls: int
 ) -> ConvolutionRow:
-    """The rate of one pass: forward, input_gradient or filter_gradient."""
+    """Measured rate of one pass: forward, input_gradient or filter_gradient."""
     c = convolution
     outputs = -(-c.size // c.stride)
     image = (c.samples, c.size, c.size, c.channels_in)
@@ -182,10 +182,10 @@ def convolution_row(
 
 
 def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) -> float:
-    """Bytes/s of an operation that reads and writes so many bytes, half of them each.
+    """Bytes/s of an operation that moves `moved_bytes`, half read and half written.
 
-    The geometric mean over what fusions of a step do: simple arithmetic, a transcendental
-    function, a change of layout.
+    The geometric mean over typical fusions: simple arithmetic, a transcendental function, a
+    transposition.
     """
     count = max(1, moved_bytes // (8 * _TILE**2))
     logs = []
@@ -201,10 +201,10 @@ def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) 
 
 
 def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls: int) -> float:
-    """Time to be given so many bytes of memory for the time of a step.
+    """Seconds of the first write to `size_bytes` of newly allocated memory.
 
-    Where the system takes memory back at the end of a program and hands it out page by page,
-    writing it for the first time costs far more than writing it again.
+    Where the system reclaims memory at the end of a program and maps it page by page, the first
+    write costs far more than later ones.
     """
     count = size_bytes // 4
 
@@ -216,7 +216,7 @@ def first_touch_seconds(mesh: Mesh, size_bytes: int, empty_seconds: float, calls
 
 
 def launch_seconds(mesh: Mesh, calls: int) -> float:
-    """Time of one operation that has nothing to do, among others."""
+    """Seconds of launching one empty operation within a program."""
 
     def chain(x: jax.Array, length: int) -> jax.Array:
         y = x
@@ -232,9 +232,9 @@ def launch_seconds(mesh: Mesh, calls: int) -> float:
 
 
 def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
-    """Time of a step that does next to nothing, its few operations left out.
+    """Seconds of overhead of a nearly empty step, without its few operations.
 
-    What the host does for a step: it checks the arguments, hands them over and takes results.
+    The host work of a step: checking arguments, dispatching them and receiving results.
     """
     state = [filled(mesh, (4,), jnp.float32) for _ in range(_STATE)]
     step = jax.jit(lambda *arrays: [array + 1 for array in arrays]).lower(*state).compile()
@@ -243,11 +243,11 @@ def step_overhead_seconds(mesh: Mesh, launch: float, calls: int) -> float:
 
 
 def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
-    """Time in which every device comes to hold the sum of `size_bytes` of each, within a step.
+    """Seconds of an all-reduce of `size_bytes` per device, within a step.
 
-    The median, behind a product. On idle cores a sum can be ten times faster; in a step, it
-    waits for its threads to be given a core by those that have computed, and for the slowest of
-    the devices. A CPU runs one for each of several buffers, a GPU one for all of them.
+    The median, after a matrix product. On idle cores an all-reduce can be ten times faster; in a
+    step, its threads wait for cores that are still computing, and for the slowest device. A CPU
+    runs one for each of several buffers, a GPU one for all of them.
     """
     count = _BUFFERS if mesh.devices.flat[0].platform == "cpu" else 1
     shapes = [(_STEP_PRODUCT, _STEP_PRODUCT), *[(max(1, size_bytes // 4),)] * count]
@@ -271,5 +271,5 @@ def all_reduce_seconds(mesh: Mesh, size_bytes: int, calls: int) -> float:
 
 
 def _beyond(seconds: float, empty_seconds: float) -> float:
-    """Time of an operation, that of calling a program left out; at least a tenth is its own."""
+    """Seconds of an operation without the call overhead, at least a tenth of the total."""
     return max(seconds - empty_seconds, seconds / 10)

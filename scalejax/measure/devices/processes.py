@@ -1,6 +1,6 @@
-"""Processes of one device each, measured while they share this machine's cores.
+"""Measurements of several processes of one device each that share the cores of this machine.
 
-Starts them and collects what the first says. They exchange over loopback.
+Starts the workers and reads the output of the first. They communicate over loopback.
 """
 
 import json
@@ -21,32 +21,32 @@ from scalejax.measure.devices.collectives import SIZES, MeasuredCollective
 from scalejax.measure.devices.probes import Grid
 
 TAG = "measured"
-"""First word of the line that holds what was."""
+"""Prefix of the output line with the measurements."""
 STAGE = "measuring"
-"""First word of the lines that say what is being measured."""
+"""Prefix of the output lines that name the current measurement."""
 _PATIENCE_SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What the processes are to measure."""
+    """Measurements to make in the processes."""
 
     grid: Grid
-    """Of the chip."""
+    """Shapes to time on the chip."""
     calls: int
-    """How often each all-reduce is timed."""
+    """Number of timed calls of each all-reduce."""
     sizes: tuple[int, ...] = SIZES
-    """Bytes of the all-reduces."""
+    """Payloads of the all-reduces in bytes."""
     source: str
-    """Where the numbers come from, for the file."""
+    """Source of the numbers, for the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Between:
-    """What they measured."""
+    """Measurements of the processes."""
 
     chip: Chip
-    """The device of one process while the others are as busy."""
+    """The device of one process while the others are under the same load."""
     collectives: tuple[MeasuredCollective, ...]
     """All-reduces between them."""
 
@@ -54,15 +54,15 @@ class Between:
 def between_processes(
     count: int, probe: Probe, on_stage: Callable[[str], None] = lambda name: None
 ) -> Between:
-    """What `count` processes of one device each measure together.
+    """Measurements of `count` concurrent processes of one device each.
 
     Args:
-        count: processes.
-        probe: what they are to measure.
-        on_stage: called with the name of each piece of work as it begins.
+        count: number of processes.
+        probe: measurements to make.
+        on_stage: called with the name of each stage as it begins.
 
     Raises:
-        ConfigError: if they could not exchange anything, with what they said.
+        ConfigError: if they could not communicate, with their last output.
     """
     command = [
         sys.executable,
@@ -89,17 +89,19 @@ def between_processes(
             if worker.returncode:
                 log.seek(0)
                 last = (log.read().strip().splitlines() or ["nothing"])[-1]
-                raise ConfigError(f"processes={count} is refused: they said {last!r}.")
+                raise ConfigError(
+                    f"processes={count} is refused: the processes failed with {last!r}."
+                )
     return build(Between, json.loads(answer))
 
 
 def _answer(workers: Sequence["subprocess.Popen[str]"], on_stage: Callable[[str], None]) -> str:
-    """What the first of `workers` says that they measured, once all have ended.
+    """Measurements printed by the first of `workers`, once all have ended.
 
     Raises:
-        ConfigError: if they are not done in time.
+        ConfigError: if they do not finish in time.
     """
-    # Killed when their time is up, they leave nothing more to read.
+    # Killing them on timeout closes their pipes, which ends the read.
     is_late = Event()
 
     def give_up() -> None:
@@ -127,7 +129,7 @@ def _answer(workers: Sequence["subprocess.Popen[str]"], on_stage: Callable[[str]
                 worker.wait()
     if is_late.is_set():
         raise ConfigError(
-            f"processes={len(workers)} is refused: they were not done in {_PATIENCE_SECONDS:g} s."
+            f"processes={len(workers)} is refused: they did not finish in {_PATIENCE_SECONDS:g} s."
         )
     return answer
 

@@ -1,8 +1,8 @@
-"""The devices that are here as a `Cluster`, measured in a second or two.
+"""Quick measurement of the local devices as a `Cluster`, in a second or two.
 
-What `train` costs its own step with, so that every run folder holds a prediction beside its
-measurement. All devices are measured at once, as they will run: virtual devices of one CPU
-share its cores, and each has its share. Knows no program and no model.
+`train` predicts its own step with it, so that every run folder holds a prediction beside the
+measurement. All devices are measured at once, as they will run: virtual devices of one CPU share
+its cores. Knows no program and no model.
 """
 
 import os
@@ -28,22 +28,22 @@ from scalejax.hardware import (
 
 NAME = "this-machine"
 
-_CALLS = 9  # a number and no time: all processes must call alike
+_CALLS = 9  # a count, not a duration: all processes must make equally many calls
 _SOURCE = "measured by scalejax.measure.devices.quick just before the run"
-_WIDTH = 256  # a product of this size is far above the cost of its launch, and takes 1 ms
+_WIDTH = 256  # a product of this size takes 1 ms, far more than its launch
 _STREAM_BYTES = 2**22  # per device: beyond the caches of a core
-_STREAM_PASSES = 8  # within one program, so that no memory is asked for while it runs
+_STREAM_PASSES = 8  # within one program, so that no memory is allocated while it runs
 _REDUCED_BYTES = 2**20
-_CHAIN = 17  # products too small to take time but for being launched
+_CHAIN = 17  # products so small that only their launch takes time
 
 
 def local_cluster(mesh: Mesh) -> Cluster:
-    """The devices of `mesh` as a cluster of one node, its rates as measured now.
+    """The devices of `mesh` as a cluster of one node, with rates measured now.
 
-    The first call for a set of devices measures; later ones in the same process repeat its
-    figures. With several processes, each measures along with the others.
+    The first call for a set of devices measures; later calls in the process return the cached
+    result. With several processes, all measure together.
 
-    Left out: the cost of starting a program, which overlaps with the step before.
+    Ignores the cost of launching a program, which overlaps with the step before.
     """
     return _measured(tuple(mesh.devices.flat))
 
@@ -93,7 +93,7 @@ def _library(*, start_seconds: float) -> CommunicationLibrary:
         protocol="simple",
         bandwidth_fraction=1.0,
         base_seconds=start_seconds,
-        link_hop_seconds=0.0,  # in the base: a small exchange was measured whole
+        link_hop_seconds=0.0,  # in the base: a small all-reduce was measured whole
         network_hop_seconds=0.0,
     )
     title = "all-reduce of this machine, as measured"
@@ -101,14 +101,14 @@ def _library(*, start_seconds: float) -> CommunicationLibrary:
 
 
 def _rate_types(device: Any) -> dict[RateType, Any]:
-    """Types worth a measurement: a CPU computes bf16 in f32."""
+    """Data types to measure: a CPU computes bf16 in f32, so not both."""
     if device.platform == "cpu":
         return {"f32": jnp.float32}
     return {"f32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def _memory_bytes(devices: tuple[Any, ...]) -> int:
-    """Memory of one device: its own, or its share of the machine's."""
+    """Memory of one device: its own, or its share of the host memory."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     statistics = local[0].memory_stats()
     if statistics and "bytes_limit" in statistics:
@@ -139,7 +139,7 @@ def _convolution_rate(mesh: Mesh) -> float:
 
 
 def _memory_rate(mesh: Mesh) -> float:
-    """Bytes/s that one device reads and writes."""
+    """Memory bandwidth of one device in bytes/s, reads plus writes."""
     values = _filled(mesh, (_STREAM_BYTES // 4,), jnp.float32)
 
     def passes(x: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def _memory_rate(mesh: Mesh) -> float:
 
 
 def _launch_seconds(mesh: Mesh) -> float:
-    """Time of one operation that has nothing to do, among others."""
+    """Seconds of launching one empty operation within a program."""
     operands = _filled(mesh, (4, 4), jnp.float32)
 
     def chain(x: jax.Array) -> jax.Array:
@@ -163,7 +163,7 @@ def _launch_seconds(mesh: Mesh) -> float:
 
 
 def _all_reduce_seconds(mesh: Mesh, size_bytes: int) -> float:
-    """Time in which every device comes to hold the sum of `size_bytes` of each."""
+    """Seconds of an all-reduce of `size_bytes` per device."""
     values = _filled(mesh, (size_bytes // 4,), jnp.float32)
     whole = NamedSharding(mesh, PartitionSpec())
     return _seconds(lambda x: x.sum(axis=0), values, out_shardings=whole)
@@ -176,7 +176,7 @@ def _filled(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _seconds(function: Callable, argument: jax.Array, **options: Any) -> float:
-    """Median time of one call, started and waited for, the first two left out."""
+    """Median seconds of one blocking call, without the first two."""
     compiled = jax.jit(function, **options).lower(argument).compile()
     times = []
     for _ in range(_CALLS):

@@ -1,7 +1,7 @@
-"""How long a function takes on every device of a mesh at once, started and waited for.
+"""Timing of a function on every device of a mesh at once, waiting for its results.
 
-Virtual devices of one CPU share its cores, so a device is timed while all the others do the
-same. Knows nothing of what is timed.
+Virtual devices of one CPU share its cores, so a device is timed while all others are under the
+same load. Knows nothing of what is timed.
 """
 
 import time
@@ -14,10 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 ALL = "all"
-"""The one axis of a mesh that is measured."""
+"""Name of the only axis of a measured mesh."""
 
 _WARM_UPS = 2
-_ENOUGH_SECONDS, _FEWEST_CALLS = 0.4, 3  # one process may stop early; several must call alike
+_ENOUGH_SECONDS, _FEWEST_CALLS = (
+    0.4,
+    3,
+)  # one process may stop early; several must make equally many calls
 
 
 def seconds_of_function(
@@ -28,14 +31,14 @@ def seconds_of_function(
     calls: int,
     dtype: Any = jnp.float32,
 ) -> float:
-    """Time of one call of `function` on arrays of ones, the same on every device.
+    """Seconds of one call of `function` on arrays of ones, the same on every device.
 
     Args:
-        function: of arrays of `shapes` on one device; what it returns stays there.
+        function: takes arrays of `shapes` on one device; its results stay there.
         mesh: the devices, along `ALL`.
-        shapes: of the arguments on each device.
-        calls: timed at most.
-        dtype: of the arguments.
+        shapes: shapes of the arguments on each device.
+        calls: most calls to time.
+        dtype: data type of the arguments.
     """
     spec = PartitionSpec(ALL)
     each = jax.shard_map(
@@ -55,15 +58,15 @@ def seconds_of_call(
     calls: int,
     statistic: Callable[[Sequence[float]], float] | None = None,
 ) -> float:
-    """Time of one call of a compiled function, started and waited for.
+    """Seconds of one blocking call of a compiled function.
 
     Args:
-        compiled: of `jax.jit(...).lower(...).compile()`.
-        arguments: of the call.
-        calls: timed at most.
-        statistic: of their times. Unless told, the shortest, because other programs can only
-            make a call longer; with several processes the median, because nothing keeps them in
-            step, and the shortest is a call that met the others idle.
+        compiled: result of `jax.jit(...).lower(...).compile()`.
+        arguments: arguments of the call.
+        calls: most calls to time.
+        statistic: of the times. By default the minimum, because other programs can only make a
+            call longer; with several processes the median, because they are not synchronised,
+            and the minimum is a call while the others were idle.
     """
     for _ in range(_WARM_UPS):
         jax.block_until_ready(compiled(*arguments))

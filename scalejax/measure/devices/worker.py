@@ -1,5 +1,5 @@
-"""One of several processes that measure this machine together; the first prints what they measure
-as it begins, a line each, and at the end what they found.
+"""One of several processes that measure this machine together; the first prints a line for each
+measurement as it begins, and the results at the end.
 
 Usage: python -m scalejax.measure.devices.worker PORT PROCESSES RANK PROBE_JSON
 """
@@ -17,22 +17,22 @@ from scalejax.measure.devices.processes import STAGE, TAG, Between, Probe
 
 
 def main(port: int, processes: int, rank: int, probe: Probe) -> None:
-    """Join the others, measure the chip and each size, print `TAG` and a `Between`."""
+    """Join the other processes, measure the chip and each payload, print `TAG` and a `Between`."""
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, rank)
     mesh = mesh_of(jax.devices())
 
-    def say(what: str) -> None:
+    def report(stage: str) -> None:
         if rank == 0:
-            print(STAGE, f"{what} in {processes} processes", flush=True)
+            print(STAGE, f"{stage} in {processes} processes", flush=True)
 
     collectives = []
     for size in probe.sizes:
-        say("collectives")
+        report("collectives")
         seconds = all_reduce_seconds(mesh, size, probe.calls)
         collectives.append(
             MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)
         )
-    chip = measure_chip(mesh, probe.grid, probe.source, say)
+    chip = measure_chip(mesh, probe.grid, probe.source, report)
     if rank == 0:
         print(
             TAG, json.dumps(plain(Between(chip=chip, collectives=tuple(collectives)))), flush=True

@@ -1,7 +1,7 @@
-"""What could keep runs from being right or fast on this machine: findings, each with its fix.
+"""Health check of this machine: findings that make runs fail or slow, each with its fix.
 
-Every check is a function of plain readings, taken beside it. Starts without JAX, which the checks
-of devices import when they run.
+Every check is a function of plain readings, so that it can be tested without the hardware.
+Imports no JAX until the device checks run.
 """
 
 from scalejax.measure.doctor.examination import Examination, examine, stage_count

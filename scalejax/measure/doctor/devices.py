@@ -1,4 +1,4 @@
-"""The devices that JAX sees, and their rates, against those of a cluster of the catalogue."""
+"""Checks of the devices that JAX sees and their rates, against a cluster of the catalogue."""
 
 import os
 import re
@@ -17,10 +17,10 @@ from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Collective, DeviceGroup, Operation
 
 GOOD, BAD = 0.8, 0.5
-"""Parts of the expected rate from which on a device is as it should be, and below which it is not
-worth a run: it would take twice as long."""
+"""Shares of the expected rate: "ok" from the first on, "bad" below the second, where a run would
+take twice as long."""
 STAGES = 4
-"""How often `measure` says what it measures, at most."""
+"""Most calls of `on_stage` by `measure`."""
 
 _WIDTH = {"cpu": 1024}
 _STREAM_BYTES = {"cpu": 2**24}
@@ -36,63 +36,63 @@ _CPU_FIX = "other programs at work? Else scalejax calibrate measures what this m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """What JAX sees."""
+    """Devices that JAX sees."""
 
     platform: str
-    """As JAX names it: "cpu", "gpu", "tpu"."""
+    """JAX platform name: "cpu", "gpu", "tpu"."""
     kind: str
-    """As the device names itself."""
+    """Device kind as reported by the device."""
     count: int
-    """In all processes."""
+    """Device count over all processes."""
     local_count: int
-    """In this process."""
+    """Device count of this process."""
     processes: int
-    """Of the run."""
+    """Number of processes of the run."""
     memory_bytes: int | None
-    """Of one; None where it shares the machine's."""
+    """Memory of one device; None if it shares the host memory."""
     driver_gpus: int
-    """NVIDIA GPUs that the driver knows on this machine."""
+    """NVIDIA GPUs known to the driver of this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """An all-reduce between a group of devices."""
+    """A timed all-reduce over a group of devices."""
 
     axis: str
-    """Who takes part, as the axis of a mesh of nodes by devices."""
+    """Group of devices in words."""
     group: DeviceGroup
-    """The same as places on the cluster."""
+    """Group of devices on the cluster."""
     seconds: float
     """Time until every member has the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What was measured on them."""
+    """Measured rates of the devices."""
 
     rate_type: RateType
-    """Of the products."""
+    """Data type of the matrix products."""
     width: int
     """Rows and columns of the products."""
     flop_per_second: float
-    """In products, of one device while all of this process do the same."""
+    """Matmul rate of one device while all devices of the process are under the same load."""
     moved_bytes: int
-    """Read and written by the operation that was timed."""
+    """Bytes read and written by the timed operation."""
     memory_bytes_per_second: float
-    """Read and written, of one device, likewise."""
+    """Memory bandwidth of one device (read plus write), under the same load."""
     reduced_bytes: int
-    """That the exchanges sum."""
+    """Payload of the all-reduces."""
     collectives: tuple[MeasuredCollective, ...]
-    """By axis."""
+    """Timed all-reduces, by group."""
 
 
 def driver_gpus() -> int:
-    """NVIDIA GPUs that the driver offers here; in a container, those that were given to it."""
+    """Number of NVIDIA GPUs that the driver offers; in a container, those assigned to it."""
     return nvidia_gpus() or int(Path("/dev/dxg").exists())  # WSL does not say how many
 
 
 def read_devices() -> Devices:
-    """Those of this process, and how many there are in all."""
+    """The devices of this process, and the counts over all processes."""
     import jax
 
     first = jax.local_devices()[0]
@@ -109,7 +109,7 @@ def read_devices() -> Devices:
 
 
 def measure(on_stage: OnStage) -> Rates:
-    """The rates of the devices of this process, and between them."""
+    """Measured rates of the devices of this process, and of all-reduces between them."""
     import jax
     import jax.numpy as jnp
 
@@ -149,7 +149,7 @@ def measure(on_stage: OnStage) -> Rates:
 
 
 def measure_all_reduce(rates: Rates) -> Rates:
-    """`rates`, and that of the exchange between processes; every process must ask."""
+    """`rates` with the all-reduce between processes; a collective call of every process."""
     import jax
 
     from scalejax.measure.devices import machine, probes
@@ -164,20 +164,20 @@ def measure_all_reduce(rates: Rates) -> Rates:
 
 
 def no_rates(reason: str) -> Finding:
-    """The devices did not do what was to be timed, for a reason that JAX gave."""
+    """Finding that the timed operations failed, with the reason given by JAX."""
     said = (reason.strip().splitlines() or ["JAX does not say why."])[0]
     return found("rates", "devices at work", "failed", "a rate", bad=True, fix=said)
 
 
 def no_devices(reason: str) -> Finding:
-    """JAX did not start, for a reason that it gave."""
+    """Finding that JAX did not start, with the reason it gave."""
     said = (reason.strip().splitlines() or ["JAX found none that it can use."])[0]
     fix = f"{said} See JAX_PLATFORMS and the CUDA plug-in in this table, or unset JAX_PLATFORMS"
     return found("devices", "devices", "none", "some", bad=True, fix=fix)
 
 
 def device_findings(devices: Devices, cluster: Cluster | None) -> Iterator[Finding]:
-    """What is there, and whether it is all."""
+    """Findings on the kind, number and memory of the devices."""
     per_process = f", {devices.local_count} in each process" if devices.processes > 1 else ""
     value = f"{devices.count} x {devices.kind}{per_process}"
     expected, is_missing, fix = None, False, ""
@@ -188,7 +188,7 @@ def device_findings(devices: Devices, cluster: Cluster | None) -> Iterator[Findi
     elif cluster is not None:
         expected = f"{cluster.devices_per_node} x {cluster.chip.title} a node"
         is_other = not _is_of(devices, cluster.chip)
-        # One process for each device has fewer, as has a part of a calibrated machine.
+        # Fewer are normal with one process per device, or with part of a calibrated machine.
         few = devices.platform != "cpu" and devices.count < cluster.devices_per_node
         is_missing = is_other or few
         fix = (
@@ -204,19 +204,19 @@ def device_findings(devices: Devices, cluster: Cluster | None) -> Iterator[Findi
             "memory of each",
             format_bytes(devices.memory_bytes),
             None if least is None else f"of {format_bytes(least)}",
-            # JAX takes three quarters unless told otherwise.
+            # JAX preallocates three quarters by default.
             warn=least is not None and devices.memory_bytes < 0.7 * least,
             fix="another program holds memory, or XLA_PYTHON_CLIENT_MEM_FRACTION is small",
         )
 
 
 def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> Iterator[Finding]:
-    """Each rate beside the one that predictions go by.
+    """Findings comparing each rate with the one that predictions use.
 
     Args:
-        rates: as measured.
-        chip: what one device is expected to be, as busy as it was; None if unknown.
-        cluster: what the exchanges are expected to be; None if unknown.
+        rates: measured rates.
+        chip: expected chip, under the same load; None if unknown.
+        cluster: expected cluster, for the all-reduces; None if unknown.
     """
     width, kind = rates.width, rates.rate_type
     product = Operation(
@@ -243,7 +243,7 @@ def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> I
     rate = rates.memory_bytes_per_second
     yield _rate("memory", rate, expected, format_bytes_per_second, fix)
     for measured in rates.collectives:
-        # What each device sends, whatever their number: the rate of its wire.
+        # Bytes that each device sends, for any device count: the rate of its link.
         count = measured.group.size
         sent = 2 * (count - 1) / count * rates.reduced_bytes
         seconds = _expected_seconds(measured, rates.reduced_bytes, cluster)
@@ -254,24 +254,24 @@ def rate_findings(rates: Rates, chip: Chip | None, cluster: Cluster | None) -> I
             format_bytes_per_second,
             fix
             if kind == "f32"
-            else "NCCL_DEBUG=INFO says over what it goes: look for NVLS or P2P within a node and "
+            else "NCCL_DEBUG=INFO shows the transport: look for NVLS or P2P within a node and "
             "for IB between nodes; nvidia-smi topo -m, ibstat",
         )
 
 
 def detected_chip(devices: Devices) -> Chip | None:
-    """The chip of the catalogue that the devices are by name and memory; None if none is."""
+    """The chip of the catalogue that matches the devices by name and memory; None if none does."""
     chips = [load_chip(name) for name in chip_names()]
     alike = [chip for chip in chips if _is_of(devices, chip)]
     if not alike or devices.memory_bytes is None:
         return None
-    # By default JAX takes three quarters of the memory.
+    # By default JAX preallocates three quarters of the memory.
     total = devices.memory_bytes / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
     return min(alike, key=lambda chip: abs(chip.memory_bytes - total))
 
 
 def chip_when_busy(cluster: Cluster, count: int) -> Chip:
-    """The chip while `count` devices of a machine are."""
+    """The chip with its rates while `count` devices of a machine are under load."""
     larger = [each.chip for each in cluster.shared if each.device_count >= count]
     if count == 1 or not cluster.shared:
         return cluster.chip
@@ -312,7 +312,7 @@ def _expected_seconds(
 
 
 def _is_of(devices: Devices, chip: Chip) -> bool:
-    """Whether a device may be such a chip, by the name that it gives itself."""
+    """Whether a device may be `chip`, by the device kind it reports."""
     if devices.platform == "cpu":
         return chip.name == "cpu"
     words = devices.kind.lower().replace("-", " ").split()
@@ -322,7 +322,7 @@ def _is_of(devices: Devices, chip: Chip) -> bool:
 
 
 def _rate_type(device: Any) -> RateType:
-    """What training computes in there: GPUs before Ampere have no bf16."""
+    """Data type that training uses on the device: GPUs before Ampere have no bf16."""
     if device.platform == "cpu":
         return "f32"
     # AMD's have a name there, such as gfx90a, and JAX runs on none without bf16.

@@ -1,4 +1,4 @@
-"""All checks, in this process and in those that it has met."""
+"""Runs all checks, and merges the findings of all processes of a run."""
 
 import json
 import socket
@@ -25,34 +25,34 @@ from scalejax.measure.doctor.versions import read_versions, version_findings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What to look at."""
+    """Inputs of the health check."""
 
     run_folder: Path
-    """Where runs write."""
+    """Folder of runs."""
     cache_folder: Path
-    """Where compiled programs and calibrations are kept."""
+    """Folder of compiled programs and calibrations."""
     environment: Mapping[str, str]
-    """The variables as the user has set them."""
+    """Environment variables as set by the user."""
     cluster: Cluster | None = None
-    """What the devices should be; None to go by what they call themselves."""
+    """Expected hardware; None to detect it from the device names."""
     place: Place | None = None
-    """Of this process among others, which it has met; None if it is alone."""
+    """Rank of this process among the connected processes; None if it is alone."""
 
 
 def stage_count() -> int:
-    """How often `on_stage` will be called, at most."""
+    """Most calls of `on_stage`."""
     return device_checks.STAGES + 4
 
 
 def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[Finding, ...]:
-    """Every finding, those of all processes together; every process must ask.
+    """All findings, merged over all processes; a collective call that every process must make.
 
-    One whose JAX has no devices can tell the others nothing: it gives its own findings, with its
-    number, and the others wait for it until it leaves.
+    A process whose JAX has no devices cannot communicate: it returns its own findings, with its
+    number, and the others wait until it exits.
 
     Args:
-        asked: what to look at.
-        on_stage: called as each piece of work begins.
+        asked: inputs of the check.
+        on_stage: called as each stage begins.
     """
     processes = 1 if asked.place is None else asked.place.processes
     on_stage("versions")
@@ -61,10 +61,9 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
     try:
         seen = device_checks.read_devices()
     except (RuntimeError, AssertionError) as error:
-        if is_lost_contact(error):  # with one that has no devices: that one says why
+        if is_lost_contact(error):  # with a process without devices, which reports why
             raise
-        # JAX could not start (it asserts so for some plug-ins); what can be seen without may say
-        # why.
+        # JAX could not start (some plug-ins raise AssertionError); checks without JAX may show why.
         hosts, processes = 1, 1
         mine.append(device_checks.no_devices(str(error)))
     else:
@@ -88,7 +87,7 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
         alone = () if asked.place is None else (asked.place.process,)
         return tuple(replace(each, processes=alone) for each in (*mine, *variables))
     clocks = clock_finding(measure_clock_offsets())
-    if asked.place is not None and asked.place.process == 0:  # by whose clock all are judged
+    if asked.place is not None and asked.place.process == 0:  # the reference clock
         mine.append(clocks)
     return tuple(together(_of_all([*mine, *variables], processes)))
 
@@ -104,7 +103,7 @@ def _of_devices(
         if is_lost_contact(error):
             raise
         yield device_checks.no_rates(str(error))
-    # One that failed may not get through an exchange, for which the others would wait.
+    # A process that failed may not complete a collective, and the others would wait for it.
     said = _said_by_all("failed" if rates is None else "measured", seen.processes)
     if rates is None:
         return
@@ -118,10 +117,10 @@ def _of_devices(
 
 
 def together(by_process: Sequence[Sequence[Finding]]) -> Iterator[Finding]:
-    """The findings of all processes, each said once.
+    """The findings of all processes, each once.
 
-    Where all is as it should be, the first process speaks for the others. What is not is said
-    with the processes of which it holds. Versions must be the same in all.
+    An "ok" finding is reported for the first process; any other names the processes concerned.
+    Versions must be equal in all processes.
     """
     keys = list(dict.fromkeys(_key(each) for findings in by_process for each in findings))
     for key in keys:

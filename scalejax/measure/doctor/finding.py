@@ -1,4 +1,4 @@
-"""What was found, what it should be, and what to do where it is not."""
+"""One finding of the health check: a value, its expected value, a verdict and a fix."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ Topic = Literal["versions", "devices", "rates", "host", "storage", "network", "v
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     topic: Topic
-    """What it is about."""
+    """Topic of the check."""
     name: str
-    """What was looked at."""
+    """Property that was checked."""
     value: str
-    """What it is."""
+    """Value found."""
     expected: str | None = None
-    """What it should be; None if nothing is known to compare it with."""
+    """Expected value; None if unknown."""
     verdict: Verdict = "ok"
     """"bad" where runs fail or take twice as long; "warn" where they may."""
     fix: str | None = None
-    """What to do; None where it is as it should be."""
+    """Advice; None if the verdict is "ok"."""
     processes: tuple[int, ...] = ()
-    """Of which processes it holds; () of all."""
+    """Processes concerned; () for all."""
 
     def __post_init__(self) -> None:
         if (self.verdict == "ok") != (self.fix is None):
@@ -45,7 +45,7 @@ def found(
     bad: bool = False,
     fix: str,
 ) -> Finding:
-    """A finding that is bad or a warning if so claimed, and else as it should be."""
+    """A finding with the verdict "bad" or "warn" as flagged, else "ok" without its fix."""
     verdict: Verdict = "bad" if bad else "warn" if warn else "ok"
     return Finding(
         topic=topic,
@@ -58,9 +58,9 @@ def found(
 
 
 def is_any_bad(findings: Iterable[Finding]) -> bool:
-    """Whether something is."""
+    """Whether any finding is bad."""
     return any(finding.verdict == "bad" for finding in findings)
 
 
 OnStage = Callable[[str], None]
-"""Called with the name of each piece of work as it begins."""
+"""Called with the name of each stage as it begins."""

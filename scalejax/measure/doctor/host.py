@@ -1,4 +1,4 @@
-"""The machine as its processes are let use it: cores, memory, shared memory, open files."""
+"""Checks of the host limits of a process: cores, memory, shared memory, open files."""
 
 import os
 import resource
@@ -11,43 +11,43 @@ from scalejax.measure.doctor.finding import Finding, found
 
 _CONTAINER = "docker run --shm-size=8g; Kubernetes: an emptyDir of medium Memory at /dev/shm"
 _UNLIMITED = 2**60
-"""From so many bytes on a limit of memory is none: cgroups of version 1 write 2**63 - 4096."""
+"""Memory limits from this size on mean no limit: version 1 cgroups write 2**63 - 4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What was read of it; None where the system does not say."""
+    """Readings of the host; None where the system does not report one."""
 
     cores: int
-    """Of the machine."""
+    """Cores of the machine."""
     allowed_cores: int
-    """On which this process may run."""
+    """Cores on which this process may run."""
     quota_cores: float | None
-    """Time of how many cores its control group may use; None without a limit."""
+    """CPU quota of its cgroup in cores; None without a limit."""
     load: float
-    """Processes that ran or wanted to, over the last minute."""
+    """Load average over the last minute."""
     memory_bytes: int
-    """Of the machine."""
+    """Memory of the machine."""
     available_bytes: int | None
-    """That may be asked for without swapping."""
+    """Memory available without swapping."""
     limit_bytes: int | None
-    """Of its control group; None without a limit."""
+    """Memory limit of its cgroup; None without a limit."""
     used_of_limit_bytes: int | None
-    """Of that, in use."""
+    """Memory in use of that limit."""
     shared_memory_bytes: int | None
     """Size of /dev/shm."""
     shared_memory_free_bytes: int | None
-    """What is left of it."""
+    """Free space of /dev/shm."""
     open_files: int
-    """How many a process may have (ulimit -n)."""
+    """Soft limit of open files of a process (ulimit -n)."""
     most_open_files: int
-    """To how many it may raise that itself."""
+    """Hard limit, up to which the process may raise it."""
     huge_pages: str | None
     """Setting of transparent huge pages."""
 
 
 def read_host() -> Host:
-    """That of this process."""
+    """Host readings of this process."""
     shared = _statistics("/dev/shm")
     open_files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = getattr(os, "sched_getaffinity", None)
@@ -70,7 +70,7 @@ def read_host() -> Host:
 
 
 def host_findings(host: Host) -> Iterator[Finding]:
-    """A line for each."""
+    """A finding for each reading."""
     yield _cores(host)
     yield found(
         "host",
@@ -78,7 +78,7 @@ def host_findings(host: Host) -> Iterator[Finding]:
         f"{host.load:.1f}",
         f"below {host.cores}, the cores",
         warn=host.load > host.cores,
-        fix="other programs are at work: rates measured beside them are too low",
+        fix="other programs are running: measured rates are too low",
     )
     yield _memory(host)
     if host.shared_memory_bytes is not None:
@@ -114,13 +114,13 @@ def _cores(host: Host) -> Finding:
     else:
         value = str(host.cores)
     fix = (
-        "as many threads as cores are seen wait for those allowed: raise the quota (docker "
+        "threads started for all visible cores wait for the allowed ones: raise the quota (docker "
         f"--cpus, resources.limits.cpu), or keep input.workers at {max(1, int(usable))} or fewer"
     )
-    # A set of whole cores is what threads are counted by; a quota of time is not.
+    # Libraries count threads by the CPU set, not by the quota.
     has_quota = host.quota_cores is not None and host.quota_cores < host.allowed_cores
     return found(
-        "host", "cores", value, "time of all that are seen", warn=has_quota, bad=usable < 1, fix=fix
+        "host", "cores", value, "all visible cores", warn=has_quota, bad=usable < 1, fix=fix
     )
 
 
@@ -147,7 +147,7 @@ def _memory(host: Host) -> Finding:
 
 
 def _shared_memory(size: int, free: int) -> Finding:
-    """Batches of worker processes, and NCCL between GPUs of a node, go through it."""
+    """Finding on /dev/shm, used by input workers and by NCCL between GPUs of a node."""
     value = format_bytes(size) if free > size // 2 else f"{format_bytes(free)} free"
     return found(
         "host",
@@ -185,7 +185,7 @@ def _limit_bytes() -> int | None:
 
 
 def _quota_cores() -> float | None:
-    """Of cgroups of version 2, or else of 1."""
+    """CPU quota of the cgroup in cores, version 2 or else 1."""
     words = _text("/sys/fs/cgroup/cpu.max").split()
     if len(words) == 2 and words[0].isdecimal():
         return int(words[0]) / int(words[1])
@@ -200,7 +200,7 @@ def _huge_pages() -> str | None:
 
 
 def _number(path: str) -> int | None:
-    """None for what is no whole number: "max", -1."""
+    """The number in a file; None for "max", -1 or anything else that is no whole number."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 

@@ -1,4 +1,4 @@
-"""How processes reach each other: names, ports, and clocks that may differ."""
+"""Checks of host names, ports, the coordinator, and clock offsets between processes."""
 
 import socket
 import struct
@@ -16,18 +16,18 @@ _STAMP = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What was tried."""
+    """Readings of the network."""
 
     host_name: str
-    """Of this machine, by its own word."""
+    """Host name of this machine."""
     address: str | None
-    """That the name leads to; None if to none."""
+    """Address that the name resolves to; None if it does not."""
     loopback_problem: str | None
-    """Why no port of the loopback address can be listened at; None if one can."""
+    """Error of listening on a loopback port; None if that works."""
 
 
 def read_network() -> Network:
-    """That of this machine."""
+    """Network readings of this machine."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -46,11 +46,11 @@ def read_network() -> Network:
 
 
 def network_findings(network: Network, place: Place | None) -> Iterator[Finding]:
-    """A line for each.
+    """A finding for each reading.
 
     Args:
-        network: as read.
-        place: of this process among others, which it has met; None if it is alone.
+        network: readings.
+        place: rank of this process among the connected processes; None if it is alone.
     """
     yield found(
         "network",
@@ -63,37 +63,37 @@ def network_findings(network: Network, place: Place | None) -> Iterator[Finding]
     yield found(
         "network",
         f"name {network.host_name}",
-        network.address or "leads nowhere",
+        network.address or "does not resolve",
         "an address",
         bad=network.address is None,
         fix=f"processes find each other by name: add '127.0.0.1 {network.host_name}' to "
         "/etc/hosts, on several machines the address that the others see",
     )
     if place is not None:
-        where = place.coordinator or "said by the scheduler"
-        value = f"met by {counted(place.processes, 'process').replace('ss' + 's', 'sses')}"
+        where = place.coordinator or "given by the scheduler"
+        value = f"reached by {counted(place.processes, 'process').replace('ss' + 's', 'sses')}"
         yield found("network", f"coordinator {where}", value, fix="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """By how much the clock of another process is ahead of this one's."""
+    """Offset of the clock of another process to that of this one, positive if ahead."""
 
     least_seconds: float
-    """At least by so much; negative where it is behind."""
+    """Lower bound; negative if behind."""
     most_seconds: float
-    """At most."""
+    """Upper bound."""
 
     @property
     def seconds(self) -> float:
-        """The middle."""
+        """Midpoint of the bounds."""
         return (self.least_seconds + self.most_seconds) / 2
 
 
 def clock_offsets(
     stamps: Sequence[Sequence[float]], ends: Sequence[float], mine: int
 ) -> list[ClockOffset]:
-    """Bounds for the clocks of all processes, from exchanges that none leaves before all enter.
+    """Bounds of the clock offsets of all processes, from repeated all-gathers (barriers).
 
     Process j stamps round k at s_j(k) after it has left round k - 1, so after I stamped that one,
     and before I leave round k at e(k). By my clock that moment is in [s_i(k - 1), e(k)], so j is
@@ -117,7 +117,7 @@ def clock_offsets(
 
 
 def measure_clock_offsets() -> list[ClockOffset]:
-    """Those of all processes from this one's; every process must ask."""
+    """Clock offsets of all processes to this one; a collective call of every process."""
     import jax
     import numpy as np
     from jax.experimental import multihost_utils
@@ -132,10 +132,10 @@ def measure_clock_offsets() -> list[ClockOffset]:
 
 
 def clock_finding(offsets: Sequence[ClockOffset]) -> Finding:
-    """The clock that is furthest off."""
+    """Finding on the clock with the largest offset."""
     process = max(range(len(offsets)), key=lambda each: abs(offsets[each].seconds))
     offset = offsets[process]
-    # So much it is off whatever the exchange took.
+    # Certain offset, whatever the time of the all-gather.
     sure = max(offset.least_seconds, -offset.most_seconds, 0.0)
     within = (offset.most_seconds - offset.least_seconds) / 2
     value = f"{format_seconds(abs(offset.seconds))} +- {format_seconds(within)}"

@@ -1,4 +1,4 @@
-"""The folders that runs write to: room, speed, and whether other machines see them."""
+"""Checks of the output folders: free space, speed, and whether other machines see them."""
 
 import os
 import time
@@ -21,26 +21,26 @@ _SYNCS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """What a folder was seen to be."""
+    """Readings of the storage of a folder."""
 
     role: str
-    """What it is for, as in "run folder"."""
+    """Use of the folder, such as "run folder"."""
     file_system: str | None
-    """Its type, as the system names it; None if unknown."""
+    """File system type; None if unknown."""
     free_bytes: int
-    """What may still be written."""
+    """Free space."""
     size_bytes: int
-    """Of the whole file system."""
+    """Size of the file system."""
     write_bytes_per_second: float | None
-    """Rate at which a file reaches the disk; None if nothing can be written."""
+    """Rate of writing a file including fsync; None if nothing can be written."""
     sync_seconds: float | None
-    """Time in which a few bytes do."""
+    """Time of fsync for a few bytes."""
     problem: str | None = None
-    """Why nothing can be written."""
+    """Error that prevents writing."""
 
 
 def read_storage(role: str, folder: Path) -> Storage:
-    """The storage of `folder`, or of the nearest folder above that exists."""
+    """Readings of the storage of `folder`, or of its nearest existing parent."""
     from scalejax.measure.devices.host import storage_bytes_per_second
 
     folder = folder.absolute()
@@ -65,11 +65,11 @@ def read_storage(role: str, folder: Path) -> Storage:
 
 
 def storage_findings(storage: Storage, hosts: int = 1) -> Iterator[Finding]:
-    """A line for each figure.
+    """A finding for each reading.
 
     Args:
-        storage: as read.
-        hosts: machines on which the processes of the run are.
+        storage: readings.
+        hosts: number of machines of the run.
     """
     role = storage.role
     is_run = role == "run folder"
@@ -117,7 +117,7 @@ def storage_findings(storage: Storage, hosts: int = 1) -> Iterator[Finding]:
 
 
 def _kind(storage: Storage, hosts: int) -> Finding:
-    """Whether the other machines see it, and whether it outlives this one."""
+    """Finding on the file system type: visible to the other machines, and persistent."""
     kind = storage.file_system
     is_run = storage.role == "run folder"
     is_network, is_memory = kind in _NETWORK, kind in _IN_MEMORY
@@ -144,12 +144,12 @@ def _kind(storage: Storage, hosts: int) -> Finding:
 
 
 def file_system_of(folder: Path, mounts: str) -> str | None:
-    """Type of the file system that holds `folder`.
+    """Type of the file system of `folder`.
 
     Args:
         folder: an absolute path.
-        mounts: content of /proc/mounts: device, folder, type, ... a line; the later over the
-            earlier.
+        mounts: content of /proc/mounts, with device, folder and type in each line; later lines
+            take precedence.
     """
     kind, longest = None, -1
     for line in mounts.splitlines():

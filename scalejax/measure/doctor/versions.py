@@ -1,4 +1,4 @@
-"""Versions of Python, of the libraries and of the driver, against what each asks of the others."""
+"""Checks of the versions of Python, libraries and driver against each other's requirements."""
 
 import platform
 import re
@@ -15,25 +15,25 @@ from scalejax.measure.doctor.finding import Finding, found
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _PLUGINS = tuple(f"jax-cuda{cuda}-{part}" for cuda in (12, 13) for part in ("plugin", "pjrt"))
 _OLDEST_DRIVERS = {12: 525, 13: 580}
-"""By the generation of CUDA. Source: CUDA Toolkit release notes, table of minimum drivers."""
+"""Oldest driver by CUDA version. Source: CUDA Toolkit release notes, table of minimum drivers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Versions:
-    """What is installed, and what it asks for."""
+    """Installed versions and their requirements."""
 
     python: str
-    """Of Python."""
+    """Python version."""
     installed: Mapping[str, str]
-    """Of libraries, by name; absent where there is none."""
+    """Library versions by name; without those not installed."""
     required: Mapping[str, str]
-    """What scalejax and jax take, as "<0.14,>=0.10.2"; of Python too."""
+    """Version ranges that scalejax and jax accept, such as "<0.14,>=0.10.2"; of Python too."""
     driver: str | None
-    """Of NVIDIA's driver; None if there is none."""
+    """NVIDIA driver version; None if there is none."""
 
 
 def read_versions() -> Versions:
-    """Those of this process."""
+    """The versions of this process."""
     installed = {}
     for name in (*_LIBRARIES, *_PLUGINS):
         try:
@@ -55,14 +55,14 @@ def read_versions() -> Versions:
 
 
 def version_findings(versions: Versions) -> Iterator[Finding]:
-    """A line for each library, and for what must fit together."""
+    """A finding for each library, and for the CUDA plug-in and driver."""
     yield _against("python", versions.python, versions.required.get("python"))
     for name in _LIBRARIES:
         yield _against(name, versions.installed.get(name), versions.required.get(name))
     plugins = {name: versions.installed[name] for name in _PLUGINS if name in versions.installed}
     jaxlib = versions.installed.get("jaxlib")
     for name, version in plugins.items():
-        # A plug-in of another version than jaxlib is passed over, and the GPUs with it.
+        # JAX ignores a plug-in of another version than jaxlib, and with it the GPUs.
         fix = f"pip install '{name}=={jaxlib}'"
         yield found(
             "versions", name, version, f"that of jaxlib, {jaxlib}", bad=version != jaxlib, fix=fix
@@ -100,7 +100,7 @@ def _specifiers(text: str) -> SpecifierSet:
 
 
 def _required_by(package: str) -> dict[str, str]:
-    """What a package asks for without extras."""
+    """Requirements of a package without extras."""
     try:
         asked = metadata.requires(package) or []
     except metadata.PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""How fast this host makes batches."""
+"""Input rates of this host: how fast it reads, decodes and batches examples."""

@@ -1,7 +1,7 @@
-"""Measures what this host needs to make batches of a run's data, stage by stage.
+"""Measures the time this host needs for each stage of preparing batches of a run's data.
 
-Images are taken in several sizes, their own and others made of them, to several sizes, so that
-what is fitted holds for images and sizes that were not measured. Knows no program and no step.
+Images are rescaled to several sizes, and decoded to several sizes, so that the fitted rates hold
+for sizes that were not measured. Knows no program and no step.
 """
 
 import io
@@ -31,16 +31,16 @@ from scalejax.measure.input.probes import TAKEN, ReadyBatches
 from scalejax.measure.input.work import encoded_images, is_of_images, sample_work, stored_share
 from scalejax.simulator.input import InputPace, input_pace
 
-# Images of another size, encoded as those they are made of: what `input_bench` measures on.
+# Rescaled images with the encoding of the originals, on which the rates are measured.
 
 
 def write_sized(images: Sequence[bytes], factor: float, path: Path) -> None:
-    """A Parquet file of `images`, their edges `factor` times as long, in one row group.
+    """Write a Parquet file of `images`, rescaled by `factor`, in one row group.
 
     Args:
         images: encoded.
-        factor: of width and height; 1 leaves them as they are.
-        path: where it goes.
+        factor: scale of width and height; 1 leaves them unchanged.
+        path: output file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -51,7 +51,7 @@ def write_sized(images: Sequence[bytes], factor: float, path: Path) -> None:
 
 
 def sized(encoded: bytes, factor: float) -> bytes:
-    """The image with edges `factor` times as long; a JPEG as fine as it is, by its own tables."""
+    """The image rescaled by `factor`; a JPEG keeps its quality (its quantisation tables)."""
     with Image.open(io.BytesIO(encoded)) as image:
         form = image.format or "PNG"
         how: dict[str, Any] = {}
@@ -68,35 +68,35 @@ def sized(encoded: bytes, factor: float) -> bytes:
 
 
 OnStage = Callable[[str], None]
-"""Called with the name of each piece of work as it begins."""
+"""Called with the name of each stage as it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What is measured, and for how long."""
+    """Sizes that are measured, and for how long."""
 
     images: int = 64
-    """Images that are taken again and again."""
+    """Number of images, read repeatedly."""
     source_factors: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Their edges over those they have."""
+    """Scale factors of the stored images."""
     size_factors: tuple[float, ...] = (0.5, 1.0, 1.75)
-    """Edges of examples over that of the run."""
+    """Scale factors of the example size of the run."""
     repeats: int = 3
-    """How often each is measured; one after the other, so that a disturbance is in all."""
+    """Number of measurements of each, interleaved so that a disturbance affects all."""
     seconds: float = 0.4
-    """Time of each measurement."""
+    """Duration of each measurement."""
 
 
 GRID = Grid()
 
 
 def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: None) -> InputRates:
-    """What this host needs for batches of `data`.
+    """Input rates of this host for `data`.
 
     Args:
         data: the data set.
-        grid: what is measured.
-        on_stage: called as each piece of work begins.
+        grid: sizes and durations.
+        on_stage: called as each stage begins.
 
     Raises:
         ConfigError: if files of the data set cannot be read.
@@ -126,12 +126,12 @@ def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: 
 
 
 def stage_count(data: DataConfig, grid: Grid = GRID) -> int:
-    """How often `on_stage` will be called."""
+    """Number of calls of `on_stage`."""
     return grid.repeats + 2 + isinstance(data, ParquetConfig)
 
 
 def paces(rates: InputRates, config: RunConfig) -> list[tuple[int, InputPace]]:
-    """(workers, pace) of this host for the data of a run, once it was read."""
+    """(workers, input pace) of this host for the data of a run, after its first read."""
     samples = config.batch.global_batch or config.batch.per_device_batch or TAKEN
     work = sample_work(config.data)
     counts = [0, *_counts(rates.cores), 2 * rates.cores]
@@ -152,7 +152,7 @@ def _source() -> str:
 
 
 def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
-    """Processor time by the group and the byte, and the rate of storage where one waits for it."""
+    """CPU time per row group and per byte, and the storage rate where reads wait for it."""
     from scalejax.data.formats.parquet_columns import parquet_part
 
     files = parquet_part(data, "train")
@@ -171,7 +171,7 @@ def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
 
 
 def _take_rates(data: DataConfig, grid: Grid, on_stage: OnStage) -> tuple[TakeRates, TakeRates]:
-    """By one worker process, and by threads: by bytes and pixels of images, else a constant."""
+    """Rates of one worker process, and of threads: per byte and pixel of images, else constant."""
     with TemporaryDirectory(prefix="scalejax-") as folder:
         cases: Sequence[DataConfig] = [data]
         if isinstance(data, ParquetConfig) and is_of_images(data):
@@ -195,7 +195,7 @@ def _take_rates(data: DataConfig, grid: Grid, on_stage: OnStage) -> tuple[TakeRa
 
 
 def _cases(data: ParquetConfig, folder: Path, grid: Grid) -> list[ParquetConfig]:
-    """The data set with images of other sizes, brought to other sizes."""
+    """The data set with stored images of other sizes, decoded to other sizes."""
     images = encoded_images(data, grid.images)
     cases = []
     for factor in grid.source_factors:
@@ -215,8 +215,8 @@ def _cases(data: ParquetConfig, folder: Path, grid: Grid) -> list[ParquetConfig]
 
 
 def fit_take(works: list, seconds: np.ndarray) -> TakeRates:
-    """The times of a sample, byte and pixel that explain `seconds` of these samples best: least
-    squares of relative errors, none below 0."""
+    """Times per sample, byte and pixel fitted to `seconds` of `works`: non-negative least squares
+    of relative errors."""
     from scipy.optimize import nnls
 
     amounts = np.array(
@@ -229,7 +229,7 @@ def fit_take(works: list, seconds: np.ndarray) -> TakeRates:
 
 
 def _counts(cores: int) -> list[int]:
-    """One, its doubles, and all of the cores."""
+    """Powers of two up to the number of cores, and that number."""
     return sorted({*(2**power for power in range(cores.bit_length()) if 2**power <= cores), cores})
 
 
@@ -248,7 +248,8 @@ def _over_first(rates: dict[int, float]) -> Speedups:
 
 
 def _hand_over(example_bytes: float, grid: Grid) -> CopyRates:
-    """Batches that cost a worker nothing to make, small and large, on their way to a device."""
+    """Rates of passing batches from worker processes to a device, from small and large batches that
+    cost nothing to prepare."""
     (small, large), found = (1, max(2, round(example_bytes))), []
     for size in (small, large):
         times = [

@@ -1,6 +1,6 @@
-"""Times of single stages of the input: rows read, images decoded, batches handed to devices.
+"""Times of single input stages: reading rows, decoding images, copying batches to devices.
 
-Each gives seconds; what they are fitted to is `input_bench`'s business.
+Measures seconds; the rates are fitted in `measure.input.bench`.
 """
 
 import os
@@ -31,25 +31,25 @@ _LEAST_BATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadTimes:
-    """Row groups read."""
+    """Times of reading a row group."""
 
     processor_seconds: float
-    """Of all threads, from the page cache."""
+    """CPU time of all threads, read from the page cache."""
     least_processor_seconds: float
-    """The same, of their classes alone."""
+    """CPU time of reading only the class column."""
     waiting_seconds: float
-    """For storage: what a row group takes more than from the page cache, and, where no page cache
-    holds it (at a URL), all time that no thread was busy."""
+    """Time waiting for storage: the extra time over the page cache, or, where there is no page
+    cache (at a URL), all time in which no thread was busy."""
     bytes: float
-    """Of a row group, decompressed."""
+    """Decompressed bytes of a row group."""
     least_bytes: float
-    """Of its classes alone."""
+    """Decompressed bytes of its class column."""
 
 
 def read_times(
     files: ParquetFiles, groups: list[RowGroup], columns: tuple[str, ...], repeats: int
 ) -> ReadTimes:
-    """Medians over `groups` and repeats."""
+    """Median read times over `groups` and repeats."""
 
     def seconds(group: RowGroup, wanted: tuple[str, ...]) -> tuple[float, float]:
         begin, of_processor = time.perf_counter(), time.process_time()
@@ -68,7 +68,7 @@ def read_times(
     return ReadTimes(
         processor_seconds=processor_seconds,
         least_processor_seconds=median(of_processor for _, of_processor in least),
-        # Threads of Arrow side by side are busy for longer than it takes: they wait for nothing.
+        # Parallel Arrow threads are busy for longer than the wall time: no wait then.
         waiting_seconds=max(0.0, cold_seconds - min(warm_seconds, processor_seconds)),
         bytes=median(group.bytes_of(columns) for group in groups),
         least_bytes=median(group.bytes_of(columns[-1:]) for group in groups),
@@ -84,14 +84,14 @@ def forget(path: str) -> None:
 
 
 def sample_seconds(source: Source, workers: int, samples: int, seconds: float) -> float:
-    """Time from one sample to the next, in batches of `samples` on the first device.
+    """Seconds per sample, delivered in batches of `samples` on the first device.
 
     Args:
         source: the examples.
-        workers: processes that make them; 0 for threads of this one.
-        samples: of a batch, or as many as there are.
-        seconds: for how long batches are counted, once every process has made some and what was
-            made ahead is used up.
+        workers: worker processes; 0 for threads of this process.
+        samples: per batch, at most the whole source.
+        seconds: duration of the measurement, after every process has delivered some and the
+            prefetched batches are used up.
     """
     samples = min(samples, len(source))
     shapes = on_first_device(source.take(np.arange(1), 0), samples)
@@ -122,21 +122,21 @@ def on_first_device(
 
 
 def side_by_side(count: int, job: bytes, seconds: float) -> float:
-    """Samples per second of `count` processes that take examples at the same time.
+    """Samples per second of `count` processes that read examples concurrently.
 
     Args:
         count: processes.
-        job: what `input_taker` reads: the data set, pickled.
-        seconds: how long they go on.
+        job: the data set, pickled, for the throughput probe.
+        seconds: duration.
     """
-    processes = [_taker() for _ in range(count)]
+    processes = [_start_probe() for _ in range(count)]
     try:
         for process in processes:
             _pipe(process.stdin).write(len(job).to_bytes(8, "big") + job)
             _pipe(process.stdin).flush()
         for process in processes:
             if _pipe(process.stdout).readline() != b"ready\n":
-                raise RuntimeError("a process that was to take examples ended early")
+                raise RuntimeError("a throughput probe process ended early")
         for process in processes:
             _pipe(process.stdin).write(f"{seconds}\n".encode())
             _pipe(process.stdin).flush()
@@ -147,7 +147,7 @@ def side_by_side(count: int, job: bytes, seconds: float) -> float:
                 process.kill()
 
 
-def _taker() -> subprocess.Popen[bytes]:
+def _start_probe() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-P", "-m", "scalejax.measure.input.probes"]
     pipe = subprocess.PIPE
@@ -160,15 +160,15 @@ def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
     return stream
 
 
-# A process that takes examples for as long as it is told to: one of several, side by side.
+# Throughput probe: a process that reads examples for a given time, one of several in parallel.
 
 TAKEN = 64
-"""Examples that are taken at once."""
+"""Examples read per call."""
 _READY = 8
 
 
 class ReadyBatches:
-    """A source whose examples cost nothing: a few batches, more than caches hold, in turn."""
+    """A source whose examples cost nothing: cycles through a few batches larger than the caches."""
 
     def __init__(self, example_bytes: int) -> None:
         self._bytes = example_bytes
@@ -176,11 +176,11 @@ class ReadyBatches:
         self._taken = 0
 
     def __len__(self) -> int:
-        """As good as endless."""
+        """A practically endless number of examples."""
         return 2**20
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """A batch of as many as are asked for, each time."""
+        """A ready batch of the requested size."""
         self._taken += 1
         which = len(indices), self._taken % _READY
         if which not in self._ready:
@@ -190,7 +190,7 @@ class ReadyBatches:
 
 
 def main() -> None:
-    """Take examples, as one worker does: on one core."""
+    """Read examples on one core, as one input worker does."""
     limit_cores(1)
     size = int.from_bytes(sys.stdin.buffer.read(8), "big")
     source = open_source(pickle.loads(sys.stdin.buffer.read(size)), "train", seed=0)

@@ -1,6 +1,6 @@
-"""What one example of a data set asks of the host that makes batches of it.
+"""Input work per example of a data set: bytes to read, pixels to decode and resize.
 
-Reads footers, and the headers of some images; decodes none.
+Reads Parquet footers and the headers of some images; decodes none.
 """
 
 import io
@@ -21,13 +21,13 @@ from scalejax.hardware import FileWork, HostInput, InputRates, SampleWork
 from scalejax.simulator.input import input_pace, with_workers
 
 MOST_IMAGES = 256
-"""Images whose headers are read."""
+"""Number of images whose headers are read."""
 MOST_GROUPS = 8
-"""Row groups, evenly spread over the data set, that they come from."""
+"""Number of row groups they come from, evenly spread over the data set."""
 
 
 def sample_work(config: DataConfig) -> SampleWork:
-    """What an example of the training part asks for, in the mean.
+    """Mean input work of a training example.
 
     Raises:
         ConfigError: if files cannot be read.
@@ -47,12 +47,12 @@ def sample_work(config: DataConfig) -> SampleWork:
 
 
 def host_input(path: Path, config: RunConfig) -> HostInput:
-    """The input side of a host as measured in `path`, for the data of a run.
+    """Input rates of a host from the file `path`, for the data of a run.
 
-    Where a run is of one epoch, all of it is the first, and nothing has been read before.
+    A run of a single epoch reads everything from storage for the first time.
 
     Raises:
-        ConfigError: if the file cannot be read, is none of rates, or says nothing of such data.
+        ConfigError: if the file cannot be read, holds no rates, or none for such data.
     """
     try:
         rates = build(InputRates, load_toml(path), where="input")
@@ -79,7 +79,7 @@ def is_of_images(config: DataConfig) -> bool:
 
 
 def encoded_images(config: ParquetConfig, count: int) -> list[bytes]:
-    """Up to `count` encoded images of the training part, from row groups evenly spread over it.
+    """Up to `count` encoded training images, from row groups evenly spread over the data set.
 
     Raises:
         ConfigError: if files cannot be read.
@@ -124,7 +124,7 @@ def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
 
 
 def stored_share(files: ParquetFiles) -> float:
-    """Bytes of the files over those of their columns decompressed, as if all were alike."""
+    """Compressed over decompressed bytes of the files, as if all columns were alike."""
     stored = sum({group.file.path: group.file.size_bytes for group in files.groups}.values())
     read = sum(size for group in files.groups for _, size in group.column_bytes)
     return stored / max(1, read)
@@ -138,7 +138,7 @@ def _of_image(encoded: bytes, size: int) -> tuple[float, float, float, float]:
             image.draft("RGB", (2 * size, 2 * size))  # as `data.images` decodes
             after = image.size
     except (OSError, UnidentifiedImageError, ValueError, SyntaxError):
-        return float(len(encoded)), 0.0, 0.0, 0.0  # training says what is wrong with it
+        return float(len(encoded)), 0.0, 0.0, 0.0  # training reports the error
     pixels = float(after[0] * after[1])
     resized = 0.0 if after == (size, size) else float(size**2)
     if after == before:

@@ -326,8 +326,8 @@ def _add_studies(page: Page, studies: Sequence[ScalingPrediction]) -> None:
         )
         page.add_chart(
             "Scaling efficiency",
-            "Throughput per device, relative to the smallest number of devices. The rest "
-            "to 100 % is the price of communication, and of waiting.",
+            "Throughput per device, relative to the smallest number of devices. The loss "
+            "against 100 % is the cost of communication and waiting.",
             charts.efficiency(studies),
         )
     for study in studies:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.cli import COMMANDS
+from scalejax.cli.commands import COMMANDS
 from scalejax.cli.main import main, parse
 from scalejax.training.record import EvaluationMeasurement, RunRecord
 

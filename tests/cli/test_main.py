@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import scalejax
-from scalejax.cli import COMMANDS, Predict, RunFileCommand, Train
+from scalejax.cli.commands import COMMANDS, Predict, RunFileCommand, Train
 from scalejax.cli.main import main, parse, split_overrides
 from scalejax.config.run import RunConfig
 from scalejax.core import serialization

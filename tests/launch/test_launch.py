@@ -50,7 +50,7 @@ evaluate_every_epochs = 4
 STEPS = 8 * 25
 CODE = "import sys; from scalejax.cli.main import main; sys.exit(main())"
 IMPATIENT = (
-    "import functools; from scalejax.cli import launching as command; "
+    "import functools; from scalejax.cli import launch as command; "
     f"command.Launch = functools.partial(command.Launch, stopped_seconds=2.0); {CODE}"
 )
 """A launch that waits for a stopped process for two seconds, and not for fifteen."""

@@ -1,0 +1,78 @@
+"""The commands of `scalejax`: one class each, whose fields are its flags.
+
+`execute` calls the functions that a Python user would call. Imported without JAX, which the
+commands that need it import when they run.
+"""
+
+from scalejax.cli.bench import Bench, DataBench
+from scalejax.cli.command import Overrides, RunFileCommand
+from scalejax.cli.data import DataConvert, DataInspect
+from scalejax.cli.doctor import Doctor
+from scalejax.cli.emulate import Emulate
+from scalejax.cli.launch import LaunchRun
+from scalejax.cli.plan import PlanRun
+from scalejax.cli.predict import Calibrate, Explain, Hardware, Predict, Validate
+from scalejax.cli.search import Search
+from scalejax.cli.sweep import Sweep
+from scalejax.cli.train import (
+    ConfigFields,
+    ConfigMigrate,
+    ConfigShow,
+    Quickstart,
+    Report,
+    SchedulePlot,
+    Train,
+)
+
+__all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
+
+Command = (
+    Train
+    | LaunchRun
+    | Sweep
+    | Emulate
+    | Bench
+    | Predict
+    | Explain
+    | Search
+    | PlanRun
+    | Report
+    | ConfigShow
+    | ConfigFields
+    | ConfigMigrate
+    | SchedulePlot
+    | DataBench
+    | DataConvert
+    | DataInspect
+    | Hardware
+    | Calibrate
+    | Doctor
+    | Validate
+    | Quickstart
+)
+
+COMMANDS: dict[str, type[Command]] = {
+    "quickstart": Quickstart,
+    "train": Train,
+    "launch": LaunchRun,
+    "sweep": Sweep,
+    "emulate": Emulate,
+    "bench": Bench,
+    "predict": Predict,
+    "explain": Explain,
+    "search": Search,
+    "plan": PlanRun,
+    "report": Report,
+    "config show": ConfigShow,
+    "config fields": ConfigFields,
+    "config migrate": ConfigMigrate,
+    "schedule plot": SchedulePlot,
+    "data bench": DataBench,
+    "data convert": DataConvert,
+    "data inspect": DataInspect,
+    "hardware": Hardware,
+    "calibrate": Calibrate,
+    "doctor": Doctor,
+    "validate": Validate,
+}
+"""The commands by name, as typed after `scalejax`."""

@@ -22,7 +22,7 @@ from scalejax.report.terminal import tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doctor:
-    """Check this machine for problems that slow runs down or break them.
+    """Check this machine for problems that slow or break runs.
 
     Versions, devices and their rates, memory, disks, ports, environment variables; under srun or
     mpirun also clocks and the connections between processes. Exit codes: 0 if nothing is bad, 1 if

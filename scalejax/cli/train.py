@@ -124,7 +124,7 @@ class ConfigFields:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigMigrate:
-    """Rewrite a run.toml of an earlier version with the names of now.
+    """Rewrite a run.toml of an earlier version with current names.
 
     Comments and order stay. Files with the old names are read all the same, with a note.
     """

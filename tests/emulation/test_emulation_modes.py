@@ -280,7 +280,10 @@ def test_algorithms_of_one_machine_are_refused_on_two(algorithm: AlgorithmConfig
         ({"variable_update": "distributed_all_reduce"}, "all_reduce_spec is missing"),
         ({"all_reduce_spec": "xring"}, "parameter_server reduces in its own way"),
         ({"variable_update": "replicated", "all_reduce_spec": "nccl:1k:xring"}, "one range"),
-        ({"variable_update": "replicated", "all_reduce_spec": "collective"}, "by themselves"),
+        (
+            {"variable_update": "replicated", "all_reduce_spec": "collective"},
+            "collective_all_reduce",
+        ),
         ({"variable_update": "replicated", "cross_replica_sync": False}, "cross_replica_sync"),
         ({"staged_vars": True, "cross_replica_sync": False}, "use one of the two"),
     ],

@@ -34,7 +34,7 @@ def test_what_cannot_be_shared_evenly_is_refused(monkeypatch, processes):
     """Three of eight, and more than there are; where there are none, nothing is."""
     monkeypatch.setattr(gpus, "nvidia_gpus", lambda: 8)
 
-    with pytest.raises(ConfigError, match=f"processes={processes} is refused: .* of the 8 GPUs"):
+    with pytest.raises(ConfigError, match=f"processes={processes} is refused: .* the 8 GPUs"):
         share(0, processes, {})
     monkeypatch.setattr(gpus, "nvidia_gpus", lambda: 0)
     assert share(0, processes, {}) == {}

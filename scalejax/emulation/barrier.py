@@ -1,6 +1,6 @@
-"""A collective of all workers: it begins when the last of them is there, and needs them to its end.
+"""Barrier of all workers with a collective: starts when the last arrives, fails with any member.
 
-Knows who is there; nothing of what they exchange.
+Knows which workers have arrived; nothing of the data.
 """
 
 from collections.abc import Callable
@@ -14,34 +14,34 @@ Part = TypeVar("Part")
 
 
 class Barrier(Generic[Part]):
-    """Where workers wait for each other, again and again.
+    """Reusable barrier at which workers wait for each other.
 
-    What a worker brings is in its memory alone. One that fails before the exchange is over, while
-    it waits or exchanges, loses it, and makes it again when it is back; the others wait, and an
-    exchange that had begun begins anew, as NCCL's and Gloo's collectives do not survive a member.
+    A worker's data are in its memory only. If it fails before the collective is complete, it
+    computes them again after its restart; the others wait, and the collective starts again,
+    since NCCL's and Gloo's collectives do not survive the loss of a member.
     """
 
     def __init__(
         self,
         cluster: VirtualCluster,
-        exchange_seconds: Callable[[], float],
+        collective_seconds: Callable[[], float],
         synchronised: Callable[[list[Part]], None],
     ) -> None:
-        """Nobody is there.
+        """Create the barrier with no worker waiting.
 
         Args:
-            world: of the workers.
-            exchange_seconds: what the exchange takes from when all are there.
-            exchanged: is given what all have brought, in the order of the workers.
+            cluster: the workers.
+            collective_seconds: time of the collective after all have arrived.
+            synchronised: called with the data of all workers, in their order.
         """
         self._cluster = cluster
-        self._exchange_seconds, self._synchronised = exchange_seconds, synchronised
+        self._collective_seconds, self._synchronised = collective_seconds, synchronised
         self._parts: dict[int, Part] = {}
         self._over = cluster.env.event()
-        self._begun = 0  # exchanges, of which only the last one counts
+        self._begun = 0  # collectives started; only the last one counts
 
     def wait(self, worker: int, part: Part) -> Body:
-        """Until all workers have exchanged what they have, of `worker` this `part`."""
+        """Wait until the collective of all workers is complete; `worker` contributes `part`."""
         self._parts[worker], over = part, self._over
         if len(self._parts) == self._cluster.workers:
             self._begun += 1
@@ -56,11 +56,11 @@ class Barrier(Generic[Part]):
 
     def _begin(self, number: int) -> None:
         def end() -> None:
-            if number != self._begun:  # somebody has failed since
+            if number != self._begun:  # a worker has failed since
                 return
             parts = [self._parts[worker] for worker in sorted(self._parts)]
             self._parts, self._over, over = {}, self._cluster.env.event(), self._over
             self._synchronised(parts)
             over.succeed()
 
-        after(self._cluster.env, self._exchange_seconds(), end)
+        after(self._cluster.env, self._collective_seconds(), end)

@@ -1,4 +1,4 @@
-"""What a run must be for its training to be emulated: every refusal, before anything is computed.
+"""Checks of whether a run can be emulated: every refusal, before anything is computed.
 
 Knows configs; nothing of how a run is emulated.
 """
@@ -18,14 +18,14 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.virtual_cluster import Durations, are_returning
 
 _MOST_TRIES = 10_000
-"""Of a round, in the mean: each computes its gradients again."""
+"""Most tries of a round, on average; each recomputes its gradients."""
 
 
 def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
-    """What each worker trains, on a device of its own, and how they do it together.
+    """The run of each worker, on a device of its own, and the emulation config.
 
-    A `batch.per_device_batch` is that of a worker: the global batch of synchronous workers has as
-    many for each of them that counts.
+    `batch.per_device_batch` is the batch of a worker: the global batch of synchronous workers is
+    that times the number of workers whose gradients count.
 
     Raises:
         ConfigError: if the run cannot be emulated, naming the field.
@@ -64,7 +64,7 @@ def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
 
 
 def require_enough(workers: int, minibatch: int, examples: int) -> None:
-    """Refuse workers of which some have less than a minibatch of the examples for themselves.
+    """Refuse so many workers that some have less than a minibatch of the examples.
 
     Raises:
         ConfigError: naming the most workers for whom there are enough.
@@ -79,7 +79,7 @@ def require_enough(workers: int, minibatch: int, examples: int) -> None:
 
 
 def _require_plain(config: RunConfig) -> None:
-    """Refuse what a single device trains, and workers with servers between them do not."""
+    """Refuse features of training that emulated workers with servers do not have."""
     layout, model = config.layout, config.model
     for axis in ("data", "fsdp", "tensor", "context", "pipeline"):
         if getattr(layout, axis) not in (None, 1):
@@ -119,7 +119,7 @@ def _require_plain(config: RunConfig) -> None:
 
 
 def _require_plain_training(config: RunConfig) -> None:
-    """Refuse what is told of minibatches, or of evaluations, only where one device has them all."""
+    """Refuse training options that need all minibatches or evaluations on one device."""
     augmentation, train = config.input.augmentation, config.train
     if augmentation is not None and augmentation.mixup_alpha:
         accepted = "it mixes neighbours of a batch, which workers divide; leave it 0"
@@ -139,14 +139,14 @@ def _require_plain_training(config: RunConfig) -> None:
 
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse an optimizer that looks at whole layers, where servers hold parts of them."""
+    """Refuse a layer-wise optimizer where servers hold parts of layers."""
     if emulation.server_shards > 1 and isinstance(config.optimizer, LarsConfig | LambConfig):
         accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
         raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
 
 
 def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
-    """Refuse weight decay where it would be left out: L-BFGS has no optimizer."""
+    """Refuse weight decay where it would be ignored: L-BFGS has no optimizer."""
     decay = getattr(config.optimizer, "weight_decay", 0.0)
     if isinstance(emulation.algorithm, SandblasterConfig) and decay:
         accepted = "sandblaster steps by the gradient of the loss, and has no optimizer; leave it 0"
@@ -154,7 +154,7 @@ def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
 
 
 def _require_returning(emulation: EmulationConfig) -> None:
-    """Refuse workers that never come back where others wait for them."""
+    """Refuse workers that never restart where others wait for them."""
     if emulation.waits_for_all and not are_returning(emulation.failures):
         raise ConfigError(
             "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
@@ -163,11 +163,11 @@ def _require_returning(emulation: EmulationConfig) -> None:
 
 
 def require_progress(run: ResolvedRun, emulation: EmulationConfig, times: Durations) -> None:
-    """Refuse workers that fail so often that a round would hardly ever be whole.
+    """Refuse workers that fail so often that a round would hardly ever complete.
 
-    One worker that fails every M seconds in the mean makes a round of L seconds again until it
-    lives through one, exp(L / M) times (times to failures are exponential). In a collective all N
-    are needed at once, each of which is there for M of M + R + L seconds, with R for its restart:
+    One worker that fails every M seconds on average repeats a round of L seconds until it
+    survives one, exp(L / M) times (times to failure are exponential). A collective needs all N
+    at once, each of which is available for M of M + R + L seconds, with R for its restart:
     ((M + R + L) / M)^N tries.
 
     Raises:

@@ -1,14 +1,14 @@
-"""Seconds that the reductions of an `all_reduce_spec` take, by the plain formulas.
+"""Seconds of the reductions of an `all_reduce_spec` of tf_cnn_benchmarks.
 
-With n members, tensors of P bytes, a latency a and a rate B of each way:
+With n members, tensors of P bytes, a latency a and a bandwidth B in each direction:
     ring                 2 (n - 1) (a + P / (n B))
     halving and doubling 2 log2(n) a + 2 (n - 1) / n P / B
-    servers              2 a + 2 (bytes that come to the fullest) / B: 2 (n - 1) P / S of S equal
-                         ones that are members, 2 n P of a host's memory
-A ring or halving takes one tensor after the other, but NCCL all in one group. Servers take all at
-once, each tensor cut into `shards` and dealt out in turn, but devices and memory of one host copy
-one tensor after the other. What leaves a host shares its wires, and passes beside what stays.
-Knows formulas and wires; no events, no values.
+    servers              2 a + 2 (bytes received by the fullest) / B: 2 (n - 1) P / S with S equal
+                         servers among the members, 2 n P for the memory of a host
+A ring or halving reduces one tensor after the other, but NCCL all in one group. Servers take all at
+once, each tensor cut into `shards` distributed round-robin, but devices and memory of one host copy
+one tensor after the other. Traffic that leaves a host shares its links, and overlaps with the rest.
+Knows formulas and links; no events, no values.
 
 Sources: Patarasuk & Yuan 2009, JPDC 69(2); Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Li et
 al. 2014, OSDI. Ignores how small tensors are packed together.
@@ -25,33 +25,33 @@ from scalejax.emulation.virtual_cluster import Durations
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceLinks:
-    """What joins the workers."""
+    """Links between the workers."""
 
     workers: int
-    """All of them."""
+    """Number of workers."""
     workers_per_host: int
-    """Those that share a host."""
+    """Workers on each host."""
     latency_seconds: float
-    """Of a message between hosts."""
+    """Latency of a message between hosts."""
     hop_seconds: float
-    """Of a message within a host."""
+    """Latency of a message within a host."""
     network_bytes_per_second: float | None
-    """From one host to the others, each way; None: nothing is ever slow there."""
+    """Bandwidth of a host to the others, each direction; None: unlimited."""
     link_bytes_per_second: float | None
-    """From one device to the others of its host, each way; None likewise."""
+    """Bandwidth of a device to the others of its host, each direction; None: unlimited."""
     host_bytes_per_second: float | None
-    """Of all devices of a host together to its memory, each way; None likewise."""
+    """Bandwidth of all devices of a host to its memory, each direction; None: unlimited."""
 
     @property
     def hosts(self) -> int:
-        """Hosts that have workers."""
+        """Number of hosts."""
         return -(-self.workers // self.workers_per_host)
 
 
 def with_reduction(
     durations: Durations, emulation: EmulationConfig, tensor_elements: Sequence[int]
 ) -> Durations:
-    """`durations` with the exchange of a mode that another program names, if nobody gives it.
+    """`durations` with the all-reduce time of a tf_cnn_benchmarks mode, unless it is given.
 
     Raises:
         ConfigError: if workers cannot be reduced in that way.
@@ -72,7 +72,7 @@ def with_reduction(
         host_bytes_per_second=mode.host_bytes_per_second or durations.host_bytes_per_second,
     )
     seconds = reduction_seconds(mode.reduction, tensor_elements, links)
-    return replace(durations, exchange_seconds=seconds)
+    return replace(durations, collective_seconds=seconds)
 
 
 def reduction_seconds(
@@ -82,13 +82,13 @@ def reduction_seconds(
     *,
     element_bytes: int = 4,
 ) -> float:
-    """Time until every worker has the sum of all tensors.
+    """Seconds until every worker has the sum of all tensors.
 
     Args:
-        ranges: how tensors are reduced, by their sizes.
-        tensor_elements: numbers in each tensor.
-        wires: what joins the workers.
-        element_bytes: size of a number.
+        ranges: reduction method by tensor size.
+        tensor_elements: elements of each tensor.
+        links: links between the workers.
+        element_bytes: bytes of an element.
 
     Raises:
         ConfigError: if workers cannot be reduced in that way.
@@ -132,7 +132,7 @@ def _range_seconds(each: ReduceRange, sizes: list[int], links: ReduceLinks) -> f
         return local + _halved(sizes, links.hosts, latency, network)
     if between == "xring":
         return local + _ring(sizes, links.hosts, latency, network)
-    # One worker of each host, whose gradient is in its memory already.
+    # One worker of each host, whose gradient is already in host memory.
     hosts = replace(links, workers=links.hosts, workers_per_host=1, host_bytes_per_second=None)
     return local + _served(sizes, each.shards, False, hosts)
 
@@ -151,8 +151,8 @@ def _halved(sizes: list[int], members: int, latency: float, rate: float | None) 
 
 
 def _served(sizes: list[int], shards: int, on_devices: bool, links: ReduceLinks) -> float:
-    """Tensors go to groups of `shards` servers in turn, as tf_cnn_benchmarks groups devices: to
-    the devices of all workers, or to the memories of their hosts."""
+    """Seconds of a reduction on servers. Tensors go to groups of `shards` servers round-robin, as
+    tf_cnn_benchmarks groups devices: the devices of all workers, or the memories of their hosts."""
     if links.workers == 1:
         return 0.0
     servers = links.workers if on_devices else links.hosts
@@ -174,7 +174,7 @@ def _served(sizes: list[int], shards: int, on_devices: bool, links: ReduceLinks)
             if on_devices
             else slice(host, host + 1)
         )
-        senders = members - on_devices  # a device has its own gradient
+        senders = members - on_devices  # a device already has its own gradient
         rate = links.link_bytes_per_second if on_devices else links.host_bytes_per_second
         within = senders * max(loads[own]) / rate if rate else 0.0
         within += links.hop_seconds * max(copies[own]) if senders else 0.0

@@ -1,6 +1,6 @@
-"""Gradients that workers make smaller before they push them, and what each keeps back.
+"""Gradient compression of workers before a push, with error feedback.
 
-Knows workers and bytes; the arithmetic is the tape's.
+Knows workers and bytes; the instruction log has the values computed.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from scalejax.emulation.instructions import InstructionLog, Operation, Shards, V
 
 
 class Compression:
-    """What each worker has kept back, for each server."""
+    """Residuals of each worker, for each server."""
 
     def __init__(
         self,
@@ -21,13 +21,13 @@ class Compression:
         *,
         samples: int,
     ) -> None:
-        """Nothing is kept back yet.
+        """Create the state with empty residuals.
 
         Args:
-            config: the method.
-            tape: does the arithmetic.
-            shard_layers: of each server, (layers, numbers in each) of its piece of each parameter.
-            samples: of a gradient, which is their mean.
+            config: the compression method.
+            instructions: has the values computed.
+            shard_layers: for each server, (layers, elements per layer) of its parameter pieces.
+            samples: number of samples that a gradient averages over.
         """
         self._method: Operation = config.method
         self._keeps = config.method != "fp16"
@@ -39,7 +39,7 @@ class Compression:
         self._kept: dict[tuple[int, int], Value] = {}
 
     def sent(self, worker: int, gradient: Shards) -> Shards:
-        """What arrives of `gradient`; the rest is added to the next one."""
+        """The compressed `gradient` as received; the residual is added to the next one."""
         arriving = []
         for server, part in enumerate(gradient):
             kept = self._kept.get((worker, server))
@@ -50,16 +50,16 @@ class Compression:
         return tuple(arriving)
 
     def sent_bytes(self, server: int) -> int:
-        """Of its part of a gradient."""
+        """Bytes sent for the part of a gradient on `server`."""
         return self._sent_bytes[server]
 
 
 def _sent_bytes(config: CompressionConfig, layers: int, elements: int) -> int:
-    """Of a piece of one parameter: what `config` makes of each number, in whole words."""
+    """Compressed bytes of a piece of one parameter, in whole words."""
     match config.method:
         case "fp16":
             return 2 * layers * elements
         case "two_bit":  # 16 in a word, as MXNet packs each key
             return 4 * -(-layers * elements // 16)
-        case "top_k":  # a value and its place
+        case "top_k":  # a value and its index
             return 8 * layers * kept_entries(elements, config.fraction)

@@ -1,7 +1,7 @@
-"""How long the parts of an emulated step take, from the compiled step on the cluster.
+"""Durations of the parts of an emulated step, predicted from the compiled step on a cluster.
 
-What trains here is what is costed: a worker's gradient takes what `predict` says of the step that
-is compiled for its chip. Knows programs and clusters; nothing of events.
+A worker's gradient takes the predicted time of the step compiled for its chip. Knows programs and
+clusters; nothing of events.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from scalejax.simulator.timeline.timeline import what_if
 from scalejax.xla import ProfileJob
 from scalejax.xla.batch import compile_cases, in_words
 
-# On how many hosts the workers of an algorithm can be, and what must be known of one of them.
+# Checks of hosts: algorithms limited to one host, and the rates needed within a host.
 
 
 def is_of_one_machine(algorithm: AlgorithmConfig) -> bool:
@@ -29,7 +29,7 @@ def is_of_one_machine(algorithm: AlgorithmConfig) -> bool:
 
 
 def require_one_machine(emulation: EmulationConfig, workers_per_host: int) -> None:
-    """Refuse several hosts where there can be but one.
+    """Refuse several hosts for an algorithm that is limited to one.
 
     Raises:
         ConfigError: naming what works on several.
@@ -46,7 +46,7 @@ def require_one_machine(emulation: EmulationConfig, workers_per_host: int) -> No
 
 
 def require_rates(emulation: EmulationConfig, workers_per_host: int) -> None:
-    """Refuse an exchange within a host of which nobody says how fast it is.
+    """Refuse communication within a host whose rate is not given.
 
     Raises:
         ConfigError: naming what is missing.
@@ -61,12 +61,12 @@ def require_rates(emulation: EmulationConfig, workers_per_host: int) -> None:
     ):
         raise ConfigError(
             "emulation.algorithm.host_bytes_per_second is missing: workers share a host, "
-            "and exchange at its rate. Give it, emulation.timing.collective_seconds, or --cluster."
+            "and send at its rate. Give it, emulation.timing.collective_seconds, or --cluster."
         )
 
 
 def _elsewhere(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
-    """Field and value of what is of one machine, and what to take on several."""
+    """Field and value that limit an algorithm to one machine, and the alternative; else None."""
     match algorithm:
         case KvStoreConfig(type="local"):
             return "type", "local", '"dist_sync"'
@@ -87,24 +87,24 @@ def durations_of(
     *,
     on_case: OnCase = nothing_said,
 ) -> Durations:
-    """How long everything takes that the workers of `emulation` do.
+    """Durations of all actions of the workers of `emulation`.
 
-    Workers that keep step by an all-reduce go by the step that is compiled for all of them: its
-    exchange is what the collectives take that no arithmetic hides, the gradient is the rest. Else
-    a worker goes by the step that is compiled for one device, and its minibatch; its update is
-    part of that (ignores that servers make it: < 5 % of a step). A message between a worker and a
-    server passes the wires of the worker's node, the latency of a remote call, and the wires of
-    the server's host, one after the other, as a server begins with what has wholly come.
+    Synchronous workers with an all-reduce use the step compiled for all of them: the collective
+    is its exposed communication, the gradient is the rest. Otherwise a worker uses the step
+    compiled for one device and its minibatch, including the update (ignores that servers make
+    it: < 5 % of a step). A message between a worker and a server passes the link of the worker's
+    node, the latency of a remote call, and the link of the server's host, one after the other,
+    since a server starts when the whole message has arrived.
 
     Args:
-        run: what trains, on one device.
-        emulation: by which workers.
-        cluster: where; if None, `emulation.timing` says everything.
-        on_case: told when the step is compiled.
+        run: the run, on one device.
+        emulation: the workers and their algorithm.
+        cluster: hardware of the workers; if None, `emulation.timing` gives all times.
+        on_case: called when the step is compiled.
 
     Raises:
-        ConfigError: if neither says how long a gradient takes, or how fast workers of one host
-            exchange; or if the algorithm is of one machine, and the workers are on several.
+        ConfigError: if neither gives the time of a gradient, or the bandwidth between workers of
+            one host; or if the algorithm is limited to one machine, and the workers are on several.
         DoesNotFit: if the cluster has fewer devices than workers.
         ProfileError: if the compiler refuses the step.
     """
@@ -159,7 +159,7 @@ def durations_of(
 
 
 def _hop_seconds(cluster: Cluster) -> float:
-    """Of a message within a node, by the method that is fastest for large ones."""
+    """Latency of a message within a node, by the method that is fastest for large messages."""
     methods = [
         each for each in cluster.library.methods if each.algorithm not in ("nvls", "pairwise")
     ]
@@ -169,13 +169,13 @@ def _hop_seconds(cluster: Cluster) -> float:
 def _given(
     timing: TimingConfig, emulation: EmulationConfig, *, gradient: float, deviation: float = 0.0
 ) -> Durations:
-    """What `timing` says, and nothing for what it does not say."""
+    """Durations given by `timing`, 0 or unlimited where it gives none."""
     if emulation.stragglers.cv is not None:
         deviation = gradient * emulation.stragglers.cv
     return Durations(
         gradient_seconds=gradient,
         gradient_deviation_seconds=deviation,
-        exchange_seconds=timing.collective_seconds or 0.0,
+        collective_seconds=timing.collective_seconds or 0.0,
         update_seconds=timing.update_seconds,
         latency_seconds=timing.latency_seconds or 0.0,
         worker_bytes_per_second=timing.worker_bytes_per_second,
@@ -187,7 +187,7 @@ def _given(
 def _compiled(
     run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
 ) -> tuple[float, float]:
-    """Seconds of a gradient, and of the exchange that it does not hide."""
+    """Seconds of a gradient, and of the exposed communication."""
     devices, samples = 1, run.split.global_batch
     if emulation.is_all_reduced:
         devices = emulation.workers

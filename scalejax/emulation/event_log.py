@@ -1,6 +1,6 @@
-"""The log of an emulated run: every instruction of its arithmetic, in a Parquet file.
+"""Event log of an emulated run: every instruction, in a Parquet file.
 
-Knows instructions and columns; nothing of what is computed.
+Knows instructions and columns; nothing of the values.
 """
 
 from collections.abc import Iterator
@@ -34,21 +34,21 @@ _AT_ONCE = 20_000
 
 
 class EventLog:
-    """Takes the instructions of a run, and writes them down, so many at once."""
+    """Writer of the instructions of a run, in row groups."""
 
     def __init__(self, path: Path) -> None:
-        """An empty file at `path`, which can be read once this is closed."""
+        """Create the file at `path`; it is readable once closed."""
         self._writer = pq.ParquetWriter(path, _SCHEMA, compression="zstd")
         self._waiting: list[Instruction] = []
 
     def write(self, instruction: Instruction) -> None:
-        """Write it down, now or later."""
+        """Append an instruction; it may be buffered."""
         self._waiting.append(instruction)
         if len(self._waiting) == _AT_ONCE:
             self._flush()
 
     def close(self) -> None:
-        """Write what waits; the file is whole."""
+        """Flush the buffer and complete the file."""
         self._flush()
         self._writer.close()
 
@@ -68,9 +68,9 @@ class EventLog:
 
 @contextmanager
 def write_events(path: Path) -> Iterator[EventLog]:
-    """The log of a run in the file `path`; its `write` takes the instructions.
+    """Open the event log of a run at `path` for writing.
 
-    Where the run fails, what was logged by then is there.
+    If the run fails, the file holds the instructions until then.
     """
     log = EventLog(path)
     try:
@@ -80,7 +80,7 @@ def write_events(path: Path) -> Iterator[EventLog]:
 
 
 def read_events(path: Path) -> list[Instruction]:
-    """The instructions in the file `path`, in their order.
+    """The instructions in the file `path`, in order.
 
     Raises:
         ConfigError: if it cannot be read, or holds something else.

@@ -1,10 +1,8 @@
-"""Does what a tape says, by the parts of the real `Step`: its gradient, its optimizer, its
-evaluation.
+"""Executes instructions with the parts of the real `Step`: its gradient, optimizer, evaluation.
 
-Parameters on several servers are cut into as many parts, each leaf by itself, so that an optimizer
-that treats every number by itself does the same to a part as to the whole. A gradient is computed
-when something is made of it: by then others wait that were begun before, and several are computed
-in one program. Knows no time and no workers.
+Parameters are sharded over the servers, each leaf by itself, so that an element-wise optimizer does
+the same to a shard as to the whole. Gradients are lazy: one is computed when its value is needed,
+together with others that are pending, in one program. Knows no time and no workers.
 """
 
 import math
@@ -35,7 +33,7 @@ from scalejax.training.setup import schedule_of, train_setup
 from scalejax.training.state import PyTree, abstract_state
 from scalejax.training.step import init_state
 
-# What becomes of gradients on their way: compressed by their worker, or combined by Adasum.
+# Gradient compression with error feedback, and Adasum.
 
 
 def compressed(
@@ -45,15 +43,15 @@ def compressed(
     residual: PyTree | None,
     stacked: tuple[str, ...] = (),
 ) -> tuple[PyTree, PyTree]:
-    """What arrives of `gradient` and what was left of those before, and what is left now.
+    """The compressed sum of `gradient` and `residual`, and the new residual.
 
     Args:
-        method: fp16; two_bit: `number`, 0 or -`number`; top_k: that part of a layer's entries,
-            those of the largest size, at least one if it has any.
-        number: of the method; it is fixed, as a program depends on it.
+        method: fp16; two_bit: `number`, 0 or -`number`; top_k: the fraction `number` of a
+            layer's entries with the largest magnitude, at least one if it has any.
+        number: parameter of the method; a compile-time constant.
         gradient: float32.
-        residual: what was left; None for nothing.
-        stacked: first parts of the paths of parameters whose first dimension counts layers.
+        residual: what earlier compressions left out; None for nothing.
+        stacked: path prefixes of parameters whose first dimension counts layers.
     """
     if residual is not None:
         gradient = jax.tree.map(jnp.add, gradient, residual)
@@ -68,13 +66,13 @@ def compressed(
 
 
 def kept_entries(entries: int, fraction: float) -> int:
-    """How many of them top_k sends."""
+    """Number of entries that top_k sends."""
     return min(entries, max(1, math.ceil(fraction * entries)))
 
 
 def adasum(several: Sequence[PyTree], stacked: tuple[str, ...] = ()) -> PyTree:
-    """One gradient of a power of two of them: of neighbours, of neighbouring pairs, and so on;
-    each layer by itself, `stacked` as in `compressed`."""
+    """Adasum of a power of two of gradients, by pairwise recursion; each layer by itself,
+    `stacked` as in `compressed`."""
     split = [layers_of(gradient, stacked) for gradient in several]
     while len(split) > 1:
         pairs = zip(split[::2], split[1::2], strict=True)
@@ -88,14 +86,14 @@ def _signed(layers: jax.Array, threshold: float) -> jax.Array:
 
 
 def _largest(layers: jax.Array, fraction: float) -> jax.Array:
-    """Of each layer of [layers, entries]."""
+    """The entries of largest magnitude in each layer of [layers, entries], the rest 0."""
     _, places = jax.lax.top_k(jnp.abs(layers), kept_entries(layers.shape[1], fraction))
     values = jnp.take_along_axis(layers, places, axis=1)
     return jnp.put_along_axis(jnp.zeros_like(layers), places, values, axis=1, inplace=False)
 
 
 def _of_pair(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Of [layers, entries]."""
+    """Adasum of two gradients of [layers, entries]."""
     product = jnp.vecdot(left, right)[:, None]
     shares = [
         jnp.where(norm > 0, 1 - product / (2 * jnp.where(norm > 0, norm, 1.0)), 1.0)
@@ -105,16 +103,16 @@ def _of_pair(left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 TOGETHER = 8
-"""Gradients in one program, which two cores share: 80 us each in place of 210, for a network of
+"""Gradients computed in one program: on two cores 80 us each in place of 210, for a network of
 100,000 parameters and 16 samples (jax 0.10.2)."""
 _SUMMED = 16
-"""Values in one sum: the program of a longer one takes longer to compile than all its runs."""
+"""Most values in one sum: a longer one takes longer to compile than to run."""
 _AHEAD = 256
-"""Updates that are queued at most, each of which holds its arguments in memory."""
+"""Most queued updates; each holds its arguments in memory."""
 
 
-class JaxArithmetic:
-    """The arithmetic of one run, on one device."""
+class JaxExecutor:
+    """Executor of the instructions of one run, on one device."""
 
     def __init__(
         self,
@@ -125,14 +123,14 @@ class JaxArithmetic:
         shards: int,
         gradients_per_update: int = 1,
     ) -> None:
-        """Nothing is computed yet.
+        """Set up the programs; computes nothing yet.
 
         Args:
-            run: what trains, on one device.
-            mesh: that device.
+            run: the run, on one device.
+            mesh: the mesh of that device.
             sources: the training and the test examples.
-            shards: parts of the parameters.
-            gradients_per_update: minibatches of an update; the learning rate is by minibatches.
+            shards: number of parameter shards.
+            gradients_per_update: minibatches of an update; the learning rate counts minibatches.
         """
         setup = train_setup(run, mesh)
         if gradients_per_update > 1:
@@ -152,7 +150,7 @@ class JaxArithmetic:
         self._combined = jax.jit(_combine)
         self._dot = jax.jit(optax.tree.vdot)
         self._joined = jax.jit(self._join)
-        # Pieces are cut across layers: of those a piece of a stacked parameter counts as one.
+        # Shards are cut across layers, so a piece of a stacked parameter counts as one layer.
         self._stacked = network_class(run.config.model).stacked if shards == 1 else ()
         self._compressed = jax.jit(compressed, static_argnums=(0, 1, 4))
         self._adasum = jax.jit(adasum, static_argnums=1)
@@ -163,12 +161,12 @@ class JaxArithmetic:
 
     @property
     def tensor_elements(self) -> tuple[int, ...]:
-        """Numbers in each parameter."""
+        """Elements of each parameter."""
         return tuple(leaf.size for leaf in jax.tree.leaves(self._like))
 
     @property
     def shard_layers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(layers, numbers in each) of each parameter's piece, of each part of the parameters."""
+        """(layers, elements per layer) of each parameter's piece, for each shard."""
         return tuple(
             tuple(layer.shape for layer in jax.eval_shape(self._layers, part))
             for part in jax.eval_shape(self._cut, self._like)
@@ -176,7 +174,7 @@ class JaxArithmetic:
 
     @property
     def shard_bytes(self) -> tuple[int, ...]:
-        """Size of each part of the parameters."""
+        """Bytes of each shard."""
         parts = jax.eval_shape(self._cut, self._like)
         return tuple(
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part)) for part in parts
@@ -189,13 +187,13 @@ class JaxArithmetic:
         factors: Sequence[float],
         rows: Rows | None,
     ) -> Sequence[Any]:
-        """The contents of the outputs, of those of the inputs.
+        """Contents of the outputs of an operation, given the contents of its inputs.
 
         Raises:
             ConfigError: if examples cannot be read, or are too few for so many workers.
         """
         if operation == "gradient":
-            assert rows is not None  # noqa: S101  every gradient is of some
+            assert rows is not None  # noqa: S101  every gradient has samples
             return self._begin_gradient(inputs, rows)
         known = [self._known(content) for content in inputs]
         match operation:
@@ -220,7 +218,7 @@ class JaxArithmetic:
                 return []
 
     def value(self, content: Any) -> Any:
-        """What there is of a value, as NumPy arrays."""
+        """Content of a value as NumPy arrays."""
         return jax.device_get(self._known(content))
 
     def _begin_gradient(self, params: Sequence[Any], rows: Rows) -> Sequence[Any]:
@@ -230,7 +228,7 @@ class JaxArithmetic:
         return [gradient.part(place) for place in (*range(self._shards), None)]
 
     def _known(self, content: Any) -> Any:
-        """`content` as arrays; if it is of a gradient that waits, that is computed."""
+        """`content` as arrays; computes it if it is part of a pending gradient."""
         if not isinstance(content, Part):
             return content
         while content.gradient is not None:
@@ -238,10 +236,10 @@ class JaxArithmetic:
         return content.array
 
     def _compute_waiting(self) -> None:
-        """Compute the gradients that wait longest; what stops it stops whoever asks later, too.
+        """Compute the oldest pending gradients; an error is raised again for later callers.
 
-        Those that were to be computed with one that failed wait no longer, and would be asked for
-        in vain: virtual time goes on until the worker that has failed gets its turn.
+        Gradients computed with one that failed are no longer pending and would never be available:
+        virtual time goes on until the worker of the failed one is processed.
         """
         if self._failure is not None:
             raise self._failure
@@ -252,21 +250,21 @@ class JaxArithmetic:
             raise
 
     def _taken(self) -> list["Gradient"]:
-        """The gradients that wait longest, of those that are still of use."""
+        """The oldest pending gradients, without those no longer referenced."""
         several: list[Gradient] = []
         while self._waiting and len(several) < TOGETHER:
             gradient = self._waiting.popleft()()
             if gradient is not None:
                 several.append(gradient)
         if not several:
-            raise RuntimeError("a gradient is asked for that nobody began")
+            raise RuntimeError("a gradient is requested that is not pending")
         return several
 
     def _compute(self, several: list["Gradient"]) -> None:
-        """Compute them, eight in one program, or each by itself."""
+        """Compute gradients, eight in one program, or each by itself."""
         groups = [several] if len(several) == TOGETHER else [[each] for each in several]
         found: Any = None
-        for group in groups:  # of these two sizes: each is a program of its own
+        for group in groups:  # only these two sizes: each is compiled once
             arguments = [(each.params, each.batch()) for each in group]
             found = self._gradients(arguments)
             for each, (parts, metrics) in zip(group, found, strict=True):
@@ -285,7 +283,7 @@ class JaxArithmetic:
         return optax.apply_updates(params, updates), state
 
     def _combine_all(self, factors: Sequence[float], values: Sequence[PyTree]) -> PyTree:
-        """In parts of a fixed length, each beginning with the sum so far."""
+        """Linear combination in chunks of a fixed length, each starting with the sum so far."""
         total, factor = values[0], factors[0]
         for begin in range(1, max(2, len(values)), _SUMMED):
             more = values[begin : begin + _SUMMED]
@@ -303,7 +301,7 @@ class JaxArithmetic:
         return layers_of(part, self._stacked)
 
     def _cut(self, tree: PyTree) -> tuple[PyTree, ...]:
-        """The parts of `tree`, each leaf cut into pieces of nearly the same length."""
+        """The shards of `tree`, each leaf cut into pieces of nearly the same length."""
         if self._shards == 1:
             return (tree,)
 
@@ -316,7 +314,7 @@ class JaxArithmetic:
         )
 
     def _join(self, parts: Sequence[PyTree]) -> PyTree:
-        """What was cut into `parts`."""
+        """The tree that was cut into `parts`."""
         if self._shards == 1:
             return parts[0]
         return jax.tree.map(
@@ -325,38 +323,38 @@ class JaxArithmetic:
 
 
 class Gradient:
-    """A gradient that is computed when it is needed."""
+    """A lazy gradient, computed when it is needed."""
 
     def __init__(self, params: tuple[PyTree, ...], batch: Callable[[], PyTree]) -> None:
         self.params = params
-        """What it is by."""
+        """The parameters of the gradient."""
         self.batch = batch
-        """Of what samples."""
+        """Function that returns its samples."""
         self._parts: list[weakref.ref[Part]] = []
 
     def part(self, place: int | None) -> "Part":
-        """That of the server `place`, or, if None, [loss, accuracy] of the samples."""
+        """The part of the server `place`, or, if None, [loss, accuracy] of the samples."""
         part = Part(self, place)
         self._parts.append(weakref.ref(part))
         return part
 
     def set(self, parts: tuple[PyTree, ...], metrics: jax.Array) -> None:
-        """It is known: who still has a part of it gets that part, and no more."""
+        """Store the result in those parts that are still referenced."""
         for part in filter(None, (reference() for reference in self._parts)):
             part.array = metrics if part.place is None else parts[part.place]
             part.gradient = None
 
 
 class Part:
-    """The part of a gradient that is for one server; or its metrics."""
+    """The part of a gradient for one server, or its metrics."""
 
     def __init__(self, gradient: Gradient, place: int | None) -> None:
         self.gradient: Gradient | None = gradient
-        """What it is a part of, until that is known."""
+        """The gradient, until it is computed."""
         self.place = place
-        """Which part."""
+        """Index of the part."""
         self.array: Any = None
-        """It, once it is known: a loss that is kept for a line does not keep its gradient."""
+        """The array, once computed: a loss kept for a log line does not keep its gradient alive."""
 
 
 def _combine(factors: jax.Array, values: Sequence[PyTree]) -> PyTree:

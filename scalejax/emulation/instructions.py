@@ -1,7 +1,7 @@
-"""What an emulated run computes, instruction by instruction, in the order of virtual time.
+"""Instruction log of an emulated run: what is computed, in the order of virtual time.
 
-An algorithm never sees a number: it passes `Value`s on, and whatever is computed of them goes
-through here, so that the arithmetic can be written down, and done again from what was written.
+An algorithm never sees array contents: it handles `Value`s, and all computations on them go
+through the log, so that they can be recorded, and replayed from the record.
 Knows instructions and their order; neither devices nor what an instruction means.
 """
 
@@ -25,88 +25,88 @@ Operation = Literal[
     "adasum",
 ]
 """initial: -> shards of the parameters. optimizer: shard -> its state. gradient: shards -> shards,
-loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> the sum of them,
-each times its number. dot: two shards -> their inner product. evaluate: shards -> metrics of the
-test data. trained, evaluated: metrics, and as the factor a step -> nothing; a line of the record is
-of these. fp16, two_bit, top_k: a part of a gradient, and what was left of it before -> what is sent
-of both, and what is left. adasum: gradients -> one."""
+loss, accuracy. update: shard, state, gradient -> shard, state. combine: values -> their linear
+combination. dot: two shards -> their inner product. evaluate: shards -> metrics of the test data.
+trained, evaluated: metrics, and as the factor a step -> nothing; a line of the record is made of
+them. fp16, two_bit, top_k: a part of a gradient, and its residual -> the compressed sum of both,
+and the new residual. adasum: gradients -> one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """Something computed: a shard of parameters, or of a gradient, a loss."""
+    """Handle of something computed: a shard of parameters or of a gradient, or a loss."""
 
     number: int
-    """In the order in which they were made."""
+    """Number, in order of creation."""
     content: Any
-    """What does the arithmetic knows what it is."""
+    """Content, known to the executor only."""
 
 
 Shards = tuple[Value, ...]
-"""All parameters, or a gradient of all, a value for each server that holds a part."""
+"""All parameters, or their gradient: a value for each server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Samples that a gradient is of."""
+    """Samples of a gradient."""
 
     worker: int
-    """Whose they are."""
+    """The worker."""
     index: int
-    """How many such minibatches come before."""
+    """Index of the minibatch or global batch."""
     workers: int
-    """Among how many the samples are divided."""
+    """Number of workers among which the samples are divided."""
     way: Literal["own", "part"]
-    """own: the worker has a part of the examples, and takes it in minibatches of its own. part: its
-    part of the `index`-th global batch."""
+    """own: the worker has a part of the examples, in minibatches of its own. part: its part of the
+    `index`-th global batch."""
     sharing: int = 1
-    """Of its own: as many minibatches have `batch.global_batch` samples."""
+    """With own: number of minibatches that make `batch.global_batch` samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One line of the tape."""
+    """One line of the log."""
 
     at_seconds: float
     """Virtual time."""
     operation: Operation
-    """What is computed."""
+    """The operation."""
     inputs: tuple[int, ...]
-    """Numbers of the values that it is of."""
+    """Numbers of the input values."""
     outputs: tuple[int, ...]
-    """Numbers of the values that come of it."""
+    """Numbers of the output values."""
     factors: tuple[float, ...] = ()
-    """Of a combination, one for each input; of a line, its step."""
+    """Coefficients of a combination, one for each input; the step of a record line."""
     rows: Rows | None = None
-    """Of a gradient."""
+    """Samples of a gradient."""
 
 
-class Arithmetic(Protocol):
-    """Does what instructions say."""
+class Executor(Protocol):
+    """Executes instructions."""
 
     def execute(
         self, operation: Operation, inputs: Sequence[Any], factors: Sequence[float], rows: Any
     ) -> Sequence[Any]:
-        """The contents of the outputs, of those of the inputs."""
+        """Contents of the outputs of an operation, given the contents of its inputs."""
         ...
 
     def value(self, content: Any) -> Any:
-        """What there is of a value, as NumPy arrays."""
+        """Content of a value as NumPy arrays."""
         ...
 
 
 @dataclass(slots=True)
 class InstructionLog:
-    """Has an `Arithmetic` do the instructions of an algorithm, and keeps them."""
+    """Sends the instructions of an algorithm to an `Executor`, and records them."""
 
-    arithmetic: Arithmetic
-    """Does them."""
+    executor: Executor
+    """The executor."""
     now: Callable[[], float]
     """The virtual time."""
     shards: int
-    """Servers over which parameters are divided."""
+    """Number of servers over which parameters are sharded."""
     write: Callable[[Instruction], None] | None = None
-    """Takes each instruction when it is done; None where nobody wants them."""
+    """Called with each executed instruction; None to record nothing."""
     _count: int = field(default=0, init=False)
 
     def initial(self) -> Shards:
@@ -129,38 +129,38 @@ class InstructionLog:
         return params, state
 
     def combine(self, factors: Sequence[float], values: Sequence[Value]) -> Value:
-        """The sum of `values`, each times its factor; of one whose factor is 1, itself."""
+        """Linear combination of `values`; a single value with factor 1 is returned as it is."""
         if tuple(factors) == (1.0,):
             return values[0]
         (total,) = self._do("combine", tuple(values), 1, factors=tuple(factors))
         return total
 
     def combine_shards(self, factors: Sequence[float], several: Sequence[Shards]) -> Shards:
-        """Likewise of all shards."""
+        """Linear combination of gradients or parameters, shard by shard."""
         return tuple(self.combine(factors, values) for values in zip(*several, strict=True))
 
     def compress(
         self, method: Operation, number: float, gradient: Value, kept: Value | None
     ) -> tuple[Value, Value]:
-        """What is sent of a part of a gradient and what was kept back of it, and what is left."""
+        """The compressed sum of a part of a gradient and its residual, and the new residual."""
         inputs = (gradient,) if kept is None else (gradient, kept)
         sent, left = self._do(method, inputs, 2, factors=(number,))
         return sent, left
 
     def adasum(self, gradients: Sequence[Value]) -> Value:
-        """One gradient of several, whose number is a power of two."""
+        """Adasum of gradients, whose number is a power of two."""
         (combined,) = self._do("adasum", tuple(gradients), 1)
         return combined
 
     def dot(self, first: Shards, second: Shards) -> float:
-        """The inner product of two vectors in parts, which whoever asks may act upon: the sum of
-        what each server says of its own part."""
+        """Inner product of two sharded vectors, as a number on which an algorithm may branch: the
+        sum over the servers' shards."""
         parts = [self._do("dot", pair, 1)[0] for pair in zip(first, second, strict=True)]
         return sum(float(self.read(part)) for part in parts)
 
     def read(self, value: Value) -> Any:
-        """The number or numbers that `value` is, as NumPy has them."""
-        return self.arithmetic.value(value.content)
+        """Content of `value` as NumPy numbers."""
+        return self.executor.value(value.content)
 
     def evaluate(self, params: Shards) -> Value:
         """The metrics of the test data."""
@@ -170,7 +170,7 @@ class InstructionLog:
     def line(
         self, kind: Literal["trained", "evaluated"], step: int, metrics: Sequence[Value]
     ) -> None:
-        """A line of the record is made of `metrics` after so many gradients."""
+        """Make a line of the record from `metrics` after `step` gradients."""
         self._written(kind, tuple(metrics), (), (float(step),), None)
 
     def _do(
@@ -182,7 +182,7 @@ class InstructionLog:
         factors: tuple[float, ...] = (),
         rows: Rows | None = None,
     ) -> tuple[Value, ...]:
-        contents = self.arithmetic.execute(
+        contents = self.executor.execute(
             operation, [value.content for value in inputs], factors, rows
         )
         first, self._count = self._count, self._count + outputs

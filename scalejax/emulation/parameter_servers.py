@@ -1,9 +1,9 @@
-"""Parameter servers: each holds a part of every parameter, and takes what comes as it comes.
+"""Parameter servers: each holds a shard of every parameter, and serves requests in order.
 
-No order holds between servers, so that a worker may get parts of different ages (Dean et al.
-2012, section 4.1). Between one worker and one server messages keep theirs, as on one connection:
-parameters are never older than what the worker pushed before it asked. Knows messages and versions;
-the arithmetic is the tape's.
+Servers are not ordered among each other, so that a worker may get shards of different versions
+(Dean et al. 2012, section 4.1). Messages between one worker and one server keep their order, as on
+one connection: fetched parameters include what the worker pushed before. Knows messages and
+versions; the instruction log has the values computed.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from scalejax.emulation.virtual_cluster import Line, Then, VirtualCluster, after
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """All parameters, as a worker got them."""
+    """All parameters, as fetched by a worker."""
 
     params: Shards
-    """A part from every server."""
+    """A shard from every server."""
     versions: tuple[int, ...]
-    """Updates that each server had made by then."""
+    """Number of updates that each server had made by then."""
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class _Push:
     """Part of a gradient, sent to a server."""
 
     has_come: bool = False
-    """It is there, and waits for its turn or has had it."""
+    """Whether it has arrived at the server."""
     behind: list[Then] = field(default_factory=list)
-    """What comes after it on the same connection, until it has come."""
+    """Later messages on the same connection, held until it has arrived."""
 
 
 class Servers:
-    """The servers of a run, and what joins them to the workers."""
+    """The servers of a run, and their links to the workers."""
 
     def __init__(
         self,
@@ -46,33 +46,33 @@ class Servers:
         shard_bytes: Sequence[int],
         failures: FailuresConfig,
     ) -> None:
-        """With the parameters before the first update.
+        """Create servers that hold the initial parameters.
 
         Args:
-            world: where they are.
-            tape: does the arithmetic.
-            shard_bytes: size of the part that each holds.
-            failures: how they break.
+            cluster: the workers and links.
+            instructions: has the values computed.
+            shard_bytes: bytes of the shard of each server.
+            failures: failure model of the servers.
         """
         self.params = list(instructions.initial())
-        """The part that each server holds."""
+        """Parameter shard of each server."""
         self.states = [instructions.optimizer(params) for params in self.params]
-        """Of its optimizer."""
+        """Optimizer state of each server."""
         self.versions = [0] * len(self.params)
-        """Updates that it has made."""
+        """Number of updates of each server."""
         self.staleness: Counter[int] = Counter()
-        """How many gradients met a server that had made so many updates since their worker read
-        its parameters."""
+        """Number of gradients by staleness: the updates of a server since their worker read its
+        parameters."""
         self.sent_bytes = 0
-        """That workers and servers have sent each other."""
+        """Bytes sent between workers and servers."""
         self.failures = 0
-        """Times that a server failed."""
+        """Number of server failures."""
         self.shard_bytes = tuple(shard_bytes)
-        """Size of the part that each holds."""
+        """Bytes of the shard of each server."""
         self.compression: Compression | None = None
-        """What workers do to gradients before they push them."""
+        """Gradient compression of the workers."""
         self._cluster, self._instructions = cluster, instructions
-        self._pushes: dict[tuple[int, int], _Push] = {}  # the last of a worker to a server
+        self._pushes: dict[tuple[int, int], _Push] = {}  # the last push of a worker to a server
         self._in, self._out, self._at_work = (
             [Line(cluster.env) for _ in self.params] for _ in range(3)
         )
@@ -81,11 +81,11 @@ class Servers:
                 cluster.env.process(self._fail(server, failures))
 
     def whole(self) -> Shards:
-        """All parameters as they are now."""
+        """The current parameters."""
         return tuple(self.params)
 
     def fetch(self, worker: int, then: Callable[[Copy], object]) -> None:
-        """Ask every server for its part; `then` gets them when all have come."""
+        """Fetch the shard of every server; `then` is called with them when all have arrived."""
         parts: dict[int, tuple[Value, int]] = {}
 
         def arrived(server: int, part: Value, version: int) -> None:
@@ -109,14 +109,14 @@ class Servers:
         then: Callable[[], None] = lambda: None,
     ) -> None:
         """Send every server its part of `gradient`; each calls `apply` with its number and the
-        part when it is its turn; `then` is called when all have."""
+        part when it processes it; `then` is called when all have."""
         left = len(gradient)
         if self.compression is not None:
             gradient = self.compression.sent(worker, gradient)
 
         def applied(server: int, part: Value) -> None:
             nonlocal left
-            if self._cluster.done.triggered:  # at the same moment, and too late
+            if self._cluster.done.triggered:  # the run ended at this very time
                 return
             apply(server, part)
             left -= 1
@@ -127,8 +127,8 @@ class Servers:
             self._pushed(worker, server, part, applied)
 
     def operate(self, then: Callable[[], object] = lambda: None) -> None:
-        """Have every server do one small operation on its own part, at the word of a coordinator;
-        `then` is called when all have answered. What is sent is a few numbers."""
+        """Have every server do one small operation on its shard, requested by a coordinator; `then`
+        is called when all have answered. Messages are a few numbers."""
         left, seconds = len(self.params), self._cluster.durations.update_seconds / len(self.params)
         env, latency_seconds = self._cluster.env, self._cluster.durations.latency_seconds
 
@@ -145,14 +145,14 @@ class Servers:
             after(env, latency_seconds, lambda line=line: line.serve(seconds, done))
 
     def update(self, server: int, gradient: Value) -> None:
-        """Apply a gradient to the part of one server."""
+        """Apply a gradient to the shard of one server."""
         self.params[server], self.states[server] = self._instructions.update(
             self.params[server], self.states[server], gradient
         )
         self.versions[server] += 1
 
     def put(self, server: int, params: Value) -> None:
-        """Replace the part of one server by what an update made elsewhere has come to."""
+        """Replace the shard of one server by the result of an update made elsewhere."""
         self.params[server] = params
         self.versions[server] += 1
 
@@ -162,7 +162,7 @@ class Servers:
         self.sent_bytes += size
 
         def asked() -> None:
-            # Read when the server begins to send, and sent as it is then.
+            # The shard is read when the server begins to send.
             part, version = self.params[server], self.versions[server]
 
             def sent() -> None:
@@ -194,7 +194,7 @@ class Servers:
         seconds = cluster.durations.update_seconds / len(self.params)
         push = self._pushes[worker, server] = _Push()
 
-        def on_wire() -> None:
+        def on_link() -> None:
             after(cluster.env, cluster.durations.latency_seconds, at_server)
 
         def at_server() -> None:
@@ -205,9 +205,9 @@ class Servers:
             push.has_come = True
             for request in push.behind:
                 request()
-            push.behind.clear()  # which would keep the parameters that came of them
+            push.behind.clear()  # which would keep their parameters in memory
 
-        cluster.send(worker, size, on_wire)
+        cluster.send(worker, size, on_link)
 
     def _link_seconds(self, size: int) -> float:
         rate = self._cluster.durations.server_bytes_per_second
@@ -216,7 +216,7 @@ class Servers:
     def _fail(self, server: int, failures: FailuresConfig):
         generator = self._cluster.random("server failures", server)
         mtbf = failures.server_mtbf_seconds
-        while mtbf and self._cluster.living:  # when nobody is left, nothing is to happen any more
+        while mtbf and self._cluster.living:  # without workers left, the run stops
             yield self._cluster.env.timeout(generator.exponential(mtbf))
             self.failures += 1
             self._at_work[server].close(failures.server_restart_seconds)

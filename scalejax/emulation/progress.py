@@ -1,6 +1,6 @@
-"""How far an emulated run is: gradients that have gone into its parameters, and its evaluations.
+"""Progress of an emulated run: gradients applied, and when parameters are evaluated.
 
-Knows counts and virtual times; nothing of how gradients come about.
+Knows counts and virtual times; nothing of how gradients are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,32 +13,32 @@ from scalejax.emulation.virtual_cluster import VirtualCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The run after some gradients."""
+    """State of the run after some gradients."""
 
     at_seconds: float
     """Virtual time."""
     step: int
-    """Gradients that were applied, to the parameters or a worker's own."""
+    """Gradients applied, to the shared or to a worker's own parameters."""
     metrics: tuple[Value, ...]
-    """Of an evaluation, those of the test data; else of the minibatches since the moment before,
-    [loss, accuracy] each."""
+    """Metrics of the test data for an evaluation; otherwise [loss, accuracy] of each minibatch
+    since the previous one."""
 
 
 class Listener(Protocol):
-    """Is told how a run goes."""
+    """Receives the metrics of a run."""
 
     def trained(self, moment: Moment) -> None:
-        """It is time for a line on the training loss."""
+        """Receive the training metrics since the last call."""
         ...
 
     def evaluated(self, moment: Moment) -> None:
-        """The parameters were evaluated."""
+        """Receive the metrics of an evaluation."""
         ...
 
 
 class Progress:
-    """Counts gradients, each of `batch.global_batch` samples; has parameters evaluated when it is
-    time, and ends the run."""
+    """Counts gradients, each of `batch.global_batch` samples; triggers evaluations, and ends the
+    run."""
 
     def __init__(
         self,
@@ -54,32 +54,32 @@ class Progress:
         """At step 0.
 
         Args:
-            world: has the clock, and is done when the run is.
-            tape: evaluates.
-            listener: is told.
-            total_steps: gradients of the run.
-            log_every_steps: from one line on the training loss to the next.
-            is_evaluated: whether the parameters are evaluated after so many.
-            steps_per_epoch: gradients of one pass over the examples, for who goes by passes.
+            cluster: has the clock, and its `done` event.
+            instructions: has evaluations computed.
+            listener: receives the metrics.
+            total_steps: number of gradients of the run.
+            log_every_steps: steps between two lines on the training loss.
+            is_evaluated: whether the parameters are evaluated after a step.
+            steps_per_epoch: gradients per epoch, for algorithms that work by epochs.
         """
         self.step = 0
-        """Gradients that were applied so far, to the parameters or a worker's own."""
+        """Gradients applied so far, to the shared or to a worker's own parameters."""
         self.steps_per_epoch = steps_per_epoch
-        """Gradients of one pass over the examples."""
+        """Gradients per epoch."""
         self._cluster, self._instructions, self._listener = cluster, instructions, listener
         self.total_steps = total_steps
-        """Of the run."""
+        """Gradients of the run."""
         self._log_every = log_every_steps
         self._is_evaluated = is_evaluated
         self._since: list[Value] = []
 
     def made(self, gradients: int, metrics: Sequence[Value], params: Callable[[], Shards]) -> None:
-        """So many more gradients were applied, to the parameters or a worker's own.
+        """Count applied gradients, and log, evaluate or end the run when due.
 
         Args:
-            gradients: how many, each of `batch.global_batch` samples.
+            gradients: number of gradients, each of `batch.global_batch` samples.
             metrics: [loss, accuracy] of each of their minibatches.
-            params: the parameters as they are now.
+            params: returns the current parameters.
         """
         if self._cluster.done.triggered:
             return
@@ -95,7 +95,7 @@ class Progress:
             self._cluster.done.succeed()
 
     def end(self, params: Shards) -> None:
-        """The run has nothing left to gain: it ends with these parameters, evaluated."""
+        """End a converged run early with an evaluation of these parameters."""
         if self._cluster.done.triggered:
             return
         if self._since:

@@ -1,4 +1,4 @@
-"""What came of an emulated run beside its record: staleness, traffic, failures, times.
+"""Summary of an emulated run beside its metrics: staleness, bytes sent, failures, times.
 
 Plain data; knows neither files nor how a run is emulated.
 """
@@ -9,63 +9,63 @@ from scalejax.config.emulation import EmulationConfig
 from scalejax.core.units import counted, format_bytes, format_seconds
 
 EMULATION = "emulation.json"
-"""The file of it in the folder of a run."""
+"""File name in the folder of a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """One emulated run, as far as its record of losses does not say it."""
+    """Summary of one emulated run, without its losses and accuracies."""
 
     config: EmulationConfig
-    """What was emulated."""
+    """The emulation config."""
     cluster: str | None
-    """Whose times it goes by; None if all were given."""
+    """Name of the cluster that gives the times; None if they were given."""
     gradient_seconds: float
     """Mean time of one worker's gradient."""
     exchange_seconds: float
-    """What an all-reduce adds to it."""
+    """Exposed time of the all-reduce of one step."""
     virtual_seconds: float
-    """Time that the run takes."""
+    """Virtual time of the run."""
     gradients: int
-    """That were applied, each of `batch.global_batch` samples: to the parameters, or with easgd and
-    independent to a worker's own."""
+    """Gradients applied, each of `batch.global_batch` samples: to the shared parameters, or with
+    easgd and independent to a worker's own."""
     updates: int
-    """Of all parameters."""
+    """Number of updates of all parameters."""
     staleness: tuple[tuple[int, int], ...]
-    """(updates between the reading of the parameters and that of their gradient, how many
-    gradients), each server by itself; empty where every update waits for all."""
+    """(updates between reading the parameters and applying their gradient, number of gradients),
+    each server by itself; empty where every update waits for all."""
     sent_bytes: int
-    """Between workers and servers."""
+    """Bytes sent between workers and servers."""
     dropped_gradients: int
-    """That came too late to count."""
+    """Gradients dropped because they came too late."""
     worker_failures: int
-    """Times that a worker failed."""
+    """Number of worker failures."""
     server_failures: int
-    """Times that a server did."""
+    """Number of server failures."""
     wall_seconds: float
-    """Time that the emulation took here."""
+    """Wall time of the emulation."""
 
     @property
     def device_seconds(self) -> float:
-        """Time for which workers are held, all together; servers are no devices."""
+        """Virtual time times the number of workers; servers count as no devices."""
         return self.virtual_seconds * self.config.workers
 
     @property
     def mean_staleness(self) -> float | None:
-        """Of all gradients; None if there is none."""
+        """Mean staleness of all gradients; None if there are none."""
         total = sum(count for _, count in self.staleness)
         return sum(age * count for age, count in self.staleness) / total if total else None
 
 
 def in_words(config: EmulationConfig) -> str:
-    """What is emulated: "downpour by 200 workers and 10 servers"."""
+    """Algorithm and its workers in words: "downpour by 200 workers and 10 servers"."""
     servers = config.server_shards
     beside = f" and {counted(servers, 'server')}" if servers > 1 else ""
     return f"{config.algorithm.name} by {counted(config.workers, 'worker')}{beside}"
 
 
 def outcome(found: Emulation) -> str:
-    """What came of it, in a line."""
+    """Summary of the result in one line."""
     words = f"{counted(found.updates, 'update')} in {format_seconds(found.virtual_seconds)} virtual"
     if found.mean_staleness is not None:
         words += f", mean staleness {found.mean_staleness:.3g}"

@@ -1,9 +1,9 @@
-"""The arithmetic of an emulated run once more, from its log alone: no workers, no time.
+"""Replay of an emulated run: executes its instruction log, without workers or time.
 
-Each value is let go after the last instruction that reads it, so that no more is in memory than
-the run itself had. A gradient that nobody reads is never computed. Gradients are computed in the
-order of the log, several in one program; which of them are together has changed no bit of them
-where it was tried, which is small fully connected networks on CPUs (jax 0.10.2).
+Each value is freed after the last instruction that reads it, so that no more memory is used than
+in the run itself. A gradient that is never read is not computed. Gradients are computed in the
+order of the log, several in one program; their grouping changed no bit of them where tested, which
+is small fully connected networks on CPUs (jax 0.10.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.instructions import Instruction, Value
 from scalejax.emulation.progress import Moment
-from scalejax.emulation.run import Lines, arithmetic_of
+from scalejax.emulation.run import Lines, executor_of
 from scalejax.training.record import Measurement
 
 
@@ -23,19 +23,19 @@ def replay(
     instructions: Sequence[Instruction],
     write: Callable[[Measurement], None],
 ) -> None:
-    """Do `instructions` again, as the run that logged them did.
+    """Execute `instructions` as the run that logged them did.
 
     Args:
-        run: what was trained, on one device.
-        emulation: how.
-        instructions: what was computed, in order.
-        write: takes the lines of the record, the same as those of the run.
+        run: the run, on one device.
+        emulation: the emulation config.
+        instructions: the log, in order.
+        write: called with the lines of the record, equal to those of the run.
 
     Raises:
         ConfigError: if the log is not of such a run, or examples cannot be read.
     """
-    arithmetic = arithmetic_of(run, emulation)
-    lines = Lines(run, arithmetic, write)
+    executor = executor_of(run, emulation)
+    lines = Lines(run, executor, write)
     last_use = {
         number: place
         for place, each in enumerate(instructions)
@@ -45,10 +45,10 @@ def replay(
     for place, each in enumerate(instructions):
         if any(number not in values for number in each.inputs):
             raise ConfigError(
-                f"the log is damaged: its line {place} reads what no line before has made."
+                f"the log is damaged: its line {place} reads a value that no earlier line computes."
             )
         inputs = tuple(values[number] for number in each.inputs)
-        contents = arithmetic.execute(
+        contents = executor.execute(
             each.operation, [value.content for value in inputs], each.factors, each.rows
         )
         if len(contents) != len(each.outputs):

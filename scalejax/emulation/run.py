@@ -1,4 +1,4 @@
-"""One emulated run: its parts put together, time let pass, and what came of it.
+"""One emulated run: builds its parts, advances virtual time, and returns a summary.
 
 Knows every part, and the lines of a record; the algorithms know neither.
 """
@@ -15,7 +15,7 @@ from scalejax.emulation.algorithms import algorithm_of, minibatches_per_update
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
 from scalejax.emulation.compression import Compression
-from scalejax.emulation.executor import JaxArithmetic
+from scalejax.emulation.executor import JaxExecutor
 from scalejax.emulation.instructions import Instruction, InstructionLog
 from scalejax.emulation.parameter_servers import Servers
 from scalejax.emulation.progress import Moment, Progress
@@ -27,7 +27,7 @@ from scalejax.training.record import Measurement
 from scalejax.training.setup import schedule_of
 
 Write = Callable[[Measurement], None]
-"""Takes a line of the record."""
+"""Called with each line of the record."""
 
 
 def emulate_run(
@@ -39,17 +39,17 @@ def emulate_run(
     write: Write = lambda measurement: None,
     log: Callable[[Instruction], None] | None = None,
 ) -> Emulation:
-    """Train `run` as `emulation` says, in virtual time.
+    """Train `run` by the algorithm of `emulation`, in virtual time.
 
     The same arguments give the same figures, bit for bit, on the same kind of machine.
 
     Args:
-        run: what trains, on one device; it can be emulated (`require_emulated`).
-        emulation: how, and by how many workers.
-        durations: how long things take.
-        cluster: whose durations they are, for the record.
-        write: takes the lines of the record, whose seconds are virtual.
-        log: takes each instruction of the arithmetic.
+        run: the run, on one device, checked by `emulated_run`.
+        emulation: the algorithm and its workers.
+        durations: durations of all actions.
+        cluster: name of the cluster of the durations, for the record.
+        write: called with the lines of the record, whose seconds are virtual.
+        log: called with each executed instruction.
 
     Raises:
         ConfigError: if examples cannot be read, or are too few for so many workers; or if workers
@@ -57,23 +57,23 @@ def emulate_run(
     """
     require_progress(run, emulation, durations)
     began = time.perf_counter()
-    arithmetic = arithmetic_of(run, emulation)
-    durations = with_reduction(durations, emulation, arithmetic.tensor_elements)
+    executor = executor_of(run, emulation)
+    durations = with_reduction(durations, emulation, executor.tensor_elements)
     virtual_cluster = VirtualCluster(emulation, durations, seed=run.config.seed)
     instructions = InstructionLog(
-        arithmetic, lambda: virtual_cluster.now, emulation.server_shards, log
+        executor, lambda: virtual_cluster.now, emulation.server_shards, log
     )
-    servers = Servers(virtual_cluster, instructions, arithmetic.shard_bytes, emulation.failures)
+    servers = Servers(virtual_cluster, instructions, executor.shard_bytes, emulation.failures)
     if emulation.compression is not None:
         samples = run.split.global_batch // emulation.sharing_workers
-        pieces = arithmetic.shard_layers
+        pieces = executor.shard_layers
         servers.compression = Compression(
             emulation.compression, instructions, pieces, samples=samples
         )
     progress = Progress(
         virtual_cluster,
         instructions,
-        Lines(run, arithmetic, write),
+        Lines(run, executor, write),
         total_steps=run.total_steps,
         steps_per_epoch=run.steps_per_epoch,
         log_every_steps=run.config.train.log_every_steps,
@@ -86,7 +86,7 @@ def emulate_run(
         config=emulation,
         cluster=cluster,
         gradient_seconds=durations.gradient_seconds,
-        exchange_seconds=durations.exchange_seconds,
+        exchange_seconds=durations.collective_seconds,
         virtual_seconds=virtual_cluster.now,
         gradients=progress.step,
         updates=servers.versions[0],
@@ -99,14 +99,14 @@ def emulate_run(
     )
 
 
-def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic:
-    """What computes the gradients and updates of an emulated run."""
+def executor_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxExecutor:
+    """The executor of the gradients and updates of an emulated run."""
     config = run.config
     train, test = (
         open_source(config.data, split, seed=config.seed, augmentation=config.input.augmentation)
-        for split in ("train", "test")  # which leaves those of the test as they are
+        for split in ("train", "test")  # which leaves test examples unchanged
     )
-    return JaxArithmetic(
+    return JaxExecutor(
         run,
         build_mesh(run.layout),
         (train, test),
@@ -116,19 +116,19 @@ def arithmetic_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxArithmetic
 
 
 class Lines:
-    """Makes lines of a record of what an emulated run comes to."""
+    """Writes the metrics of an emulated run as lines of a record."""
 
-    def __init__(self, run: ResolvedRun, arithmetic: JaxArithmetic, write: Write) -> None:
-        self._run, self._arithmetic, self._write = run, arithmetic, write
+    def __init__(self, run: ResolvedRun, executor: JaxExecutor, write: Write) -> None:
+        self._run, self._executor, self._write = run, executor, write
         self._schedule = schedule_of(run)
         self._step, self._seconds = 0, 0.0
 
     def trained(self, moment: Moment) -> None:
-        """A line on the training loss, and the virtual time of an update."""
-        values = [self._arithmetic.value(each.content) for each in moment.metrics]
+        """Write a line with the training loss and the virtual time of an update."""
+        values = [self._executor.value(each.content) for each in moment.metrics]
         loss, accuracy = np.mean(values, axis=0)
         updates, seconds = moment.step - self._step, moment.at_seconds - self._seconds
-        if seconds <= 0:  # several were made at once
+        if seconds <= 0:  # several updates at the same virtual time
             updates, seconds = moment.step, moment.at_seconds
         self._step, self._seconds = moment.step, moment.at_seconds
         rate = self._schedule(moment.step - 1)
@@ -143,12 +143,12 @@ class Lines:
         )
 
     def evaluated(self, moment: Moment) -> None:
-        """A line on the test data, which takes no virtual time."""
+        """Write a line of an evaluation, which takes no virtual time."""
         (sums,) = moment.metrics
         self._write(
             evaluation_measurement(
                 self._run,
-                self._arithmetic.value(sums.content),
+                self._executor.value(sums.content),
                 step=moment.step,
                 seconds=0.0,
                 elapsed_seconds=moment.at_seconds,

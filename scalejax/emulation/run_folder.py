@@ -1,7 +1,7 @@
-"""An emulated run in a folder: refused, timed, emulated, its record written while it is made.
+"""Emulation of a run into a folder: checks it, predicts durations, emulates, writes the record.
 
-The folder is that of a run, whose seconds are virtual, so that reports and sweeps read it as they
-read any; `emulation.json` says the rest.
+The folder has the format of a run, with virtual seconds, so that reports and sweeps read it like
+any other; `emulation.json` holds the rest.
 """
 
 import signal
@@ -39,10 +39,10 @@ from scalejax.training.run_folder import RunLock, resolved_config, versions
 _README = """\
 A run that scalejax emulated: real gradients, virtual time.
 
-run.toml             what was asked for, [emulation] included
+run.toml             the config, [emulation] included
 measurements.jsonl   losses and accuracies, a line each; all seconds in it are virtual
-emulation.json       virtual time, staleness, traffic, failures
-events.parquet       every instruction of the arithmetic with its virtual time, if asked for
+emulation.json       virtual time, staleness, bytes sent, failures
+events.parquet       every executed instruction with its virtual time (with --events)
 
 Read it as one page:  scalejax report {path}
 Compute it again:     scalejax emulate {path}/run.toml --replay {path}   (needs events.parquet)
@@ -60,17 +60,17 @@ def emulate(
     keeps_events: bool = False,
     compiling: Callable[[], AbstractContextManager[OnCase]] = lambda: nullcontext(nothing_said),
 ) -> Emulation:
-    """The emulation of the run that `config` describes, recorded in `folder`.
+    """Emulate the run of `config`, recorded in `folder`.
 
     Args:
         config: the run, with an [emulation].
-        folder: where its files go; it may hold no run, but an emulation that was cut off, which
-            is begun anew.
-        cluster: whose times it goes by; if None, the one that `emulation` names, if any.
-        reporter: whom to tell how it goes.
-        begins_anew: whether a run that was cut off in `folder` is written over.
-        keeps_events: whether to write down what is computed, for `replay_folder`.
-        compiling: shows that the step is compiled, as long as it takes.
+        folder: output folder; it must hold no run, except an interrupted emulation, which is
+            started again.
+        cluster: hardware that gives the times; if None, the one that `emulation` names, if any.
+        reporter: receives progress.
+        begins_anew: whether an interrupted run in `folder` is overwritten.
+        keeps_events: whether to write the event log, for `replay_folder`.
+        compiling: context manager that shows progress during compilation.
 
     Raises:
         ConfigError: if it cannot be emulated, or the folder holds a run or cannot be written.
@@ -99,7 +99,7 @@ def emulate(
             _noting_interrupts() as interrupts,
         ):
             record = _Record(log, reporter, interrupts)
-            record.turn("started", f"{in_words(emulation)}, in virtual time; {versions()}")
+            record.change_status("started", f"{in_words(emulation)}, in virtual time; {versions()}")
             reporter.begin(0, run.total_steps)
             try:
                 found = emulate_run(
@@ -111,7 +111,9 @@ def emulate(
                     log=kept.write if kept else None,
                 )
             except (KeyboardInterrupt, ScalejaxError):
-                record.turn("interrupted", "an emulation does not go on: begin it again")
+                record.change_status(
+                    "interrupted", "an emulation cannot be resumed: start it again"
+                )
                 raise
             finally:
                 reporter.end()
@@ -122,8 +124,8 @@ def emulate(
 
 @contextmanager
 def _noting_interrupts() -> Iterator[list[int]]:
-    """The SIGINTs that come within; each raises KeyboardInterrupt as ever, which is lost where it
-    meets a callback of XLA's garbage collection."""
+    """Record SIGINTs inside the block; each raises KeyboardInterrupt as usual, which is lost if
+    raised inside a callback of XLA's garbage collection."""
     received: list[int] = []
 
     def note(number: int, frame: object) -> None:
@@ -142,7 +144,7 @@ def _noting_interrupts() -> Iterator[list[int]]:
 
 
 def _was_cut_off(files: RunFolder) -> bool:
-    """Whether the folder holds an emulation that did not come to its end: it begins anew there."""
+    """Whether the folder holds an unfinished emulation, which is started again."""
     if not files.config.is_file() or load_kept_config(files.config).emulation is None:
         return False
     return not files.measurements.is_file() or RunRecord.load(files.path).status in (
@@ -153,15 +155,14 @@ def _was_cut_off(files: RunFolder) -> bool:
 
 
 def replay_folder(config: RunConfig, folder: Path) -> int:
-    """How many lines of the record in `folder` come out the same, bit for bit, when what its log
-    says is computed again, with neither workers nor time.
+    """Number of lines of the record in `folder`, all reproduced bitwise by replaying its log.
 
     Args:
-        config: the run that is there.
-        folder: of a run that kept its events.
+        config: the run in the folder.
+        folder: folder of a run with an event log.
 
     Raises:
-        ConfigError: if it is no such folder, or naming the first line that comes out another.
+        ConfigError: if it is no such folder, or a line differs, naming the first.
     """
     run, emulation = emulated_run(config)
     record, events = RunRecord.load(folder), folder / _EVENTS
@@ -187,7 +188,7 @@ def replay_folder(config: RunConfig, folder: Path) -> int:
 
 
 class _Record:
-    """The record of the run while it is made."""
+    """Writer of the record of the run."""
 
     def __init__(
         self, log: MeasurementLog, reporter: Reporter, interrupts: Sequence[int] = ()
@@ -197,10 +198,10 @@ class _Record:
         self._losses: dict[str, float | None] = {}
 
     def write(self, measurement: Measurement) -> None:
-        """Put down one line, and say it.
+        """Write one line, and report it.
 
         Raises:
-            KeyboardInterrupt: if one was raised before where nobody could catch it.
+            KeyboardInterrupt: if an earlier one was lost.
         """
         if self._interrupts and not isinstance(measurement, StatusChange):
             raise KeyboardInterrupt
@@ -213,14 +214,16 @@ class _Record:
         self._reporter.measured(measurement)
 
     def end(self, message: str) -> None:
-        """Put down how the run ended: it has diverged if its last losses are no numbers."""
+        """Write the final run status: diverged if the last losses are not finite."""
         if None in self._losses.values():
-            self.turn("diverged", f"{message}; the loss is not finite", "not_finite")
+            self.change_status("diverged", f"{message}; the loss is not finite", "not_finite")
         else:
-            self.turn("completed", message)
+            self.change_status("completed", message)
 
-    def turn(self, status: Status, message: str, cause: DivergenceCause | None = None) -> None:
-        """Put down where the run stands from here on."""
+    def change_status(
+        self, status: Status, message: str, cause: DivergenceCause | None = None
+    ) -> None:
+        """Write the new run status."""
         self.write(
             StatusChange(
                 step=self._step,

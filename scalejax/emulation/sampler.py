@@ -1,8 +1,8 @@
-"""Which examples the minibatches of an emulated run hold.
+"""Sampler of an emulated run: the examples of each minibatch.
 
-A worker of its own pace has a part of the examples for itself, in the order of every epoch's
-shuffle; workers that keep step share the global batches that `train` would take. One worker takes
-what `train` takes, either way. Knows indices and epochs.
+An asynchronous worker has its own part of the examples, in the order of every epoch's shuffle;
+synchronous workers share the global batches that `train` would use. A single worker gets the
+batches of `train` in both cases. Knows indices and epochs.
 """
 
 from functools import lru_cache
@@ -31,10 +31,10 @@ class Samples:
         self._epochs = TrainingOrder(
             source, len(source), seed=run.config.seed, steps=run.config.train.epochs, first_epoch=0
         )
-        self._dealt = lru_cache(maxsize=8)(self._deal)
+        self._assignt = lru_cache(maxsize=8)(self._assign)
 
     def take(self, rows: Rows) -> dict[str, np.ndarray]:
-        """The examples of a minibatch, "inputs" and "targets", as the step takes them.
+        """The examples of a minibatch, "inputs" and "targets", in the format of the step.
 
         Raises:
             ConfigError: if a part of the examples is less than a minibatch.
@@ -48,12 +48,12 @@ class Samples:
         require_enough(rows.workers, size, len(self._source))
         own = len(range(rows.worker, len(self._source), rows.workers))
         epoch, place = divmod(rows.index, own // size)
-        mine = self._dealt(epoch, rows.workers)[rows.worker]
+        mine = self._assignt(epoch, rows.workers)[rows.worker]
         return self._source.take(mine[place * size : (place + 1) * size], epoch)
 
-    def _deal(self, epoch: int, workers: int) -> list[np.ndarray]:
-        """The examples of each worker in the order of the epoch: those whose index leaves its
-        number when divided by the workers, so that it has the same in every epoch."""
+    def _assign(self, epoch: int, workers: int) -> list[np.ndarray]:
+        """Examples of each worker in the order of the epoch: those whose index modulo the workers
+        is its number, so that it has the same ones in every epoch."""
         shuffled = self._epochs[epoch].indices
         owners = shuffled % workers
         ordered = shuffled[np.argsort(owners, kind="stable")]

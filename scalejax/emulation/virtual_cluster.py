@@ -1,6 +1,6 @@
-"""Where an emulated run takes place: virtual time, workers that differ, wires that are shared.
+"""Virtual cluster of an emulated run: virtual time, heterogeneous workers, shared links.
 
-Knows delays and who waits for whom; nothing of what is computed or sent.
+Knows delays and queues; nothing of the values computed or sent.
 """
 
 from collections import deque
@@ -17,55 +17,55 @@ from scalejax.config.emulation import EmulationConfig, FailuresConfig, Straggler
 from scalejax.core.errors import ConfigError
 
 Then = Callable[[], object]
-"""What happens next; at once, if nothing delays it."""
+"""Callback of an event."""
 Body = Generator[simpy.Event, Any, None]
-"""The life of a worker, which yields what it waits for."""
+"""Process of a worker (simpy), which yields the events it waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Durations:
-    """How long everything takes that an algorithm does, on average."""
+    """Mean durations and bandwidths of all actions of an algorithm."""
 
     gradient_seconds: float
-    """One worker's gradient."""
+    """Mean time of one worker's gradient."""
     gradient_deviation_seconds: float
-    """Standard deviation of it, from one to the next."""
-    exchange_seconds: float
-    """What an all-reduce over all workers adds to their arithmetic."""
+    """Standard deviation of that time between gradients."""
+    collective_seconds: float
+    """Exposed time of an all-reduce over all workers."""
     update_seconds: float
-    """A server's update of all parameters."""
+    """Time of a server's update of all parameters."""
     latency_seconds: float
-    """A message between worker and server, however small."""
+    """Latency of a message between worker and server."""
     worker_bytes_per_second: float | None
-    """What joins a host of workers to the servers, each way; None: nothing is ever slow there."""
+    """Bandwidth of a host of workers to the servers, each direction; None: unlimited."""
     server_bytes_per_second: float | None
-    """What joins a server to the workers, each way; None likewise."""
+    """Bandwidth of a server to the workers, each direction; None: unlimited."""
     workers_per_host: int
-    """Workers that share it."""
+    """Workers on each host."""
     link_bytes_per_second: float | None = None
-    """What joins a worker to the others of its host, each way; None likewise."""
+    """Bandwidth of a worker to the others of its host, each direction; None: unlimited."""
     host_bytes_per_second: float | None = None
-    """What joins all workers of a host to its memory, each way; None likewise."""
+    """Bandwidth of all workers of a host to its memory, each direction; None: unlimited."""
     hop_seconds: float | None = None
-    """A message between workers of one host, however small; None: `latency_seconds`."""
+    """Latency of a message between workers of one host; None: `latency_seconds`."""
 
 
 class Line:
-    """Something that serves one after the other, in the order in which they come."""
+    """First-in first-out queue with one server, such as a link or a processor."""
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
         self._free_at = 0.0
         self._waiting: deque[_Service] = deque()
         self.busy_seconds = 0.0
-        """For which it has served."""
+        """Total service time."""
         self.waited_seconds = 0.0
-        """For which those it has served have waited before."""
+        """Total waiting time of the served requests."""
         self.served = 0
-        """How many it has served."""
+        """Number of served requests."""
 
     def serve(self, seconds: float, then: Then) -> None:
-        """Call `then` when everyone before is served, and `seconds` have passed."""
+        """Queue a request of `seconds`, and call `then` when it is served."""
         now = self._env.now
         begin = max(now, self._free_at)
         self._free_at = begin + seconds
@@ -81,8 +81,8 @@ class Line:
         after(self._env, self._free_at - now, then)
 
     def close(self, seconds: float) -> None:
-        """Begin with nobody for so long from now on; who is being served is served to the end, and
-        those who wait keep their order."""
+        """Start no service for `seconds` from now; a current one completes, and the queue keeps its
+        order."""
         now = self._env.now
         waiting = [each for each in self._waiting if each.begin_at > now]
         opens_at = now + seconds
@@ -98,25 +98,25 @@ class Line:
 
 @dataclass(slots=True)
 class _Service:
-    """Of one who waits in a line."""
+    """A request in a queue."""
 
     begin_at: float
     seconds: float
     then: Then
 
     def end(self, began_at: float) -> None:
-        """It has ended, unless it was put off since that was foreseen."""
+        """Complete the request, unless it was postponed meanwhile."""
         if began_at == self.begin_at:
             self.then()
 
 
 def after(env: simpy.Environment, seconds: float, then: Then) -> None:
-    """Call `then` in so many seconds; at once, if it is none."""
+    """Call `then` after `seconds`; at once if 0."""
     if seconds <= 0:
         then()
         return
     timeout = env.timeout(seconds)
-    assert timeout.callbacks is not None  # noqa: S101  a new event has them
+    assert timeout.callbacks is not None  # noqa: S101  a new event has callbacks
 
     def happen(_: simpy.Event) -> None:
         then()
@@ -128,22 +128,22 @@ class VirtualCluster:
     """The workers of an emulation, their delays and failures, and the clock."""
 
     def __init__(self, config: EmulationConfig, durations: Durations, *, seed: int) -> None:
-        """All at virtual second 0.
+        """Create all workers at virtual second 0.
 
         Args:
-            config: workers and what befalls them.
-            durations: how long things take.
-            seed: of everything that is random here.
+            config: workers, stragglers and failures.
+            durations: mean durations of all actions.
+            seed: seed of all random numbers.
         """
         self.env = simpy.Environment()
         self.durations = durations
         self.workers = config.workers
         self.done = self.env.event()
-        """The run has ended."""
+        """Event: the run has ended."""
         self.living = config.workers
-        """Workers that have not failed for good."""
+        """Number of workers that have not failed permanently."""
         self.worker_failures = 0
-        """Times that a worker failed."""
+        """Number of worker failures."""
         self._failures = config.failures
         self._streams = Streams(seed)
         self._slowness = slowness(config.stragglers, config.workers, self._streams.of("slowness"))
@@ -166,28 +166,28 @@ class VirtualCluster:
         return self.env.now
 
     def computing(self, worker: int) -> simpy.Event:
-        """Until the gradient is there that `worker` begins now."""
+        """Event at the end of the gradient that `worker` begins now."""
         return self.env.timeout(next(self._times[worker]))
 
     def start(self, life: Callable[[int], Body], *, count: int | None = None) -> None:
-        """Begin the life of each worker, or of the first `count`; after a failure one begins
-        anew, if it ever does."""
+        """Start the process of each worker, or of the first `count`; it is started again after a
+        failure, if the worker restarts."""
         for worker in range(self.workers if count is None else count):
             self.env.process(self._lives(worker, life))
 
     def send(self, worker: int, payload_bytes: float, then: Then) -> None:
-        """Call `then` when so much of `worker` is on its way past the wires of its host."""
+        """Call `then` when `payload_bytes` of `worker` have left through the link of its host."""
         self._pass(self._sending[worker // self.durations.workers_per_host], payload_bytes, then)
 
     def receive(self, worker: int, payload_bytes: float, then: Then) -> None:
-        """Call `then` when so much has come in through the wires of its host."""
+        """Call `then` when `payload_bytes` have arrived through the link of its host."""
         self._pass(self._receiving[worker // self.durations.workers_per_host], payload_bytes, then)
 
     def run(self) -> None:
-        """Let time pass until the run is done.
+        """Advance virtual time until the run is done.
 
         Raises:
-            ConfigError: if it never will be, as too many workers have failed for good.
+            ConfigError: if it cannot finish, as too many workers have failed permanently.
         """
         try:
             while not self.done.processed:
@@ -200,7 +200,7 @@ class VirtualCluster:
             ) from error
 
     def random(self, *name: str | int) -> np.random.Generator:
-        """A stream of random numbers of its own."""
+        """An independent random generator for this name."""
         return self._streams.of(*name)
 
     def _pass(self, line: Line, payload_bytes: float, then: Then) -> None:
@@ -228,18 +228,18 @@ class VirtualCluster:
 def _until_interrupted(life: Body) -> Body:
     try:
         yield from life
-    except simpy.Interrupt:  # it has failed: what it was at is lost
+    except simpy.Interrupt:  # the worker failed: its work is lost
         return
 
 
 class Streams:
-    """Random numbers that depend on a seed and a name alone."""
+    """Random generators that depend only on a seed and a name."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def of(self, *name: str | int) -> np.random.Generator:
-        """The stream of this name, from its beginning."""
+        """A new generator for this name."""
         words = [part if isinstance(part, int) else int.from_bytes(part.encode()) for part in name]
         return np.random.default_rng([self._seed, *words])
 
@@ -247,7 +247,7 @@ class Streams:
 def slowness(
     config: StragglersConfig, workers: int, generator: np.random.Generator
 ) -> tuple[float, ...]:
-    """By how much the mean time of each worker is longer; who is slow is drawn."""
+    """Factor on the mean time of each worker; the slow ones are random."""
     slow = set(generator.permutation(workers)[: round(config.slow_share * workers)].tolist())
     return tuple(config.slow_factor if worker in slow else 1.0 for worker in range(workers))
 
@@ -258,10 +258,10 @@ def gradient_times(
     deviation_seconds: float,
     generator: np.random.Generator,
 ) -> Generator[float, None, None]:
-    """Times of one gradient after another, float seconds at least 0.
+    """Random times of successive gradients in seconds, at least 0.
 
-    A normal time below 0 counts as 0, which lifts the mean by less than 0.1 % where the standard
-    deviation is a third of it, and by 8 % where it is all of it: take a lognormal one there.
+    A normal time below 0 counts as 0, which raises the mean by less than 0.1 % where the standard
+    deviation is a third of it, and by 8 % where it equals it: use a lognormal one there.
     """
     if config.distribution == "exponential":
         while True:
@@ -278,5 +278,5 @@ def gradient_times(
 
 
 def are_returning(failures: FailuresConfig) -> bool:
-    """Whether every worker comes back, however often it fails."""
+    """Whether every worker restarts after every failure."""
     return failures.worker_mtbf_seconds is None or failures.worker_restart_seconds is not None

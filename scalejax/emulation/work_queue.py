@@ -1,6 +1,6 @@
-"""One large batch in portions: who has which, and what has come of them.
+"""Work queue of one large batch: assignment of work items to replicas, with backup copies.
 
-Knows the numbers of portions and of replicas; neither time nor arithmetic.
+Knows the numbers of work items and of replicas; neither time nor values.
 """
 
 from bisect import bisect_left, insort
@@ -8,12 +8,12 @@ from collections import deque
 
 
 class WorkQueue:
-    """The portions of one batch, handed out one at a time to whichever replica is free.
+    """The work items of one batch, assigned one at a time to free replicas.
 
-    A replica begins at a place of its own and goes on in the order of the portions, so that it has
-    much the same from batch to batch. When all are handed out, those that are not done go to
-    further replicas, those first that were handed out first, and whoever is first is taken (Dean
-    et al. 2012, section 4.2: backup tasks, as of Dean & Ghemawat 2004, section 3.6).
+    A replica starts at an offset of its own and goes on in the order of the items, so that it has
+    mostly the same ones from batch to batch. When all are assigned, unfinished ones are also given
+    to further replicas, the longest assigned first, and the first result is used (Dean et al.
+    2012, section 4.2: backup tasks, as in Dean & Ghemawat 2004, section 3.6).
     """
 
     def __init__(self, parts: int, replicas: int, *, backup_copies: int) -> None:
@@ -24,7 +24,7 @@ class WorkQueue:
         self._again: deque[int] = deque()
 
     def take(self, replica: int) -> int | None:
-        """A portion for `replica` to compute; None if there is none."""
+        """A work item for `replica` to compute; None if there is none."""
         if self._free:
             part = self._free.pop(bisect_left(self._free, self._places[replica]) % len(self._free))
             self._places[replica] = part + 1
@@ -40,11 +40,11 @@ class WorkQueue:
         return None
 
     def finish(self, part: int) -> None:
-        """A replica has computed `part`, and what came of it is on its way."""
+        """Mark `part` as computed by some replica."""
         self._held.pop(part, None)
 
     def give_back(self, part: int, replica: int) -> bool:
-        """`replica` will not compute what it has; whether another must."""
+        """Return the unfinished `part` of `replica`; whether another replica must compute it."""
         holders = self._held.get(part, [])
         if replica in holders:
             holders.remove(replica)

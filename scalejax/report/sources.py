@@ -188,7 +188,7 @@ class SweepSource:
     """One sweep: its plan, the results of its runs, and the started runs for curves."""
 
     name: str
-    """That of its folder."""
+    """Name of its folder."""
     plan: SweepPlan
     """The planned runs."""
     rows: tuple[RunRow, ...]
@@ -205,7 +205,7 @@ class BenchSource:
     """One bench: the measured benchmarks."""
 
     name: str
-    """That of its folder."""
+    """Name of its folder."""
     summaries: tuple[Summary, ...]
     """Benchmarks with at least one finished round."""
 

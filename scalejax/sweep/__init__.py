@@ -1,8 +1,8 @@
-"""Sweeps: many runs from one file, planned, trained side by side, resumed, and put in tables.
+"""Sweeps: many runs from one run.toml, planned, trained in parallel, resumed, and tabulated.
 
-`grammar` makes fields of what was typed, `plan` makes runs of them, `work` has them trained by
-`worker` processes (each alone by `train`, or several at once by `together`), `results` reads
-what they left. Starts without JAX, as all but the workers do.
+`config.grid` parses the command line into fields, `plan` builds runs from them, `scheduler` has
+`worker` processes train them (one by one with `train`, or several in one program with
+`vmapped_loop`), `results` reads their records. Imports no JAX, except in the workers.
 """
 
 from scalejax.config.grid import Grammar, parse_grammar

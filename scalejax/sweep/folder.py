@@ -1,6 +1,6 @@
-"""What a sweep leaves behind: the files of its folder.
+"""File layout of a sweep folder.
 
-Knows names of files; not what is in them.
+Knows file names, not their content.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from scalejax.training.record import RunFolder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFolder:
-    """Where the files of a sweep are."""
+    """Paths of the files of a sweep."""
 
     path: Path
     """The folder itself."""
@@ -28,22 +28,22 @@ class SweepFolder:
 
     @property
     def lock(self) -> Path:
-        """Held by the process that works here, and by its workers."""
+        """Lock file, held by the process that trains the sweep, and by its workers."""
         return self.path / "sweep.lock"
 
     @property
     def results(self) -> Path:
-        """A row for each run, Parquet: what was reached."""
+        """Results, a row for each run, Parquet."""
         return self.path / "results.parquet"
 
     @property
     def evaluations(self) -> Path:
-        """A row for each evaluation of each run, Parquet."""
+        """Evaluations, a row for each evaluation of each run, Parquet."""
         return self.path / "evaluations.parquet"
 
     @property
     def timings(self) -> Path:
-        """A row for each run, Parquet: how long it took."""
+        """Timings, a row for each run, Parquet."""
         return self.path / "timings.parquet"
 
     def run(self, index: int) -> RunFolder:
@@ -51,9 +51,9 @@ class SweepFolder:
         return RunFolder(path=self.path / "runs" / f"{index:04d}")
 
     def shared_checkpoints(self, index: int) -> Path:
-        """States of the runs that train together with the one of `index`, their first."""
+        """Checkpoints of the runs that train in one program, the first of which is `index`."""
         return self.path / "together" / f"{index:04d}"
 
     def log(self, worker: int) -> Path:
-        """What a worker says on standard error."""
+        """Standard error of a worker."""
         return self.path / "logs" / f"worker-{worker}.txt"

@@ -1,8 +1,8 @@
-"""A search by Optuna: which values the next trial has follows from those before.
+"""Hyperparameter search with Optuna: the values of each trial depend on earlier results.
 
-Every trial is a sweep of its own, over all seeds and cases, in a folder of its own. The sampler
-has a fixed seed, so the same results lead to the same trials: a search that was killed asks
-again, finds the trials that are trained, and goes on. Knows no processes and no JAX.
+Every trial is a sweep over all seeds and cases, in a folder of its own. The sampler has a fixed
+seed, so that equal results lead to equal trials: a search that was killed repeats the suggestions,
+finds the trained trials, and continues. Knows no processes and no JAX.
 """
 
 import dataclasses
@@ -23,20 +23,20 @@ from scalejax.sweep.plan import SweepPlan, Target, begin_sweep
 from scalejax.sweep.results import RunRow, read_rows, save_table
 
 _SEED = 0
-"""Of the sampler."""
+"""Seed of the sampler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One combination of values, and what it reached."""
+    """One combination of values with its result."""
 
     number: int
-    """From 0."""
+    """Number of the trial, from 0."""
     fields: Fields
-    """The values that were chosen."""
+    """The suggested values."""
     value: float | None
-    """Mean of the metric over its runs, after the last epoch, the worst there is for those that
-    diverged; None if one is not finished."""
+    """Mean of the metric over its runs after the last epoch, with the worst value for diverged
+    runs; None if a run is not finished."""
 
 
 def search(
@@ -48,20 +48,20 @@ def search(
     target: Target | None,
     train: Callable[[SweepPlan, SweepFolder], list[str]],
 ) -> tuple[list[Trial], list[str]]:
-    """What `trials` trials reached, trained here unless they are trained already.
+    """Train `trials` trials, except those trained already; returns them and error messages.
 
-    Sought is the highest test accuracy, or the best of the target's metric.
+    Maximises test accuracy, or optimises the metric of the target.
 
     Args:
         plan_of: the sweep of a grammar without ranges.
-        grammar: lists and ranges to choose from; every trial has all values of "seed".
-        folder: each trial is in a folder in it.
-        trials: combinations in all.
-        target: its metric is what is sought.
-        train: trains the runs of a plan that are not finished; returns what went wrong.
+        grammar: search space of lists and ranges; every trial has all values of "seed".
+        folder: folder of the trial folders.
+        trials: total number of trials.
+        target: its metric is the objective.
+        train: trains the unfinished runs of a plan; returns error messages.
 
     Raises:
-        ConfigError: if Optuna is not installed, a run cannot work, or the folder holds another
+        ConfigError: if Optuna is not installed, a run is invalid, or the folder holds another
             search.
     """
     require_at_least("optuna", trials, 1)
@@ -91,21 +91,22 @@ def search(
 
 
 def best_of(trials: Sequence[Trial], target: Target | None) -> Trial | None:
-    """The trial with the best value; None if none has one that is finite."""
+    """The trial with the best value; None if none has a finite one."""
     sign = -1 if target and target.metric == "test_loss" else 1
     valued = [each for each in trials if each.value is not None and math.isfinite(each.value)]
     return max(valued, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
 
 def _fixed(grammar: Grammar, fields: Fields) -> Grammar:
-    """The grammar of one trial: these values, and all seeds."""
+    """The grammar of one trial: the given values, and all seeds."""
     variables = {name: [value] for name, value in fields.items()}
     seeds = {name: values for name, values in grammar.variables.items() if name == "seed"}
     return dataclasses.replace(grammar, variables=variables | seeds, ranges={})
 
 
 def _space(optuna: Any, grammar: Grammar) -> dict[str, Any]:
-    """Optuna's distribution of each field; values of lists as JSON, since they may be anything."""
+    """Optuna distribution of each field; list values are encoded as JSON, since they may be of any
+    type."""
     space: dict[str, Any] = {
         name: optuna.distributions.CategoricalDistribution([json.dumps(each) for each in values])
         for name, values in grammar.variables.items()
@@ -134,7 +135,7 @@ def _decoded(value: JsonValue) -> JsonValue:
 def _value(rows: Sequence[RunRow], metric: str) -> float | None:
     if not all(row.is_finished for row in rows):
         return None
-    # Trials that failed are left out by Optuna's sampler, which would not shun where runs diverge.
+    # Optuna's sampler ignores failed trials, and would not avoid regions where runs diverge.
     worst = 0.0 if metric == "test_accuracy" else math.inf
     values = (getattr(row.final, metric, None) for row in rows)
     return mean(worst if value is None else value for value in values)

@@ -1,7 +1,7 @@
-"""A sweep before its first run: which runs, in which order, which of them together.
+"""Plan of a sweep: its runs, their order, and which of them share a program.
 
-Everything that can be refused is refused here. Knows configs and files; no processes, and needs
-no JAX.
+Refuses everything that can be refused. Knows configs and files; starts no processes, and needs no
+JAX.
 """
 
 import json
@@ -22,37 +22,37 @@ from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
 
 MOST_TOGETHER = 12
-"""Runs in one program: each more takes memory, and gains little (`experiments/warmup_by_batch`)."""
+"""Most runs in one program: more take memory, and gain little (`experiments/warmup_by_batch`)."""
 _ALTERNATIVES = ("seed", "schedule")
-"""What runs in one program may differ in: what they draw, and numbers that they are given."""
+"""Fields in which runs of one program may differ: seeds, and numbers that are program inputs."""
 _RATES = ("learning_rate", "warmup_epochs")
-"""What a rule of scaling changes of the schedule alone."""
+"""Scaling rules that change only the schedule."""
 _CONVOLUTIONAL = ("cnn", "resnet", "vgg", "alexnet", "inception", "xception", "vit", "custom")
-"""Networks that are not put in one program: a convolution of several kernels at once is a grouped
-one, which takes a CPU longer than one after another does."""
+"""Networks that do not share a program: several convolutions at once are a grouped convolution,
+which on a CPU is slower than running them one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A value of a metric that a run is to reach."""
+    """A target value of a metric."""
 
     metric: Literal["test_accuracy", "test_loss"]
-    """Accuracy is to be reached from below, loss from above."""
+    """Metric: accuracy reaches the target from below, loss from above."""
     value: float
-    """What counts as reached."""
+    """Target value."""
 
     def is_reached(self, value: float | None) -> bool:
-        """Whether a metric of `value` is good enough; one that is not finite is not."""
+        """Whether `value` reaches the target; a value that is not finite does not."""
         if value is None:
             return False
         return value >= self.value if self.metric == "test_accuracy" else value <= self.value
 
 
 def parse_target(text: str | None) -> Target | None:
-    """The target in a text such as "test_accuracy=0.88" or "test_accuracy=88%"; None of None.
+    """The target of a text such as "test_accuracy=0.88" or "test_accuracy=88%"; None for None.
 
     Raises:
-        ConfigError: if the metric or the number is none, or no accuracy is so high.
+        ConfigError: if the metric or the number is invalid, or an accuracy is above 1.
     """
     from scalejax.planning.convergence import (
         parse_target as parse_number,  # NumPy, only where it is needed
@@ -80,22 +80,22 @@ class PlannedRun:
     """One run of a sweep."""
 
     index: int
-    """Its place in the plan, from 0."""
+    """Index in the plan, from 0."""
     fields: Fields
-    """What it replaces in the run.toml."""
+    """Fields replaced in the run.toml."""
     varied: Fields
-    """Its values of the fields in which the runs of the sweep differ."""
+    """Its values of the fields in which runs of the sweep differ."""
     run: ResolvedRun
-    """What it comes to."""
+    """The resolved run."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of its folder."""
         return f"{self.index:04d}"
 
     @property
     def label(self) -> str:
-        """What sets it apart, for people."""
+        """Varied fields in words, for people."""
         return in_words(self.varied)
 
 
@@ -104,25 +104,25 @@ class SweepPlan:
     """All runs of a sweep."""
 
     text: str
-    """The run.toml that they start from."""
+    """Text of the run.toml that they start from."""
     runs: tuple[PlannedRun, ...]
-    """In order."""
+    """Runs, in order."""
     repeated: int
-    """Combinations that are left out because they come to the same run as an earlier one."""
+    """Number of combinations left out because they repeat an earlier run."""
     jobs: tuple[tuple[int, ...], ...]
-    """Indices of runs that are trained together, the longest jobs first."""
+    """Indices of the runs of each job (one program), the longest jobs first."""
     cpu_devices: int | None
-    """Virtual devices of each run; None for those of its layout."""
+    """Virtual CPU devices of each run; None for the devices of its layout."""
     target: Target | None
-    """What the runs are to reach, if anything."""
+    """Target of the runs, if any."""
 
     @property
     def varied_names(self) -> tuple[str, ...]:
-        """Fields in which the runs differ."""
+        """Names of the fields in which the runs differ."""
         return tuple(self.runs[0].varied)
 
     def document(self) -> dict[str, JsonValue]:
-        """The plan as it is written."""
+        """The plan as JSON."""
         return {
             "runs": [run.fields for run in self.runs],
             "jobs": [list(job) for job in self.jobs],
@@ -139,18 +139,18 @@ def plan_sweep(
     cpu_devices: int | None = None,
     target: Target | None = None,
 ) -> SweepPlan:
-    """The runs of `grammar` over `run_file`, every one built and checked.
+    """The runs of `grammar` applied to `run_file`, every one built and checked.
 
     Args:
-        run_file: what the runs start from.
-        grammar: what they replace in it.
-        one_by_one: train no two runs in one program.
-        cpu_devices: virtual devices of each run.
-        target: what the runs are to reach.
+        run_file: the run.toml that the runs start from.
+        grammar: fields that they replace in it.
+        one_by_one: train each run in a program of its own.
+        cpu_devices: virtual CPU devices of each run.
+        target: target of the runs.
 
     Raises:
-        ConfigError: if a run cannot work, naming it, a condition names no field, or two runs
-            differ in nothing that is named.
+        ConfigError: if a run is invalid, naming it, a condition names no field, or two runs
+            differ in no named field.
     """
     require_known_conditions(grammar)
     file = flat_fields(load_run_file(run_file))
@@ -180,7 +180,7 @@ def plan_sweep(
 
 
 def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> None:
-    """Refuse conditions on what is no field of a run.toml, nor one of `others`.
+    """Refuse conditions on names that are neither a field of a run.toml nor one of `others`.
 
     Raises:
         ConfigError: naming the nearest field.
@@ -195,7 +195,7 @@ def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> No
 
 
 def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
-    """Refuse extensions that match none of the runs of `grammar` over `run_file`.
+    """Refuse extensions that match no run of `grammar` applied to `run_file`.
 
     Raises:
         ConfigError: naming the condition.
@@ -204,10 +204,10 @@ def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
 
 
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
-    """Write `plan` into `folder`, or make sure that it is the one that is there.
+    """Write `plan` into `folder`, or check that it equals the plan there.
 
     Raises:
-        ConfigError: if the folder holds a sweep and it is not to be resumed, or is another one,
+        ConfigError: if the folder holds a sweep and `resume` is False, or another sweep,
             or holds a run.
     """
     if not folder.plan.exists():
@@ -225,7 +225,7 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
         return
     if not resume:
         raise ConfigError(
-            f"{str(folder.path)!r} holds a sweep already: go on with it by --resume, "
+            f"{str(folder.path)!r} holds a sweep already: continue it with --resume, "
             "or give another folder."
         )
     before = written(folder)
@@ -235,12 +235,12 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
         raise ConfigError(
             f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ"
             f"{_first_difference(before['runs'], now['runs'])}. Resume it "
-            "with the words that began it, or begin a new one in another folder."
+            "with its original command line, or start a new one in another folder."
         )
 
 
 def _first_difference(before: JsonValue, now: JsonValue) -> str:
-    """The first field in which the runs of two plans differ, or how many there are, in words."""
+    """The first field in which the runs of two plans differ, or their numbers, in words."""
     assert isinstance(before, list) and isinstance(now, list)  # noqa: S101, PT018  as written
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
         if isinstance(old, dict) and isinstance(new, dict):
@@ -253,7 +253,7 @@ def _first_difference(before: JsonValue, now: JsonValue) -> str:
 
 
 def _holds_other(plan: SweepPlan, folder: SweepFolder) -> bool:
-    """Whether `folder` holds what `train` wrote there, or a run.toml that `plan` is not of."""
+    """Whether `folder` holds files of `train`, or a run.toml other than that of `plan`."""
     run = RunFolder(path=folder.path)
     if run.measurements.exists() or run.readme.exists():
         return True
@@ -261,7 +261,7 @@ def _holds_other(plan: SweepPlan, folder: SweepFolder) -> bool:
 
 
 def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
-    """Whether a kill fell between the two files that begin `plan`."""
+    """Whether a kill happened between writing the two files of `plan`."""
     try:
         return folder.run_file.read_text(encoding="utf-8") == plan.text
     except OSError:
@@ -269,7 +269,7 @@ def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
 
 
 def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
-    """The runs of the plan that is written in `folder`, and the virtual devices of each.
+    """The runs of the plan in `folder`, and the virtual devices of each.
 
     Raises:
         ConfigError: if the plan or the run.toml is missing or damaged.
@@ -286,7 +286,7 @@ def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
 
 
 def in_words(fields: Mapping[str, JsonValue]) -> str:
-    """Fields and their values on one line, by the last part of their names where that will do."""
+    """Fields and values on one line, with the last part of their names if unambiguous."""
     lasts = [name.rpartition(".")[2] for name in fields]
     names = [
         last if lasts.count(last) == 1 and last != "name" else name
@@ -299,7 +299,7 @@ def in_words(fields: Mapping[str, JsonValue]) -> str:
 
 
 def can_train_together(run: ResolvedRun) -> bool:
-    """Whether a run may share a program: one device, one batch, no turn of its own."""
+    """Whether a run may share a program: one device, one batch size, no early stopping."""
     config = run.config
     return (
         run.layout.device_count == 1
@@ -312,7 +312,7 @@ def can_train_together(run: ResolvedRun) -> bool:
 
 
 def written(folder: SweepFolder) -> dict[str, JsonValue]:
-    """The plan in `folder` as it was written, its run.toml among it."""
+    """The plan in `folder` as JSON, including its run.toml."""
     try:
         document = json.loads(folder.plan.read_text(encoding="utf-8"))
         return {"run.toml": folder.run_file.read_text(encoding="utf-8"), **document}
@@ -321,11 +321,11 @@ def written(folder: SweepFolder) -> dict[str, JsonValue]:
 
 
 def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: str) -> ResolvedRun:
-    """A run of the plan on its devices; what is refused names the run."""
+    """A run of the plan on its devices; a refusal names the run."""
     try:
         config = load_config(run_file, fields)
         if config.emulation is not None:
-            emulated_run(config)  # refused now, and not when its turn has come
+            emulated_run(config)  # refuse it now rather than when it starts
         count = cpu_devices or (1 if config.layout.data is None else None)
         return resolve(config, count)
     except ConfigError as error:
@@ -336,10 +336,10 @@ def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: st
 
 
 def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
-    """For each run its values of those fields in which runs differ.
+    """For each run, its values of the fields in which runs differ.
 
-    Of a table that is named as a whole, those of its fields that tell runs apart: first of all
-    which kind it is, and not what goes with the kind.
+    For a table that is varied as a whole, the fields that distinguish the runs: its kind first,
+    without the fields implied by the kind.
     """
     # A dataclass is a table.
     tables = [flat_fields(cast(Fields, plain(config))) for config in configs]
@@ -358,12 +358,12 @@ def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
 
 
 def _text_of(table: Fields, names: list[str]) -> str:
-    """The same text for tables with the same values of `names`."""
+    """A text that is equal for tables with equal values of `names`."""
     return json.dumps([table.get(name) for name in names])
 
 
 def _require_told_apart(varied: list[Fields]) -> None:
-    """Refuse runs that would count as one; with their seed, `varied` names what sets each apart."""
+    """Refuse runs that are equal in all `varied` fields, including their seed."""
     first: dict[str, int] = {}
     for index, fields in enumerate(varied):
         other = first.setdefault(json.dumps(fields), index)
@@ -373,7 +373,7 @@ def _require_told_apart(varied: list[Fields]) -> None:
 
 
 def _jobs(runs: tuple[PlannedRun, ...], *, one_by_one: bool) -> tuple[tuple[int, ...], ...]:
-    """Which runs train together: those of one program, a few at a time; the longest first."""
+    """Jobs of runs with equal programs, a few runs each; the longest first."""
     groups: dict[str, list[int]] = {}
     for planned in runs:
         alone = one_by_one or not can_train_together(planned.run)
@@ -389,10 +389,10 @@ def _jobs(runs: tuple[PlannedRun, ...], *, one_by_one: bool) -> tuple[tuple[int,
 
 
 def _program_of(run: ResolvedRun) -> str:
-    """The same text for runs whose steps differ in numbers alone."""
+    """A text that is equal for runs whose steps differ only in numeric inputs."""
     tables = plain(run.config)
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
-    # A rule of scaling may change the optimizer too.
+    # A scaling rule may change the optimizer too.
     changed = [str(change) for change in run.changes if change.name not in _RATES]
     shared = {name: table for name, table in tables.items() if name not in _ALTERNATIVES}
     return json.dumps([shared, changed], sort_keys=True)
@@ -400,5 +400,5 @@ def _program_of(run: ResolvedRun) -> str:
 
 @cache
 def _known_fields() -> tuple[str, ...]:
-    """Of a `run.toml`, read off the source of every table once: that takes 0.3 s."""
+    """Field names of a `run.toml`, read from the source of every table once, in 0.3 s."""
     return tuple(dict.fromkeys(each.name for table in run_reference() for each in table.fields))

@@ -1,7 +1,7 @@
-"""What a sweep found: a row for each run, a row for each evaluation, in Parquet.
+"""Results of a sweep: a row for each run and for each evaluation, in Parquet.
 
-The rows are read off the records of the runs, so they are the same however often the sweep was
-killed and resumed; what the clock said stands in a file of its own.
+The rows are read from the records of the runs, so they are the same however often the sweep was
+killed and resumed; wall times are in a separate file.
 """
 
 import json
@@ -28,45 +28,45 @@ from scalejax.training.noise_scale import averaged
 from scalejax.training.record import EvaluationMeasurement, RunFolder, RunRecord
 
 FINISHED = ("completed", "stopped_early", "diverged")
-"""Statuses after which nothing of a run is left to do."""
+"""Final statuses of a run."""
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
-"""What may differ between runs of one recipe, beside the seed."""
+"""Fields that may differ between runs of one train setup, beside the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """What became of a run."""
+    """Status and results of a run."""
 
     planned: PlannedRun
     """The run."""
     status: str
-    """Where it stands; "planned" before it began."""
+    """Run status; "planned" before its start."""
     evaluations: tuple[EvaluationMeasurement, ...]
-    """In order."""
+    """Evaluations, in order."""
     steps: int
-    """Updates made."""
+    """Number of updates made."""
     seconds: float
-    """Time that it took; of runs that trained together, its share."""
+    """Training time; its share if several runs trained in one program."""
     reached: EvaluationMeasurement | None
-    """The first evaluation at which the target was reached."""
+    """The first evaluation that reached the target."""
     noise_scale: float | None = None
     """Mean gradient noise scale until then, or over the run, in samples; None if not measured."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing of it is left to do."""
+        """Whether the run has ended."""
         return self.status in FINISHED
 
     @property
     def final(self) -> EvaluationMeasurement | None:
-        """The last evaluation; None also if the run diverged after it, which it does not show."""
+        """The last evaluation; None also if the run diverged after it."""
         last = self.evaluations[-1] if self.evaluations else None
         has_changed = self.status == "diverged" and last is not None and last.step < self.steps
         return None if has_changed else last
 
     @property
     def best(self) -> EvaluationMeasurement | None:
-        """The evaluation of the highest accuracy, the first of equals."""
+        """The evaluation with the highest accuracy, the first of equals."""
         return max(self.evaluations, key=lambda each: each.test_accuracy, default=None)
 
     @property
@@ -76,12 +76,12 @@ class RunRow:
 
 
 def is_finished(folder: RunFolder) -> bool:
-    """Whether the run in `folder` has come to its end."""
+    """Whether the run in `folder` has ended."""
     return folder.measurements.is_file() and RunRecord.load(folder.path).status in FINISHED
 
 
 def read_rows(plan: SweepPlan, folder: SweepFolder) -> list[RunRow]:
-    """What the runs of `plan` have left in `folder`, in order.
+    """Rows of the runs of `plan` in `folder`, in order.
 
     Raises:
         ConfigError: if a record is damaged.
@@ -118,7 +118,7 @@ def _row(plan: SweepPlan, folder: SweepFolder, planned: PlannedRun) -> RunRow:
 
 
 def write_results(plan: SweepPlan, folder: SweepFolder, rows: Sequence[RunRow]) -> None:
-    """Write the tables of finished runs, each all or nothing.
+    """Write the tables of finished runs, each atomically.
 
     Raises:
         ConfigError: if a file cannot be written.
@@ -135,7 +135,7 @@ def _result(row: RunRow, target: Target | None) -> dict[str, JsonValue]:
     return {
         "run": row.planned.index,
         **row.planned.varied,
-        # With these names `scalejax plan --convergence` reads the table.
+        # Column names that `scalejax plan --convergence` reads.
         "global_batch": row.planned.run.split.global_batch,
         "recipe": in_words(setup),
         "status": row.status,
@@ -172,7 +172,7 @@ def _evaluations(row: RunRow) -> list[dict[str, JsonValue]]:
 
 
 def _samples(run: ResolvedRun, steps: int) -> int:
-    """Samples trained in so many updates, whose batch may grow."""
+    """Samples trained in `steps` updates, including a batch-size ramp."""
     phases = run.phases
     ends = [*(phase.first_step for phase in phases[1:]), steps]
     return sum(
@@ -190,7 +190,7 @@ def _timing(row: RunRow) -> dict[str, JsonValue]:
 
 
 def save_table(path: Path, lines: Sequence[Mapping[str, JsonValue]]) -> None:
-    """Write `lines` as Parquet; a column of unlike values holds their JSON."""
+    """Write `lines` as Parquet; a column of mixed types holds JSON."""
     import pyarrow
     import pyarrow.parquet
 
@@ -215,31 +215,31 @@ def _column(values: Sequence[JsonValue]) -> Sequence[JsonValue]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """Runs that differ in nothing but their seed."""
+    """Runs that differ only in their seed."""
 
     varied: Fields
-    """Their values of the fields in which the sweep's runs differ, the seed left out."""
+    """Their values of the fields in which the sweep's runs differ, without the seed."""
     rows: tuple[RunRow, ...]
-    """Those that are finished."""
+    """The finished runs."""
 
     @property
     def accuracies(self) -> list[float]:
-        """The last of each run that has one; those that diverged before it have none."""
+        """Final accuracy of each run, without those that diverged before it."""
         return [row.final.test_accuracy for row in self.rows if row.final]
 
     @property
     def diverged(self) -> int:
-        """Runs that diverged, with a last accuracy or without."""
+        """Number of diverged runs, with or without a final accuracy."""
         return sum(row.status == "diverged" for row in self.rows)
 
     @property
     def without_final(self) -> tuple[RunRow, ...]:
-        """Runs that are in no mean, since they diverged before a last evaluation."""
+        """Runs excluded from the means, since they diverged before a last evaluation."""
         return tuple(row for row in self.rows if row.final is None)
 
 
 def arms(rows: Sequence[RunRow]) -> list[Arm]:
-    """The runs of a sweep by everything but their seed, in the order of the plan."""
+    """The runs of a sweep grouped by all varied fields but the seed, in the order of the plan."""
     groups: dict[str, list[RunRow]] = {}
     for row in rows:
         groups.setdefault(json.dumps(seedless(row), sort_keys=True), []).append(row)
@@ -250,7 +250,7 @@ def arms(rows: Sequence[RunRow]) -> list[Arm]:
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and standard deviation of a sample (n - 1); NaN where there are too few values."""
+    """Mean and sample standard deviation (n - 1); NaN with too few values."""
     return (
         mean(values) if values else math.nan,
         stdev(values) if len(values) > 1 else math.nan,
@@ -258,11 +258,11 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 def seedless(row: RunRow) -> Fields:
-    """What sets the run of `row` apart but for its seed."""
+    """Varied fields of the run of `row` without the seed."""
     return {name: value for name, value in row.planned.varied.items() if name != "seed"}
 
 
-# A sweep as its folder tells of it: the plan that was written there, and what its runs have left.
+# A sweep read from its folder: its plan, and the results of its runs.
 
 
 def recorded_sweep(path: Path) -> tuple[SweepPlan, list[RunRow]]:

@@ -1,8 +1,7 @@
-"""Has the jobs of a sweep done by worker processes, as many as this machine has room for.
+"""Scheduler of the jobs of a sweep on worker processes, as many as fit on this machine.
 
-A job is done when the records of its runs say so, and not before: a sweep that is killed goes on
-with the jobs whose records do not. Knows processes and jobs; what a job does is the worker's
-business.
+A job is done when the records of its runs say so: a resumed sweep continues with the other jobs.
+Knows processes and jobs; the workers train.
 """
 
 import contextlib
@@ -27,16 +26,16 @@ from scalejax.sweep.results import read_rows
 from scalejax.xla.worker_pool import free_bytes, worker_count
 
 OnPart = Callable[[int, float], None]
-"""Called with the position of a job among the jobs of the plan, and the part of it that is done."""
+"""Called with the index of a job in the plan, and the fraction of it that is done."""
 
 _PART_FOR_PROGRAMS = 0.75
-"""Of the memory that is free, for what the workers run. The account of a compiled program lacks
-the interpreter with JAX (350 MB of a worker, seen), batches on their way, the compiler itself and
-what others start meanwhile; that a quarter is enough for them is judged, not measured."""
+"""Share of the free memory for the programs of the workers. The memory analysis of a compiled
+program lacks the interpreter with JAX (350 MB per worker, observed), batches in flight, the
+compiler and other processes; that a quarter suffices for them is an estimate, not measured."""
 _SECONDS_TO_STOP = 60.0
-"""Given to workers to save what they have."""
+"""Time for workers to save a checkpoint."""
 _SECONDS_FOR_LOCK = 10.0
-"""Given to workers of a killed sweep to end: they see it at once, and die in milliseconds."""
+"""Time for workers of a killed sweep to end: they notice at once, and exit in milliseconds."""
 
 
 def run_sweep(
@@ -46,21 +45,21 @@ def run_sweep(
     processes: int | None = None,
     on_part: OnPart = lambda job, part: None,
 ) -> list[str]:
-    """Train every run of `plan` that is not finished.
+    """Train every unfinished run of `plan`; returns error messages.
 
     Args:
-        plan: as it is written in `folder`.
-        folder: of the sweep; another one may not be at work in it.
-        processes: jobs at once; if None, as many as there are cores and memory for, and one
-            where there is an accelerator.
-        on_part: told how far jobs are.
+        plan: the plan, as written in `folder`.
+        folder: folder of the sweep, not in use by another process.
+        processes: concurrent jobs; if None, as many as cores and memory allow, and one
+            with an accelerator.
+        on_part: receives the progress of jobs.
 
     Returns:
-        What went wrong with a job, a sentence for each that did; the others are done.
+        Error messages, one for each failed job; the others are done.
 
     Raises:
-        ConfigError: if another process is at work in `folder`.
-        KeyboardInterrupt: on SIGINT or SIGTERM, once the workers have saved what they had.
+        ConfigError: if another process is using `folder`.
+        KeyboardInterrupt: on SIGINT or SIGTERM, after the workers have saved checkpoints.
     """
     if processes is not None:
         require_at_least("processes", processes, 1)
@@ -70,7 +69,7 @@ def run_sweep(
         for position, job in enumerate(plan.jobs):
             if all(is_finished[index] for index in job):
                 on_part(position, 1.0)
-                # Of a kill between the last end and the end of its states.
+                # Left by a kill between the end of the last run and the removal of its checkpoints.
                 shutil.rmtree(folder.shared_checkpoints(job[0]), ignore_errors=True)
             else:
                 waiting.append(position)
@@ -88,7 +87,7 @@ def _process_count(jobs: int, wanted: int | None) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: SweepFolder) -> Iterator[int]:
-    """Hold the sweep in `folder`; workers inherit the file, and with it the lock."""
+    """Hold the lock of the sweep in `folder`; workers inherit the file, and with it the lock."""
     folder.lock.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + _SECONDS_FOR_LOCK
     with folder.lock.open("w") as file:
@@ -108,7 +107,7 @@ def _locked(folder: SweepFolder) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Have SIGTERM do what Ctrl-C does."""
+    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -124,7 +123,7 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 class _Pool:
-    """Workers, and the jobs that they are at."""
+    """Pool of workers with their current jobs."""
 
     def __init__(
         self, plan: SweepPlan, folder: SweepFolder, lock: int, count: int, on_part: OnPart
@@ -139,7 +138,7 @@ class _Pool:
         self._problems: list[str] = []
 
     def work(self, positions: Sequence[int]) -> list[str]:
-        """Have the jobs at `positions` done; what went wrong."""
+        """Run the jobs at `positions`; returns error messages."""
         waiting = list(positions)
         try:
             for number in range(self._count):
@@ -148,9 +147,9 @@ class _Pool:
             while self._at:
                 number, line = self._said.get()
                 if line is None:
-                    self._bury(number, waiting)
+                    self._handle_death(number, waiting)
                 else:
-                    self._hear(number, json.loads(line), waiting)
+                    self._receive(number, json.loads(line), waiting)
         except BaseException:
             self._stop()
             raise
@@ -175,11 +174,11 @@ class _Pool:
                 encoding="utf-8",
                 env=self._environment(),
                 pass_fds=(self._lock,),
-                # Ctrl-C reaches this process alone, which then asks its workers to save.
+                # Ctrl-C reaches only this process, which then asks its workers to save.
                 start_new_session=True,
             )
         if hasattr(os, "sched_setaffinity"):
-            # Each on cores of its own: two that share all of them wait for each other's threads.
+            # Each on its own cores: two that share cores wait for each other's threads.
             os.sched_setaffinity(worker.pid, _share(number, self._count))
         if number < len(self._workers):
             self._workers[number] = worker
@@ -205,7 +204,7 @@ class _Pool:
         self._said.put((number, None))
 
     def _give(self, number: int, waiting: list[int]) -> None:
-        """Give a worker the next job, or nothing, at which it ends."""
+        """Send a worker its next job, or close its input so that it exits."""
         indices: tuple[int, ...] = ()
         self._at.pop(number, None)
         if waiting:
@@ -213,11 +212,11 @@ class _Pool:
             indices = self._plan.jobs[self._at[number]]
         stdin = self._workers[number].stdin
         if stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died: its end is heard of next
+            with contextlib.suppress(BrokenPipeError):  # it died, which its listener reports next
                 stdin.write(json.dumps(indices) + "\n")
                 stdin.flush()
 
-    def _hear(self, number: int, message: dict[str, object], waiting: list[int]) -> None:
+    def _receive(self, number: int, message: dict[str, object], waiting: list[int]) -> None:
         position = self._at[number]
         part = message.get("part")
         if isinstance(part, float):
@@ -228,8 +227,8 @@ class _Pool:
         self._on_part(position, 1.0)
         self._give(number, waiting)
 
-    def _bury(self, number: int, waiting: list[int]) -> None:
-        """Go on after a worker has died, of its job or of the memory that it took."""
+    def _handle_death(self, number: int, waiting: list[int]) -> None:
+        """Record the failed job of a dead worker, and replace the worker."""
         position = self._at.pop(number, None)
         if position is None:
             return
@@ -237,7 +236,7 @@ class _Pool:
         why = " (most likely memory ran out)" if code == -signal.SIGKILL else ""
         self._problems.append(
             f"{self._title(position)}: its process ended with {code}{why}; "
-            f"what it said is in {self._folder.log(number)}"
+            f"its log is {self._folder.log(number)}"
         )
         self._on_part(position, 1.0)
         if waiting:
@@ -249,7 +248,7 @@ class _Pool:
         return f"run {names[0]}" if len(names) == 1 else f"runs {', '.join(names)}"
 
     def _stop(self) -> None:
-        """Let the workers save and end; kill what has not ended after a while."""
+        """Ask the workers to save and exit; kill those that do not within the timeout."""
         for worker in self._workers:
             if worker.poll() is None:
                 worker.terminate() if self._at else None
@@ -257,7 +256,7 @@ class _Pool:
         try:
             for worker in self._workers:
                 worker.wait(max(0.0, deadline - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # asked twice: now
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # interrupted again: kill now
             pass
         finally:
             for worker in self._workers:
@@ -270,7 +269,7 @@ class _Pool:
 
 
 def _share(number: int, count: int) -> set[int]:
-    """The cores of one worker of so many."""
+    """The cores of worker `number` of `count`."""
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // count)
     first = number * size % len(cores)

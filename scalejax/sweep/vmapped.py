@@ -1,6 +1,6 @@
-"""The programs of several runs at once: the real `Step`, mapped over a leading axis of runs.
+"""Programs of several runs at once: the real `Step`, vmapped over a leading axis of runs.
 
-Knows steps and shapes; no files, no clock, and nothing of how runs end.
+Knows steps and shapes; no files, no clock, and nothing of run status.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from scalejax.training.step import build_step, init_state
 
 
 class MappedPrograms:
-    """The step and the evaluation of `runs`, each one program for all of them."""
+    """The step and the evaluation of `runs`, each compiled as one program for all of them."""
 
     def __init__(self, runs: Sequence[ResolvedRun]) -> None:
         run = runs[0]
         self._runs, self._mesh = runs, (mesh := build_mesh(run.layout))
         self.seeds = tuple(dict.fromkeys(each.config.seed for each in runs))
-        """Each seed once; a batch is made for each."""
+        """The distinct seeds; one batch is prepared for each."""
         self._which = np.asarray([self.seeds.index(each.config.seed) for each in runs])
         self.rates = jnp.stack([_rates(each) for each in runs])
         """Learning rates, (runs, steps)."""
@@ -42,12 +42,12 @@ class MappedPrograms:
             return build_step(run, mesh, schedule=schedule).function(state, batch)
 
         def updates(rates: jax.Array, state: PyTree, batches: PyTree) -> Any:
-            return jax.vmap(update)(rates, state, self._dealt(batches))
+            return jax.vmap(update)(rates, state, self._by_run(batches))
 
         def evaluations(weights: PyTree, batches: PyTree) -> Any:
-            return jax.vmap(evaluation.function)(*weights, self._dealt(batches))
+            return jax.vmap(evaluation.function)(*weights, self._by_run(batches))
 
-        # The one update of `step.py`, which these map; nothing of a step is written here.
+        # These vmap the update of `training.step`; no part of a step is defined here.
         state = _repeated(step.state, len(runs))
         batches = _repeated(step.batch, len(self.seeds))
         jitted = jax.jit(updates, donate_argnums=1)
@@ -60,8 +60,8 @@ class MappedPrograms:
 
     @property
     def memory_bytes(self) -> int | None:
-        """What an update takes, as compiled, beside the batches that wait for the next; None where
-        the compiler keeps no account of it."""
+        """Memory of the compiled update, with the batches queued for the next one; None if the
+        compiler does not report it."""
         used = self.update.memory_analysis()
         if used is None:
             return None
@@ -74,8 +74,8 @@ class MappedPrograms:
         states = [init_state(of_seed[seed], self._mesh) for seed in self.seeds]
         return jax.tree.map(lambda *leaves: jnp.stack([leaves[i] for i in self._which]), *states)
 
-    def _dealt(self, batches: PyTree) -> PyTree:
-        """A batch of each run, from one of each seed."""
+    def _by_run(self, batches: PyTree) -> PyTree:
+        """Batches by run, from batches by seed."""
         return jax.tree.map(lambda rows: rows[self._which], batches)
 
 

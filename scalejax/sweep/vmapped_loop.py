@@ -1,6 +1,6 @@
-"""The loop over updates of several runs that train in one program, and what it writes of each.
+"""Training loop of several runs in one vmapped program, which writes the record of each run.
 
-Knows nothing of the sweep that they are of.
+Knows nothing of the sweep.
 """
 
 import math
@@ -44,11 +44,11 @@ from scalejax.training.stopping import Divergence, is_skipped
 from scalejax.training.unreadable import unreadable_examples
 
 _SECONDS_BETWEEN_CHECKPOINTS = 20.0
-"""At most so much, and what lies between two pauses, is trained again after a kill."""
+"""Time between checkpoints: at most this much training is repeated after a kill."""
 
 
 class Loop:
-    """One session of runs that train together."""
+    """One session of runs that train in one program."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Loop:
         self._logs = [MeasurementLog(folder.measurements, after_step=begin) for folder in folders]
         self._zero = time.perf_counter() - self._logs[0].elapsed_seconds * len(runs)
         self._open = [index for index, folder in enumerate(folders) if not is_finished(folder)]
-        """Runs that have not ended yet: all, unless a kill fell between the ends of two."""
+        """Runs that have not ended yet: all, unless a kill happened between the ends of two."""
         self._last: list[dict[str, float | None]] = [{} for _ in runs]
         seeds = self._programs.seeds
         self._skipped = {part: [Skipped() for _ in seeds] for part in ("train", "test")}
@@ -98,7 +98,7 @@ class Loop:
         state = self._programs.initial_state()
         if begin:
             state = self._saved.restore(begin, state)
-            self._recall()
+            self._restore_last_metrics()
         self._signals.begin()
         self._reporter.begin(begin, total_steps)
         words = f"with {len(self._runs) - 1} others in one program; {versions()}"
@@ -106,17 +106,17 @@ class Loop:
         config, queued = run.config.train, None
         self._restart_clock()
         if begin and self._open and run.is_evaluated(begin) and self._evaluated_step != begin:
-            if signal_number := self._evaluate(state):  # another fell into it before
+            if signal_number := self._evaluate(state):  # a signal arrived during the evaluation
                 self._pause(state, signal_number)
             self._close_diverged(state, self._open)
         for batches in self._batches(begin):
             self._heartbeat.at("training", self._step)
             state, metrics = self._programs.update(self._programs.rates, state, batches)
             if queued is not None:
-                jax.block_until_ready(queued["loss"])  # as `train` does, for its reasons
+                jax.block_until_ready(queued["loss"])  # as in `train`
             self._step += 1
             queued = metrics
-            # Those that their last line told of end one update later, as `train` has them.
+            # Runs found diverged in their last line end one update later, as in `train`.
             ending = tuple(index for index in self._open if self._divergences[index].cause)
             every = config.checkpoint_every_steps
             is_epoch = self._step % run.steps_per_epoch == 0
@@ -125,7 +125,7 @@ class Loop:
             if self._step % config.log_every_steps == 0 or is_pause or is_evaluated:
                 self._note_update(metrics)
             if is_pause or is_evaluated:
-                self._tell_unreadable("train")
+                self._log_unreadable("train")
             self._close_diverged(state, ending)
             if is_pause or is_evaluated:
                 self._close_diverged(state, self._open)
@@ -155,7 +155,7 @@ class Loop:
         self._window_begin, self._window_step = time.perf_counter(), self._step
 
     def _note_update(self, metrics: PyTree) -> None:
-        """Put the metrics of an update down, or only look at them."""
+        """Log the metrics of an update, or only check them for divergence."""
         is_written = not self._step % self._run.config.train.log_every_steps or self._is_last
         values = jax.device_get(metrics)
         step_seconds = self._window_seconds() / len(self._runs) if is_written else 0.0
@@ -176,20 +176,20 @@ class Loop:
                 self._divergences[index].see_loss(self._step, loss, loss_scale)
 
     def _window_seconds(self) -> float:
-        """Time of an update of all since the last line, and the clock set anew."""
+        """Mean time of an update of all runs since the last line; restarts the clock."""
         seconds = (time.perf_counter() - self._window_begin) / (self._step - self._window_step)
         self._restart_clock()
         return seconds
 
     def _write(self, index: int, line: Measurement) -> None:
-        """Put down a line of one run; the first is told of to whoever listens."""
+        """Write a line of one run; lines of the first run go to the reporter too."""
         self._logs[index].append(line)
         self._note(index, line)
         if index == 0:
             self._reporter.measured(line)
 
     def _note(self, index: int, line: Measurement) -> None:
-        """Keep in mind what the end of a run is judged by."""
+        """Store the last metrics of a run, which decide its final status."""
         self._divergences[index].update(line)
         if isinstance(line, TrainMeasurement):
             self._keep_loss(index, line.loss, line.loss_scale)
@@ -202,8 +202,8 @@ class Loop:
             self._last[index]["train"] = loss
 
     def _evaluate(self, state: PyTree) -> int:
-        """Evaluate all runs, and put it down for those that go on; gives back the signal that
-        came before it was whole, and is put down nowhere then."""
+        """Evaluate all runs, and log it for the active ones. Returns the number of a signal that
+        arrived during the evaluation, which is then not logged; 0 otherwise."""
         begin, sums = time.perf_counter(), []
         weights = self._programs.weights(state)
         shapes = self._programs.evaluation_batch
@@ -215,7 +215,7 @@ class Loop:
             sums.append(self._programs.evaluate(weights, batches))
             if signal_number := self._signals.agreed("evaluating"):
                 return signal_number
-        self._tell_unreadable("test")
+        self._log_unreadable("test")
         parts = jax.device_get(sums)
         took = (time.perf_counter() - begin) / len(self._runs)
         for index in self._open:
@@ -230,8 +230,8 @@ class Loop:
         self._restart_clock()
         return 0
 
-    def _tell_unreadable(self, part: Split) -> None:
-        """Put down what of `part` could not be read since it was last asked."""
+    def _log_unreadable(self, part: Split) -> None:
+        """Log the examples of `part` that could not be read since the last call."""
         found = [skipped.taken() for skipped in self._skipped[part]]
         for index in self._open:
             of_seed = found[self._programs.seeds.index(self._runs[index].config.seed)]
@@ -245,8 +245,8 @@ class Loop:
             if line is not None:
                 self._write(index, line)
 
-    def _recall(self) -> None:
-        """Read from the records what the end of a resumed run is judged by."""
+    def _restore_last_metrics(self) -> None:
+        """Read the last metrics of resumed runs from their records."""
         for index in self._open:
             for line in RunRecord.load(self._folders[index].path).measurements:
                 self._note(index, line)
@@ -256,13 +256,13 @@ class Loop:
         return self._step == self._run.total_steps
 
     def _pause(self, state: PyTree, signal_number: int) -> None:
-        """Save a checkpoint if it is time to; stop if a signal asks to."""
+        """Save a checkpoint if due; stop on a signal."""
         run = self._run
         every = run.config.train.checkpoint_every_steps or run.steps_per_epoch
         signal_number = signal_number or self._signals.agreed("training")
         is_due = time.perf_counter() > self._last_checkpoint + _SECONDS_BETWEEN_CHECKPOINTS
         if signal_number or (is_due and self._step % every == 0 and not self._is_last):
-            self._tell_unreadable("train")
+            self._log_unreadable("train")
             self._heartbeat.at("saving", self._step)
             self._saved.save(self._step, state)
             self._restart_clock()
@@ -273,9 +273,9 @@ class Loop:
             raise Interrupted(128 + signal_number)
 
     def _finish(self, state: TrainState) -> None:
-        """Save what each run ended with, and close its record."""
+        """Save the final state of each run, and close its record."""
         self._heartbeat.at("saving", self._step)
-        self._saved.save(self._step, state)  # a kill between two ends must repeat neither
+        self._saved.save(self._step, state)  # a kill between two ends must not repeat training
         self._saved.wait()
         for index in self._open:
             if None in self._last[index].values():
@@ -285,7 +285,7 @@ class Loop:
         self._open = []
 
     def _close_diverged(self, state: TrainState, indices: Sequence[int]) -> None:
-        """End those of some runs that will not learn any more; the program goes on for others."""
+        """End diverged runs among `indices`; the program continues for the others."""
         for index in tuple(indices):
             found = self._divergences[index]
             if found.cause is not None:
@@ -300,7 +300,7 @@ class Loop:
         why: str = "",
         cause: DivergenceCause | None = None,
     ) -> None:
-        """Save what a run ended with, and say how it did."""
+        """Save the final state of a run, and append its status."""
         params, model_state = self._programs.weights(state)
         weights = jax.tree.map(
             lambda leaf: np.asarray(leaf[index]), {"params": params, "model_state": model_state}
@@ -330,7 +330,7 @@ def _of_seed(run: ResolvedRun, seed: int) -> ResolvedRun:
     return replace(run, config=replace(run.config, seed=seed))
 
 
-# Several runs in one program: the real `Step`, mapped over a leading axis of runs.
+# Entry point: train several runs in one program.
 
 
 def train_together(
@@ -342,23 +342,23 @@ def train_together(
     memory_bytes: int | None = None,
     leave: Callable[[int], None] | None = None,
 ) -> None:
-    """Train `runs`, all to their end, and leave the record of each in its folder.
+    """Train `runs` in one program to their end, with the record of each in its folder.
 
-    Goes on at the latest checkpoint of their common state, if there is one.
+    Resumes at the latest checkpoint of their common state, if there is one.
 
     Args:
-        runs: the same but for seed and schedule, each on one device.
-        folders: where the record of each goes.
-        checkpoints: where states of all go while they train.
-        reporter: told of the first of them.
-        memory_bytes: what the program of all may take; where it takes more, halves of the runs
-            train one after the other. If None, as much as it takes.
-        leave: as that of `train`.
+        runs: equal except for seed and schedule, each on one device.
+        folders: the folder of each run.
+        checkpoints: folder of the common checkpoints during training.
+        reporter: receives the progress of the first run.
+        memory_bytes: memory limit of the program; if exceeded, halves of the runs train one
+            after the other. None: no limit.
+        leave: as in `train`.
 
     Raises:
         Interrupted: when SIGINT or SIGTERM asked to stop, after a checkpoint.
     """
-    halves = checkpoints / "halves"  # once they are, they stay: a resumed job may find more room
+    halves = checkpoints / "halves"  # once halved, always: a resumed job may find more memory
     programs = None if halves.exists() else MappedPrograms(runs)
     limit = math.inf if memory_bytes is None or len(runs) == 1 else memory_bytes
     is_too_large = programs is not None and (programs.memory_bytes or 0) > limit
@@ -377,11 +377,11 @@ def train_together(
                 )
     else:
         _train_at_once(runs, folders, checkpoints, reporter, programs, leave)
-    shutil.rmtree(checkpoints)  # each run has its weights, and nothing is left to go on with
+    shutil.rmtree(checkpoints)  # each run has its own weights; no resume is needed
 
 
 def _has_state(checkpoints: Path) -> bool:
-    """Whether a state was saved; a job that is killed before leaves an empty folder."""
+    """Whether a checkpoint exists; a job killed before the first leaves an empty folder."""
     if not checkpoints.exists():
         return False
     with Checkpoints(checkpoints, keep=1) as saved:

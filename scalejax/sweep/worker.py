@@ -1,9 +1,9 @@
-"""A worker of a sweep: a process that trains one job after another, as it is told to.
+"""Worker process of a sweep: trains one job after another.
 
-Jobs come as lines on standard input, word of them goes out as lines on standard output, both
-JSON; everything else that is said goes to standard error. When standard input ends, whoever
-started the worker is gone, and it ends at once: what is saved is on disk, and a resumed sweep
-must not meet it at work.
+Jobs arrive as JSON lines on standard input, progress and results are sent as JSON lines on standard
+output; all other output goes to standard error. When standard input ends, the scheduler is gone,
+and the worker exits at once: checkpoints are on disk, and a resumed sweep must not find it still
+training.
 
 Usage: python -m scalejax.sweep.worker SWEEP_FOLDER MEMORY_BYTES
 """
@@ -27,38 +27,38 @@ from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMe
 
 
 class _Steps:
-    """A `Reporter` that sends how far the job is."""
+    """A `Reporter` that sends the progress of the job."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._total_steps = 1
 
     def compiling(self) -> AbstractContextManager[None]:
-        """It is a part of the job like any other."""
+        """Compilation is not reported separately."""
         return nullcontext()
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Remember how far it is."""
+        """Store the total number of steps."""
         self._total_steps = total_steps
 
     def say(self, text: str) -> None:
-        """Leave it to the log."""
+        """Print to the log."""
         print(text, file=sys.stderr, flush=True)
 
     def measured(self, measurement: Measurement) -> None:
-        """Send the part that is done."""
+        """Send the fraction that is done."""
         if isinstance(measurement, EvaluationMeasurement | TrainMeasurement):
             _send(self._out, {"part": measurement.step / self._total_steps})
 
     def end(self) -> None:
-        """Nothing is left to send."""
+        """Send nothing."""
 
 
 def main(folder: Path, memory_bytes: int) -> int:
-    """Do the jobs that standard input names, each in so much memory; returns the exit code."""
+    """Train the jobs of standard input, each within `memory_bytes`; returns the exit code."""
     limit_arenas()
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print is no word of ours
+    os.dup2(2, 1)  # output of libraries must not mix with the messages
     jobs: queue.Queue[list[int]] = queue.Queue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     files = SweepFolder(path=folder)
@@ -71,7 +71,7 @@ def main(folder: Path, memory_bytes: int) -> int:
             _train(files, runs, indices, _Steps(out), memory_bytes)
         except ScalejaxError as error:
             _send(out, {"refused": str(error)})
-        except Exception as error:  # noqa: BLE001  one job fails, and the others go on
+        except Exception as error:  # noqa: BLE001  one job fails, and the others continue
             traceback.print_exc()
             _send(out, {"refused": f"{type(error).__name__}: {error}"})
         else:
@@ -91,8 +91,8 @@ def _train(
     reporter: _Steps,
     memory_bytes: int,
 ) -> None:
-    """Train the runs of `indices`, from where they are to their end."""
-    # JAX is imported once, after the first job has come.
+    """Train the runs of `indices` to their end, resuming those that began."""
+    # JAX is imported once, after the first job has arrived.
     if len(indices) == 1:
         from scalejax.training.train import train
 
@@ -126,7 +126,7 @@ def _train(
 
 
 def _of_device(memory_bytes: int) -> int:
-    """What a program may take: the memory of the accelerator, or else of this process."""
+    """Memory limit of a program: that of the accelerator, or else `memory_bytes`."""
     import jax
 
     statistics = jax.local_devices()[0].memory_stats() or {}

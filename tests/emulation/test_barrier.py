@@ -39,15 +39,15 @@ class Given:
 @pytest.mark.parametrize(
     ("fails_at", "ends_at"),
     [
-        ([], 6.0),  # 1 s, and 3 s for the slow one; an exchange of 2 s, hidden by nothing
+        ([], 6.0),  # 1 s, and 3 s for the slow one; a collective of 2 s, fully exposed
         ([0.5], 6.0),  # back at 1 s, and done at 2 s
         ([2.5], 6.0),  # while it waits: again from 3 s to 4 s, as late as the slow one
-        ([3.5], 7.0),  # likewise, until 5 s
-        ([5.0], 8.5),  # in the exchange: again from 5.5 s to 6.5 s, and 2 s
+        ([3.5], 7.0),  # while waiting, until 5 s
+        ([5.0], 8.5),  # during the collective: again from 5.5 s to 6.5 s, and 2 s
         ([3.5, 2.0], 9.5),  # in both
     ],
 )
-def test_exchange_is_of_all_who_live(fails_at: list[float], ends_at: float, monkeypatch):
+def test_collective_needs_all_living_workers(fails_at: list[float], ends_at: float, monkeypatch):
     """Two workers, of 1 s and 4 s, and the faster fails at times that are given."""
     emulation = EmulationConfig(
         algorithm=SynchronousConfig(),
@@ -55,7 +55,7 @@ def test_exchange_is_of_all_who_live(fails_at: list[float], ends_at: float, monk
         stragglers=StragglersConfig(slow_share=0.5, slow_factor=4.0),
         failures=FailuresConfig(worker_mtbf_seconds=1.0, worker_restart_seconds=0.5),
     )
-    random, takes = VirtualCluster.random, durations(exchange_seconds=2.0)
+    random, takes = VirtualCluster.random, durations(collective_seconds=2.0)
     fast = VirtualCluster(emulation, takes, seed=0)._slowness.index(1.0)
 
     def given(cluster: VirtualCluster, *name):
@@ -78,7 +78,7 @@ def test_failures_change_the_time_and_not_the_parameters(name: str):
             FailuresConfig(),
         )
     )
-    takes = durations(exchange_seconds=1.0, gradient_deviation_seconds=0.3)
+    takes = durations(collective_seconds=1.0, gradient_deviation_seconds=0.3)
 
     broken, expected = (emulated(each, 40, takes=takes) for each in (failing, whole))
 

@@ -120,7 +120,7 @@ def test_centre_moves_less_often_with_a_longer_period():
         emulated(config(4, period_steps=period), 400, takes=takes) for period in (1, 10)
     )
 
-    # each worker's first parameters, and 2 messages for each meeting, the last of them on its way
+    # each worker's first parameters, and 2 messages for each exchange with it, the last in flight
     whole = LeastSquares().initial.nbytes
     assert often.servers.sent_bytes == pytest.approx(4 * whole * (1 + 2 * 100), rel=0.01)
     assert seldom.servers.sent_bytes == pytest.approx(4 * whole * (1 + 2 * 10), rel=0.05)

@@ -163,7 +163,7 @@ def test_adasum_of_stacked_layers_is_of_each_by_itself():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gradient_sync", ["adasum", "top_k"])
-def test_emulated_transformers_exchange_as_trained_ones(gradient_sync: str):
+def test_emulated_transformers_compress_as_trained_ones(gradient_sync: str):
     """Two updates of two devices, layer by layer of the stacked blocks, with what each keeps.
 
     Slow for the compiler: the step of a transformer on two devices, and its emulation.
@@ -201,7 +201,7 @@ def test_emulated_transformers_exchange_as_trained_ones(gradient_sync: str):
 
 
 def test_adasum_of_one_worker_is_its_gradient():
-    """And that of several is the same by either exchange."""
+    """Adasum of several gradients is the same by either gradient synchronisation."""
     gradient_syncs = ("all_reduce", "parameter_server")
     ways = [
         {"name": "synchronous", "gradient_sync": each, "reduction": "adasum"}
@@ -230,7 +230,7 @@ def test_update_is_of_the_adasum_of_all_workers(gradient_sync: str):
 
 
 def test_each_worker_keeps_back_what_it_has_not_sent():
-    """Two workers, two servers, updates in turn: the memory of each is its own."""
+    """Two workers, two servers, alternating updates: the memory of each is its own."""
     tables: dict[str, Any] = {
         "algorithm": {"name": "downpour"},
         "workers": 2,

@@ -1,4 +1,4 @@
-"""Failures change when things happen; what comes of a run only where its definition says so."""
+"""Failures change the timing; the result of a run only where its definition says so."""
 
 from dataclasses import replace
 from itertools import groupby
@@ -52,11 +52,11 @@ def test_killing_workers_leaves_synchronous_sgd_as_it_is(name: str, monkeypatch)
     )
     random = VirtualCluster.random
     for seed in SEEDS:  # other failures, all else as before
-        monkeypatch.setattr(
-            VirtualCluster,
-            "random",
-            lambda cluster, *name, seed=seed: random(cluster, *name, seed),
-        )
+
+        def reseeded(cluster: VirtualCluster, *name: str | int, seed: int = seed):
+            return random(cluster, *name, seed)
+
+        monkeypatch.setattr(VirtualCluster, "random", reseeded)
         broken = failing(SYNCHRONOUS[name], failures)
 
         assert broken.emulation.worker_failures > 10

@@ -103,7 +103,7 @@ def test_post_local_sgd_is_synchronous_before():
 
 
 def test_one_average_at_the_end_is_model_averaging():
-    """The mean of what each worker comes to by itself."""
+    """The mean of the parameters that each worker reaches by itself."""
     problem = LeastSquares()
 
     result = emulated(config(every_steps=None), 25, problem)
@@ -113,9 +113,9 @@ def test_one_average_at_the_end_is_model_averaging():
     assert result.servers.versions == [1]
 
 
-def test_exchange_is_paid_once_a_round():
-    """20 steps of 1 s; 5 exchanges of 3 s, or 8 and the 3 that are left."""
-    takes = durations(exchange_seconds=3.0)
+def test_all_reduce_is_paid_once_a_round():
+    """20 steps of 1 s; 5 all-reduces of 3 s, or 8 and the 3 that are left."""
+    takes = durations(collective_seconds=3.0)
 
     assert emulated(config(every_steps=4), 20, takes=takes).cluster.now == 20 + 5 * 3
     late = emulated(config(every_steps=4, begin_step=8), 20, takes=takes)

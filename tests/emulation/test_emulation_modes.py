@@ -1,5 +1,5 @@
 """The modes of tf_cnn_benchmarks and the types of MXNet's kvstore: which train as one device, what
-the others do, and what their exchange costs."""
+the others do, and what their communication costs."""
 
 from dataclasses import replace
 from typing import Any
@@ -76,10 +76,10 @@ def test_synchronous_modes_train_as_one_device(algorithm: AlgorithmConfig):
 
 
 def test_relaxed_consistency_applies_the_gradients_of_the_step_before():
-    """The first update is of zeros; the exchange hides behind the gradient."""
+    """The first update is of zeros; the all-reduce overlaps with the gradient."""
     mode = variable_update("replicated", variable_consistency="relaxed")
 
-    result = trained(mode, exchange_seconds=0.7)
+    result = trained(mode, collective_seconds=0.7)
 
     params, buffer, before = PROBLEM.initial, 0.0, np.zeros(12)
     for step in range(STEPS):
@@ -88,12 +88,12 @@ def test_relaxed_consistency_applies_the_gradients_of_the_step_before():
         params, before = params - 0.02 * buffer, gradient
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
     assert result.cluster.now == pytest.approx(STEPS)
-    assert trained(mode, exchange_seconds=1.5).cluster.now == pytest.approx(1.5 * STEPS)
+    assert trained(mode, collective_seconds=1.5).cluster.now == pytest.approx(1.5 * STEPS)
 
 
 def test_staged_variables_are_one_update_old():
     """Gradients by what there was a step ago; what is read early is not waited for."""
-    result = trained(variable_update("parameter_server", staged_vars=True), exchange_seconds=0.6)
+    result = trained(variable_update("parameter_server", staged_vars=True), collective_seconds=0.6)
 
     params, read, buffer = PROBLEM.initial, PROBLEM.initial, 0.0
     for step in range(STEPS):
@@ -104,8 +104,8 @@ def test_staged_variables_are_one_update_old():
 
 
 def test_independent_workers_end_with_the_copy_of_the_first():
-    """Its part of every batch, and no exchange at any price."""
-    result = trained(variable_update("independent"), exchange_seconds=5.0)
+    """Its part of every batch, and no communication at any cost."""
+    result = trained(variable_update("independent"), collective_seconds=5.0)
 
     params, buffer = PROBLEM.initial, 0.0
     for step in range(STEPS):
@@ -155,7 +155,7 @@ def links(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceLinks:
         ("psgpu#2", links(8), 2 * 4 * 7 / 8),  # 4 tensors to 4 pairs
         ("pscpu", links(8, latency=0.1), 2 * (0.1 + 7 * 1.0)),  # 4 tensors to 4 servers of 8
         ("pscpu#2", links(16, per_host=8), 2 * 8 * 2),  # half of 4 MB from 8 workers elsewhere
-        ("psgpu#16", links(16, per_host=8), 2 * 8 * 2),  # the same, by the same wires
+        ("psgpu#16", links(16, per_host=8), 2 * 8 * 2),  # as before, over the same links
         ("psgpu", links(16, per_host=8), 2 * 8 * 4),  # 4 tensors to 4 devices of the first host
         ("pscpu#2", links(12, per_host=8), 2 * 8 * 2),  # the last host has 4: 8 elsewhere
         ("psgpu", links(8, 8, 0.1), 2 * (0.01 + 7 * 0.1)),  # 4 tensors to 4 devices
@@ -187,7 +187,7 @@ def test_ranges_take_the_tensors_of_their_sizes():
 
 
 def test_modes_differ_in_time_alone():
-    """Real gradients: the same losses line by line, at the price of each exchange."""
+    """Real gradients: the same losses line by line, at the cost of each all-reduce."""
     run = resolve(config(train={"epochs": 1, "log_every_steps": 4}), 1)
     times = durations(worker_bytes_per_second=1e4, server_bytes_per_second=1e4)
     together = replace(times, workers_per_host=4, link_bytes_per_second=1e4)
@@ -212,7 +212,7 @@ def test_modes_differ_in_time_alone():
     assert [result.virtual_seconds for result in results] == pytest.approx(expected)
 
 
-def test_exchanges_in_a_node_go_by_its_links():
+def test_collectives_in_a_node_use_its_links():
     """8 A100 and 160 tensors of 1 MB: NCCL in one group at the rate of the links, then devices
     that each take 20 tensors one by one, then the memory of the host that takes all."""
     cluster = load_cluster("dgx-a100")
@@ -221,7 +221,7 @@ def test_exchanges_in_a_node_go_by_its_links():
     for kind in ("nccl", "device", "local"):
         settings = EmulationConfig(algorithm=kvstore(kind), workers=8)
         found = with_reduction(durations_of(run, settings, cluster), settings, [250_000] * 160)
-        seconds.append(found.exchange_seconds)
+        seconds.append(found.collective_seconds)
 
     rate, hop = 0.85 * 300e9, 2.22e-6
     assert seconds == pytest.approx(
@@ -234,7 +234,7 @@ def test_exchanges_in_a_node_go_by_its_links():
     assert seconds == sorted(seconds)
 
 
-def test_an_exchange_in_a_host_needs_its_rate():
+def test_a_collective_in_a_host_needs_its_rate():
     """From somebody."""
     run, timing = resolve(config(), 1), TimingConfig(gradient_seconds=1.0, workers_per_host=4)
     settings = EmulationConfig(algorithm=variable_update("horovod"), workers=4, timing=timing)

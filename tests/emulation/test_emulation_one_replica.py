@@ -73,7 +73,7 @@ def plain(tmp_path_factory) -> tuple[list[tuple[Any, ...]], Any]:
 
 @pytest.mark.parametrize("gradient_sync", ["all_reduce", "parameter_server"])
 def test_one_synchronous_worker_trains_as_train_does(plain, gradient_sync: Any):
-    """Likewise, on three servers."""
+    """One synchronous worker on three servers is plain SGD too, bit for bit."""
     lines, params = plain
 
     algorithm = SynchronousConfig(gradient_sync=gradient_sync)

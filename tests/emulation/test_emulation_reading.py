@@ -14,7 +14,7 @@ from scalejax.config.emulation import (
 from scalejax.core.errors import ConfigError
 from scalejax.emulation.checks import emulated_run
 from scalejax.emulation.instructions import InstructionLog, Rows
-from scalejax.emulation.run import arithmetic_of
+from scalejax.emulation.run import executor_of
 from scalejax.emulation.sampler import Samples
 
 ALGORITHMS = {
@@ -55,8 +55,8 @@ def test_samples_that_cannot_be_read_end_the_run(name, error, mtbf_seconds, monk
 
 def test_whoever_asks_after_a_failure_is_told(monkeypatch):
     """Of another gradient that waited as well."""
-    arithmetic = arithmetic_of(run_of(), EmulationConfig(algorithm=DownpourConfig()))
-    instructions = InstructionLog(arithmetic, lambda: 0.0, 1)
+    executor = executor_of(run_of(), EmulationConfig(algorithm=DownpourConfig()))
+    instructions = InstructionLog(executor, lambda: 0.0, 1)
     params = instructions.initial()
     refuse_reading(ConfigError("no samples"), monkeypatch)
     rows = [Rows(worker=0, index=index, workers=1, way="own") for index in range(2)]

@@ -18,7 +18,7 @@ from scalejax.emulation import executor
 from scalejax.emulation.event_log import read_events, write_events
 from scalejax.emulation.instructions import InstructionLog, Rows
 from scalejax.emulation.replay import replay
-from scalejax.emulation.run import arithmetic_of
+from scalejax.emulation.run import executor_of
 
 ADAGRAD = {"optimizer": {"name": "adagrad"}}
 ALGORITHMS = {
@@ -64,7 +64,7 @@ def test_gradients_are_the_same_in_every_company(size: int, monkeypatch):
     emulation = EmulationConfig(algorithm=DownpourConfig(), server_shards=2)
 
     def gradients(kept: Iterable[int]) -> dict:
-        parts = arithmetic_of(run_of(fields), emulation)
+        parts = executor_of(run_of(fields), emulation)
         instructions = InstructionLog(parts, lambda: 0.0, 2)
         params = instructions.initial()
         made = [

@@ -86,7 +86,7 @@ def test_stragglers_cost_what_the_slowest_of_n_does(workers: int, cv: float, ste
     emulation = EmulationConfig(algorithm=SynchronousConfig(), workers=workers)
 
     virtual_cluster, _ = simulated(
-        emulation, durations(gradient_deviation_seconds=cv, exchange_seconds=0.5), steps=steps
+        emulation, durations(gradient_deviation_seconds=cv, collective_seconds=0.5), steps=steps
     )
 
     later = virtual_cluster.now / steps - 1.5
@@ -146,7 +146,7 @@ def test_times_by_hand_come_before_those_of_the_cluster():
     timing = TimingConfig(gradient_seconds=0.25, collective_seconds=0.5)
     by_hand = EmulationConfig(algorithm=SynchronousConfig(), workers=4, timing=timing)
     found = durations_of(run, by_hand, None)
-    assert (found.gradient_seconds, found.exchange_seconds) == (0.25, 0.5)
+    assert (found.gradient_seconds, found.collective_seconds) == (0.25, 0.5)
 
 
 @pytest.mark.parametrize(

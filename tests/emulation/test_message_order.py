@@ -22,10 +22,10 @@ ALGORITHMS = {
         variable_update="parameter_server", cross_replica_sync=False
     ),
 }
-WIRES = {
+LINKS = {
     "latency": {"latency_seconds": 0.3},
-    "worker_wire": {"worker_bytes_per_second": 90.0},
-    "server_wire": {"latency_seconds": 0.05, "server_bytes_per_second": 70.0},
+    "worker_link": {"worker_bytes_per_second": 90.0},
+    "server_link": {"latency_seconds": 0.05, "server_bytes_per_second": 70.0},
     "updates": {"update_seconds": 0.4},
     "all": {
         "gradient_deviation_seconds": 0.5,
@@ -48,14 +48,14 @@ def config(name: str, *, workers: int, shards: int) -> EmulationConfig:
     )
 
 
-@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_lone_worker_is_plain_sgd_however_slow_its_wires(name: str, shards: int, wires: str):
+def test_lone_worker_is_plain_sgd_however_slow_its_links(name: str, shards: int, links: str):
     """It reads what its own last push came to: the parameters of the run without delays."""
     alone = config(name, workers=1, shards=shards)
 
-    slow = emulated(alone, 30, takes=durations(**WIRES[wires]))
+    slow = emulated(alone, 30, takes=durations(**LINKS[links]))
 
     at_once = emulated(alone, 30)
     problem = LeastSquares()
@@ -76,19 +76,19 @@ def test_lone_worker_of_a_usual_network_is_never_stale():
     assert result.servers.staleness == {0: 100}
 
 
-@pytest.mark.parametrize("wires", WIRES)
+@pytest.mark.parametrize("links", LINKS)
 @pytest.mark.parametrize("name", ["downpour", "dist_async"])
 @pytest.mark.parametrize("workers", [2, 6])
-def test_staleness_of_equal_workers_is_one_less_than_they_are(name: str, workers: int, wires: str):
-    """Between two updates of one, each other makes one in the mean, whatever the wires."""
+def test_staleness_of_equal_workers_is_one_less_than_they_are(name: str, workers: int, links: str):
+    """Between two updates of one, each other makes one in the mean, whatever the links."""
     faster = {
-        key: value * 20 if "bytes_per" in key else value / 20 for key, value in WIRES[wires].items()
+        key: value * 20 if "bytes_per" in key else value / 20 for key, value in LINKS[links].items()
     }
     takes = durations(**faster)  # so that workers wait for each other little
 
     result = emulated(config(name, workers=workers, shards=2), 300 * workers, takes=takes)
 
-    print(f"{workers} workers, {wires}: mean staleness {result.mean_staleness:.4f}")
+    print(f"{workers} workers, {links}: mean staleness {result.mean_staleness:.4f}")
     assert result.mean_staleness == pytest.approx(workers - 1, rel=0.02)
 
 

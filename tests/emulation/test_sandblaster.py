@@ -1,4 +1,4 @@
-"""Sandblaster is L-BFGS of the whole batch, whoever computes its portions."""
+"""Sandblaster is L-BFGS of the whole batch, whoever computes its work items."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from scalejax.training.mesh import build_mesh
 from scalejax.training.step import init_state
 
 EPOCHS = 14
-FIELDS = {"train.epochs": EPOCHS, "data.train_examples": 93}  # 11 portions; 5 examples fill none
+FIELDS = {"train.epochs": EPOCHS, "data.train_examples": 93}  # 11 work items; 5 examples fill none
 SHAPES = {"convex": {"model.hidden": []}, "hidden": {"model.hidden": [8]}}
 
 
@@ -112,7 +112,7 @@ def test_result_depends_on_no_replica():
     one = sandblaster()
     stragglers = StragglersConfig(slow_share=0.3, slow_factor=10, cv=0.5)
     others = {
-        "more than portions": sandblaster(25, VARIED),
+        "more than work items": sandblaster(25, VARIED),
         "without copies": sandblaster(6, VARIED, stragglers=stragglers, backup_copies=0),
         "many copies": sandblaster(6, VARIED, stragglers=stragglers, backup_copies=5),
         "failing": sandblaster(
@@ -136,7 +136,7 @@ def test_result_depends_on_no_replica():
     assert others["failing"].emulation.server_failures > 5
 
 
-def test_copies_of_the_last_portions_save_the_wait_for_the_slowest():
+def test_copies_of_the_last_work_items_save_the_wait_for_the_slowest():
     """As backup tasks are there for."""
     stragglers = StragglersConfig(slow_share=0.2, slow_factor=10)
 
@@ -145,12 +145,12 @@ def test_copies_of_the_last_portions_save_the_wait_for_the_slowest():
         for copies in (1, 0)
     )
 
-    assert without > 0.95 * EPOCHS * 10  # each batch waits for a portion of the slow one
+    assert without > 0.95 * EPOCHS * 10  # each batch waits for a work item of the slow one
     assert with_copies < without / 2
 
 
 def test_an_evaluation_takes_so_many_rounds():
-    """By hand: 11 portions by 4 replicas are 3 rounds of a second, 1 by 11, 11 by one."""
+    """By hand: 11 work items by 4 replicas are 3 rounds of a second, 1 by 11, 11 by one."""
     for workers, rounds in ((1, 11), (4, 3), (11, 1)):
         found = sandblaster(workers, backup_copies=0).emulation
 
@@ -187,7 +187,7 @@ def test_all_replicas_dead_is_an_error():
 
 @given(data=st.data(), parts=st.integers(1, 12), replicas=st.integers(1, 5))
 @settings(max_examples=60)
-def test_every_portion_is_done_whoever_gives_back(data, parts: int, replicas: int):
+def test_every_work_item_is_done_whoever_gives_back(data, parts: int, replicas: int):
     """Handed out to who asks until all are done, each to so many at most at once."""
     copies = data.draw(st.integers(0, 2))
     batch, has, done = WorkQueue(parts, replicas, backup_copies=copies), {}, set()
@@ -211,7 +211,7 @@ def test_every_portion_is_done_whoever_gives_back(data, parts: int, replicas: in
     assert done == set(range(parts))
 
 
-def test_replicas_take_portions_in_order():
+def test_replicas_take_work_items_in_order():
     """Each from a place of its own on, the same in every batch."""
     batch = WorkQueue(12, 3, backup_copies=0)
 

@@ -150,7 +150,7 @@ def test_ring_is_found_again_in_its_own_times():
 
 
 @pytest.mark.slow  # two processes import JAX, and measure this machine
-def test_processes_exchange_over_loopback():
+def test_processes_communicate_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
     probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
 
@@ -187,7 +187,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     assert "scalejax calibrate" in cluster.sources["*"]
 
 
-def test_processes_that_cannot_exchange_leave_the_rest_measured(tmp_path, monkeypatch):
+def test_processes_that_cannot_communicate_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 
     def refuse(count: int, probe: Probe, on_stage: object) -> Between:

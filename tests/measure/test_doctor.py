@@ -176,7 +176,7 @@ def test_hosts_that_are_not_well(change, name, verdict, fix):
     ],
 )
 def test_disks_that_are_not_well(change, name, verdict):
-    """Likewise."""
+    """One finding for each fault of the storage, with its verdict."""
     (finding,) = troubled(storage_findings(replace(DISK, **change))).values()
 
     assert (finding.name, finding.verdict) == (name, verdict)
@@ -302,7 +302,7 @@ def test_a_name_that_leads_nowhere_is_bad():
 
 
 def test_clock_offsets_are_bounded_by_round_trips():
-    """Three clocks of known offsets, exchanges of uneven length: each is within its bounds."""
+    """Three clocks of known offsets, all-gathers of uneven length: each is within its bounds."""
     ahead = (0.0, 90.0, -0.25)
     stamps, ends, now = [], [], 1000.0
     for round_ in range(8):
@@ -321,7 +321,7 @@ def test_clock_offsets_are_bounded_by_round_trips():
     assert "NTP" in fix_of(finding)
 
 
-def test_a_slow_exchange_alone_makes_no_clock_wrong():
+def test_a_slow_collective_alone_makes_no_clock_wrong():
     """Bounds of seconds about nothing are no offset."""
     within = ClockOffset(least_seconds=-20.0, most_seconds=30.0)
 
@@ -440,7 +440,7 @@ def test_a_process_without_devices_says_so_itself_and_waits_for_none(tmp_path, m
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_devices_that_fail_at_work_are_a_finding_and_nobody_waits_for_them(monkeypatch, is_here):
-    """All say how it went before they exchange anything."""
+    """All report their status before the first collective."""
     told = []
 
     def measure(on_stage):

@@ -73,7 +73,7 @@ def runs_on(cluster, cv: float | None = None, programs=PROGRAMS) -> list[Measure
 
 
 def test_known_factors_are_found_again():
-    """Compute 1.5 times slower, memory 0.7, launch 2, exchanges 1.25: each within a few per cent.
+    """Compute 1.5 times slower, memory 0.7, launch 2, collectives 1.25: each within a few per cent.
 
     The rest is the pull towards 1 of a factor that is seen with 5 % noise in one run.
     """
@@ -139,7 +139,7 @@ def test_a_share_of_a_peak_stays_within_it():
 @pytest.mark.parametrize("devices", [8, 32])
 @pytest.mark.parametrize("payload", [0, 10**6, 10**9])
 @pytest.mark.parametrize("algorithm", ["ring", "tree", "nvls", "parameter_server"])
-def test_the_factor_on_communication_holds_for_all_that_exchanges(
+def test_the_factor_on_communication_holds_for_all_collectives(
     algorithm: Algorithm, payload: int, devices: int
 ):
     """Through links, hosts and networks, with and without pipelines to fill, large and small."""
@@ -231,7 +231,7 @@ def with_contention(cluster, fraction: float):
 
 
 def test_contention_that_no_run_tells_of_stays_that_of_the_chip():
-    """No exchange of these programs runs beside compute."""
+    """No collective of these programs overlaps with compute."""
     cluster = with_contention(CLUSTER, 0.3)
 
     fit = fit_runs(cluster, runs_on(cluster))
@@ -241,7 +241,7 @@ def test_contention_that_no_run_tells_of_stays_that_of_the_chip():
 
 
 def test_contention_that_runs_show_is_found_again():
-    """An exchange of 140 ms beside a product of 200 ms, which it slows by 0.1 and not by 0.3."""
+    """A collective of 140 ms beside a product of 200 ms, which it slows by 0.1 and not by 0.3."""
     *kept, last = PROGRAMS
     *_, collective = program_of(
         flop=1, moved=1, launches=0, payload=8 * 10**9, devices=8
@@ -259,7 +259,7 @@ def test_contention_that_runs_show_is_found_again():
     assert fit.factors.contention == pytest.approx(0.1, abs=0.03)
 
 
-def test_runs_that_exchange_nothing_leave_contention_alone():
+def test_runs_without_collectives_leave_contention_alone():
     """The fit says so, and the chip keeps its own."""
     cluster = with_contention(CLUSTER, 0.3)
 

@@ -65,9 +65,7 @@ def test_the_title_counts_what_is_left_out(figure: Figure):
 
 
 @pytest.mark.parametrize("slowest", [1.02, 1.5, 4, 6, 20, 250, 400, 1e4, 1e6])
-def test_times_of_strategies_are_named_without_meeting(
-    slowest: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_labels_of_strategy_times_do_not_overlap(slowest: float, monkeypatch: pytest.MonkeyPatch):
     """Near or far apart: at least two names, none over another."""
     drawn: list[Figure] = []
     monkeypatch.setattr(style, "save_figure", lambda figure, path: drawn.append(figure))

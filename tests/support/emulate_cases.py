@@ -1,4 +1,4 @@
-"""Small runs to emulate, and an arithmetic that does nothing, for what is about time alone."""
+"""Small runs to emulate, and an executor that does nothing, for tests of timing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -87,7 +87,7 @@ def simulated(
     shard_bytes: Sequence[int] = (4000,),
     watch: Callable[[VirtualCluster], None] = lambda cluster: None,
 ) -> tuple[VirtualCluster, Servers]:
-    """The world and the servers after a run of so many gradients that nobody computed."""
+    """The virtual cluster and the servers after a run of so many gradients, not computed."""
     cluster = VirtualCluster(emulation, times, seed=seed)
     instructions = InstructionLog(
         NoArithmetic(emulation.server_shards), lambda: cluster.now, emulation.server_shards

@@ -1,4 +1,4 @@
-"""Small runs that tests emulate, and everything that comes of one."""
+"""Small runs that tests emulate, and all their results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from emulate_cases import durations
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core import serialization
-from scalejax.emulation.executor import JaxArithmetic
+from scalejax.emulation.executor import JaxExecutor
 from scalejax.emulation.instructions import Instruction
 from scalejax.emulation.record import Emulation
-from scalejax.emulation.run import arithmetic_of, emulate_run
+from scalejax.emulation.run import emulate_run, executor_of
 from scalejax.emulation.virtual_cluster import Durations
 from scalejax.training.record import TrainMeasurement
 
@@ -44,7 +44,7 @@ AT_ONCE = durations()
 
 VARIED = durations(
     gradient_deviation_seconds=0.5,
-    exchange_seconds=0.1,
+    collective_seconds=0.1,
     update_seconds=0.02,
     latency_seconds=0.01,
     worker_bytes_per_second=1e5,
@@ -56,7 +56,7 @@ VARIED = durations(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Everything that comes of an emulated run."""
+    """All results of an emulated run."""
 
     emulation: Emulation
     """Its record."""
@@ -80,7 +80,7 @@ def emulated(
     times: Durations = AT_ONCE,
     fields: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """What comes of the small run, with `fields` replaced, when it is emulated."""
+    """Results of emulating the small run with `fields` replaced."""
     lines, log = [], []
     run = run_of(fields)
     with LastEvaluated() as last:
@@ -110,13 +110,13 @@ class LastEvaluated:
     def __enter__(self) -> "LastEvaluated":
         self.parts: Any = ()
         self._patch = pytest.MonkeyPatch()
-        evaluate = JaxArithmetic._evaluate
+        evaluate = JaxExecutor._evaluate
 
-        def kept(arithmetic: JaxArithmetic, parts: Any) -> Any:
+        def kept(executor: JaxExecutor, parts: Any) -> Any:
             self.parts = parts
-            return evaluate(arithmetic, parts)
+            return evaluate(executor, parts)
 
-        self._patch.setattr(JaxArithmetic, "_evaluate", kept)
+        self._patch.setattr(JaxExecutor, "_evaluate", kept)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -125,7 +125,7 @@ class LastEvaluated:
 
 def whole(run: ResolvedRun, emulation: EmulationConfig, parts: Any) -> Any:
     """Parameters, put together of the parts that servers hold."""
-    return jax.device_get(arithmetic_of(run, emulation)._join(parts))
+    return jax.device_get(executor_of(run, emulation)._join(parts))
 
 
 def same_bits(first: Any, second: Any) -> bool:

@@ -1,7 +1,7 @@
 """Emulations of a problem small enough to be done by hand: least squares in NumPy, no JAX.
 
-The algorithms are those of scalejax; the arithmetic that they hand to the tape is done here, so
-that a test can hold what comes of it against a plain loop.
+The algorithms are those of scalejax; their instructions are executed here, so that a test can
+compare the results with a plain loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +62,7 @@ class LeastSquares:
     def execute(
         self, operation: str, inputs: Sequence[Any], factors: Sequence[float], rows: Rows | None
     ) -> Sequence[Any]:
-        """What a tape asks for."""
+        """Execute one instruction of the log."""
         match operation:
             case "initial":
                 return self.cut(self.initial)

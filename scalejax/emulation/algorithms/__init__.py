@@ -1,6 +1,7 @@
-"""Which algorithm a config names, ready to start.
+"""Asynchronous and synchronous training algorithms, selected by their config.
 
-Each is a small file with its source; they share the world, the tape and the servers.
+Each is a small file with its source; they share the virtual cluster, the instruction log and the
+parameter servers.
 """
 
 from typing import Protocol
@@ -35,13 +36,13 @@ from scalejax.emulation.virtual_cluster import VirtualCluster
 
 
 class Algorithm(Protocol):
-    """A way in which workers train together."""
+    """Training algorithm of several workers."""
 
     dropped_gradients: int
-    """Gradients that came too late to count."""
+    """Gradients dropped because they came too late."""
 
     def start(self) -> None:
-        """Begin the lives of all workers."""
+        """Start the processes of all workers."""
         ...
 
 
@@ -52,7 +53,7 @@ def algorithm_of(
     servers: Servers,
     progress: Progress,
 ) -> Algorithm:
-    """The algorithm that `config` names, in `cluster`."""
+    """The algorithm of `config`, with its workers in `cluster`."""
     match core_of(config):
         case DownpourConfig() as core:
             return Downpour(core, cluster, instructions, servers, progress)
@@ -77,11 +78,11 @@ def algorithm_of(
 
 
 def minibatches_per_update(emulation: EmulationConfig) -> int:
-    """Steps of the run for each update of one optimizer, by which the learning rate goes."""
+    """Steps of the run for each update of one optimizer, on which the learning rate depends."""
     match emulation.core:
         case DownpourConfig(n_push=n_push):
             return n_push
-        case EasgdConfig():  # every worker has an optimizer, for its part of all steps
+        case EasgdConfig():  # every worker has an optimizer, for its share of all steps
             return emulation.workers
         case _:
             return 1

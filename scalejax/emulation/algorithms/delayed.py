@@ -1,4 +1,4 @@
-"""Synchronous SGD whose exchange is hidden behind the next gradient, or the next one's reading.
+"""Synchronous SGD whose all-reduce overlaps with the next gradient, or with the next read.
 
 Source: tf_cnn_benchmarks (2023-10-05): `variable_consistency=relaxed` applies the mean gradient of
 the step before, at the first step zeros; `staged_vars` has each step read the parameters that were
@@ -14,7 +14,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Delayed:
-    """Workers in step, of which something is one step old."""
+    """Synchronous workers whose gradients or parameters are one step old."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Delayed:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: all are waited for."""
+        """Always 0: all gradients are waited for."""
         self._delays_gradients = config.delayed == "gradients"
         self._cluster, self._instructions, self._servers, self._progress = (
             cluster,
@@ -53,14 +53,14 @@ class Delayed:
             yield from self._barrier.wait(worker, made)
 
     def _left_seconds(self) -> float:
-        """Of the exchange, which, or half of which, has begun with the step, and may take longer
-        (ignores that a worker which failed meanwhile was missing there)."""
-        gradient_sync, passed = self._cluster.durations.exchange_seconds, self._cluster.now
+        """Remaining seconds of the all-reduce, which (or half of which) began with the step.
+
+        Ignores that a worker which failed meanwhile was missing in it.
+        """
+        collective, passed = self._cluster.durations.collective_seconds, self._cluster.now
         passed -= self._began_seconds
         hidden, paid = (
-            (gradient_sync, 0.0)
-            if self._delays_gradients
-            else (gradient_sync / 2, gradient_sync / 2)
+            (collective, 0.0) if self._delays_gradients else (collective / 2, collective / 2)
         )
         return max(0.0, hidden - passed) + paid
 

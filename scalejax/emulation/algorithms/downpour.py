@@ -16,7 +16,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Downpour:
-    """Replicas, each with its part of the examples, and the servers that they share."""
+    """Replicas, each with its part of the examples, and their shared servers."""
 
     def __init__(
         self,
@@ -27,21 +27,21 @@ class Downpour:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: every push counts."""
+        """Always 0: every push is applied."""
         self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
         self._minibatches = [0] * cluster.workers
         self._warm = cluster.env.event()
-        self._warming = simpy.Resource(cluster.env)  # whose turn it is until then
+        self._warming = simpy.Resource(cluster.env)  # held by the replica that warms up
 
     def start(self) -> None:
-        """Begin; with one replica, if the others are to find warm parameters."""
+        """Start all replicas; only one at first if the parameters are warmed up."""
         self._warm_up()
         self._cluster.start(self._replica)
 
     def _replica(self, worker: int) -> Body:
-        """The life of a replica, which begins when the parameters are warm, or when it is its turn
-        to warm them up: that of the first, and when one dies that has it, of the next."""
+        """Process of a replica. It starts when the parameters are warmed up, or when it warms them
+        up itself: the first replica does, and the next one if it fails."""
         with self._warming.request() as turn:
             yield turn | self._warm
             yield from self._trains(worker)
@@ -95,22 +95,22 @@ class Downpour:
 
 
 class _Replica:
-    """What a replica has in its memory."""
+    """State of a replica."""
 
     def __init__(self) -> None:
         self.copy: list[Copy] = []
-        """The parameters, once they have come."""
+        """The fetched parameters."""
         self.accrued: Shards = ()
-        """Gradients added up since the last push."""
+        """Sum of the gradients since the last push."""
         self.metrics: list[Value] = []
-        """Of their minibatches."""
+        """Metrics of their minibatches."""
         self.versions: tuple[int, ...] = ()
-        """Of the servers when the oldest of the parameters were read that they are of."""
+        """Server versions of the oldest parameters used for them."""
 
     def add(
         self, instructions: InstructionLog, gradient: Shards, metrics: Value, copy: Copy
     ) -> None:
-        """Add a gradient to those that wait to be pushed."""
+        """Add a gradient to those to be pushed."""
         if not self.accrued:
             self.accrued, self.versions = gradient, copy.versions
         else:

@@ -1,11 +1,11 @@
-"""Elastic averaging SGD: workers with parameters of their own, and a centre that ties them.
+"""Elastic averaging SGD: workers with parameters of their own, coupled by a centre variable.
 
 Source: Zhang, Choromanska & LeCun 2015, "Deep learning with elastic averaging SGD", NIPS 28,
-algorithm 1 (asynchronous): a worker asks for the centre, moves towards it by a part of their
-difference, and sends that part, by which the centre moves. A local step is that of the run's
-optimizer, whose state the worker keeps (momentum and Nesterov: algorithm 2). A worker that comes
-back after a failure takes the centre for its parameters, and of its own has the state after its
-last step, which is taken to be saved at each: its learning rate goes on where it was.
+algorithm 1 (asynchronous): a worker fetches the centre, moves towards it by a fraction of their
+difference, and sends that fraction, which is added to the centre. A local step is that of the
+run's optimizer, whose state the worker keeps (momentum and Nesterov: algorithm 2). A worker that
+restarts after a failure takes the centre as its parameters, and keeps its optimizer state, which
+is assumed saved after each step, so that its learning rate continues.
 """
 
 import simpy
@@ -18,7 +18,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Easgd:
-    """Workers, each with its part of the examples, and the servers that hold the centre."""
+    """Workers, each with its part of the examples, and servers that hold the centre."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Easgd:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: all go into their worker's parameters."""
+        """Always 0: all are applied to their worker's parameters."""
         self._period, self._part = config.period_steps, config.moving_rate / cluster.workers
         self._cluster, self._instructions, self._servers, self._progress = (
             cluster,
@@ -45,7 +45,7 @@ class Easgd:
         self._cluster.start(self._worker)
 
     def _worker(self, worker: int) -> Body:
-        """The life of a worker, which begins at the centre, with its next samples."""
+        """Process of a worker, which starts from the centre, with its next samples."""
         instructions, cluster = self._instructions, self._cluster
         first: Copy = yield self._fetched(worker)
         params = first.params

@@ -1,8 +1,8 @@
-"""Hogwild: workers that read and write one memory whenever they like, without locks.
+"""Hogwild: workers that read and write one shared memory without locks.
 
-The parameters are blocks, each read or written as one, in an order drawn anew each time; between
-two of them others write, so that a gradient is of parameters that were never there together, and
-lands among later ones.
+The parameters are blocks, each read or written atomically, in a random order each time. Others
+write between two blocks, so that a gradient is computed on parameters that never existed together,
+and is applied to later ones.
 
 Source: Niu, Recht, Re & Wright 2011, "Hogwild!: a lock-free approach to parallelizing stochastic
 gradient descent", NIPS 24, algorithm 1; there a block is one number.
@@ -15,7 +15,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Hogwild:
-    """Workers, each with its part of the examples, and their memory."""
+    """Workers, each with its part of the examples, and their shared memory."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class Hogwild:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: every one is written."""
+        """Always 0: every gradient is written."""
         self._cluster, self._instructions, self._memory, self._progress = (
             cluster,
             instructions,
@@ -63,14 +63,14 @@ class Hogwild:
                 yield self._cluster.env.timeout(update_seconds)
 
     def _moved(self, worker: int, block: int) -> Body:
-        """Until a block has passed between the memory and the worker."""
+        """Wait until a block has been copied between memory and worker."""
         if self._cluster.durations.worker_bytes_per_second is not None:
             moved = self._cluster.env.event()
             self._cluster.receive(worker, self._memory.shard_bytes[block], moved.succeed)
             yield moved
 
     def _order(self, worker: int) -> list[int]:
-        """Of the blocks; all in one order, at one pace, would never overtake each other."""
+        """A random order of the blocks; workers with one order and speed would never interleave."""
         return self._draws[worker].permutation(len(self._memory.params)).tolist()
 
     def _next_rows(self, worker: int) -> Rows:

@@ -1,8 +1,8 @@
-"""Workers that exchange nothing: how fast they would be if that were free.
+"""Workers that do not communicate: an upper bound of the speed.
 
 Source: tf_cnn_benchmarks (2023-10-05), `variable_update=independent`: every device trains a copy
-with its part of the samples, and the copy of the first is the result. What the others compute is
-of no use to anyone, and takes time alone: so they are not computed here.
+with its part of the samples, and the copy of the first is the result. The others only take time,
+so they are not computed here.
 """
 
 from scalejax.emulation.instructions import InstructionLog, Rows
@@ -12,7 +12,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class Independent:
-    """The first of the workers."""
+    """The first worker, which stands for all."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""L-BFGS by operations on vectors that lie in parts on servers; only numbers come back.
+"""L-BFGS by operations on vectors sharded over servers; only scalars are returned.
 
 Source: Nocedal & Wright 2006, "Numerical optimization", 2nd edition, algorithms 7.4 (two loops)
-and 3.1 (backtracking); Dean et al. 2012, section 4.2, for who does what. Knows vectors by name
-alone; a `Vectors` does the operations.
+and 3.1 (backtracking); Dean et al. 2012, section 4.2, for the division of work. Never sees vector
+contents; a `Vectors` does the operations.
 """
 
 import math
@@ -14,19 +14,19 @@ from typing import Any
 from scalejax.emulation.instructions import Shards
 
 Turn = Generator[Any, Any, float]
-"""What yields until a number is known."""
+"""Generator that yields events until a number is known."""
 SUFFICIENT_DECREASE = 1e-4
-"""Part of the decrease that the slope promises which a step must bring (page 33)."""
+"""Fraction of the decrease predicted by the slope that a step must achieve (page 33)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vectors:
-    """What a coordinator can have the servers do."""
+    """Vector operations that a coordinator requests from the servers."""
 
     dot: Callable[[Shards, Shards], Turn]
     """The inner product of two vectors."""
     combine: Callable[[Sequence[float], Sequence[Shards]], Shards]
-    """The sum of vectors, each times its number."""
+    """Linear combination of vectors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Pair:
 
 
 class History:
-    """The last steps and the changes of gradient along them, as the direction needs them."""
+    """The last steps and their gradient changes, for the search direction."""
 
     def __init__(self, vectors: Vectors, memory_size: int) -> None:
         self._vectors = vectors
@@ -49,12 +49,12 @@ class History:
         return len(self._pairs)
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Drop all pairs."""
         self._pairs.clear()
 
     def add(self, step: Shards, change: Shards) -> Generator[Any, Any, None]:
-        """Remember a step, unless the loss is not convex along it: then the direction that is made
-        of it might not descend (page 537)."""
+        """Store a step, unless the loss is not convex along it: the direction might then not be a
+        descent direction (page 537)."""
         curvature = yield from self._vectors.dot(change, step)
         if curvature > 0:
             squared = yield from self._vectors.dot(change, change)
@@ -62,9 +62,9 @@ class History:
             self._scale = curvature / squared
 
     def direction(self, gradient: Shards) -> Generator[Any, Any, Shards]:
-        """Where to step: minus the gradient times an estimate of the inverse Hessian.
+        """The search direction: minus an estimate of the inverse Hessian times the gradient.
 
-        Without a history, as long as the gradient, or 1 if that is less, as in Optax's `lbfgs`.
+        Without a history, its length is that of the gradient, at most 1, as in Optax's `lbfgs`.
         """
         dot, combine = self._vectors.dot, self._vectors.combine
         if not self._pairs:

@@ -1,4 +1,4 @@
-"""Local SGD: workers that train by themselves for some steps, and then meet at their average.
+"""Local SGD: workers that train independently for some steps, and then average parameters.
 
 Sources: Stich 2018, arXiv 1805.09767, algorithm 1; synchronous steps before, Lin et al. 2018,
 arXiv 1808.07217, section 3; an outer step with Nesterov momentum towards the average, Douillard et
@@ -29,12 +29,12 @@ class LocalSgd:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: all are waited for."""
+        """Always 0: all workers are waited for."""
         self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
         self._states = [tuple(servers.states)] * cluster.workers
         self._velocity: list[Value | None] = [None for _ in servers.params]
-        seconds = cluster.durations.exchange_seconds
+        seconds = cluster.durations.collective_seconds
         self._barrier = Barrier[_Local](cluster, lambda: seconds, self._synchronised)
         self._step = 0
 
@@ -48,7 +48,7 @@ class LocalSgd:
 
     @property
     def _round_steps(self) -> int:
-        """Until the next exchange."""
+        """Steps until the next all-reduce."""
         left = self._progress.total_steps - self._step
         every = left if self._config.every_steps is None else self._config.every_steps
         return min(every, left) if self._is_local else 1
@@ -59,7 +59,7 @@ class LocalSgd:
             yield from self._barrier.wait(worker, local)
 
     def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
-        """The steps of a round, from what all began with; one that failed makes them again."""
+        """The steps of a round, from the common parameters; a worker that failed repeats them."""
         instructions, cluster = self._instructions, self._cluster
         local = _Local(params=self._servers.whole(), states=self._states[worker])
         for step in range(self._step, self._step + self._round_steps):
@@ -73,7 +73,7 @@ class LocalSgd:
 
     def _synchronised(self, locals_: list["_Local"]) -> None:
         if self._is_local:
-            self._meet(locals_)
+            self._average(locals_)
         else:
             self._update_together(locals_)
         steps, self._step = self._round_steps, self._step + self._round_steps
@@ -82,7 +82,7 @@ class LocalSgd:
         self._progress.made(steps, metrics, self._servers.whole)
 
     def _update_together(self, locals_: list["_Local"]) -> None:
-        """A step of synchronous SGD, after which all have the same state too."""
+        """A step of synchronous SGD, after which optimizer states are equal too."""
         together = locals_[0]
         together.update(self._instructions, self._mean([local.gradient for local in locals_]))
         for server, params in enumerate(together.params):
@@ -90,9 +90,9 @@ class LocalSgd:
         for local in locals_:
             local.states = together.states
 
-    def _meet(self, locals_: list["_Local"]) -> None:
-        """An outer step: with D the way from the average back to where all began,
-        v = m v + D, and parameters go by - r (D + m v)."""
+    def _average(self, locals_: list["_Local"]) -> None:
+        """An outer step: with D the common start minus the average,
+        v = m v + D, and the parameters change by - r (D + m v)."""
         rate, momentum = self._config.outer_learning_rate, self._config.outer_momentum
         for server, mean in enumerate(self._mean([local.params for local in locals_])):
             begin, velocity = self._servers.params[server], self._velocity[server]
@@ -112,7 +112,7 @@ class LocalSgd:
 
 @dataclass(slots=True, kw_only=True)
 class _Local:
-    """What a worker has made of the parameters since the last exchange."""
+    """Parameters and optimizer state of a worker since the last all-reduce."""
 
     params: Shards
     states: tuple[Value, ...]

@@ -1,9 +1,9 @@
-"""Sandblaster L-BFGS: a coordinator, servers that hold every vector, replicas that hold nothing.
+"""Sandblaster L-BFGS: a coordinator, servers that hold all vectors, and stateless replicas.
 
 Source: Dean et al. 2012, "Large scale distributed deep networks", NIPS 25, section 4.2 and
-appendix, algorithm 7.2. Unlike there, a replica sends the gradient of each portion by itself, and
-servers add them up in the order of the portions: so the result is the same, bit for bit, whoever
-computed them, and however often.
+appendix, algorithm 7.2. Unlike there, a replica sends the gradient of each work item separately,
+and servers sum them in the order of the items, so that the result is bitwise the same whichever
+replica computed them, and however often.
 """
 
 import math
@@ -22,12 +22,12 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster, after
 from scalejax.emulation.work_queue import WorkQueue
 
 _ADDED_AT_ONCE = 16
-"""Portions of which servers add up the gradients when all of them have come."""
+"""Work items whose gradients the servers sum in one operation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Point:
-    """Parameters, and what is known of the loss there."""
+    """Parameters with their loss and gradient."""
 
     params: Shards
     loss: float
@@ -36,7 +36,7 @@ class _Point:
 
 
 class Sandblaster:
-    """The coordinator, and the replicas that compute portions for it."""
+    """The coordinator, and the replicas that compute work items for it."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Sandblaster:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """Of portions that another replica had been faster with."""
+        """Gradients dropped because another replica had finished the work item first."""
         self._config, self._cluster, self._instructions = config, cluster, instructions
         self._servers, self._progress = servers, progress
         self._vectors = Vectors(dot=self._dot, combine=self._combine)
@@ -73,16 +73,17 @@ class Sandblaster:
                 change = self._combine([1.0, -1.0], [there.gradient, here.gradient])
                 yield from history.add(step, change)
                 here = there
-            elif len(history):  # it may have been misled
+            elif len(history):  # the history may be bad
                 history.clear()
-            else:  # as low as float32 can tell
+            else:  # converged to float32 precision
                 self._progress.end(here.params)
                 return
 
     def _search(self, here: _Point, direction: Shards) -> Generator[Any, Any, _Point | None]:
-        """The first point, at half the distance each time, that is low enough; None if none is."""
+        """Backtracking line search: the first point with enough decrease when halving the step;
+        None if there is none."""
         slope, length = (yield from self._dot(direction, here.gradient)), 1.0
-        if not slope < 0:  # rounding is all that is left
+        if not slope < 0:  # only rounding errors remain
             return None
         for _ in range(self._config.line_search_trials):
             tried = self._combine([1.0, length], [here.params, direction])
@@ -98,7 +99,7 @@ class Sandblaster:
         return None
 
     def _evaluated(self, params: Shards) -> Generator[Any, Any, _Point]:
-        """`params` with the loss and its gradient, for which the replicas compute all portions."""
+        """`params` with the loss and gradient, computed by the replicas over all work items."""
         self._servers.params = list(params)
         count, copies = self._progress.steps_per_epoch, self._config.backup_copies
         parts = WorkQueue(count, self._cluster.workers, backup_copies=copies)
@@ -117,12 +118,12 @@ class Sandblaster:
         return self._instructions.dot(first, second)
 
     def _combine(self, factors: Sequence[float], vectors: Sequence[Shards]) -> Shards:
-        """Nobody waits for it: servers do what they are told in the order in which they are."""
+        """Linear combination on the servers, not waited for: servers keep the order of requests."""
         self._servers.operate()
         return self._instructions.combine_shards(factors, vectors)
 
     def _call(self) -> None:
-        """Tell replicas that have nothing to do that there is something."""
+        """Wake idle replicas because there is work."""
         self._work, called = self._cluster.env.event(), self._work
         called.succeed()
 
@@ -138,13 +139,13 @@ class Sandblaster:
                 yield self._work
                 continue
             try:
-                yield env.timeout(2 * latency_seconds)  # it has asked, and was told
+                yield env.timeout(2 * latency_seconds)  # request and answer
                 if of is not batch:
                     arrived = env.event()
                     self._servers.fetch(worker, arrived.succeed)
                     whole: Copy = yield arrived
                     of, copy = batch, whole.params
-                if batch is not self._batch:  # what came may be of both
+                if batch is not self._batch:  # the parameters may mix both points
                     continue
                 made = batch.gradient(self._instructions, part, copy)
                 yield self._cluster.computing(worker)
@@ -154,7 +155,7 @@ class Sandblaster:
                 raise
             batch.parts.finish(part)
             self._send(worker, batch, part, *made)
-            del made  # a replica keeps none, and there may be thousands
+            del made  # free it: there may be thousands of replicas
 
     def _send(
         self, worker: int, batch: "_Batch", part: int, gradient: Shards, metrics: Value
@@ -176,15 +177,15 @@ class _Batch:
 
     def __init__(self, parts: WorkQueue, count: int, done: simpy.Event) -> None:
         self.parts = parts
-        """Who has which."""
+        """The work queue."""
         self.count = count
-        """How many there are."""
+        """Number of work items."""
         self.done = done
-        """All have come, and are added up."""
+        """Event: all gradients have arrived and are summed."""
         self.metrics: dict[int, Value] = {}
-        """[loss, accuracy] of each portion that has come."""
+        """[loss, accuracy] of each finished work item."""
         self.total: Shards = ()
-        """The mean gradient, once it is done."""
+        """The mean gradient, once done."""
         self._begun: dict[int, tuple[Shards, Value]] = {}
         self._gradients: dict[int, Shards] = {}
         self._added = 0
@@ -192,8 +193,8 @@ class _Batch:
     def gradient(
         self, instructions: InstructionLog, part: int, params: Shards
     ) -> tuple[Shards, Value]:
-        """What comes of a portion; who has a copy of it gets the same, so that nothing is computed
-        twice here."""
+        """Gradient and metrics of a work item; backup copies share them, so that nothing is
+        computed twice here."""
         if part not in self._begun:
             rows = Rows(worker=0, index=part, workers=1, way="part")
             self._begun[part] = instructions.gradient(params, rows)
@@ -202,7 +203,7 @@ class _Batch:
     def add(
         self, instructions: InstructionLog, part: int, gradient: Shards, metrics: Value
     ) -> None:
-        """Take what came of a portion; what has come without a gap is added up, so many at once."""
+        """Add the gradient of a work item; consecutive finished items are summed in groups."""
         self._gradients[part], self.metrics[part] = gradient, metrics
         del self._begun[part]
         while self._added < self.count:

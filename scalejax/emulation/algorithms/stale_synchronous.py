@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: workers at their own pace, of which none gets too far ahead.
+"""Stale synchronous parallel: asynchronous workers with a bound on staleness.
 
 A worker at clock c sees every update of clocks up to c - s - 1, its own, and of the others' some
 up to c + s - 1: what comes sooner waits at the server. With s = 0 that is bulk synchronous.
@@ -17,7 +17,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class StaleSynchronous:
-    """Workers, each with its part of the examples, and the servers that hold back the fastest."""
+    """Workers, each with its part of the examples, and servers that hold back the fastest."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class StaleSynchronous:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: every push counts."""
+        """Always 0: every push is applied."""
         self._bound = config.staleness_bound
         self._cluster, self._instructions, self._servers, self._progress = (
             cluster,
@@ -37,7 +37,7 @@ class StaleSynchronous:
             progress,
         )
         self._sent = [0] * cluster.workers
-        self._clocks = [0] * cluster.workers  # of which every server has all updates
+        self._clocks = [0] * cluster.workers  # clock of each worker, complete on every server
         self._held: list[_Update] = []
         self._advanced = cluster.env.event()
 
@@ -84,7 +84,7 @@ class StaleSynchronous:
         self._servers.push(update.worker, update.gradient, arrived, arrived_everywhere)
 
     def _apply(self, update: "_Update") -> None:
-        """Apply what has come of `update`, if the slowest worker may see it."""
+        """Apply the arrived parts of `update`, if the slowest worker may see it."""
         if update.clock >= min(self._clocks) + self._bound:
             return
         servers = self._servers
@@ -100,7 +100,7 @@ class StaleSynchronous:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Update:
-    """A gradient on its way into the parameters."""
+    """A pushed gradient that is not wholly applied."""
 
     clock: int
     worker: int
@@ -108,6 +108,6 @@ class _Update:
     metrics: Value
     versions: tuple[int, ...]
     waiting: list[tuple[int, Value]] = field(default_factory=list)
-    """Servers that have their part and have not applied it, with that."""
+    """(server, part) of the parts that arrived and are not applied."""
     applied: int = 0
-    """Servers that have."""
+    """Number of servers that have applied their part."""

@@ -1,4 +1,4 @@
-"""Synchronous SGD: every update is of the gradients of all workers, or of the first to be done.
+"""Synchronous SGD: every update uses the gradients of all workers, or of the first to finish.
 
 Source: Goyal et al. 2017, arXiv 1706.02677, section 3; with backup workers, Chen et al. 2016,
 "Revisiting distributed synchronous SGD", arXiv 1604.00981, section 3.
@@ -13,7 +13,7 @@ from scalejax.emulation.virtual_cluster import Body, VirtualCluster
 
 
 class AllReduced:
-    """Workers that each hold all parameters, and add up their gradients by a collective."""
+    """Workers that each hold all parameters, and all-reduce their gradients."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class AllReduced:
         progress: Progress,
     ) -> None:
         self.dropped_gradients = 0
-        """None: all are waited for."""
+        """Always 0: all workers are waited for."""
         self._cluster, self._instructions, self._servers, self._progress = (
             cluster,
             instructions,
@@ -32,7 +32,7 @@ class AllReduced:
             progress,
         )
         self._reduction = config.reduction
-        seconds = cluster.durations.exchange_seconds
+        seconds = cluster.durations.collective_seconds
         self._barrier = Barrier[tuple[Shards, Value]](cluster, lambda: seconds, self._synchronised)
         self._step = 0
 
@@ -58,7 +58,7 @@ class AllReduced:
 
 
 class Served:
-    """Workers that push to servers, which wait for all of them, or for the first so many."""
+    """Workers that push to servers, which wait for all of them, or for the first few."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Served:
         self._step = 0
         self._minibatches = [0] * cluster.workers
         self.dropped_gradients = 0
-        """Gradients that came too late to count."""
+        """Gradients dropped because they came too late."""
 
     def start(self) -> None:
         """Begin."""
@@ -101,8 +101,8 @@ class Served:
                 yield self._next
 
     def _rows(self, worker: int, step: int) -> Rows:
-        """All workers counting, an update is of the samples of a global batch; else who counts
-        is not known before, and each worker has samples of its own, as many to a gradient."""
+        """Samples of a gradient: parts of one global batch if all workers count; otherwise the
+        fastest are not known beforehand, and each worker has its own samples."""
         workers = self._cluster.workers
         if self._wanted == workers:
             return Rows(worker=worker, index=step, workers=workers, way="part")
@@ -123,7 +123,7 @@ class Served:
         self._servers.push(worker, gradient, apply)
 
     def _update(self) -> None:
-        """Apply the means of what has come; each server sums in the order of the workers."""
+        """Apply the mean of the arrived gradients; each server sums in the order of the workers."""
         for server, parts in enumerate(self._parts):
             ordered = [parts[worker] for worker in sorted(parts)]
             self._servers.update(server, reduced(self._instructions, self._reduction, ordered))
@@ -136,7 +136,7 @@ class Served:
 
 
 def reduced(instructions: InstructionLog, reduction: str, parts: list[Value]) -> Value:
-    """What an update is of, of the gradients of all workers."""
+    """The gradient of an update: mean or Adasum of the gradients of all workers."""
     if reduction == "adasum":
         return instructions.adasum(parts)
     return instructions.combine([1 / len(parts)] * len(parts), parts)

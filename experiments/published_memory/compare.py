@@ -26,7 +26,7 @@ from scalejax.hardware import load_cluster
 from scalejax.planning.search.costs import workspace_bytes
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.transformer import Strategy
-from scalejax.simulator.transformer.shape import part_of
+from scalejax.simulator.transformer.shape import block_shard
 from scalejax.validation import Skipped, compile_cases, read_ledger
 
 LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
@@ -130,7 +130,7 @@ def pipelined(gathered_bytes: int = 2) -> Iterator[Row]:
         split = replace(whole, microbatches=microbatches, global_batch=global_batch)
         strategy = Strategy(split=split, recompute="full", sequence_parallel=True)
         pipeline = Pipeline(
-            part=part_of(shape, strategy),
+            part=block_shard(shape, strategy),
             devices=split.layout.pipeline,
             chunks=chunks,
             microbatches=microbatches,

@@ -26,7 +26,7 @@ from typing import Literal
 
 from scalejax.simulator.frameworks.eager import DIVIDED_ARRAYS
 from scalejax.simulator.transformer.memory import block_bytes
-from scalejax.simulator.transformer.shape import Part
+from scalejax.simulator.transformer.shape import BlockShard
 
 _F32_BYTES = 4
 _STATE_BYTES = 3 * _F32_BYTES
@@ -43,7 +43,7 @@ class Pipeline:
         ValueError: if blocks keep more than their input, or if PyTorch refuses the microbatches.
     """
 
-    part: Part
+    part: BlockShard
     """One microbatch of one block on one device."""
     devices: int
     """Devices along the pipeline."""

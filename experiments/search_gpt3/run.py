@@ -13,7 +13,7 @@ from scalejax.core.environment import machine_cores
 from scalejax.core.metrics import mfu
 from scalejax.core.units import GIB, TFLOP
 from scalejax.hardware import load_cluster
-from scalejax.planning.search import Candidate, StrategyCosts, losses, search
+from scalejax.planning.search import Candidate, StrategyCosts, breakdown_difference, search
 from scalejax.planning.search.run import in_words
 from scalejax.simulator.transformer import TransformerShape
 
@@ -59,7 +59,9 @@ def main() -> None:
         )
     costs = StrategyCosts(shape, CLUSTER)
     if published:
-        changes = losses(costs.terms(published[0][1].strategy), costs.terms(ranked[0].strategy))
+        changes = breakdown_difference(
+            costs.terms(published[0][1].strategy), costs.terms(ranked[0].strategy)
+        )
         print("published against the best:")
         print(", ".join(f"{change:+.2f} s {name}" for name, change in changes))
     name = "results_fused.json" if arguments.fused else "results.json"

@@ -17,7 +17,7 @@ from scalejax.core import progress, serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
 from scalejax.core.units import counted
-from scalejax.planning.search import Found
+from scalejax.planning.search import SearchResult
 from scalejax.report.terminal import tables
 from scalejax.simulator.transformer import Strategy
 
@@ -124,7 +124,7 @@ class Search(RunFileCommand):
         tables.show(search_tables.confirmed(report))
         self._write(report, found)
 
-    def _write(self, report: "SearchReport", found: Found) -> None:
+    def _write(self, report: "SearchReport", found: SearchResult) -> None:
         """Write the results and the plot, where flags name files for them."""
         from scalejax.report.figures.style import save_pareto
 

@@ -1,1 +1,4 @@
-"""A program on a cluster: its time, memory and failures, by arithmetic on plain data."""
+"""Predictions of step time, memory and goodput of a program on a cluster.
+
+Arithmetic on plain data; imports no JAX and measures nothing.
+"""

@@ -1,7 +1,7 @@
-"""The cluster as one program finds it: how many of its devices are busy, what memory it asks for,
-how its operations are set off.
+"""Device state under the load of one program: busy devices, first-touched memory, CUDA graphs.
 
 Devices that are parts of one machine, such as virtual devices of a CPU, share cores and memory.
+Knows a program's size and backend; nothing of its operations.
 """
 
 from dataclasses import replace
@@ -10,15 +10,15 @@ from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.program import Program
 
 GRAPH_LAUNCH_SECONDS = 1.3e-6
-"""From one operation of a CUDA graph to the next, where they are as short as can be: additions of
-1024 numbers, 2000 of them in a graph, take 1.1 to 1.3 us each (pytorch/pytorch#161104, 2025; the
-GPU is not named). In it is the time of the addition itself."""
+"""Time per operation of a CUDA graph of minimal kernels: additions of 1024 numbers, 2000 of them
+in a graph, take 1.1 to 1.3 us each (pytorch/pytorch#161104, 2025; the GPU is not named). The time
+of the addition itself is included."""
 
 
 def under_load(cluster: Cluster, program: Program) -> Cluster:
-    """`cluster` with its chip as it is while `program` runs; itself where nothing is shared.
+    """`cluster` with its chip as loaded by `program`; `cluster` itself where nothing changes.
 
-    What is taken into account is taken out, so that doing it again changes nothing.
+    Idempotent: effects that are applied are removed from the returned cluster's description.
     """
     chip = _shared_chip(cluster, program.device_count)
     if program.backend == "cpu" and chip.attainable.unaligned_fraction is not None:
@@ -39,20 +39,20 @@ def under_load(cluster: Cluster, program: Program) -> Cluster:
 
 
 def in_graph(cluster: Cluster) -> Cluster:
-    """`cluster` with its operations set off as its conditions say; the part of `under_load` that
-    needs no program."""
+    """`cluster` with CUDA graph launches if its conditions have them; the part of `under_load`
+    that needs no program."""
     if not cluster.conditions.launches_in_graph:
         return cluster
     return replace(cluster, chip=_in_graph(cluster.chip))
 
 
 def _aligned(chip: Chip) -> Chip:
-    """`chip` for programs of the CPU's compiler, which does not pad sides that the chip's does."""
+    """`chip` without the penalty for unaligned products, as XLA's CPU compiler does not pad."""
     return replace(chip, attainable=replace(chip.attainable, unaligned_fraction=None))
 
 
 def _in_graph(chip: Chip) -> Chip:
-    """`chip` whose operations follow each other without the host."""
+    """`chip` whose operations are launched from a CUDA graph, without the host."""
     attainable = chip.attainable
     launch = min(attainable.launch_seconds, GRAPH_LAUNCH_SECONDS)
     if launch == attainable.launch_seconds and not attainable.dispatch_seconds:
@@ -62,9 +62,9 @@ def _in_graph(chip: Chip) -> Chip:
 
 
 def _shared_chip(cluster: Cluster, device_count: int) -> Chip:
-    """The chip when `device_count` devices are busy.
+    """Chip as measured with `device_count` busy devices.
 
-    Between two measured numbers of devices, as with the larger; beyond the largest, slower in
+    Between two measured device counts, the larger applies; beyond the largest, times grow in
     proportion, since all cores are then busy.
     """
     known = [(1, cluster.chip), *((each.device_count, each.chip) for each in cluster.shared)]

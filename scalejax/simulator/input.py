@@ -1,8 +1,8 @@
-"""How fast a host makes batches, what limits it, and how long devices wait for them.
+"""Throughput of a host's input pipeline, its bottleneck, and how long devices wait for batches.
 
-The stages of the input run side by side: worker processes (or threads) read and decode, the
-process that trains takes their batches and hands them to devices, storage gives bytes. The
-slowest sets the pace, and all share the cores.
+The stages of the input run in parallel: worker processes (or threads) read and decode, the
+training process takes their batches and copies them to devices, storage delivers bytes. The
+slowest is the bottleneck, and all share the cores. Knows measured rates of a host; reads no data.
 """
 
 import math
@@ -14,26 +14,25 @@ from scalejax.core.errors import require_above
 from scalejax.hardware import HostInput, Speedups
 
 Limit = Literal["storage", "threads", "workers", "cores", "process"]
-"""What sets the pace: bytes from storage; threads, where there are no worker processes; too few of
-these; every core is busy; the process that trains, which takes batches one at a time."""
+"""Bottleneck: storage bandwidth; threads, where there are no worker processes; too few workers;
+all cores busy; the training process, which takes batches one at a time."""
 
 MOST_WORKERS = 4096
-"""Workers of one host beyond which none are looked for."""
+"""Largest number of workers of one host that is considered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputPace:
-    """How fast one host makes batches, and why no faster."""
+    """Input throughput of one host, and its bottleneck."""
 
     samples_per_second: float
-    """Samples that it hands to its devices."""
+    """Samples delivered to the host's devices per second."""
     limit: Limit
-    """What sets the pace."""
+    """Bottleneck of the throughput."""
     stages: tuple[tuple[str, float], ...]
-    """(stage, seconds of a sample): read, take, hand over; those that take none left
-    out."""
+    """(stage, processor seconds per sample): read, take, hand over; stages of 0 omitted."""
     storage_bytes_per_sample: float
-    """Bytes of storage that a sample takes."""
+    """Bytes read from storage per sample."""
 
 
 def input_wait_seconds(
@@ -43,12 +42,12 @@ def input_wait_seconds(
 
     seconds = max(0, samples / rate - step)
 
-    Left out: single late batches, which reading ahead smooths.
+    Left out: single late batches, which prefetching smooths.
 
     Args:
-        step_seconds: time of a step whose input is always there.
-        samples_per_node: samples of one step that one node delivers.
-        samples_per_second: samples that it can deliver.
+        step_seconds: time of a step whose input is always ready.
+        samples_per_node: samples per step that one node delivers.
+        samples_per_second: samples per second that the node can deliver.
 
     Raises:
         ConfigError: if the node delivers nothing.
@@ -66,23 +65,23 @@ def input_pace(
     nodes: int = 1,
     batch_parts: float | None = None,
 ) -> InputPace:
-    """How fast one of `nodes` hosts makes batches of `samples_per_node` samples.
+    """Input throughput of one of `nodes` hosts, in batches of `samples_per_node` samples.
 
-    With w processor seconds of a worker for a sample, d seconds that it waits for storage, p of
-    the process that trains, and s(n) the speedup of n workers side by side:
+    With w processor seconds of a worker per sample, d seconds that it waits for storage, p of
+    the training process, and s(n) the speedup of n parallel workers:
 
     workers: n / (w n / s(n) + d). cores: s(cores) / (w + p). process: 1 / p. storage: its
     bytes/s over the bytes of a sample. Without workers, threads: 1 / (w + d), with w as measured
     for all of them.
 
-    Left out: random changes of images, and the cores that the step itself needs, where devices
-    are the host's own.
+    Left out: random augmentation of images, and the cores that the step itself needs where the
+    devices are the host's CPU.
 
     Args:
-        given: what the host has, and has to do.
+        given: measured rates of the host, its workers, and its work per sample.
         samples_per_node: samples of one batch on one host, which share the cost of a batch.
-        nodes: hosts that read the same storage at once.
-        batch_parts: parts of every batch that hosts take, each of them one; if None, `nodes`.
+        nodes: hosts that read from shared storage at once.
+        batch_parts: parts of every batch, of which each host takes one; if None, `nodes`.
 
     Raises:
         ConfigError: if the batch is empty.
@@ -118,8 +117,8 @@ def input_pace(
 def workers_needed(
     given: HostInput, pace_of: Callable[[HostInput], InputPace], samples_per_second: float
 ) -> int | None:
-    """The fewest worker processes with which a host makes so many samples, as `pace_of` costs
-    them; None if no number does."""
+    """Fewest worker processes that reach `samples_per_second` by `pace_of`; None if no number
+    does."""
     most = min(MOST_WORKERS, 2 * given.rates.cores)
     for workers in range(1, most + 1):
         if pace_of(with_workers(given, workers)).samples_per_second >= samples_per_second:
@@ -133,7 +132,7 @@ def with_workers(given: HostInput, workers: int) -> HostInput:
 
 
 def _stages(given: HostInput, samples_per_node: float, parts: float) -> dict[str, float]:
-    """Processor seconds of each stage for a sample, on a host that takes one of `parts` of every
+    """Processor seconds of each stage per sample, on a host that takes one of `parts` of every
     batch."""
     rates, work = given.rates, given.work
     stages = {}
@@ -159,14 +158,14 @@ def _stages(given: HostInput, samples_per_node: float, parts: float) -> dict[str
 
 
 def _reads(given: HostInput, parts: float) -> float:
-    """How often row groups are decoded in an epoch, in the mean."""
+    """Mean number of times that a row group is decoded per epoch."""
     if given.work.files is None:
         return 0.0
     return given.work.files.reads(given.workers, is_first_epoch=given.is_first_epoch, hosts=parts)
 
 
 def _stored_bytes(given: HostInput, parts: float) -> float:
-    """Bytes of storage for a sample: of files that were read before, what memory does not hold."""
+    """Bytes read from storage per sample; after the first read, only what misses the page cache."""
     files = given.work.files
     if files is None:
         return 0.0
@@ -180,7 +179,7 @@ def _stored_bytes(given: HostInput, parts: float) -> float:
 
 
 def _storage_bytes_per_second(given: HostInput, nodes: int) -> float | None:
-    """What storage gives to one host; None if unknown."""
+    """Storage bandwidth of one host; None if unknown."""
     rates = given.rates
     own = rates.read and rates.read.storage_bytes_per_second
     shared = rates.shared_storage_bytes_per_second
@@ -189,9 +188,11 @@ def _storage_bytes_per_second(given: HostInput, nodes: int) -> float | None:
 
 
 def _speedup(speedups: Speedups, count: int, cores: int) -> float:
-    """Of `count` side by side: more than there are cores give no more. As measured, between two
-    numbers on a line; beyond the largest that was measured, as much for each core as there. No
-    more than there are, which only a disturbed measurement shows."""
+    """Speedup of `count` parallel workers, capped at the cores and at `count` itself.
+
+    Linear between two measured counts; beyond the largest, in proportion to it. A speedup above
+    the number of workers appears only in disturbed measurements.
+    """
     count = min(count, cores)
     most, best = speedups[-1]
     if count >= most:

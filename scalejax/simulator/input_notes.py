@@ -1,5 +1,4 @@
-"""What a reader must know of the input of a step: whether devices wait for it, why, and what
-would keep up."""
+"""Notes on the input of a step: whether devices wait for it, the bottleneck, and a remedy."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +11,16 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import batch_parts, node_count, samples_per_node
 
 NEAR = 1.25
-"""A host that makes fewer samples than this many times those its devices take is near its limit."""
+"""Ratio of a host's input throughput to its devices' below which a note says so."""
 
 
 def input_notes(program: Program, cluster: Cluster, step_seconds: float) -> tuple[str, ...]:
-    """Notes on the input of `program` on `cluster`; none where it is far from the limit.
+    """Notes on the input of `program` on `cluster`; none where it is far from a bottleneck.
 
     Args:
         program: the compiled step.
         cluster: where it runs.
-        step_seconds: time of a step whose input is always there.
+        step_seconds: time of a step whose input is always ready.
     """
     given, samples = cluster.input, samples_per_node(program, cluster)
     by_hand = cluster.conditions.input_samples_per_second is not None

@@ -1,7 +1,7 @@
-"""What a recorded trace says each operation of a step took, by the compiler's name for it.
+"""Seconds per operation from a `jax.profiler` trace, and predicted steps as Perfetto traces.
 
-Reads the traces of `jax.profiler`, such as `scalejax train --profile` writes. Knows no
-prediction; imports JAX, whose reader it uses, only when it reads.
+Reads the traces that `scalejax train --profile` writes; imports JAX, whose reader it uses, only
+when it reads. Writes a predicted step as a JSON trace that Perfetto opens.
 """
 
 import json
@@ -16,34 +16,40 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, save_text
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Operation, Program
-from scalejax.simulator.timeline.trace import MOST_EVENTS, Recording, StreamName, TraceEvent, record
+from scalejax.simulator.timeline.trace import (
+    MOST_EVENTS,
+    StepTrace,
+    StreamName,
+    TraceEvent,
+    trace_step,
+)
 
 STEP_MARK = "scalejax step"
 """Name of the annotation around each step that `train --profile` records."""
 
-_END = "end: "  # what the event at which an operation has ended is called on CPUs
+_END = "end: "  # prefix of the event that ends an operation on CPUs
 _NANOSECOND = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredTrace:
-    """The operations of one program, as a trace has them."""
+    """Measured time of each operation of one program, from a profiler trace."""
 
     module: str
-    """The compiler's name of the program: "jit__update"."""
+    """The compiler's name for the program: "jit__update"."""
     step_count: int
-    """Executions of it that were recorded, on each device."""
+    """Recorded executions on each device."""
     device_count: int
-    """Devices that were recorded: those of one process."""
+    """Recorded devices: those of one process."""
     platform: Literal["cpu", "cuda", "tpu"] | None
-    """What was recorded; None if the trace does not say."""
+    """Platform of the devices; None if the trace does not say."""
     seconds_by_name: dict[str, float]
-    """Time of each operation in one step on one device, all its runs in loops together. On CPUs
-    operations run beside each other, so that they add up to more than the step."""
+    """Time of each operation per step on one device, all its runs in loops together. On CPUs
+    operations overlap, so that they add up to more than the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Event:
+class _RunEvent:
     module: str
     name: str
     device: str
@@ -53,7 +59,7 @@ class _Event:
 
 
 def read_trace(path: Path) -> MeasuredTrace:
-    """The trace at `path`; of several programs in it, the one that took the most time.
+    """Measured operations of the trace at `path`; of several programs, the longest.
 
     Args:
         path: an .xplane.pb file, or a folder with one somewhere in it; the latest is taken.
@@ -68,7 +74,7 @@ def read_trace(path: Path) -> MeasuredTrace:
         data = ProfileData.from_file(str(file))
     except RuntimeError as error:
         raise ConfigError(refusal("trace", str(file), "it must be an .xplane.pb file")) from error
-    by_module: dict[str, list[_Event]] = defaultdict(list)
+    by_module: dict[str, list[_RunEvent]] = defaultdict(list)
     with warnings.catch_warnings():
         # A warning that is an error cannot pass through the reader's C++: the process aborts.
         warnings.simplefilter("ignore")
@@ -94,7 +100,7 @@ def read_trace(path: Path) -> MeasuredTrace:
 
 
 def trace_file(path: Path) -> Path:
-    """The file of a trace, given itself or a folder that it is in.
+    """Path of the trace file at `path`, a file or a folder that contains one.
 
     Raises:
         ConfigError: if there is none.
@@ -109,7 +115,7 @@ def trace_file(path: Path) -> Path:
 
 
 def _platform(plane: str) -> Literal["cpu", "cuda", "tpu"] | None:
-    """What a plane is of, by the profiler's name for it."""
+    """Platform of a plane, by the profiler's name for it."""
     if plane.startswith("/device:GPU"):
         return "cuda"
     if plane.startswith("/device:TPU"):
@@ -117,29 +123,29 @@ def _platform(plane: str) -> Literal["cpu", "cuda", "tpu"] | None:
     return "cpu" if plane == "/host:CPU" else None
 
 
-def _events(data: Any) -> Iterator[_Event]:
+def _events(data: Any) -> Iterator[_RunEvent]:
     """Yield every run of an operation on a device."""
     for plane in data.planes:
-        # On CPUs an operation may end on another thread, at an event with the number of its begin.
+        # On CPUs an operation may end on another thread, at an event with the id of its start.
         ends: dict[object, float] = {}
-        begun = []
+        started = []
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if event.name.startswith(_END):
                     ends[stats.get("_c")] = event.start_ns
                 elif "hlo_op" in stats and "hlo_module" in stats:
-                    begun.append((event.start_ns, event.duration_ns, stats))
-        yield from _finished(plane.name, begun, ends)
+                    started.append((event.start_ns, event.duration_ns, stats))
+        yield from _finished(plane.name, started, ends)
 
 
 def _finished(
-    plane: str, begun: list[tuple[float, float, dict]], ends: dict[object, float]
-) -> Iterator[_Event]:
-    for start, duration, stats in begun:
+    plane: str, started: list[tuple[float, float, dict]], ends: dict[object, float]
+) -> Iterator[_RunEvent]:
+    for start, duration, stats in started:
         end = max(ends.get(stats.get("_p"), 0.0), start + duration)
         run, device = stats.get("run_id"), stats.get("device_ordinal", plane)
-        yield _Event(
+        yield _RunEvent(
             module=str(stats["hlo_module"]),
             name=str(stats["hlo_op"]),
             device=f"{device}",
@@ -172,38 +178,38 @@ def write_trace(
         program: the compiled step.
         cluster: the hardware.
         path: the JSON file.
-        most_events: above so many, later iterations of loops are drawn as one event.
+        most_events: limit above which later iterations of loops are merged into one event.
 
     Raises:
         ConfigError: if the file cannot be written.
         DoesNotFit: if a collective spans nodes that no network joins.
     """
-    trace = trace_of(record(program, cluster, most_events), program, cluster)
-    save_text(json.dumps(trace, separators=(",", ":")) + "\n", path)
+    document = trace_of(trace_step(program, cluster, most_events), program, cluster)
+    save_text(json.dumps(document, separators=(",", ":")) + "\n", path)
 
 
-def trace_of(recording: Recording, program: Program, cluster: Cluster) -> dict[str, JsonValue]:
-    """The document: events, and what a reader must know of them."""
-    most = recording.most_iterations
+def trace_of(trace: StepTrace, program: Program, cluster: Cluster) -> dict[str, JsonValue]:
+    """JSON document of a Perfetto trace: events and metadata."""
+    most = trace.most_iterations
     return {
         "displayTimeUnit": "ms",
         "otherData": {
             "program": program.name,
             "cluster": cluster.name,
             "devices": program.device_count,
-            "step_seconds": recording.step_seconds,
+            "step_seconds": trace.step_seconds,
             "loops": "every iteration" if most is None else f"the first {most} iterations of each",
             "predicted": "one device; stragglers, input, checkpoints and failures left out",
         },
         "traceEvents": [
             *(event for name, pid in _PROCESSES.items() for event in _named(name, pid)),
-            *(_event(event) for event in recording.events),
+            *(_event(event) for event in trace.events),
         ],
     }
 
 
 def _named(stream: StreamName, pid: int) -> list[JsonValue]:
-    """The events that give a process and its only thread their names and place."""
+    """Metadata events that name and order a process and its only thread."""
     common: dict[str, JsonValue] = {"ph": "M", "pid": pid, "tid": 0}
     return [
         {**common, "name": "process_name", "args": {"name": f"{stream} (predicted)"}},
@@ -233,7 +239,7 @@ def _event(event: TraceEvent) -> JsonValue:
 
 
 def _arguments(operation: Operation) -> dict[str, JsonValue]:
-    """What a click on the event shows."""
+    """Arguments of an event, which Perfetto shows on a click."""
     arguments: dict[str, JsonValue] = {"kind": operation.kind, "dtype": operation.dtype}
     if operation.source is not None:
         arguments["source"] = operation.source

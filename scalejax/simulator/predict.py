@@ -1,6 +1,6 @@
-"""Predictions: a program on a cluster, in seconds, samples per second, MFU and memory.
+"""Prediction of a program on a cluster: seconds, samples per second, MFU, memory and goodput.
 
-Arithmetic on plain data; knows no JAX. What is unknown is in the waterfall as None.
+Arithmetic on plain data; knows no JAX. Unknown terms of the waterfall are None.
 """
 
 import math
@@ -28,14 +28,14 @@ Scaling = Literal["weak", "strong"]
 STEP_CONDITIONS = ("stragglers", "input")
 """Terms of the waterfall that are part of a step where the conditions of the run are known."""
 RUN_CONDITIONS = ("checkpoints", "failures")
-"""Terms of the waterfall that a run takes beside its steps, as time for each step."""
+"""Terms of the waterfall that a run takes besides its steps, as seconds per step."""
 _CPU = "cpu"
-"""Name of the chip where devices that are here were measured and are CPUs: JAX's own for them."""
+"""Name of the chip where the measured local devices are CPUs: JAX's platform name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one step, epoch and run of a program take on a cluster; unknown is None."""
+    """Predicted time, throughput and memory of a program on a cluster; unknown is None."""
 
     cluster: str
     """Name of the cluster."""
@@ -48,10 +48,10 @@ class Prediction:
     global_batch: int | None
     """Samples per step over all devices."""
     per_device_batch: int | None
-    """Samples per step on each device; those along axes that do not divide the batch share
-    theirs. None if the program does not say how it divides a batch."""
+    """Samples per step on each device; devices along axes that do not divide the batch share
+    them. None if the program does not say how it divides a batch."""
     step_seconds: float
-    """Time of one step: the median of what is expected."""
+    """Time of one step: the median of the predicted distribution."""
     steps_per_epoch: int | None
     """Steps in one pass over the data."""
     epoch_seconds: float | None
@@ -65,30 +65,30 @@ class Prediction:
     mfu: float | None
     """Model FLOP utilisation, 0..1, against the peak of `matmul_type`."""
     matmul_type: RateType | None
-    """Arithmetic in which the chip does most of the program's FLOP; None if it has none."""
+    """Arithmetic type of most of the program's FLOP; None if it has no FLOP."""
     peak_memory_bytes: int
-    """Most memory held at once on one device, the runtime's own share included."""
+    """Peak memory of one device, the runtime's own reserve included."""
     memory_bytes: int
     """Memory of one device."""
     fits: bool
-    """Whether the program fits into it."""
+    """Whether the program fits into the memory of a device."""
     waterfall: tuple[tuple[str, float | None], ...]
-    """(term, seconds); None for what is unknown. All but `RUN_CONDITIONS` add up to
-    `step_seconds`; those come on top of each step."""
+    """(term, seconds), None for an unknown term. All but `RUN_CONDITIONS` add up to
+    `step_seconds`; those are added per step."""
     communication_seconds: float
-    """Time that collectives take per step, whether compute hides them or not."""
+    """Time of collectives per step, overlapped with compute or not."""
     backend: str
-    """Whose schedule was costed: "cuda", "cpu", "tpu", "closed_form"."""
+    """Compiler backend of the costed schedule: "cuda", "cpu", "tpu", "closed_form"."""
     notes: tuple[str, ...]
-    """What a reader must know to trust the figures as far as they go."""
+    """Caveats of the figures."""
     p10_step_seconds: float | None = None
     """Lower end of the error band: for one prediction in ten, the measured step time should be
-    below it. None if the fits behind it were compared with nothing."""
+    below it. None if the residuals of the fits are unknown."""
     p90_step_seconds: float | None = None
     """Upper end of the error band: for one prediction in ten, the measured step time should be
-    above it. None likewise."""
+    above it. None if the residuals of the fits are unknown."""
     goodput: float | None = None
-    """Share of the run's time that goes into steps that count, 0..1, as far as checkpoints and
+    """Fraction of the run's time spent on steps that count, 0..1, as far as checkpoints and
     failures are known; None if neither is."""
 
 
@@ -97,15 +97,15 @@ class ScalingPrediction:
     """One training step on growing numbers of devices."""
 
     scaling: Scaling
-    """weak: batch per device kept. strong: global batch kept."""
+    """weak: per-device batch fixed. strong: global batch fixed."""
     title: str
-    """What was scaled, for people."""
+    """Title of the scaled program."""
     predictions: tuple[Prediction, ...]
     """One per device count, ascending."""
     baseline_devices: int
-    """Devices against which efficiency is counted: the fewest."""
+    """Device count of the baseline of the efficiencies: the fewest."""
     efficiencies: tuple[float, ...]
-    """Throughput per device kept since the baseline, one per prediction."""
+    """Throughput per device over that of the baseline, one per prediction."""
 
     def __post_init__(self) -> None:
         if not self.predictions or len(self.predictions) != len(self.efficiencies):
@@ -120,12 +120,10 @@ def predict(
     train_examples: int | None = None,
     epochs: int | None = None,
 ) -> Prediction:
-    """What `program` takes on `cluster`.
-
-    A line for each field of what comes back makes it long.
+    """Predicted step time, throughput, memory and goodput of `program` on `cluster`.
 
     Args:
-        program: the compiled step; its mesh says how many devices.
+        program: the compiled step; its mesh gives the device count.
         cluster: the hardware; its chip may differ from the one compiled for (a note says so).
         train_examples: samples in one epoch, for epoch and run time.
         epochs: passes over the data, for run time.
@@ -136,7 +134,7 @@ def predict(
     """
     _require_devices(program, cluster)
     cluster = under_load(cluster, program)
-    costs, busy = what_if(program), without_bubble(program)
+    costs, without_idle = what_if(program), without_bubble(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
         times = costs.timeline(cluster, scales)
@@ -149,7 +147,7 @@ def predict(
     if not step_seconds > 0:
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
-    losses = run_terms(program, cluster, step_seconds)
+    overheads = run_terms(program, cluster, step_seconds)
     steps, epoch_seconds = _epoch(program, train_examples, step_seconds)
     samples, tokens = _per_second(program, step_seconds)
     matmul_type = _matmul_type(program, cluster.chip)
@@ -165,8 +163,8 @@ def predict(
         p90_step_seconds=spread and spread.p90_seconds,
         steps_per_epoch=steps,
         epoch_seconds=epoch_seconds,
-        run_seconds=_run_seconds(epoch_seconds, epochs, losses),
-        goodput=losses.goodput,
+        run_seconds=_run_seconds(epoch_seconds, epochs, overheads),
+        goodput=overheads.goodput,
         samples_per_second=samples,
         tokens_per_second=tokens,
         mfu=_mfu(program, cluster.chip, matmul_type, step_seconds),
@@ -176,9 +174,9 @@ def predict(
         fits=memory.fits,
         waterfall=_waterfall(
             times,
-            times if busy is program else what_if(busy).timeline(cluster, NOMINAL),
+            times if without_idle is program else what_if(without_idle).timeline(cluster, NOMINAL),
             conditions,
-            losses,
+            overheads,
         ),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
@@ -192,7 +190,7 @@ def predict(
 def _epoch(
     program: Program, train_examples: int | None, step_seconds: float
 ) -> tuple[int | None, float | None]:
-    """Steps and time of one pass over the data; None if it, or the batch, is unknown."""
+    """Steps and seconds of one epoch; None if its length or the batch is unknown."""
     if train_examples is None or program.global_batch is None:
         return None, None
     return (
@@ -202,7 +200,7 @@ def _epoch(
 
 
 def _per_second(program: Program, step_seconds: float) -> tuple[float | None, float | None]:
-    """Samples and tokens trained per second over all devices; None of what there is not."""
+    """Samples and tokens trained per second over all devices; None without a batch or tokens."""
     if program.global_batch is None:
         return None, None
     samples = metrics.samples_per_second(program.global_batch, step_seconds)
@@ -232,8 +230,8 @@ def scaling_prediction(
 
 
 def merged_notes(predictions: Sequence[Prediction]) -> tuple[str, ...]:
-    """What must be known of the predictions, each note once, with the numbers of devices that it
-    holds for where it does not hold for all."""
+    """Notes of all predictions, each once, with its device counts where it does not hold for
+    all."""
     counts: dict[str, list[int]] = {}
     for each in predictions:
         for note in each.notes:
@@ -245,7 +243,7 @@ def merged_notes(predictions: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _held_for(note: str, counts: list[int]) -> str:
-    """`note`, and the numbers of devices that it is about unless it names them itself."""
+    """`note` with the device counts that it applies to, unless it names them itself."""
     devices = f"{', '.join(map(str, counts))} device{'' if counts == [1] else 's'}"
     return note if devices in note else f"{note} (on {devices})"
 
@@ -278,7 +276,7 @@ def _require_devices(program: Program, cluster: Cluster) -> None:
 def _band(
     program: Program, cluster: Cluster, step_seconds: Callable[[Scales], float]
 ) -> Band | None:
-    """The range of step times that the residuals of the fits leave; None if they are unknown."""
+    """80 % range of the step time from the residuals of the fits; None if they are unknown."""
     communicates = bool(what_if(program).schedule.collectives)
     deviations = residuals(cluster, communicates=communicates)
     if deviations is None or cluster.chip.residuals is None:
@@ -286,22 +284,24 @@ def _band(
     return band(step_seconds, deviations, cluster.chip.residuals.step)
 
 
-def _run_seconds(epoch_seconds: float | None, epochs: int | None, losses: RunTerms) -> float | None:
+def _run_seconds(
+    epoch_seconds: float | None, epochs: int | None, overheads: RunTerms
+) -> float | None:
     if epoch_seconds is None or epochs is None:
         return None
-    return epochs * epoch_seconds / (1.0 if losses.goodput is None else losses.goodput)
+    return epochs * epoch_seconds / (1.0 if overheads.goodput is None else overheads.goodput)
 
 
 def _waterfall(
-    times: Timeline, working: Timeline, conditions: StepTerms, losses: RunTerms
+    times: Timeline, working: Timeline, conditions: StepTerms, overheads: RunTerms
 ) -> tuple[tuple[str, float | None], ...]:
-    """The terms in the order in which they were added; those that a chip lacks stay out.
+    """Terms of the waterfall in order; terms that a chip does not have are omitted.
 
     Args:
-        times: of the step.
-        working: of the same step if no stage of a pipeline were ever idle.
-        conditions: what comes on top of a step.
-        losses: what comes on top of the steps of a run.
+        times: timeline of the step.
+        working: timeline of the step without pipeline bubble.
+        conditions: seconds that stragglers and input add to a step.
+        overheads: seconds per step that checkpoints and failures add to a run.
     """
     collectives = tuple(
         (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in working.exposed
@@ -313,7 +313,7 @@ def _waterfall(
         ("bubble", times.step_seconds - working.step_seconds),
     )
     of_step = (conditions.stragglers_seconds, conditions.input_seconds)
-    of_run = (losses.checkpoints_seconds, losses.failures_seconds)
+    of_run = (overheads.checkpoints_seconds, overheads.failures_seconds)
     return (
         ("compute", working.compute_seconds),
         ("memory", working.memory_seconds),
@@ -326,7 +326,7 @@ def _waterfall(
 
 
 def _matmul_type(program: Program, chip: Chip) -> RateType | None:
-    """The arithmetic of most of the program's FLOP on `chip`."""
+    """Arithmetic type of most of the program's FLOP on `chip`; None if it has no FLOP."""
     flop: Counter[RateType] = Counter()
     for dtype, count in what_if(program).schedule.flop_by_dtype.items():
         flop[chip.rate_type(dtype)] += count
@@ -381,12 +381,12 @@ def _notes(
 
 
 FAR_OFF = 3
-"""How many times the predicted a measured step may take before it is said what that tells: runs on
-a quiet machine were at most 61 % off (`experiments/local_prediction`)."""
+"""Ratio of measured to predicted step time above which a note explains the difference: runs on a
+quiet machine were at most 61 % off (`experiments/local_prediction`)."""
 
 
 def slow_note(prediction: Prediction, measured_seconds: float) -> str | None:
-    """What to think of a step that takes far longer than was predicted; None if it does not."""
+    """Note on a step that takes over `FAR_OFF` times its prediction; None if it does not."""
     times = measured_seconds / prediction.step_seconds
     if times <= FAR_OFF:
         return None

@@ -1,12 +1,12 @@
-"""What a compiled step does, as plain data: operations in schedule order, loops, memory.
+"""A compiled step as plain data: operations in schedule order, loops, memory.
 
-Written by `profile` (from XLA's program) and by closed-form front ends; read by `cost` and
-`predict`. Knows no JAX, no clock and no hardware: bytes and FLOP, never seconds.
+Written by `profile` (from XLA's program) and by the closed-form transformer; read by the timeline
+and `predict`. Knows no JAX, no clock and no hardware: bytes and FLOP, never seconds.
 
 All figures are those of *one* device. A collective appears where it starts; if it is
 asynchronous, a `wait` follows where its result is needed. The order of the operations is the
 schedule, so no other dependency is kept: compute runs in order on one stream, communication
-on another, and the two meet at starts and waits.
+on another, and the two synchronise at starts and waits.
 """
 
 from collections.abc import Iterator
@@ -47,21 +47,21 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One exchange between the devices of a group."""
+    """One collective operation between the devices of a group."""
 
     name: CollectiveName
-    """What is exchanged how."""
+    """Kind of collective."""
     payload_bytes: int
     """Bytes of the full buffer: of the sum (all_reduce), of the gathered result (all_gather),
     of the input before scattering (reduce_scatter), of one device's input otherwise."""
     group: DeviceGroup
-    """Who takes part."""
+    """Devices that take part."""
     is_async: bool
-    """Whether compute goes on until a `wait` for it."""
+    """Whether compute continues until a `wait` for it."""
     buffer_count: int = 1
-    """Buffers that make up the payload, combined into one exchange."""
+    """Buffers that make up the payload, combined into one collective."""
     share: float = 1.0
-    """In which part of the steps it takes place, 0..1: of an average every 8 steps, 1/8."""
+    """Fraction of the steps in which it runs, 0..1: 1/8 for averaging every 8 steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +71,14 @@ class Operation:
     name: str
     """The compiler's name for it, unique in the program."""
     kind: OperationKind
-    """What it is, for costing: a fusion that holds a matmul is a `matmul`."""
+    """Kind for costing: a fusion that holds a matmul is a `matmul`."""
     dtype: str
     """Element type that sets the arithmetic rate ("bf16", "f32", ...): of the operands of a
     matrix product or convolution ("f32_highest" where they may not be rounded to tf32), of the
     result otherwise."""
     flop: int = 0
-    """Operations of the matrix products and convolutions in it, those of fused attention too,
-    once; 0 for others (ignores element-wise arithmetic: it is bound by bytes)."""
+    """FLOP of one run: of its matrix products, convolutions and fused attention; 0 for others
+    (ignores element-wise arithmetic: it is bound by bytes)."""
     read_bytes: int = 0
     """Bytes it reads: of a slice, only the slice."""
     write_bytes: int = 0
@@ -89,17 +89,17 @@ class Operation:
     convolution; (samples x heads, query tokens, key tokens, head size) of fused attention; ()
     otherwise."""
     convolution_pass: ConvolutionPass | None = None
-    """Which pass a convolution belongs to; None of others, and if unknown."""
+    """Pass that a convolution belongs to; None for other kinds, and if unknown."""
     convolution_groups: int = 1
     """Groups into which a convolution divides its channels: all of them if depthwise."""
     collective: Collective | None = None
-    """The exchange, for kind "collective"."""
+    """The collective, for kind "collective"."""
     share: float = 1.0
-    """In which part of the steps it runs, 0..1; its figures are of a step in which it does."""
+    """Fraction of the steps in which it runs, 0..1; its figures are of a step in which it runs."""
     waits_for: str | None = None
     """Name of the asynchronous collective that a "wait" completes."""
     source: str | None = None
-    """Where the user's program asked for it, "file.py:line" or a name scope."""
+    """Place in the user's program that it was compiled from, "file.py:line" or a name scope."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class Loop:
     name: str
     """The compiler's name for the loop."""
     trip_count: int
-    """How often the body runs."""
+    """Iterations of the body."""
     body: tuple["Operation | Loop", ...]
     """The operations of one iteration, in schedule order."""
 
@@ -127,7 +127,7 @@ class MemoryUse:
     temporary_bytes: int
     """Peak of everything else: activations, gradients, workspace."""
     kernel_bytes: int = 0
-    """What kernels take for themselves while they run, beyond the compiler's account: on CPUs,
+    """Workspace that kernels allocate while they run, beyond the compiler's account: on CPUs,
     padded copies for convolutions."""
 
     @property
@@ -139,24 +139,24 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled step: what each device does, in order."""
+    """A compiled step: the schedule of each device, its memory and its batch."""
 
     name: str
-    """What was compiled, for people: "resnet50 train step"."""
+    """Title of the step: "resnet50 train step"."""
     backend: Literal["cuda", "cpu", "tpu", "closed_form"]
-    """Whose schedule this is. A "cpu" program stands in for a target that cannot be compiled
-    for: its FLOP and the number of its collectives carry over; its fusions and overlap do not,
-    and bytes only where the target would not use bf16, which CPUs widen to f32."""
+    """Compiler backend of the schedule. A "cpu" program is a substitute where the target cannot
+    be compiled for: its FLOP and the number of its collectives carry over; its fusions and overlap
+    do not, and bytes only where the target would not use bf16, which CPUs widen to f32."""
     target: str
     """Chip compiled for, by the compiler's description ("sm_90", "cpu")."""
     compiler: str
-    """Versions that made it: "jax 0.10.2, jaxlib 0.10.2"."""
+    """Versions of the compiler: "jax 0.10.2, jaxlib 0.10.2"."""
     mesh_axes: tuple[tuple[str, int], ...]
     """(name, size) of each mesh axis, major to minor."""
     operations: tuple[Operation | Loop, ...]
     """The schedule of one device."""
     memory: MemoryUse
-    """What it holds."""
+    """Memory of one device."""
     global_batch: int | None = None
     """Samples per step over all devices; None if the program is no training step."""
     tokens_per_sample: int | None = None
@@ -167,7 +167,7 @@ class Program:
     state_bytes: int | None = None
     """Parameters and optimizer state of one replica, over all devices; None if unknown."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of how it was compiled."""
+    """Caveats on how it was compiled."""
 
     @property
     def device_count(self) -> int:
@@ -187,7 +187,7 @@ class Program:
         return round(sum(item.flop * item.share * times for item, times in self.walk()))
 
     def collective_bytes(self, name: CollectiveName) -> int:
-        """Payload bytes of all collectives of one kind in one step, in the mean of all steps."""
+        """Payload bytes of all collectives of one kind per step, averaged over all steps."""
         return round(
             sum(
                 operation.collective.payload_bytes * operation.collective.share * times
@@ -198,32 +198,32 @@ class Program:
 
 
 BUBBLE = ".bubble"
-"""Ends the names of loops in which a stage of a pipeline has no microbatch to work on."""
+"""Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
 
 
 def with_bubble(
     operations: tuple[Operation | Loop, ...], *, ticks: int, idle_ticks: int
 ) -> tuple[Operation | Loop, ...]:
-    """The schedule of a pipeline, with the trips of its loop in which a stage is idle told apart.
+    """Schedule of a pipeline, with the idle iterations of its loop split into a bubble loop.
 
     Args:
-        operations: of a program.
-        ticks: trips of the loop over microbatches.
-        idle_ticks: those of them in which a stage computes what nobody uses.
+        operations: schedule of a program.
+        ticks: iterations of the loop over microbatches.
+        idle_ticks: iterations in which a stage computes a result that nobody uses.
     """
 
-    def told_apart(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
+    def split(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
         if not isinstance(item, Loop) or item.trip_count != ticks:
             return (item,)
         working = replace(item, trip_count=ticks - idle_ticks)
-        body = tuple(repeated(each, BUBBLE) for each in item.body)
+        body = tuple(copy_with_suffix(each, BUBBLE) for each in item.body)
         return working, Loop(name=item.name + BUBBLE, trip_count=idle_ticks, body=body)
 
-    return tuple(each for item in operations for each in told_apart(item))
+    return tuple(each for item in operations for each in split(item))
 
 
 def without_bubble(program: Program) -> Program:
-    """`program` of a pipeline whose stages always have work; of others, `program` itself."""
+    """`program` without its pipeline bubble; `program` itself if it has none."""
     kept = tuple(
         item
         for item in program.operations
@@ -232,19 +232,21 @@ def without_bubble(program: Program) -> Program:
     return program if len(kept) == len(program.operations) else replace(program, operations=kept)
 
 
-def repeated(item: Operation | Loop, suffix: str) -> Operation | Loop:
-    """`item` once more: names are unique in a program."""
+def copy_with_suffix(item: Operation | Loop, suffix: str) -> Operation | Loop:
+    """Copy of `item` with `suffix` after every name, as names are unique in a program."""
     name = item.name + suffix
     if isinstance(item, Loop):
-        return replace(item, name=name, body=tuple(repeated(each, suffix) for each in item.body))
+        return replace(
+            item, name=name, body=tuple(copy_with_suffix(each, suffix) for each in item.body)
+        )
     waits_for = item.waits_for and item.waits_for + suffix
     return replace(item, name=name, waits_for=waits_for)
 
 
-def shared(item: Operation | Loop, share: float) -> Operation | Loop:
-    """`item` as what runs in that part of the steps in which it would run."""
+def with_share(item: Operation | Loop, share: float) -> Operation | Loop:
+    """`item` that runs in the fraction `share` of the steps in which it ran before."""
     if isinstance(item, Loop):
-        return replace(item, body=tuple(shared(each, share) for each in item.body))
+        return replace(item, body=tuple(with_share(each, share) for each in item.body))
     collective = item.collective
     if collective is not None:
         collective = replace(collective, share=collective.share * share)

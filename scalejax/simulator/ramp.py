@@ -1,4 +1,4 @@
-"""What a run takes whose batch grows: a prediction of each batch, and their sum.
+"""Prediction of a run with batch-size ramp-up: one prediction per batch, and their sum.
 
 Arithmetic on predictions; compiles nothing.
 """
@@ -12,24 +12,24 @@ from scalejax.simulator.predict import Prediction, ScalingPrediction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePrediction:
-    """Epochs of one batch, on growing numbers of devices."""
+    """Consecutive epochs with one global batch, on growing numbers of devices."""
 
     first_epoch: int
-    """The first of them, counted from 0."""
+    """First epoch of the phase, counted from 0."""
     epochs: int
-    """How many they are."""
+    """Number of epochs in the phase."""
     study: ScalingPrediction
-    """What they take: the run in it is of these epochs alone."""
+    """Prediction per device count; its run time is that of these epochs alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampPrediction:
-    """A run whose batch grows, on growing numbers of devices."""
+    """A run whose global batch grows, on growing numbers of devices."""
 
     title: str
-    """What was predicted, for people."""
+    """Title of the predicted run."""
     phases: tuple[PhasePrediction, ...]
-    """Its batches one after another, each on the same numbers of devices."""
+    """One phase per batch in order, all on the same device counts."""
 
     def __post_init__(self) -> None:
         if len({self.device_counts_of(phase) for phase in self.phases}) != 1:
@@ -47,7 +47,7 @@ class RampPrediction:
         return self.device_counts_of(self.phases[0])
 
     def total_steps(self, device_count: int) -> int | None:
-        """Updates in all epochs; None if an epoch's are unknown."""
+        """Updates in all epochs; None if unknown for an epoch."""
         steps = 0
         for phase in self.phases:
             of_epoch = self._of(phase, device_count).steps_per_epoch
@@ -57,8 +57,8 @@ class RampPrediction:
         return steps
 
     def run_seconds(self, device_count: int) -> float | None:
-        """Time of all epochs; None if that of a batch is unknown. Evaluation is not counted, nor
-        the moment at which the next batch takes over: its step was compiled before."""
+        """Time of all epochs; None if unknown for a batch. Evaluation is not counted, nor the
+        change to the next batch: its step was compiled before."""
         times = [self._of(phase, device_count).run_seconds for phase in self.phases]
         known = [seconds for seconds in times if seconds is not None]
         return math.fsum(known) if len(known) == len(times) else None

@@ -1,4 +1,7 @@
-"""Checkpoints and failures: which share of a long run's time goes into steps that count."""
+"""Goodput of a long run under checkpoints and failures, and the cost of stragglers.
+
+Closed formulas in seconds; knows no program.
+"""
 
 import math
 from functools import cache
@@ -6,17 +9,17 @@ from functools import cache
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.hardware import Cluster
 
-_HOPELESS = 20.0  # mean times between failures per interval: e^20 attempts at each
+_MAX_FAILURES_PER_INTERVAL = 20.0  # mean times between failures per interval: e^20 attempts at each
 
 
 def best_interval_seconds(checkpoint_seconds: float, run_mtbf_seconds: float) -> float:
-    """Time of training between checkpoints that loses the least to both of its costs.
+    """Checkpoint interval that minimises the time lost to checkpoints and failures.
 
-    interval = sqrt(2 checkpoint mtbf): more often, and checkpoints cost more; less often, and
-    a failure does. First order in checkpoint / mtbf; the optimum is flat.
+    interval = sqrt(2 checkpoint mtbf): more often, checkpoints cost more; less often, failures
+    do. First order in checkpoint / mtbf; the optimum is flat.
 
     Args:
-        checkpoint_seconds: time that training stands still for one checkpoint.
+        checkpoint_seconds: time that training stalls for one checkpoint.
         run_mtbf_seconds: mean time between failures of the run: of a node over nodes.
 
     Source: Young 1974, "A first order approximation to the optimum checkpoint interval", CACM
@@ -28,7 +31,7 @@ def best_interval_seconds(checkpoint_seconds: float, run_mtbf_seconds: float) ->
 
 
 def checkpoint_goodput(interval_seconds: float, checkpoint_seconds: float) -> float:
-    """Share of the time that is left to training by checkpoints alone, 0..1.
+    """Fraction of the time spent on training with checkpoints and no failures, 0..1.
 
     goodput = interval / (interval + checkpoint)
     """
@@ -46,7 +49,7 @@ def goodput(
     latency_seconds: float = 0.0,
     down_seconds: float = 0.0,
 ) -> float:
-    """Share of the time that is left to training by checkpoints and failures, 0..1.
+    """Fraction of the time spent on training with checkpoints and failures, 0..1.
 
     goodput = interval / seconds_without_failure(interval + checkpoint),
 
@@ -87,24 +90,24 @@ def seconds_without_failure(
     latency_seconds: float = 0.0,
     down_seconds: float = 0.0,
 ) -> float:
-    """Mean time until a stretch of `needed_seconds` has passed without a failure.
+    """Mean time until an interval of `needed_seconds` has passed without a failure.
 
-    Failures come at random with mean time M between them, during the stretch and restarts alike,
+    Failures come at random with mean time M between them, during the interval and restarts alike,
     but not while the run is down (D), when nothing runs that could fail. Each puts the run back to
-    the begin of the stretch, by way of D and a restart of R. With p = e^(-needed/M) an attempt
+    the start of the interval, after D and a restart of R. With p = e^(-needed/M) an attempt
     passes, and takes M (1 - p) until it passes or fails; a restart takes, failures in it included,
     M (e^(R/M) - 1) + D e^(R/M), and there are 1/p - 1 of them on average; together
 
     seconds = (M + D) e^(R/M) (e^(needed/M) - 1).
 
-    A checkpoint that becomes whole only L after its stand-still is of no use until then: a failure
-    costs so much more, as if R were R + L.
+    A checkpoint that is complete only L after its stall is of no use until then: a failure costs
+    that much more, as if R were R + L.
 
     Args:
-        needed_seconds: length of the stretch.
-        restart_seconds: R, time from the begin of a restart until the stretch begins again.
+        needed_seconds: length of the interval.
+        restart_seconds: R, time from the start of a restart until the interval starts again.
         run_mtbf_seconds: M, mean time between failures of the run while it is up.
-        latency_seconds: L.
+        latency_seconds: L, time after the stall until a checkpoint is complete.
         down_seconds: D, time from a failure until the restart begins.
 
     Raises:
@@ -121,8 +124,8 @@ def seconds_without_failure(
     require_at_least("down_seconds", down_seconds, 0)
     attempt = needed_seconds / run_mtbf_seconds
     restart = (restart_seconds + latency_seconds) / run_mtbf_seconds
-    if attempt + restart > _HOPELESS:
-        least = (needed_seconds + restart_seconds + latency_seconds) / _HOPELESS
+    if attempt + restart > _MAX_FAILURES_PER_INTERVAL:
+        least = (needed_seconds + restart_seconds + latency_seconds) / _MAX_FAILURES_PER_INTERVAL
         accepted = (
             f"with {needed_seconds:.4g} s to the next checkpoint, its own time included, and "
             f"{restart_seconds:.4g} s for a restart, it must be above {least:.4g}, or the run "
@@ -132,7 +135,7 @@ def seconds_without_failure(
     return (run_mtbf_seconds + down_seconds) * math.exp(restart) * math.expm1(attempt)
 
 
-# Waiting for the slowest device: a synchronous step ends when the last of n does.
+# Stragglers: a synchronous step ends when the slowest of n devices does.
 
 _FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th of one
 
@@ -140,11 +143,11 @@ _FARTHEST, _INTERVALS = 12.0, 2400  # standard deviations, and steps of a 200th 
 def step_deviation_seconds(cluster: Cluster, step_seconds: float) -> float | None:
     """Standard deviation of a step of `step_seconds` on one device; None if unknown.
 
-    What the conditions of a site say holds all of it. Else the variances of two causes add up:
-    one that slows a whole step, whose deviation is a share of it (`step_cv`), and disturbances
+    A `step_cv` of the site's conditions is used alone. Else the variances of two causes add up:
+    one that slows a whole step, whose deviation is a fraction of it (`step_cv`), and disturbances
     that come at random within it, whose variance grows with its length as that of every Poisson
-    process does (`step_dispersion_seconds`), so that long steps even them out; of steps shorter
-    than any in which they were seen, they are as large a share as of those.
+    process does (`step_dispersion_seconds`), so that long steps average them out. For steps
+    shorter than the shortest measured, their coefficient of variation is that of the shortest.
     """
     if cluster.conditions.step_cv is not None:
         return step_seconds * cluster.conditions.step_cv

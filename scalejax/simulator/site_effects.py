@@ -1,4 +1,7 @@
-"""What a step and a run take under the conditions of a site: stragglers, input, failures."""
+"""Time that a site adds to a step and a run: stragglers, input stalls, checkpoints, failures.
+
+Knows the conditions of a cluster and the size of a program; nothing of its operations.
+"""
 
 import math
 from dataclasses import dataclass
@@ -22,29 +25,29 @@ from scalejax.simulator.reliability import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """What is added to the time of a step that meets nothing; None if unknown."""
+    """Time that site conditions add to an undisturbed step; None if unknown."""
 
     stragglers_seconds: float | None
     """Time that devices wait for the slowest of them."""
     input_seconds: float | None
-    """Time that they wait for their batch."""
+    """Time that devices wait for their batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTerms:
-    """What checkpoints and failures take of a run, for each step that counts; None if unknown."""
+    """Time of checkpoints and failures per step that counts; None if unknown."""
 
     checkpoints_seconds: float | None
-    """Time for checkpoints, divided among the steps between them."""
+    """Time for checkpoints, per step."""
     failures_seconds: float | None
-    """Time for lost work and restarts, divided likewise."""
+    """Time for lost work and restarts, per step."""
     goodput: float | None
-    """Share of the time of the run that goes into steps that count, as far as the terms above
-    are known."""
+    """Fraction of the time of the run spent on steps that count, as far as the terms above are
+    known."""
 
 
 def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepTerms:
-    """What stragglers and input add to a step of `step_seconds`."""
+    """Time that stragglers and input add to a step of `step_seconds`."""
     conditions = cluster.conditions
     stragglers = wait = None
     deviation = step_deviation_seconds(cluster, step_seconds)
@@ -61,11 +64,10 @@ def step_terms(program: Program, cluster: Cluster, step_seconds: float) -> StepT
 
 
 def samples_per_node(program: Program, cluster: Cluster) -> float | None:
-    """Samples of one step that one node delivers, of several the one that delivers most; None if
-    the program does not say.
+    """Samples per step that a node delivers (the largest of all nodes); None if unknown.
 
-    Devices that differ along other axes than those that divide the batch take the same samples:
-    a node delivers them once, and so does each of the nodes that such an axis spans.
+    Devices that differ along axes that do not divide the batch take the same samples: a node
+    delivers them once, and so does each of the nodes that such an axis spans.
     """
     if program.global_batch is None:
         return None
@@ -73,14 +75,14 @@ def samples_per_node(program: Program, cluster: Cluster) -> float | None:
 
 
 def batch_parts(program: Program, cluster: Cluster) -> float:
-    """Parts of the batch, of which a node delivers one; nodes may deliver the same."""
+    """Number of parts of the batch, of which a node delivers one; nodes may share a part."""
     return 1 / _batch_share(program.mesh_axes, cluster.devices_per_node)
 
 
 @lru_cache(maxsize=1024)
 def _batch_share(mesh_axes: tuple[tuple[str, int], ...], devices_per_node: int) -> float:
-    """Largest share of the batch that the devices of one node take, neighbours in the mesh being
-    neighbours in a node. Axes of unknown names divide it."""
+    """Largest fraction of the batch that the devices of one node take, neighbours in the mesh
+    being neighbours in a node. Axes of unknown names divide the batch."""
     sizes = tuple(size for _, size in mesh_axes)
     divides = [name in BATCH_AXES or name not in AXES for name, _ in mesh_axes]
     parts = tuple(
@@ -99,7 +101,7 @@ def node_count(program: Program, cluster: Cluster) -> int:
 
 
 def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTerms:
-    """What checkpoints and failures add to a run of steps of `step_seconds`.
+    """Time that checkpoints and failures add to a run of steps of `step_seconds`.
 
     Raises:
         ConfigError: if checkpoints come faster than storage takes them, or failures faster
@@ -132,10 +134,10 @@ def run_terms(program: Program, cluster: Cluster, step_seconds: float) -> RunTer
 
 
 def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
-    """Time that training stands still for one checkpoint; None if unknown.
+    """Time that training stalls for one checkpoint; None if unknown.
 
     Each device of one replica copies its own part of the state to its host, all at once; or,
-    where checkpoints are not written in the background, the whole waits for the storage.
+    where checkpoints are not asynchronous, all devices wait for the storage.
     """
     size = checkpoint_bytes(program, conditions)
     if size is None:
@@ -150,9 +152,9 @@ def stall_seconds(program: Program, conditions: RunConditions) -> float | None:
 def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | None:
     """Bytes of one checkpoint: as given, or the state that the step updates in place.
 
-    Where the program does not say how large that is, it is taken from the device's buffers that
-    are both argument and result; every shard has as many (parameters that all shards hold are
-    counted once for each, and state that the data axis divides is not seen).
+    Where the program does not give its state's size, the device's donated buffers are counted
+    once per shard (parameters that all shards hold are counted once for each, and state that the
+    data axis divides is not seen).
     """
     if conditions.checkpoint_bytes is not None:
         return conditions.checkpoint_bytes
@@ -162,7 +164,7 @@ def checkpoint_bytes(program: Program, conditions: RunConditions) -> float | Non
 
 
 def state_shards(program: Program) -> int:
-    """Devices over which one replica of the state is divided: all, but for the data axis."""
+    """Devices over which one replica of the state is sharded: all axes except data."""
     sizes = dict(program.mesh_axes)
     if not sizes.keys() <= set(AXES):
         return 1

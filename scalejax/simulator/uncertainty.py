@@ -1,4 +1,4 @@
-"""How far off a step time may be, given how far off the fits behind it were.
+"""Error band of a predicted step time, propagated from the residuals of the fits.
 
 No sampling: the same inputs give the same band.
 """
@@ -28,8 +28,8 @@ def residuals(cluster: Cluster, *, communicates: bool) -> dict[str, float] | Non
     """Log standard deviation of each class of cost by its name in `Scales`; None if unfitted.
 
     Args:
-        cluster: whose fits they are.
-        communicates: whether the step holds collectives; if not, theirs need not be known.
+        cluster: hardware with the residuals of its fits.
+        communicates: whether the step has collectives; if not, their residual may be unknown.
     """
     chip, library = cluster.chip.residuals, cluster.library.residual
     if chip is None or (library is None and communicates):
@@ -55,7 +55,7 @@ def band(
     of the classes; where it is a sum, as it is, of second order in the deviations.
 
     Args:
-        step_seconds: step time when classes of cost are off by factors.
+        step_seconds: step time with each class of cost scaled by a factor.
         deviations: log standard deviation of each class, by its name in `Scales`.
         step_deviation: log standard deviation of whole steps, beyond that of their parts.
 

@@ -17,17 +17,17 @@ from scalejax.core.cache import user_folder
 from scalejax.core.environment import compiler_settings
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.simulator.frameworks.eager import (
-    WORDIER,
-    level_at_loss,
+    VOCABULARY_FACTORS,
+    temporary_bytes_at_loss,
     with_eager_blocks,
     with_eager_loss,
 )
 from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
 from scalejax.simulator.frameworks.megatron import (
-    recomputed_in_full,
     with_attention_dropout,
-    with_bare_heads,
+    with_full_recompute,
     with_half_gradients,
+    with_unpadded_heads,
 )
 from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.simulator.memory import memory_verdict
@@ -113,47 +113,51 @@ class Programs:
         """
         answers: dict[int, Program | str] = {}
         open_ = list(indices)
-        for is_narrow in (True, False):
-            asked: dict[int, Asked] = {}
+        for is_reduced in (True, False):
+            requested: dict[int, RequestedPrograms] = {}
             for index in open_:
                 try:
-                    asked[index] = asked_for(cases[index], choice, is_narrow=is_narrow)
+                    requested[index] = request_for(cases[index], choice, is_reduced=is_reduced)
                 except ScalejaxError as error:
                     answers[index] = one_line(error)
-            self._require(job for each in asked.values() for job in (each.job, *each.wordier))
-            for index, each in asked.items():
+            self._require(
+                job for each in requested.values() for job in (each.job, *each.larger_vocabularies)
+            )
+            for index, each in requested.items():
                 answer = self._answer(each, cases[index])
                 if answer is not None:
                     answers[index] = answer
             open_ = [index for index in open_ if index not in answers]
         return answers
 
-    def _answer(self, asked: "Asked", case: Case) -> Program | str | None:
+    def _answer(self, requested: "RequestedPrograms", case: Case) -> Program | str | None:
         """The program for as many devices as were asked for, the same object for equal ones;
         None if it cannot be widened to them."""
-        split = asked.run.split
-        sizes = (asked.run.layout.data, split.microbatches, case.stages, case.chunks)
+        split = requested.run.split
+        sizes = (requested.run.layout.data, split.microbatches, case.stages, case.chunks)
         derived = (case.is_megatron, case.row.work.precision)
         derived = (*derived, case.overlaps_tensor, case.overlaps_state)
         derived = (*derived, case.has_eager_loss, case.has_eager_blocks)
-        key = (case_key(asked.job), *sizes, *derived)
+        key = (case_key(requested.job), *sizes, *derived)
         if key not in self._scaled_out:
             program: Program | str | None = self.known[key[0]]
             if isinstance(program, Program):
-                program = scaled_out(program, asked.job.run, asked.run)
+                program = scaled_out(program, requested.job.run, requested.run)
             if isinstance(program, Program) and case.is_megatron:
-                program = _as_megatron(program, asked.run, case)
+                program = _as_megatron(program, requested.run, case)
             if isinstance(program, Program) and case.overlaps_tensor:
                 program = with_overlapped_tensor(program)
             if isinstance(program, Program) and case.overlaps_state:
                 program = with_overlapped_state(program)
             if isinstance(program, Program):
-                wordier = [self.known[case_key(job)] for job in asked.wordier]
-                program = _as_eager(program, asked.run, case, wordier)
+                larger_vocabularies = [
+                    self.known[case_key(job)] for job in requested.larger_vocabularies
+                ]
+                program = _as_eager(program, requested.run, case, larger_vocabularies)
             if isinstance(program, Program):
                 program = restored(program, case.runs[0])  # all are of one type
             if isinstance(program, Program) and case.stages > 1:
-                program = _pipelined(program, asked.run, case)
+                program = _pipelined(program, requested.run, case)
             self._scaled_out[key] = program
         return self._scaled_out[key]
 
@@ -199,21 +203,21 @@ def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
     if not isinstance(model, GptConfig):
         return program
     if model.remat == "full":
-        program = recomputed_in_full(program)
+        program = with_full_recompute(program)
     if model.attention == "unfused":
         (tokens,) = run.dataset.input_shape
         program = with_attention_dropout(program, tokens)
     if case.row.work.precision == "fp16":
         program = with_half_weights(with_half_gradients(program))
-    return with_bare_heads(program, model.hidden // model.heads)
+    return with_unpadded_heads(program, model.hidden // model.heads)
 
 
 def _as_eager(
-    program: Program, run: ResolvedRun, case: Case, wordier: Sequence[Program | str]
+    program: Program, run: ResolvedRun, case: Case, larger_vocabularies: Sequence[Program | str]
 ) -> Program | str:
     """`program` of `run` with what PyTorch holds where it compiles nothing, or why there is none.
 
-    `wordier` are those of `Asked`.
+    `larger_vocabularies` are those of `RequestedPrograms`.
     """
     model, layout = run.config.model, run.layout
     if not isinstance(model, CausalConfig):
@@ -221,12 +225,12 @@ def _as_eager(
     tokens = run.split.microbatch * run.dataset.input_shape[0] // layout.context
     if case.has_eager_loss:
         logits = tokens * run.dataset.classes // layout.tensor
-        levels: list[int] = []
-        for each in wordier:
+        peaks: list[int] = []
+        for each in larger_vocabularies:
             if isinstance(each, str):
                 return each
-            levels.append(each.memory.temporary_bytes)
-        at_loss = level_at_loss(levels)
+            peaks.append(each.memory.temporary_bytes)
+        at_loss = temporary_bytes_at_loss(peaks)
         program = with_eager_loss(program, logits, at_loss, is_divided=layout.tensor > 1)
     if case.has_eager_blocks and model.remat == "selective_op":
         size = tokens * model.hidden * ELEMENT_BYTES[model.compute_dtype]
@@ -270,18 +274,18 @@ def one_line(error: ScalejaxError) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RequestedPrograms:
     """What is compiled for a case."""
 
     job: RunJob
     """The run on the fewest devices, and with the fewest microbatches, that will do."""
     run: ResolvedRun
     """The run to which its program is widened."""
-    wordier: tuple[RunJob, ...] = ()
-    """The run of `job` with `WORDIER` times the words, where what its loss holds is asked for."""
+    larger_vocabularies: tuple[RunJob, ...] = ()
+    """The run of `job` with `VOCABULARY_FACTORS` vocabularies, where its loss is not compiled."""
 
 
-def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
+def request_for(case: Case, choice: int, *, is_reduced: bool) -> RequestedPrograms:
     """What must be compiled to know the program of one of the runs of a case.
 
     Raises:
@@ -289,12 +293,16 @@ def asked_for(case: Case, choice: int, *, is_narrow: bool) -> Asked:
     """
     run = for_chip(case.runs[choice], case.cluster.chip)
     has_server = case.row.spread.gradient_exchange == "parameter_server"
-    narrow = reduced(run, has_server=has_server) if is_narrow else run
+    reduced_run = reduced(run, has_server=has_server) if is_reduced else run
     # Whether or not its compiler is here: the archive has what it made.
-    target = target_for(case.cluster, narrow.layout.device_count, "cuda")
-    times = WORDIER if case.has_eager_loss else ()
-    wordier = tuple(RunJob(run=_with_words(narrow, each), target=target) for each in times)
-    return Asked(job=RunJob(run=narrow, target=target), run=run, wordier=wordier)
+    target = target_for(case.cluster, reduced_run.layout.device_count, "cuda")
+    times = VOCABULARY_FACTORS if case.has_eager_loss else ()
+    larger_vocabularies = tuple(
+        RunJob(run=_with_words(reduced_run, each), target=target) for each in times
+    )
+    return RequestedPrograms(
+        job=RunJob(run=reduced_run, target=target), run=run, larger_vocabularies=larger_vocabularies
+    )
 
 
 def _with_words(run: ResolvedRun, times: int) -> ResolvedRun:

@@ -20,7 +20,7 @@ from scalejax.simulator.program import (
     Loop,
     Operation,
     OperationKind,
-    shared,
+    with_share,
 )
 from scalejax.xla.bytes import traffic
 from scalejax.xla.flop import Arithmetic, arithmetic
@@ -134,7 +134,7 @@ class _Reader:
             return max(branches, key=_weight)
         otherwise, holds = branches  # `lax.cond` numbers them by what the condition is
         parts = ((otherwise, 1 - share), (holds, share))
-        return [shared(item, part) for branch, part in parts for item in branch if part]
+        return [with_share(item, part) for branch, part in parts for item in branch if part]
 
     def _started(
         self, computation: Computation, instruction: Instruction, started: dict[str, str]

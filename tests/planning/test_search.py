@@ -24,9 +24,9 @@ from scalejax.hardware import RunConditions, load_cluster
 from scalejax.planning.search import (
     Candidate,
     StrategyCosts,
-    distinct,
+    breakdown_difference,
+    deduplicated,
     left_out,
-    losses,
     parallel,
     pareto,
     search,
@@ -240,7 +240,7 @@ def test_front_is_beaten_by_none():
 def test_strategies_alike_but_for_zero_stage_are_one():
     """Of ZeRO 1 and 2 with the same time, the one with less memory; of unlike times, both."""
     found = search(SHAPE, CLUSTER, (8,), 16).ranked
-    shown = distinct(found)
+    shown = deduplicated(found)
 
     ways: dict[Strategy, list[Candidate]] = {}
     for each in shown:
@@ -276,8 +276,11 @@ def test_near_winner_loses_where_its_terms_are_longer():
     best = (("compute", 1.0), ("communication data", 0.1))
     own = (("compute", 1.0), ("communication data", 0.05), ("communication tensor", 0.2))
 
-    assert [name for name, _ in losses(own, best)] == ["communication tensor", "communication data"]
-    assert losses(own, best)[0][1] == pytest.approx(0.2)
+    assert [name for name, _ in breakdown_difference(own, best)] == [
+        "communication tensor",
+        "communication data",
+    ]
+    assert breakdown_difference(own, best)[0][1] == pytest.approx(0.2)
 
 
 def test_nothing_fits():

@@ -11,7 +11,7 @@ from scalejax.hardware import SharedChip, load_cluster
 from scalejax.simulator.program import Loop
 from scalejax.simulator.timeline.attribution import attributions, device_terms
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.simulator.timeline.trace import record
+from scalejax.simulator.timeline.trace import trace_step
 
 
 def test_each_operation_is_charged_for_all_its_runs():
@@ -68,4 +68,4 @@ def test_charges_are_those_of_the_devices_as_they_are_when_all_are_busy():
     assert timeline(program, cluster).step_seconds == pytest.approx(8e-3)
     assert sum(each.step_seconds for each in attributions(program, cluster)) == pytest.approx(8e-3)
     assert sum(dict(device_terms(program, cluster)).values()) == pytest.approx(8e-3)
-    assert record(program, cluster).step_seconds == pytest.approx(8e-3)
+    assert trace_step(program, cluster).step_seconds == pytest.approx(8e-3)

@@ -10,8 +10,8 @@ from scalejax.core.serialization import build
 from scalejax.core.units import GIB
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks.eager import (
-    WORDIER,
-    level_at_loss,
+    VOCABULARY_FACTORS,
+    temporary_bytes_at_loss,
     with_eager_blocks,
     with_eager_loss,
 )
@@ -52,8 +52,8 @@ def test_a_loss_below_the_peak_fills_it_up_first():
 
 def test_the_loss_is_found_on_the_line_of_wordier_steps():
     """5 GiB besides, and 12 for the loss: 29 with twice the words, 53 with four times."""
-    assert WORDIER == (2, 4)
-    assert level_at_loss([29 * GIB, 53 * GIB]) == 17 * GIB
+    assert VOCABULARY_FACTORS == (2, 4)
+    assert temporary_bytes_at_loss([29 * GIB, 53 * GIB]) == 17 * GIB
 
 
 def test_our_loss_holds_logits_and_one_array_in_float32(monkeypatch):

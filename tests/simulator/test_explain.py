@@ -285,7 +285,7 @@ def test_blocks_dealt_to_unequal_stages_are_said_to_be():
     program = program_of(PRODUCT, odd, axes=(("pipeline", 4), *MESH[1:]))
     (found,) = explain(program, CLUSTER).unexpected
 
-    assert "dealt blocks that equal stages" in found.reason
+    assert "blocks are redistributed that equal stages" in found.reason
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from ledger_cases import GPT, case
 from program_cases import fusion, gather, matmul, program_of, wait
 
 from scalejax.simulator.frameworks.megatron import (
-    recomputed_in_full,
     with_attention_dropout,
-    with_bare_heads,
+    with_full_recompute,
     with_half_gradients,
+    with_unpadded_heads,
 )
 from scalejax.simulator.program import (
     Collective,
@@ -43,7 +43,7 @@ def names(program: Program) -> list[str]:
 def test_last_product_of_a_block_is_computed_again_and_summed_again():
     """Before the rest of the backward pass, whether or not in a loop over microbatches."""
     for depth in (0, 1):
-        whole = names(recomputed_in_full(step_of_blocks(depth)))
+        whole = names(with_full_recompute(step_of_blocks(depth)))
 
         start = whole.index("logits") + 1
         assert whole[start : start + 4] == ["down.again", "sum.again", "sum-done.again", "up again"]
@@ -52,7 +52,7 @@ def test_last_product_of_a_block_is_computed_again_and_summed_again():
 
 def test_again_waits_for_its_own_sum():
     """And not for that of the forward pass, long done."""
-    walked = recomputed_in_full(step_of_blocks(0)).walk()
+    walked = with_full_recompute(step_of_blocks(0)).walk()
     waits = {operation.name: operation.waits_for for operation, _ in walked if operation.waits_for}
 
     assert waits == {"sum-done": "sum", "sum-done.again": "sum.again"}
@@ -62,7 +62,7 @@ def test_step_without_pairs_of_loops_stays_as_it_is():
     """A forward pass alone has nothing to compute again."""
     alone = program_of(Loop(name="forward", trip_count=2, body=(matmul("up", 2),)))
 
-    assert recomputed_in_full(alone) == alone
+    assert with_full_recompute(alone) == alone
 
 
 def test_heads_lose_their_padding():
@@ -74,10 +74,10 @@ def test_heads_lose_their_padding():
     padded = program_of(
         Loop(name="blocks", trip_count=2, body=(product(8, 64, 64, 232), product(1, 64, 232, 64)))
     )
-    shapes = [each.shape for each, _ in with_bare_heads(padded, 225).walk()]
+    shapes = [each.shape for each, _ in with_unpadded_heads(padded, 225).walk()]
 
     assert shapes == [(8, 64, 64, 225), (1, 64, 232, 64)]
-    assert with_bare_heads(padded, 224) == padded
+    assert with_unpadded_heads(padded, 224) == padded
 
 
 def test_scores_are_dropped_by_a_kernel_of_their_own():

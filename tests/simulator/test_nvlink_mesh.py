@@ -9,7 +9,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.hardware import Link, load_cluster
 from scalejax.hardware.catalogue import load_library
 from scalejax.simulator.collectives import mesh_rings
-from scalejax.simulator.collectives.nvlink_mesh import links_by_number
+from scalejax.simulator.collectives.nvlink_mesh import fewest_links_by_number
 from scalejax.simulator.collectives.placement import collective_seconds, group_route
 from scalejax.simulator.program import Collective, DeviceGroup
 
@@ -66,9 +66,9 @@ def test_fewest_wires_of_a_ring_by_numbers():
     """Of a path of three, joined by two wires and one, the ends have none between them."""
     path = ((0, 2, 0), (2, 0, 1), (0, 1, 0))
 
-    assert links_by_number(path, (0, 1)) == 2
-    assert links_by_number(path, (2, 1)) == 1
-    assert links_by_number(path, (0, 1, 2)) == 0
+    assert fewest_links_by_number(path, (0, 1)) == 2
+    assert fewest_links_by_number(path, (2, 1)) == 1
+    assert fewest_links_by_number(path, (0, 1, 2)) == 0
 
 
 def test_nccl_1_runs_one_ring_by_numbers_on_a_dgx1():

@@ -24,14 +24,14 @@ from scalejax.hardware import load_cluster
 from scalejax.simulator.perfetto import trace_of, write_trace
 from scalejax.simulator.program import Loop, Operation
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.simulator.timeline.trace import record
+from scalejax.simulator.timeline.trace import trace_step
 
 LAYERS = Loop(name="layers", trip_count=3, body=(gather("g", 3), matmul("m", 2), wait("g")))
 
 
 def test_moments_by_hand():
     """Each iteration gathers for 3 ms, works for 2 and waits for 1."""
-    recording = record(program_of(LAYERS, fusion("f", 1)), PAPER)
+    recording = trace_step(program_of(LAYERS, fusion("f", 1)), PAPER)
 
     of_second = [
         (event.name, event.stream, round(event.start_seconds * 1e3), event.bound)
@@ -55,7 +55,7 @@ def test_a_recording_ends_when_the_step_does(items: tuple[Operation | Loop, ...]
     """
     program, cluster = program_of(*items), contended(share)
 
-    recording = record(program, cluster)
+    recording = trace_step(program, cluster)
 
     step_seconds = timeline(program, cluster).step_seconds
     assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-9)
@@ -72,7 +72,7 @@ def test_a_recording_of_a_real_step_agrees_with_its_timeline():
     )
     cluster = replace(cluster, chip=replace(cluster.chip, attainable=attainable))
 
-    recording = record(resnet50_on_256(), cluster)
+    recording = trace_step(resnet50_on_256(), cluster)
 
     step_seconds = timeline(resnet50_on_256(), cluster).step_seconds
     assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-12)
@@ -97,7 +97,7 @@ def test_events_of_a_stream_do_not_overlap_by_a_nanosecond():
     """Viewers would nest one into the other: ResNet-50 with gaps of all lengths."""
     cluster = load_cluster("dgx-h100")
 
-    trace = trace_of(record(resnet50_on_256(), cluster), resnet50_on_256(), cluster)
+    trace = trace_of(trace_step(resnet50_on_256(), cluster), resnet50_on_256(), cluster)
 
     ends: dict[int, int] = {}
     for event in json.loads(json.dumps(trace))["traceEvents"]:

@@ -14,7 +14,7 @@ from scalejax.hardware.site import NO_CONDITIONS
 from scalejax.simulator.device_state import GRAPH_LAUNCH_SECONDS
 from scalejax.simulator.program import DeviceGroup, Loop, Operation
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.simulator.timeline.trace import record
+from scalejax.simulator.timeline.trace import trace_step
 
 
 def milliseconds(*operations: Operation | Loop) -> float:
@@ -35,7 +35,7 @@ def test_host_that_waits_for_each_operation_adds_its_work_to_theirs():
     assert timeline(program, ahead).step_seconds == pytest.approx(6e-3)
     assert timeline(program, blocking).step_seconds == pytest.approx(8e-3)
     assert timeline(program, blocking).device_seconds == pytest.approx(8e-3)
-    assert record(program, blocking).step_seconds == pytest.approx(8e-3)
+    assert trace_step(program, blocking).step_seconds == pytest.approx(8e-3)
 
 
 def test_operations_of_a_graph_wait_for_no_host():
@@ -48,7 +48,7 @@ def test_operations_of_a_graph_wait_for_no_host():
     def seconds(attainable: Attainable, conditions: RunConditions) -> float:
         cluster = cluster_of(chip=replace(CHIP, attainable=attainable))
         cluster = replace(cluster, conditions=conditions)
-        assert record(program, cluster).step_seconds == pytest.approx(
+        assert trace_step(program, cluster).step_seconds == pytest.approx(
             timeline(program, cluster).step_seconds
         )
         return timeline(program, cluster).step_seconds

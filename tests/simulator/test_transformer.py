@@ -17,7 +17,12 @@ from scalejax.hardware import load_cluster
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program, without_bubble
-from scalejax.simulator.transformer import Strategy, TransformerShape, pieces, transformer_program
+from scalejax.simulator.transformer import (
+    Strategy,
+    TransformerShape,
+    step_operations,
+    transformer_program,
+)
 from scalejax.simulator.transformer.block import block_backward, block_forward
 from scalejax.simulator.transformer.memory import under_way
 from scalejax.xla import has_cuda_compiler, profile
@@ -237,7 +242,7 @@ def test_uneven_stages_are_what_the_compiler_makes(name: str):
     run = uneven_of(UNEVEN[name])
     compiled, own = compiled_of(run), closed_form(run)
     stages, microbatches, most = run.layout.pipeline, run.split.microbatches, 2
-    parts = pieces(*dimensions(run))
+    parts = step_operations(*dimensions(run))
     block = sum(each.flop for each in (*parts.forward, *parts.backward))
     logits = sum(each.flop for each in parts.logits)
 

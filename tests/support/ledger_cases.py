@@ -12,7 +12,7 @@ from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse,
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.programs import asked_for
+from scalejax.validation.programs import request_for
 from scalejax.xla.cache import case_key
 
 RESNET = {
@@ -117,7 +117,7 @@ def program(data: int = 2, *, payload_bytes: int = 8_000_000) -> Program:
 
 def archive_for(row: LedgerRow, found: Program, choice: int = 0) -> Archive:
     """An archive that holds `found` for a row."""
-    job = asked_for(case(row), choice, is_narrow=True).job
+    job = request_for(case(row), choice, is_reduced=True).job
     return Archive({case_key(job): json.dumps(plain(found))})
 
 

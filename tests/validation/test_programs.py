@@ -20,7 +20,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.validation.archive import Archive, read_archive, write_archive
-from scalejax.validation.programs import Programs, asked_for
+from scalejax.validation.programs import Programs, request_for
 from scalejax.validation.rebuild import main, rebuild
 from scalejax.xla.cache import case_key
 from scalejax.xla.worker_pool import run_jobs
@@ -39,46 +39,48 @@ def test_lone_device_sends_its_gradients_to_a_parameter_server(row):
     server = {"device_count": "1", "data": "1", "gradient_exchange": "parameter_server"}
     lone = case(row(RESNET | server))
     (run,) = lone.runs
-    narrow = reduced(run, has_server=True)
+    reduced_run = reduced(run, has_server=True)
 
-    alone = scaled_out(program(2), narrow, run)
+    alone = scaled_out(program(2), reduced_run, run)
 
-    assert narrow.layout.data == 2
+    assert reduced_run.layout.data == 2
     assert alone == program(1)
-    assert asked_for(lone, 0, is_narrow=True).job.run == narrow
+    assert request_for(lone, 0, is_reduced=True).job.run == reduced_run
 
 
 def test_more_microbatches_are_more_trips_through_their_loop(row):
     """From two to six: the loop of two runs six times; the tokens of 16 more samples are held
     twice, each 32 inputs and 32 targets of 4 bytes."""
     (run,) = case(row(GPT | {"per_device_batch": "24", "microbatch": "4"})).runs
-    narrow = replace(program(1), mesh_axes=(("data", 1), ("fsdp", 8), ("tensor", 1)))
-    product, loop = narrow.operations
+    small_program = replace(program(1), mesh_axes=(("data", 1), ("fsdp", 8), ("tensor", 1)))
+    product, loop = small_program.operations
     assert isinstance(loop, Loop)
-    narrow = replace(narrow, operations=(product, replace(loop, trip_count=2)))
+    small_program = replace(small_program, operations=(product, replace(loop, trip_count=2)))
 
-    wide = scaled_out(narrow, reduced(run), run)
+    wide = scaled_out(small_program, reduced(run), run)
 
     assert reduced(run).split.microbatches == 2
     assert wide is not None
     assert wide.operations == (product, replace(loop, trip_count=6))
     assert wide.model_flop == 3 * 10**12
-    assert wide.memory.peak_bytes - narrow.memory.peak_bytes == 2 * 16 * 64 * 4
+    assert wide.memory.peak_bytes - small_program.memory.peak_bytes == 2 * 16 * 64 * 4
 
 
 def test_program_that_gathers_over_the_data_axis_is_not_widened(row):
     """The payload of a gather grows with the group; only the compiler knows how."""
     (run,) = case(row(RESNET)).runs
-    narrow = program(2)
-    loop = narrow.operations[1]
+    small_program = program(2)
+    loop = small_program.operations[1]
     assert isinstance(loop, Loop)
     (operation,) = loop.body
     assert isinstance(operation, Operation)
     assert operation.collective is not None
     gather = replace(operation, collective=replace(operation.collective, name="all_gather"))
-    narrow = replace(narrow, operations=(narrow.operations[0], replace(loop, body=(gather,))))
+    small_program = replace(
+        small_program, operations=(small_program.operations[0], replace(loop, body=(gather,)))
+    )
 
-    assert scaled_out(narrow, reduced(run), run) is None
+    assert scaled_out(small_program, reduced(run), run) is None
 
 
 # The compiler divides what 32 divides, as 16 does.
@@ -99,7 +101,7 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     """Compiled in full for comparison: the same products and exchanges, in the same order."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
-    job = asked_for(whole, 0, is_narrow=False).job
+    job = request_for(whole, 0, is_reduced=False).job
 
     programs = Programs(Archive({}))
     (wide,) = programs.find([whole])
@@ -223,9 +225,9 @@ def test_fastest_run_of_a_pipeline_that_fits_is_taken(row):
     open_row = row(GPT | cells | {"global_batch": "4"})
     lines = {}
     for choice in range(3):
-        narrow = asked_for(case(open_row), choice, is_narrow=True).job.run.split
-        work = matmul("block", narrow.microbatch)
-        loop = Loop(name="work", trip_count=narrow.microbatches, body=(work,))
+        split = request_for(case(open_row), choice, is_reduced=True).job.run.split
+        work = matmul("block", split.microbatch)
+        loop = Loop(name="work", trip_count=split.microbatches, body=(work,))
         lines |= archive_for(open_row, program_of(loop, devices=1), choice).lines
 
     (found,) = Programs(Archive(lines), compiles=False).find([case(open_row)])

@@ -15,19 +15,19 @@ from typing import Literal
 from scalejax.core.errors import DoesNotFit, require_at_least
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
-from scalejax.planning.search.parallel import Question, candidates
+from scalejax.planning.search.parallel import SearchSpec, candidates
 from scalejax.planning.search.space import groups, left_out, strategies
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.transformer import Strategy, TransformerShape, memory_use
 
 __all__ = [
     "Candidate",
-    "Found",
     "Objective",
+    "SearchResult",
     "StrategyCosts",
-    "distinct",
+    "breakdown_difference",
+    "deduplicated",
     "left_out",
-    "losses",
     "pareto",
     "search",
     "strategies",
@@ -47,7 +47,7 @@ OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
     ranked: tuple[Candidate, ...]
@@ -68,7 +68,7 @@ def search(
     moments: Literal[0, 1, 2] = 2,
     processes: int = 1,
     on_progress: OnProgress = lambda done, total: None,
-) -> Found:
+) -> SearchResult:
     """Every strategy that fits, the best first.
 
     Args:
@@ -94,9 +94,9 @@ def search(
         _require_devices(count, cluster)
     every = [group for count in device_counts for group in groups(shape, count, global_batch)]
     parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
-    question = Question(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
+    spec = SearchSpec(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
     ranked: list[Candidate] = []
-    with _without_collector(), closing(candidates(question, parts, processes)) as answers:
+    with _without_collector(), closing(candidates(spec, parts, processes)) as answers:
         for index, found in enumerate(answers):
             ranked += found
             on_progress(min(len(every), (index + 1) * _GROUPS_OF_A_PART), len(every))
@@ -104,7 +104,7 @@ def search(
     nearest = None
     if not ranked:
         nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
-    return Found(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
+    return SearchResult(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
     return tuple(front)
 
 
-def distinct(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def deduplicated(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Each way to spread the step once, in order.
 
     Of strategies that differ in their ZeRO stage alone, and in time by less than a thousandth,
@@ -168,7 +168,7 @@ def _way(strategy: Strategy) -> Hashable:
     )
 
 
-def losses(
+def breakdown_difference(
     own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
     """(term, seconds) by which each part of a step is longer than the best step's, or shorter.

@@ -23,12 +23,12 @@ from scalejax.simulator.transformer import (
     AMPERE_WORKSPACE_BYTES,
     Strategy,
     TransformerShape,
-    held_by_stage,
-    pace,
-    part_of,
-    pieces,
+    block_shard,
+    memory_by_zero_stage,
     pipeline_of,
-    update_piece,
+    slowest_stage,
+    step_operations,
+    update_operations,
 )
 from scalejax.simulator.transforms.pipeline import sent_between_stages
 
@@ -72,7 +72,7 @@ def workspace_bytes(chip: Chip) -> int:
 
 
 @dataclass(slots=True)
-class _PieceTime:
+class _OperationsTime:
     """Where the time of operations goes; as `Timeline`."""
 
     compute_seconds: float
@@ -84,14 +84,14 @@ class _PieceTime:
     exposed: dict[Axes, float]
 
     @property
-    def walked_seconds(self) -> float:
+    def streams_seconds(self) -> float:
         """Time of both streams."""
         alone = self.compute_seconds + self.memory_seconds + self.launch_seconds
         return alone + self.contention_seconds + sum(self.exposed.values())
 
-    def times(self, runs: int) -> "_PieceTime":
+    def times(self, runs: int) -> "_OperationsTime":
         """So many runs of them."""
-        return _PieceTime(
+        return _OperationsTime(
             self.compute_seconds * runs,
             self.memory_seconds * runs,
             self.launch_seconds * runs,
@@ -102,12 +102,12 @@ class _PieceTime:
         )
 
 
-def _summed(parts: Sequence[_PieceTime]) -> _PieceTime:
+def _summed(parts: Sequence[_OperationsTime]) -> _OperationsTime:
     exposed: dict[Axes, float] = {}
     for part in parts:
         for axes, seconds in part.exposed.items():
             exposed[axes] = exposed.get(axes, 0.0) + seconds
-    return _PieceTime(
+    return _OperationsTime(
         sum([part.compute_seconds for part in parts]),
         sum([part.memory_seconds for part in parts]),
         sum([part.launch_seconds for part in parts]),
@@ -127,9 +127,9 @@ class StrategyCosts:
         self._cluster = in_graph(cluster)
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
         # Kept with its operations, whose id no other tuple can then get.
-        self._known: dict[int, tuple[tuple[Operation, ...], _PieceTime]] = {}
+        self._known: dict[int, tuple[tuple[Operation, ...], _OperationsTime]] = {}
         self._known_operations: _Known = {}
-        self._known_sent: dict[tuple[int, ...], _PieceTime] = {}
+        self._known_sends: dict[tuple[int, ...], _OperationsTime] = {}
 
     def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
         """What each of some strategies takes, which differ in ZeRO stage and chunks alone.
@@ -139,48 +139,56 @@ class StrategyCosts:
         """
         first = strategies[0]
         stages = {each.zero_stage for each in strategies}
-        shared_of = {stage: self._shared(replace(first, zero_stage=stage)) for stage in stages}
-        held_of = held_by_stage(self._shape, strategies)
+        microbatch_times_of = {
+            stage: self._microbatch_times(replace(first, zero_stage=stage)) for stage in stages
+        }
+        memory_of = memory_by_zero_stage(self._shape, strategies)
         stub = _without_operations(self._shape, first)
         updates = {
-            stage: self._piece(update_piece(self._shape, replace(first, zero_stage=stage)))
+            stage: self._time_of_operations(
+                update_operations(self._shape, replace(first, zero_stage=stage))
+            )
             for stage in stages
         }
         found = []
         for each in strategies:
-            shared, block, last = shared_of[each.zero_stage]
-            bubble, handed_on = self._bubble(each)
-            sent = self._sent(each) if handed_on else None
-            walked = shared.walked_seconds + updates[each.zero_stage].walked_seconds
-            dispatches = shared.dispatches + updates[each.zero_stage].dispatches
+            microbatches, block, last = microbatch_times_of[each.zero_stage]
+            bubble, sends = self._bubble(each)
+            sent = self._send_time(each) if sends else None
+            streams_seconds = (
+                microbatches.streams_seconds + updates[each.zero_stage].streams_seconds
+            )
+            dispatches = microbatches.dispatches + updates[each.zero_stage].dispatches
             if sent is not None:
-                walked += bubble * block.walked_seconds + handed_on * sent.walked_seconds
-                walked += last.walked_seconds
-                dispatches += bubble * block.dispatches + handed_on * sent.dispatches
+                streams_seconds += bubble * block.streams_seconds + sends * sent.streams_seconds
+                streams_seconds += last.streams_seconds
+                dispatches += bubble * block.dispatches + sends * sent.dispatches
                 dispatches += last.dispatches
             attainable = self._cluster.chip.attainable
             dispatch = attainable.dispatch_seconds * dispatches
             launches_block = self._cluster.conditions.launches_block
-            seconds = walked + dispatch if launches_block else max(walked, dispatch)
+            seconds = (
+                streams_seconds + dispatch if launches_block else max(streams_seconds, dispatch)
+            )
             seconds += attainable.step_overhead_seconds
             added = step_terms(stub, self._cluster, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
-            held = held_of[each.zero_stage]
-            peak = held.batch_bytes + held.state_bytes(each.zero_stage) + self._reserve_bytes
-            peak += held.temporary_bytes(each.zero_stage, each.pipeline_chunks)
+            memory = memory_of[each.zero_stage]
+            peak = memory.batch_bytes + memory.state_bytes(each.zero_stage) + self._reserve_bytes
+            peak += memory.temporary_bytes(each.zero_stage, each.pipeline_chunks)
             found.append(Candidate(each, seconds, peak))
         return found
 
     def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
         """(term, seconds) of the step of `strategy`: those of the waterfall of `predict` that are
         known, and take time."""
-        shared, block, last = self._shared(strategy)
-        bubble, handed_on = self._bubble(strategy)
-        parts = [shared, self._piece(update_piece(self._shape, strategy))]
+        microbatches, block, last = self._microbatch_times(strategy)
+        bubble, sends = self._bubble(strategy)
+        parts = [microbatches, self._time_of_operations(update_operations(self._shape, strategy))]
         idle = [block.times(bubble), last]
-        if handed_on:
-            sent, idle_ticks = self._sent(strategy), strategy.layout.pipeline - 1
-            parts.append(sent.times(handed_on - idle_ticks))
+        if sends:
+            sent, idle_ticks = self._send_time(strategy), strategy.layout.pipeline - 1
+            parts.append(sent.times(sends - idle_ticks))
             idle.append(sent.times(idle_ticks))
         times = _timeline(_summed([*parts, *idle]), self._cluster)
         working = _timeline(_summed(parts), self._cluster)
@@ -188,39 +196,46 @@ class StrategyCosts:
         added = step_terms(stub, self._cluster, times.step_seconds)
         return _terms(times, working, added)
 
-    def _shared(self, strategy: Strategy) -> tuple["_PieceTime", "_PieceTime", "_PieceTime"]:
+    def _microbatch_times(
+        self, strategy: Strategy
+    ) -> tuple["_OperationsTime", "_OperationsTime", "_OperationsTime"]:
         """What all microbatches take, of it one block, forward and backward, and what a last stage
         that does not set the pace takes for one of them besides its blocks."""
-        parts, slowest = pieces(self._shape, strategy), pace(self._shape, strategy)
+        parts, slowest = (
+            step_operations(self._shape, strategy),
+            slowest_stage(self._shape, strategy),
+        )
         count, layers = strategy.split.microbatches, slowest.layers
-        logits = self._piece(parts.logits)
+        logits = self._time_of_operations(parts.logits)
         ends = (
-            self._piece(parts.embedding),
+            self._time_of_operations(parts.embedding),
             logits.times(1 if slowest.has_logits else 0),
-            self._piece(parts.embedding_gradient),
+            self._time_of_operations(parts.embedding_gradient),
         )
         every = _summed(ends)
-        block = _summed((self._piece(parts.forward), self._piece(parts.backward)))
-        once = self._piece(parts.before)
-        shared = _summed((once, every.times(count), block.times(count * layers)))
-        return shared, block, logits.times(0 if slowest.has_logits else 1)
+        block = _summed(
+            (self._time_of_operations(parts.forward), self._time_of_operations(parts.backward))
+        )
+        once = self._time_of_operations(parts.before)
+        microbatches = _summed((once, every.times(count), block.times(count * layers)))
+        return microbatches, block, logits.times(0 if slowest.has_logits else 1)
 
     def _bubble(self, strategy: Strategy) -> tuple[int, int]:
         """(blocks in the bubble, microbatches handed on), as `pipelined` counts them."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
         if stages == 1:
             return 0, 0
-        handed_on = strategy.split.microbatches * chunks + stages - 1
-        others = self._shape.layers - pace(self._shape, strategy).layers
-        return others // chunks, handed_on
+        sends = strategy.split.microbatches * chunks + stages - 1
+        others = self._shape.layers - slowest_stage(self._shape, strategy).layers
+        return others // chunks, sends
 
-    def _sent(self, strategy: Strategy) -> "_PieceTime":
+    def _send_time(self, strategy: Strategy) -> "_OperationsTime":
         """What one microbatch hands from stage to stage."""
         layout = strategy.layout
-        boundary = part_of(self._shape, strategy).stream_bytes
+        boundary = block_shard(self._shape, strategy).stream_bytes
         key = layout.pipeline, layout.tensor, layout.device_count, boundary
         key = (*key, strategy.sequence_parallel)
-        if key not in self._known_sent:
+        if key not in self._known_sends:
             pipeline = pipeline_of(self._shape, strategy)
             operations = (
                 ()
@@ -229,18 +244,20 @@ class StrategyCosts:
                     pipeline, layout.tensor, layout.device_count // layout.pipeline
                 )
             )
-            self._known_sent[key] = _piece_time(operations, self._cluster, self._known_operations)
-        return self._known_sent[key]
+            self._known_sends[key] = _operations_time(
+                operations, self._cluster, self._known_operations
+            )
+        return self._known_sends[key]
 
-    def _piece(self, operations: tuple[Operation, ...]) -> _PieceTime:
+    def _time_of_operations(self, operations: tuple[Operation, ...]) -> _OperationsTime:
         known = self._known.get(id(operations))
         if known is None:
-            time = _piece_time(operations, self._cluster, self._known_operations)
+            time = _operations_time(operations, self._cluster, self._known_operations)
             known = self._known[id(operations)] = operations, time
         return known[1]
 
 
-def _timeline(sums: _PieceTime, cluster: Cluster) -> Timeline:
+def _timeline(sums: _OperationsTime, cluster: Cluster) -> Timeline:
     """The whole step, from the sums of its pieces."""
     attainable = cluster.chip.attainable
     return Timeline(
@@ -277,7 +294,9 @@ def _operation_time(operation: Operation, chip: Chip, known: _Known) -> Operatio
     return time
 
 
-def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Known) -> _PieceTime:
+def _operations_time(
+    operations: tuple[Operation, ...], cluster: Cluster, known: _Known
+) -> _OperationsTime:
     """One run of operations that wait for all they start, on two streams.
 
     Args:
@@ -289,7 +308,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
     launch = 0.0
     segments: list[float] = []
     collectives: list[float] = []
-    wired: list[int] = []
+    collective_links: list[int] = []
     events: list[Event] = []
     axes: dict[str, Axes] = {}
     dispatches = 0
@@ -298,7 +317,7 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
             axes[operation.name] = operation.collective.group.axes
             events.append(Start(operation.name, len(collectives), operation.collective.is_async))
             collectives.append(collective_seconds(operation.collective, cluster))
-            wired.append(links(operation.collective, cluster))
+            collective_links.append(links(operation.collective, cluster))
         elif operation.waits_for is not None:
             events.append(Wait(operation.waits_for))
             continue
@@ -313,13 +332,13 @@ def _piece_time(operations: tuple[Operation, ...], cluster: Cluster, known: _Kno
                 segments.append(time.seconds)
         dispatches += 1
     contention = cluster.chip.attainable.contention_fraction
-    streams = Streams(segments, collectives, wired, contention)
+    streams = Streams(segments, collectives, collective_links, contention)
     streams.run(events)
     streams.drain()
     exposed: dict[Axes, float] = defaultdict(float)
     for name, seconds in streams.exposed.items():
         exposed[axes[name]] += seconds
-    return _PieceTime(
+    return _OperationsTime(
         compute_seconds=busy["compute"],
         memory_seconds=busy["memory"],
         launch_seconds=launch,

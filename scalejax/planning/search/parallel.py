@@ -20,7 +20,7 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.space import Group
-from scalejax.simulator.transformer import Strategy, TransformerShape, held_by_stage
+from scalejax.simulator.transformer import Strategy, TransformerShape, memory_by_zero_stage
 
 _PARTS_PER_PROCESS = 25
 """Each of 100 groups, which take 20 to 60 ms for GPT-3: a process, which takes 0.6 s to start, is
@@ -28,7 +28,7 @@ to save more than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchSpec:
     """What is asked of every group of strategies."""
 
     shape: TransformerShape
@@ -42,7 +42,7 @@ class Question:
 
 
 def candidates(
-    question: Question, parts: Sequence[Sequence[Group]], processes: int
+    spec: SearchSpec, parts: Sequence[Sequence[Group]], processes: int
 ) -> Generator[list[Candidate]]:
     """What fits of each part, in order.
 
@@ -57,31 +57,31 @@ def candidates(
     """
     processes = min(processes, len(parts) // _PARTS_PER_PROCESS)
     if processes > 1:
-        yield from _side_by_side(question, parts, processes)
+        yield from _in_processes(spec, parts, processes)
         return
-    costing = _Costing(question)
+    costing = _SpecCosts(spec)
     for part in parts:
         yield costing.candidates(part)
 
 
-def _side_by_side(
-    question: Question, parts: Sequence[Sequence[Group]], processes: int
+def _in_processes(
+    spec: SearchSpec, parts: Sequence[Sequence[Group]], processes: int
 ) -> Iterator[list[Candidate]]:
     pool = ProcessPoolExecutor(
         # Not forked: a caller has threads, of JAX for one.
         processes,
         get_context("spawn"),
-        initializer=_begin,
-        initargs=(question, os.getpid()),
+        initializer=_start_worker,
+        initargs=(spec, os.getpid()),
     )
-    answers: list[Future[list[Candidate]]] = []
+    futures: list[Future[list[Candidate]]] = []
     try:
         with _interrupts_held():
-            answers = [pool.submit(_answer, part) for part in parts]
-        for answer in answers:
-            yield answer.result()
+            futures = [pool.submit(_cost_in_worker, part) for part in parts]
+        for future in futures:
+            yield future.result()
     except BrokenProcessPool as error:
-        if answers and answers[0].exception() is error:
+        if futures and futures[0].exception() is error:
             raise ScalejaxError(
                 "No process of the search answered: a script that searches with several needs "
                 'if __name__ == "__main__": around what it does; or memory ran out. '
@@ -107,12 +107,12 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class _Costing:
+class _SpecCosts:
     """One process's answers to a question; what strategies share is kept from part to part."""
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._costs = StrategyCosts(question.shape, question.cluster)
+    def __init__(self, spec: SearchSpec) -> None:
+        self._question = spec
+        self._costs = StrategyCosts(spec.shape, spec.cluster)
 
     def candidates(self, groups: Sequence[Group]) -> list[Candidate]:
         """What fits of `groups`, and what it takes."""
@@ -123,18 +123,18 @@ class _Costing:
         return found
 
 
-def _fitting(question: Question, group: Group) -> list[Strategy]:
+def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
     """Those of a group that fit; most need no more than a look at what they must hold."""
-    shape, chip, moments = question.shape, question.cluster.chip, question.moments
+    shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     layout = group.layout
     least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
     if 4 * least * (1 + moments / layout.data) > free:
         return []
-    ones = [group.strategy(question.global_batch, moments, stage, 1) for stage in group.zero_stages]
+    ones = [group.strategy(spec.global_batch, moments, stage, 1) for stage in group.zero_stages]
     return [
-        group.strategy(question.global_batch, moments, zero_stage, chunks)
-        for zero_stage, held in held_by_stage(shape, ones).items()
+        group.strategy(spec.global_batch, moments, zero_stage, chunks)
+        for zero_stage, held in memory_by_zero_stage(shape, ones).items()
         for chunks in group.chunk_counts
         if held.batch_bytes
         + held.state_bytes(zero_stage)
@@ -143,18 +143,18 @@ def _fitting(question: Question, group: Group) -> list[Strategy]:
     ]
 
 
-_costing: _Costing
+_worker_costs: _SpecCosts
 """Of a process that was started for a search."""
 
 
-def _begin(question: Question, caller: int) -> None:
-    """Get ready to answer `question` of process `caller`, in a process of its own."""
-    global _costing
+def _start_worker(spec: SearchSpec, caller: int) -> None:
+    """Get ready to answer `spec` of process `caller`, in a process of its own."""
+    global _worker_costs
     end_with_caller(caller)
     gc.disable()
-    _costing = _Costing(question)
+    _worker_costs = _SpecCosts(spec)
 
 
-def _answer(groups: Sequence[Group]) -> list[Candidate]:
+def _cost_in_worker(groups: Sequence[Group]) -> list[Candidate]:
     """Answer it for some groups, in that process."""
-    return _costing.candidates(groups)
+    return _worker_costs.candidates(groups)

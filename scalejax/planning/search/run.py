@@ -17,12 +17,12 @@ from scalejax.core.progress import OnCase, nothing_said
 from scalejax.hardware import Chip, Cluster
 from scalejax.planning.search import (
     Candidate,
-    Found,
     Objective,
+    SearchResult,
     StrategyCosts,
-    distinct,
+    breakdown_difference,
+    deduplicated,
     left_out,
-    losses,
     pareto,
     search,
     workspace_bytes,
@@ -138,7 +138,7 @@ def search_run(
     objective: Objective = "time",
     processes: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Found:
+) -> SearchResult:
     """The strategies for `config` that fit; its layout, microbatches and remat are replaced.
 
     Args:
@@ -183,7 +183,7 @@ def _moments(optimizer: OptimizerConfig) -> Literal[0, 1, 2]:
 def report_search(
     config: RunConfig,
     cluster: Cluster,
-    found: Found,
+    found: SearchResult,
     *,
     objective: Objective = "time",
     price_per_device_hour: float | None = None,
@@ -201,7 +201,7 @@ def report_search(
         top: strategies that are told of in full.
         notes: to a reader, besides its own.
     """
-    best = distinct(found.ranked)[:top]
+    best = deduplicated(found.ranked)[:top]
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
@@ -258,7 +258,8 @@ def confirm_search(
     return replace(
         report,
         ranked=tuple(
-            replace(each, losses=losses(costs.terms(each.strategy), winner)) for each in ranked
+            replace(each, losses=breakdown_difference(costs.terms(each.strategy), winner))
+            for each in ranked
         ),
     )
 
@@ -319,7 +320,7 @@ def _ranked(
             prediction=predict(program, cluster),
             strategy=each.strategy,
             price=price,
-            losses=losses(costs.terms(each.strategy), winner),
+            losses=breakdown_difference(costs.terms(each.strategy), winner),
             confirmed=None,
             note=None,
         )

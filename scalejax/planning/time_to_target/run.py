@@ -61,7 +61,7 @@ class ClusterOption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _PlannedRun:
     """One run on one cluster."""
 
     option: ClusterOption
@@ -174,15 +174,19 @@ def plan_run(
         noise_scale=convergence.noise_scale,
         is_plain_sgd=is_plain_sgd(config.optimizer),
     )
-    ways = _ways(config, options, device_counts, global_batches, convergence, left_out)
+    planned_runs = _planned_runs(
+        config, options, device_counts, global_batches, convergence, left_out
+    )
     points, predictions = [], []
-    programs = programs_of([(way.run, way.option.cluster) for way in ways], on_progress)
-    for way, program in zip(ways, programs, strict=True):
-        prediction = predict(program, way.option.cluster)
+    programs = programs_of(
+        [(planned.run, planned.option.cluster) for planned in planned_runs], on_progress
+    )
+    for planned, program in zip(planned_runs, programs, strict=True):
+        prediction = predict(program, planned.option.cluster)
         if not prediction.fits:
             left_out[_NO_MEMORY] += 1
             continue
-        points.append(_point(way, prediction, curve, convergence, recipe))
+        points.append(_point(planned, prediction, curve, convergence, recipe))
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
@@ -224,20 +228,20 @@ def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> 
         raise ConfigError(unknown_name("recipe", recipe, known))
 
 
-def _ways(
+def _planned_runs(
     config: RunConfig,
     options: Sequence[ClusterOption],
     device_counts: Sequence[int],
     global_batches: Sequence[int],
     convergence: ConvergenceData | None,
     left_out: Counter[str],
-) -> list[_Way]:
+) -> list[_PlannedRun]:
     """The ways that can be laid out and that nothing speaks against; others are counted."""
     counts = sorted(set(device_counts))
     if not counts:
         raise ConfigError(refusal("devices", [], "at least one number is needed"))
     require_at_least("devices", counts[0], 1)
-    ways = []
+    planned_runs = []
     for fields in _batches(config, counts, global_batches):
         wanted = with_fields(config, {"layout.data": None, **fields})
         for option in options:
@@ -253,8 +257,8 @@ def _ways(
                 if convergence is not None and not _is_plausible(run, convergence):
                     left_out[_TOO_LARGE] += 1
                     continue
-                ways.append(_Way(option=option, run=run))
-    return ways
+                planned_runs.append(_PlannedRun(option=option, run=run))
+    return planned_runs
 
 
 def _reason(error: ConfigError) -> str:
@@ -293,19 +297,19 @@ def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
 
 
 def _point(
-    way: _Way,
+    planned: _PlannedRun,
     prediction: Prediction,
     curve: Hyperbola | None,
     convergence: ConvergenceData | None,
     recipe: str | None,
 ) -> PlanPoint:
-    batch = way.run.split.global_batch
-    steps: Estimate | float = float(way.run.total_steps)
+    batch = planned.run.split.global_batch
+    steps: Estimate | float = float(planned.run.total_steps)
     if curve is not None:
         steps = curve.steps(batch, recipe=recipe)
     return plan_point(
         prediction,
         steps,
-        price_per_device_hour=way.option.price_per_device_hour,
+        price_per_device_hour=planned.option.price_per_device_hour,
         is_extrapolated=convergence is not None and batch > convergence.largest_reached,
     )

@@ -1,9 +1,9 @@
-"""Seconds that a group of devices takes to exchange data, algorithm by algorithm.
+"""Seconds that a collective takes in a group of devices, by algorithm (alpha-beta model).
 
 Every time is latency plus bytes over bandwidth plus the filling of the pipeline: hops of small
-messages, then the payload through the narrowest wire on its way. Where a table of measured
-times exists it is taken instead (`measured`). Knows hardware and the `Route` of a group on it;
-`cost.communication` finds the route of a program's collective.
+messages, then the payload through the narrowest link of its route. Where a table of measured
+times exists it is used instead (`measured`). Knows hardware and the `Route` of a group on it;
+`placement` finds the route of a program's collective.
 
 Left out: time lost to waiting for the slowest member, and congestion beyond the
 oversubscription that a network states.
@@ -25,13 +25,14 @@ from scalejax.simulator.collectives.point_to_point import (
     gather_seconds,
     permute_seconds,
 )
-from scalejax.simulator.collectives.route import Route, route
+from scalejax.simulator.collectives.route import Route, find_route
 
 __all__ = [
     "MODELS",
     "Route",
     "all_reduce_seconds",
     "all_to_all_seconds",
+    "find_route",
     "gather_seconds",
     "halving_doubling_all_reduce_seconds",
     "hierarchical_all_reduce_seconds",
@@ -41,6 +42,5 @@ __all__ = [
     "parameter_server_all_reduce_seconds",
     "permute_seconds",
     "ring_all_reduce_seconds",
-    "route",
     "tree_all_reduce_seconds",
 ]

@@ -1,9 +1,9 @@
-"""Seconds of collectives within a node from tables of measured times, where there are any.
+"""Seconds of collectives within a node, interpolated in tables of measured times.
 
-Between measured sizes the logarithm of time runs straight over the logarithm of payload. For a
-group size that was not measured, the ratio of measured to modelled time runs straight over the
-logarithm of the size, and stays as it is beyond the largest and the smallest. Links that are
-faster or slower than those measured change what exceeds the time of the smallest message.
+Between measured payloads, log time is linear in log payload. For a group size that was not
+measured, the ratio of measured to modelled time is linear in the log of the size, and constant
+beyond the largest and the smallest. Links faster or slower than those measured scale only the
+time in excess of the smallest message's.
 """
 
 import math
@@ -20,7 +20,7 @@ from scalejax.simulator.collectives.point_to_point import (
     gather_seconds,
     permute_seconds,
 )
-from scalejax.simulator.collectives.route import Route, route
+from scalejax.simulator.collectives.route import Route, find_route
 
 Model = Callable[[str, int, float], float]
 """Modelled seconds of (operation, devices, payload bytes) on the cluster that was measured."""
@@ -37,15 +37,15 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds against payload for one operation and group size, never falling."""
+    """Seconds against payload for one operation and group size, non-decreasing."""
 
     log_bytes: tuple[float, ...]
     """Natural logarithms of the payloads, ascending."""
     log_seconds: tuple[float, ...]
-    """Natural logarithms of the times, never descending."""
+    """Natural logarithms of the times, non-decreasing."""
 
     def at(self, payload_bytes: float) -> float:
-        """Seconds: constant below the smallest payload, in proportion above the largest."""
+        """Seconds for a payload: constant below the smallest, proportional above the largest."""
         x = math.log(max(payload_bytes, 1))
         index = bisect_right(self.log_bytes, x)
         if index == 0:
@@ -63,35 +63,34 @@ class Curve:
 
 
 def measured_seconds(
-    operation: str, payload_bytes: int, way: Route, cluster: Cluster
+    operation: str, payload_bytes: int, route: Route, cluster: Cluster
 ) -> float | None:
-    """Seconds of the group's members in one node, from the table of the cluster's link.
+    """Seconds of a collective within one node, from the table of the cluster's link.
 
-    None where it has nothing to say: of operations that were not measured, and of another
-    library than the one that was.
+    None for operations that were not measured, and for a library other than the measured one.
 
     Raises:
         UnknownHardware: if the cluster names a table that does not exist.
     """
     name = cluster.link.measured
-    if name is None or way.members_per_node == 1:
+    if name is None or route.members_per_node == 1:
         return None
-    found = _measured_curve(name, operation, way.members_per_node)
+    found = _measured_curve(name, operation, route.members_per_node)
     if found is None or found[2] != cluster.library.name:
         return None
     curve, measured_rate, _ = found
     seconds = curve.at(payload_bytes)
-    if way.link_bytes_per_second == measured_rate:
+    if route.link_bytes_per_second == measured_rate:
         return seconds
     latency = curve.least_seconds
-    g = way.members_per_node
-    wire = (g - 1) / g * payload_bytes / way.link_bytes_per_second
-    slower = measured_rate / way.link_bytes_per_second
-    return max(wire, latency + (seconds - latency) * slower)
+    g = route.members_per_node
+    transfer = (g - 1) / g * payload_bytes / route.link_bytes_per_second
+    slower = measured_rate / route.link_bytes_per_second
+    return max(transfer, latency + (seconds - latency) * slower)
 
 
 def curve_of(times: MeasuredTimes, model: Model, operation: str, devices: int) -> Curve | None:
-    """Seconds against payload for `devices`, from measurements of that group size or of others."""
+    """Seconds against payload for `devices`, measured at that group size or interpolated."""
     measured = times.curves.get(operation)
     if not measured:
         return None
@@ -118,11 +117,11 @@ def curve_of(times: MeasuredTimes, model: Model, operation: str, devices: int) -
 
 
 def model_on(cluster: Cluster) -> Model:
-    """The modelled seconds of a group in one node of `cluster`."""
+    """Function that models the seconds of a collective in one node of `cluster`."""
 
     def seconds(operation: str, devices: int, payload_bytes: float) -> float:
-        way = route(cluster, members=devices, members_per_node=devices, nodes=1)
-        return MODELS[operation](int(payload_bytes), way, cluster.library.methods)
+        route = find_route(cluster, members=devices, members_per_node=devices, nodes=1)
+        return MODELS[operation](int(payload_bytes), route, cluster.library.methods)
 
     return seconds
 
@@ -140,10 +139,9 @@ def _measured_curve(name: str, operation: str, devices: int) -> tuple[Curve, flo
 
 
 def _never_falling(points: tuple[tuple[int, float], ...]) -> Curve:
-    """The curve nearest to the points in log seconds that never falls with payload.
+    """Non-decreasing curve nearest to the points in log seconds (isotonic regression).
 
-    Pools neighbours that fall into their mean (isotonic regression): small messages take equal
-    time but for noise.
+    Decreasing neighbours are replaced by their mean: small messages take equal time but for noise.
     """
     pools: list[tuple[float, int]] = []
     for _, seconds in points:

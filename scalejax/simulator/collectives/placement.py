@@ -1,4 +1,7 @@
-"""Seconds of a program's collective: finds where its devices sit, then asks `collectives`."""
+"""Seconds of a program's collective on a cluster: places its group on nodes, then costs it.
+
+Knows how mesh positions map to nodes; the formulas are those of the algorithms beside it.
+"""
 
 from functools import cache
 
@@ -9,10 +12,9 @@ from scalejax.simulator.program import Collective
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Time of one exchange on an otherwise idle cluster, all groups like it busy at once, in the
-    mean of all steps.
+    """Time of one collective per step, averaged over all steps, while all groups like it are busy.
 
-    Where the library runs its buffers one by one, each has the latency of one.
+    The cluster is otherwise idle. Where the library runs buffers one by one, each pays the latency.
 
     Raises:
         DoesNotFit: if the group spans nodes that no network joins.
@@ -25,35 +27,35 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 
 def links(collective: Collective, cluster: Cluster) -> int:
-    """0 where an exchange stays within nodes, on their links; 1 where it crosses the network."""
+    """Index of the links that a collective uses: 0 within nodes, 1 across the network."""
     return int(group_route(collective.group.extents, cluster).nodes > 1)
 
 
 def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:
-    """Time of an exchange of one buffer of `payload` bytes.
+    """Time of a collective of one buffer of `payload` bytes.
 
-    Within a node measured times are taken where the cluster's link has a table of them, modelled
-    ones elsewhere. Over nodes it takes what the model says, and no less than the same exchange
-    between the members of one node; an all-to-all sends less within the node, and may.
+    Within a node measured times are used where the cluster's link has a table of them, modelled
+    ones elsewhere. Across nodes the modelled time is used, but at least the time of that
+    collective within one node; except for an all-to-all, which sends less within the node.
     """
-    way = group_route(collective.group.extents, cluster)
+    route = group_route(collective.group.extents, cluster)
     name = collective.name
     inside = None
-    if way.members > 1 and (way.nodes == 1 or name != "all_to_all"):
-        inside = collectives.measured_seconds(name, payload, way, cluster)
-    if way.nodes == 1 and inside is not None:
+    if route.members > 1 and (route.nodes == 1 or name != "all_to_all"):
+        inside = collectives.measured_seconds(name, payload, route, cluster)
+    if route.nodes == 1 and inside is not None:
         return inside
-    return max(inside or 0.0, MODELS[name](payload, way, cluster.library.methods))
+    return max(inside or 0.0, MODELS[name](payload, route, cluster.library.methods))
 
 
 def group_route(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Route:
-    """Where a group of (size, stride) extents sits on the cluster: devices fill node by node.
+    """Route of a group of (size, stride) extents on the cluster; devices fill node by node.
 
-    All groups are taken to sit as the one of device 0 does; where strides and nodes do not
-    divide each other, some would straddle a node more.
+    All groups are assumed to be placed like that of device 0; where strides and nodes do not
+    divide each other, some would span one more node.
     """
     members, positions, nodes = _seats(extents, cluster.devices_per_node)
-    return collectives.route(
+    return collectives.find_route(
         cluster,
         members=members,
         members_per_node=len(positions),
@@ -66,7 +68,7 @@ def group_route(extents: tuple[tuple[int, int], ...], cluster: Cluster) -> Route
 def _seats(
     extents: tuple[tuple[int, int], ...], devices_per_node: int
 ) -> tuple[int, tuple[int, ...], int]:
-    """(members, places in the node with most of them, nodes) of the group that device 0 is in."""
+    """(members, positions in the node with most of them, nodes) of the group of device 0."""
     devices = [0]
     for size, stride in extents:
         devices = [device + stride * i for device in devices for i in range(size)]

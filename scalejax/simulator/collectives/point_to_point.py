@@ -1,4 +1,7 @@
-"""Seconds of the exchanges that add nothing up, or scatter the sum: gather, all-to-all, permute."""
+"""Seconds of all-gather, reduce-scatter, all-to-all and collective-permute.
+
+Knows the route of a group and the methods of a library; nothing of programs or placement.
+"""
 
 from collections.abc import Sequence
 
@@ -7,76 +10,80 @@ from scalejax.simulator.collectives.alpha_beta import pipelined_seconds, ring_se
 from scalejax.simulator.collectives.route import Route
 
 
-def gather_seconds(payload_bytes: int, way: Route, methods: tuple[CollectiveMethod, ...]) -> float:
-    """Time of an all-gather, or of its mirror image, a reduce-scatter.
+def gather_seconds(
+    payload_bytes: int, route: Route, methods: tuple[CollectiveMethod, ...]
+) -> float:
+    """Time of an all-gather or a reduce-scatter, which take equally long.
 
     A ring sends n - 1 messages of payload / n bytes each:
     seconds = (n - 1) hop + (n - 1)/n payload / bandwidth.
 
     Args:
         payload_bytes: bytes of the gathered result, or of one input to be scattered.
-        way: where the members sit.
-        methods: what the cluster's library can do; only its rings are of use.
+        route: links between the members.
+        methods: algorithms of the cluster's library; only rings are used.
     """
-    if way.members == 1:
+    if route.members == 1:
         return 0.0
     return min(
-        ring_seconds(payload_bytes, way, method, passes=1) for method in _of(methods, "ring")
+        ring_seconds(payload_bytes, route, method, passes=1) for method in _of(methods, "ring")
     )
 
 
 def all_to_all_seconds(
-    payload_bytes: int, way: Route, methods: tuple[CollectiveMethod, ...]
+    payload_bytes: int, route: Route, methods: tuple[CollectiveMethod, ...]
 ) -> float:
     """Time until every member has sent every other its 1/n of `payload_bytes`.
 
-    Messages within the node and between nodes use different wires at the same time:
+    Messages within the node and between nodes use different links at the same time:
     seconds = (n - 1) hops + payload max((g - 1)/n / link, g (n - g)/n / network).
 
     Args:
         payload_bytes: bytes of one member's input.
-        way: where the members sit, g of them in a node.
-        methods: what the cluster's library can do; without messages between pairs of its own,
-            they cost what a ring's do.
+        route: links between the members, g of them in a node.
+        methods: algorithms of the cluster's library; without a pairwise one, messages cost what a
+            ring's do.
     """
-    n, g = way.members, way.members_per_node
+    n, g = route.members, route.members_per_node
     if n == 1:
         return 0.0
 
     def seconds(method: CollectiveMethod) -> float:
         hops = (g - 1) * method.link_hop_seconds
         hops += (n - g) * method.network_hop_seconds
-        inside = (g - 1 + way.own_share) / n * payload_bytes / way.link_bytes_per_second
+        inside = (g - 1 + route.own_share) / n * payload_bytes / route.link_bytes_per_second
         between = 0.0
-        if way.network_bytes_per_second is not None:
-            hops += way.network_message_seconds
-            between = g * (n - g) / n * payload_bytes / way.network_bytes_per_second
-        wire = max(inside, between) / method.bandwidth_fraction
-        return method.base_seconds + hops + pipelined_seconds(wire, way.ramp_seconds)
+        if route.network_bytes_per_second is not None:
+            hops += route.network_message_seconds
+            between = g * (n - g) / n * payload_bytes / route.network_bytes_per_second
+        transfer = max(inside, between) / method.bandwidth_fraction
+        return method.base_seconds + hops + pipelined_seconds(transfer, route.ramp_seconds)
 
     return min(seconds(method) for method in _of(methods, "pairwise"))
 
 
-def permute_seconds(payload_bytes: int, way: Route, methods: tuple[CollectiveMethod, ...]) -> float:
-    """Time until every member has passed its payload on to the next: one message each.
+def permute_seconds(
+    payload_bytes: int, route: Route, methods: tuple[CollectiveMethod, ...]
+) -> float:
+    """Time until every member has sent its payload to the next, one message each.
 
     Where the group spans nodes, one member of each node sends through the network.
     """
-    if way.members == 1:
+    if route.members == 1:
         return 0.0
 
     def seconds(method: CollectiveMethod) -> float:
         hop = method.link_hop_seconds
-        if way.nodes > 1:
-            hop = method.network_hop_seconds + way.network_message_seconds
-        wire = payload_bytes / (way.narrowest_bytes_per_second * method.bandwidth_fraction)
-        return method.base_seconds + hop + pipelined_seconds(wire, way.ramp_seconds)
+        if route.nodes > 1:
+            hop = method.network_hop_seconds + route.network_message_seconds
+        transfer = payload_bytes / (route.narrowest_bytes_per_second * method.bandwidth_fraction)
+        return method.base_seconds + hop + pipelined_seconds(transfer, route.ramp_seconds)
 
     return min(seconds(method) for method in _of(methods, "pairwise"))
 
 
 def _of(methods: tuple[CollectiveMethod, ...], algorithm: str) -> Sequence[CollectiveMethod]:
-    """The methods of that algorithm; else the rings; else messages cost what any method's do."""
+    """The methods of that algorithm; else the rings; else all methods."""
     for name in (algorithm, "ring"):
         found = [method for method in methods if method.algorithm == name]
         if found:

@@ -1,40 +1,44 @@
-"""Where the members of a group sit on a cluster, and the rates of the wires between them."""
+"""The route of a group on a cluster: how its members spread over nodes, and their link rates.
+
+Knows hardware and counts of members; nothing of programs or algorithms.
+"""
 
 import math
 from dataclasses import dataclass
 
 from scalejax.core.errors import DoesNotFit, require_at_least
 from scalejax.hardware import Cluster
-from scalejax.simulator.collectives.nvlink_mesh import links_by_number, mesh_rings
+from scalejax.simulator.collectives.nvlink_mesh import fewest_links_by_number, mesh_rings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where the members of a group sit, and the wires between them; all rates are attainable."""
+    """Members of a group per node, and the links between them; all rates are attainable."""
 
     members: int
     """Devices in the group."""
     members_per_node: int
-    """Those that share a node."""
+    """Devices of the group that share a node."""
     nodes: int
     """Nodes on which the group has members."""
     link_bytes_per_second: float
-    """Rate of each member to the others of its node, one way, in a ring."""
+    """Rate of each member to the others of its node in a ring, per direction."""
     tree_link_bytes_per_second: float
-    """The same in a tree, which sends both ways over each of its wires."""
+    """Rate of each member to the others of its node in a tree, which sends in both directions
+    over each of its links."""
     network_bytes_per_second: float | None
-    """Rate of the group's members of one node together to other nodes, one way; None if all are
-    in one node."""
+    """Rate of the group's members of one node together to other nodes, per direction; None if all
+    are in one node."""
     host_bytes_per_second: float
-    """Rate of the members of one node together to their host's memory, one way."""
+    """Rate of the members of one node together to their host's memory, per direction."""
     in_switch_fraction: float | None = None
-    """Share of the link's rate that remains when its switch adds up; None if it cannot."""
+    """Fraction of the link's rate that is reached when the switch sums; None if it cannot."""
     in_switch_ramp_seconds: float = 0.0
-    """As `ramp_seconds`, when the switch adds up."""
+    """Time constant of the pipeline when the switch sums."""
     own_share: float = 0.0
-    """Time in which a member moves its own part in memory over time to send it on a link."""
+    """Time to copy a member's own part in memory, over the time to send it on a link."""
     ramp_seconds: float = 0.0
-    """Time constant of the pipeline through the links and networks on the way."""
+    """Time constant of the pipeline through the links and networks of the route."""
     network_message_seconds: float = 0.0
     """Time that the network adds to each message between nodes."""
 
@@ -45,7 +49,7 @@ class Route:
 
     @property
     def narrowest_bytes_per_second(self) -> float:
-        """Rate of the slowest wire that the messages of a ring pass."""
+        """Rate of the slowest link that the messages of a ring pass."""
         if self.network_bytes_per_second is None:
             return self.link_bytes_per_second
         if self.members_per_node == 1:
@@ -53,7 +57,7 @@ class Route:
         return min(self.link_bytes_per_second, self.network_bytes_per_second)
 
 
-def route(
+def find_route(
     cluster: Cluster,
     *,
     members: int,
@@ -61,18 +65,18 @@ def route(
     nodes: int,
     positions: tuple[int, ...] | None = None,
 ) -> Route:
-    """The wires that a group uses when all groups like it are busy at once.
+    """Route of a group when all groups like it are busy at once.
 
     Every device is in one such group, so devices_per_node / members_per_node groups share the
-    network cards of a node, and its way to host memory.
+    network cards of a node, and its link to host memory.
 
     Args:
         cluster: the hardware.
         members: devices in the group.
-        members_per_node: those that share a node.
+        members_per_node: devices of the group that share a node.
         nodes: nodes on which the group has members.
-        positions: places of the members in their node, for a mesh of wires; the first ones, if
-            left out.
+        positions: positions of the members in their node, for a mesh of links; the first ones, if
+            omitted.
 
     Raises:
         DoesNotFit: if the group spans nodes that no network joins.
@@ -108,10 +112,10 @@ def route(
 def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, float]:
     """Rates of one member to the others of its node: in a ring, and in a tree.
 
-    On a mesh whose wires are known both follow from the paths that fit on them; members that no
-    path of wires joins go through the host, as do, in a ring by numbers, two neighbours without
-    a wire, for whom all others wait. On a mesh of unknown wires each doubling of the members
-    adds a dimension: g of N have floor(log2 g) / log2 N of the wires.
+    On a mesh whose links are known both follow from the paths that fit on them; members that no
+    path of links joins go through the host, as do, in a ring in device order, two neighbours
+    without a link, for which all others wait. On a mesh of unknown links each doubling of the
+    members adds a dimension: g of N have floor(log2 g) / log2 N of the links.
     """
     link, devices_per_node = cluster.link, cluster.devices_per_node
     rate = link.bytes_per_second * link.attainable_fraction
@@ -121,13 +125,13 @@ def _link_rates(cluster: Cluster, positions: tuple[int, ...]) -> tuple[float, fl
         if len(positions) < devices_per_node:
             rate *= math.floor(math.log2(len(positions))) / math.log2(devices_per_node)
         return rate, rate
-    wire_rate = rate / max(map(sum, link.wires))
-    host_rate = min(wire_rate, (link.host_bytes_per_second or rate) / devices_per_node)
+    link_rate = rate / max(map(sum, link.wires))
+    host_rate = min(link_rate, (link.host_bytes_per_second or rate) / devices_per_node)
     if cluster.library.rings_by_number:
-        rate = links_by_number(link.wires, positions) * wire_rate or host_rate
+        rate = fewest_links_by_number(link.wires, positions) * link_rate or host_rate
         return rate, rate
     rings, chains = mesh_rings(link.wires, positions)
-    return (rings * wire_rate) or host_rate, (2 * chains * wire_rate) or host_rate
+    return (rings * link_rate) or host_rate, (2 * chains * link_rate) or host_rate
 
 
 def _network_rate(cluster: Cluster, members_per_node: int, nodes: int) -> float:

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does: where its time goes, and what would shorten it.
+"""Explanation of a step's time: its breakdown, costliest operations and possible improvements.
 
 Arithmetic on a compiled program and a cluster; knows no JAX, and nothing of how it is shown.
 """

@@ -1,4 +1,4 @@
-"""One step taken apart: from the arithmetic that no chip does faster to the predicted time."""
+"""Explanation of one step: from its FLOP at peak to the predicted time, term by term."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from scalejax.simulator.program import Program, without_bubble
 from scalejax.simulator.timeline.attribution import Attribution, attributions, device_terms
 
 MOST_OPERATIONS = 10
-"""Costliest operations that an explanation names, unless told otherwise."""
+"""Default number of costliest operations that an explanation names."""
 
 _DEVICE_TERMS = ("compute", "memory", "launch")
 """Terms of a prediction that `device_terms` splits further."""
@@ -26,47 +26,47 @@ class Term:
     """One part of the time of a step."""
 
     name: str
-    """What takes it: "compute at peak", "communication data"."""
+    """Name of the term: "compute at peak", "communication data"."""
     seconds: float | None
-    """How long, at least 0; None if it is unknown."""
+    """Time of the term, at least 0; None if unknown."""
     is_of_step: bool
-    """Whether it is part of the step; checkpoints and failures come on top of each."""
+    """Whether it is part of the step; checkpoints and failures are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostlyOperation:
-    """One operation of the program and what it adds to a step, all its runs together."""
+    """One operation of the program and the time it adds to a step, all its runs together."""
 
     name: str
-    """The compiler's name for it."""
+    """The compiler's name for the operation."""
     what: str
-    """What it does, in words: "matmul bf16 4096 x 1024 x 4096"."""
+    """Description of the operation: "matmul bf16 4096 x 1024 x 4096"."""
     source: str | None
-    """Where the user's program asked for it."""
+    """Place in the user's program that it was compiled from."""
     runs: int
-    """How often it runs in a step."""
+    """Runs per step."""
     bound: str
-    """What limits it: "compute", "memory", "communication"."""
+    """Limiting resource: "compute", "memory", "communication"."""
     seconds: float
-    """Time by which the step is longer for it."""
+    """Time that it adds to the step."""
     share: float
-    """The same as a part of the step, 0..1."""
+    """Fraction of the step that it adds, 0..1."""
     peak_share: float | None
-    """FLOP over those that the peak of the chip allows in its time: above 1 where fewer are done
-    than counted (Winograd's algorithm), or a kernel beats a peak that was itself measured. None
-    if it multiplies nothing."""
+    """Achieved FLOP/s over the peak of the chip: above 1 where fewer FLOP are done than counted
+    (Winograd's algorithm), or a kernel beats a peak that was itself measured. None if the
+    operation has no FLOP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Where the time of a step goes, what is odd about it, and what would shorten it."""
+    """Breakdown of a step's time, its unexpected collectives, and possible improvements."""
 
     program: str
-    """What runs, for people."""
+    """Title of the program."""
     cluster: str
     """Name of the cluster."""
     cluster_title: str
-    """Name of the cluster, for people."""
+    """Title of the cluster."""
     device_count: int
     """Devices in the run."""
     mesh_axes: tuple[tuple[str, int], ...]
@@ -74,25 +74,25 @@ class Explanation:
     step_seconds: float
     """Time of one step."""
     p10_step_seconds: float | None
-    """Time that is undercut once in ten times; None if unknown."""
+    """10th percentile of the step time; None if unknown."""
     p90_step_seconds: float | None
-    """Time that is exceeded once in ten times; None if unknown."""
+    """90th percentile of the step time; None if unknown."""
     samples_per_second: float | None
     """Samples trained per second over all devices."""
     mfu: float | None
     """Model FLOP utilisation, 0..1."""
     terms: tuple[Term, ...]
-    """From ideal to predicted; those of the step add up to `step_seconds`."""
+    """Terms from ideal to predicted; those of the step add up to `step_seconds`."""
     operations: tuple[CostlyOperation, ...]
-    """The operations that add most, the costliest first."""
+    """Costliest operations, in descending order."""
     unexpected: tuple[UnexpectedCollective, ...]
-    """Exchanges that the layout does not call for, the costliest first."""
+    """Collectives that the layout does not call for, the costliest first."""
     improvements: tuple[Improvement, ...]
-    """What a factor of two would buy, the largest gain first."""
+    """Speedups by a factor of two in one resource, the largest first."""
     notes: tuple[str, ...]
-    """What a reader must know to trust the figures as far as they go."""
+    """Caveats of the figures."""
     trace: TraceMatch | None = None
-    """A recorded step beside this one; None if there is none to compare with."""
+    """Comparison with a profiler trace; None without one."""
 
 
 def explain(
@@ -102,13 +102,13 @@ def explain(
     doubled_batch: Program | None = None,
     most_operations: int = MOST_OPERATIONS,
 ) -> Explanation:
-    """Why a step of `program` takes as long on `cluster` as `predict` says.
+    """Explanation of the step time that `predict` gives for `program` on `cluster`.
 
     Args:
-        program: the compiled step; its mesh says how many devices.
+        program: the compiled step; its mesh gives the device count.
         cluster: the hardware.
-        doubled_batch: the same step with twice the samples per device; if None, nothing is
-            said of the batch.
+        doubled_batch: the step with twice the samples per device; if None, the batch is not among
+            the improvements.
         most_operations: how many of the costliest operations to name.
 
     Raises:
@@ -160,7 +160,7 @@ def _costly(attribution: Attribution, step_seconds: float) -> CostlyOperation:
 
 
 def _queue(attribution: Attribution) -> str:
-    """Says of an exchange that compute waits longer for it than it takes: others come first."""
+    """Remark on a collective that queues behind others: its exposed time exceeds its own time."""
     if (
         attribution.operation.collective is None
         or attribution.step_seconds <= 1.01 * attribution.seconds

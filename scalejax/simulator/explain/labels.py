@@ -1,4 +1,4 @@
-"""Operations in words, for people."""
+"""Descriptions of operations for tables and notes."""
 
 import math
 
@@ -6,7 +6,7 @@ from scalejax.simulator.program import Operation
 
 
 def in_words(operation: Operation) -> str:
-    """What an operation does, for people: its kind, type, and size or partners."""
+    """Description of an operation: its kind, type, and size or mesh axes."""
     collective = operation.collective
     if collective is not None:
         over = " x ".join(collective.group.axes) or f"{collective.group.size} devices"

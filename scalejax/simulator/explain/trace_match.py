@@ -1,7 +1,7 @@
-"""A recorded step beside the predicted one, operation by operation.
+"""Comparison of a profiled step with the predicted one, operation by operation.
 
-The two are matched by the compiler's names, which agree where the same compiler made both
-programs of the same step; what has no partner is listed apart.
+Operations are matched by the compiler's names, which agree where one compiler version compiled
+both programs; operations without a match are listed separately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.attribution import attributions
 
 LEAST_SHARE = 0.5
-"""Part of the measured time that must have a partner, for what is compared to tell of the step."""
+"""Fraction of the measured time that must be matched for the comparison to be meaningful."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,19 +21,19 @@ class OperationMatch:
     """One operation, predicted and measured, all its runs in a step together."""
 
     name: str
-    """The compiler's name for it."""
+    """The compiler's name for the operation."""
     what: str
-    """What it does, in words."""
+    """Description of the operation."""
     source: str | None
-    """Where the user's program asked for it."""
+    """Place in the user's program that it was compiled from."""
     predicted_seconds: float
-    """Time that the model gives it; of a collective, hidden or not."""
+    """Predicted time; of a collective, overlapped or not."""
     measured_seconds: float
     """Time in the trace."""
 
     @property
     def difference_seconds(self) -> float:
-        """By how much the prediction is too long; negative where it is too short."""
+        """Predicted minus measured time."""
         return self.predicted_seconds - self.measured_seconds
 
     @property
@@ -46,14 +46,14 @@ class OperationMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMatch:
-    """A trace and a prediction of the same step."""
+    """Comparison of a trace and a prediction of one step."""
 
     matches: tuple[OperationMatch, ...]
     """Operations in both, the largest difference first."""
     only_measured: tuple[tuple[str, float], ...]
-    """(name, seconds) of what only the trace has, the longest first."""
+    """(name, seconds) of operations that only the trace has, the longest first."""
     only_predicted: tuple[tuple[str, float], ...]
-    """(name, seconds) of what only the program has, the longest first."""
+    """(name, seconds) of operations that only the program has, the longest first."""
 
     @property
     def predicted_seconds(self) -> float:
@@ -74,7 +74,7 @@ class TraceMatch:
 
     @property
     def warning(self) -> str | None:
-        """One sentence where too little matches to compare by; None where enough does."""
+        """Warning that too little of the measured time is matched; None where enough is."""
         if self.matched_share >= LEAST_SHARE:
             return None
         return (
@@ -84,7 +84,7 @@ class TraceMatch:
 
     @property
     def matched_share(self) -> float:
-        """Part of the measured time that has a partner, 0..1."""
+        """Fraction of the measured time that is matched, 0..1."""
         total = self.measured_seconds + sum(seconds for _, seconds in self.only_measured)
         return self.measured_seconds / total if total else 0.0
 
@@ -92,18 +92,18 @@ class TraceMatch:
 def match_trace(
     program: Program, cluster: Cluster, measured_by_name: Mapping[str, float]
 ) -> TraceMatch:
-    """The operations of `program` on `cluster` beside those that were measured.
+    """Comparison of the operations of `program` on `cluster` with measured ones.
 
     Args:
         program: the compiled step.
-        cluster: the hardware that the step was recorded on.
+        cluster: the hardware that the step was profiled on.
         measured_by_name: seconds in one step by the compiler's name, all runs together.
     """
     matches, only_predicted = [], []
-    left = dict(measured_by_name)
+    remaining = dict(measured_by_name)
     for attribution in attributions(program, cluster):
         operation = attribution.operation
-        measured = left.pop(operation.name, None)
+        measured = remaining.pop(operation.name, None)
         if measured is None:
             only_predicted.append((operation.name, attribution.seconds))
             continue
@@ -118,7 +118,7 @@ def match_trace(
         )
     return TraceMatch(
         matches=tuple(sorted(matches, key=lambda match: -abs(match.difference_seconds))),
-        only_measured=_longest(list(left.items())),
+        only_measured=_longest(list(remaining.items())),
         only_predicted=_longest(only_predicted),
     )
 

@@ -1,11 +1,11 @@
-"""Exchanges that no rule of the layout asks for, and what they cost.
+"""Collectives that the layout does not call for (unintended resharding), and their cost.
 
-A layout's rules say what has to travel along each of its axes: gradients are summed over data;
-parameters are gathered and gradients scattered over fsdp; activations are summed over tensor;
-keys are gathered over context; stages of a pipeline hand activations on, and share the embedding
-and the output layer. With ZeRO, gradients are scattered over data and parameters gathered.
-What else the compiler put in moves an array from one sharding to another, mostly because a
-dimension does not divide or two annotations disagree. Axes of a user's own have no rules.
+Each axis of a layout implies collectives: gradients are summed over data; parameters are gathered
+and gradients scattered over fsdp; activations are summed over tensor; keys are gathered over
+context; stages of a pipeline send activations on, and share the embedding and the output layer.
+With ZeRO, gradients are scattered over data and parameters gathered. Any other collective that the
+compiler inserted moves an array from one sharding to another, mostly because a dimension does not
+divide or two annotations disagree. User-defined axes have no rules.
 """
 
 from collections.abc import Sequence, Set
@@ -16,7 +16,7 @@ from scalejax.simulator.program import Collective, CollectiveName, Program
 from scalejax.simulator.timeline.attribution import Attribution
 
 LEAST_SHARE = 1e-3
-"""Part of a step below which an exchange is not worth a line: scalars and indices."""
+"""Fraction of a step below which a collective is not reported: scalars and indices."""
 
 _CALLED_FOR: dict[str, frozenset[CollectiveName]] = {
     PIPELINE: frozenset({"all_reduce", "all_gather", "reduce_scatter", "collective_permute"}),
@@ -25,42 +25,42 @@ _CALLED_FOR: dict[str, frozenset[CollectiveName]] = {
     CONTEXT: frozenset({"all_reduce", "all_gather", "reduce_scatter"}),
     TENSOR: frozenset({"all_reduce"}),
 }
-"""What the rules of each axis ask for."""
+"""Collectives that each axis of a layout implies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnexpectedCollective:
-    """An exchange that the layout does not call for."""
+    """A collective that the layout does not call for."""
 
     name: str
-    """The compiler's name for it."""
+    """The compiler's name for the collective."""
     collective: CollectiveName
-    """What is exchanged how."""
+    """Kind of collective."""
     axes: tuple[str, ...]
-    """Mesh axes that it spans; () if it is no product of axes."""
+    """Mesh axes that it spans; () if its group is no product of axes."""
     payload_bytes: int
-    """Bytes of one run."""
+    """Payload of one run."""
     runs: int
-    """How often it runs in a step."""
+    """Runs per step."""
     seconds: float
-    """Time of all its runs, hidden or not."""
+    """Time of all its runs, overlapped or not."""
     step_seconds: float
-    """Time by which the step is longer for it."""
+    """Exposed time that it adds to the step."""
     reason: str
-    """Why it is unexpected, for people."""
+    """Explanation of why it is unexpected."""
     source: str | None
-    """Where the user's program asked for what it serves."""
+    """Place in the user's program that it was compiled from."""
 
 
 def unexpected_collectives(
     program: Program, attributions: Sequence[Attribution], step_seconds: float
 ) -> tuple[UnexpectedCollective, ...]:
-    """The exchanges of `program` that its layout does not call for, the costliest first.
+    """Collectives of `program` that its layout does not call for, the costliest first.
 
     Args:
         program: the compiled step.
-        charges: what each of its operations costs.
-        step_seconds: time of the step; exchanges below `LEAST_SHARE` of it are left out.
+        attributions: step time attributed to each of its operations.
+        step_seconds: time of the step; collectives below `LEAST_SHARE` of it are left out.
     """
     scattered = {
         attribution.operation.collective.group.axes
@@ -94,11 +94,11 @@ def unexpected_collectives(
 def _reason(
     collective: Collective, program: Program, scattered: Set[tuple[str, ...]]
 ) -> str | None:
-    """Why the layout does not call for an exchange; None if it does, or has no rules.
+    """Reason why the layout does not call for a collective; None if it does, or has no rules.
 
     Args:
-        exchange: what is asked about.
-        program: whose it is.
+        collective: the collective.
+        program: the program that contains it.
         scattered: axes along which the program scatters sums: it may gather there again.
     """
     known = {name for name, _ in program.mesh_axes} <= set(AXES)
@@ -111,22 +111,22 @@ def _reason(
     if not axes:
         return "its devices are no axis of the mesh: an array changes its sharding"
     if collective.name == "all_to_all" and axes == (PIPELINE,):
-        return "stages are dealt blocks that equal stages of one chunk hold already"
+        return "blocks are redistributed that equal stages of one chunk would hold already"
     if collective.name == "all_to_all":
-        return "no axis asks for one: an array changes its sharding"
+        return "no axis calls for one: an array changes its sharding"
     if collective.name == "collective_permute":
-        return "no axis asks for one: shards move to their neighbours"
+        return "no axis calls for one: shards move to their neighbours"
     if collective.name == "all_gather" and axes == (DATA,) and axes in scattered:
         return None
     if collective.name == "all_gather" and DATA in axes:
         return "parameters are whole along data: an activation or the batch is gathered"
     if collective.name == "all_gather" and axes == (TENSOR,):
         # Sequence parallelism scatters the sums that it gathers again.
-        return None if axes in scattered else "an activation is gathered that could stay divided"
+        return None if axes in scattered else "an activation is gathered that could stay sharded"
     if collective.name == "reduce_scatter" and axes == (TENSOR,):
         return None
     if all(collective.name in _CALLED_FOR[axis] for axis in axes):
         return None
     if collective.name == "reduce_scatter":  # a sum over data and fsdp at once
         return None
-    return f"the rules of {' x '.join(axes)} ask for none"
+    return f"the layout of {' x '.join(axes)} calls for none"

@@ -1,4 +1,4 @@
-"""What buys what: the step with one part of the hardware, or the batch, twice as good."""
+"""Speedup of a step when one hardware resource, or the batch, is doubled."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,46 +10,46 @@ from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import Scales, what_if
 
 FACTOR = 2
-"""By how much each part is improved."""
+"""Factor of improvement of each resource."""
 LATENCY, HOST = "latency", "host"
-"""Names of the parts that are better the less time they take."""
+"""Names of the resources that are halved in place of doubled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Improvement:
-    """A step with one thing improved."""
+    """Predicted step with one resource improved."""
 
     name: str
-    """What is improved: "network"."""
+    """Name of the resource: "network"."""
     meaning: str
-    """In which way, for people."""
+    """Description of the improved quantity."""
     step_seconds: float
-    """Time of a step then."""
+    """Time of the improved step."""
     speedup: float
-    """Samples per second then, over those now; of a program without samples, steps."""
+    """Samples per second over those of the original step; steps per second without samples."""
     fits: bool
     """Whether the step fits into the memory of a device."""
 
     @property
     def change(self) -> str:
-        """What is done to it, for people: "twice the network"."""
+        """Description of the change: "twice the network"."""
         return f"{'half' if self.name in (LATENCY, HOST) else 'twice'} the {self.name}"
 
 
 def improvements(
     program: Program, cluster: Cluster, doubled_batch: Program | None = None
 ) -> tuple[Improvement, ...]:
-    """What each part, twice as good, would do to a step of `program` on `cluster`.
+    """Predicted speedups of `program` on `cluster` by doubling one resource at a time.
 
-    The hardware changes and the program stays: a compiler would make the same step of it.
+    The program stays as it was compiled for the original hardware.
 
     Args:
         program: the compiled step.
-        cluster: what it runs on.
-        doubled_batch: the same step with twice the samples per device, if it was compiled.
+        cluster: the original hardware.
+        doubled_batch: the step with twice the samples per device, if it was compiled.
 
     Returns:
-        The largest gain first.
+        Improvements, the largest speedup first.
     """
     now = predict(program, cluster)
     found: list[Improvement] = []
@@ -77,7 +77,7 @@ def improvements(
         add(HOST, "time to set off an operation", then.step_seconds, fits=then.fits)
     if what_if(program).schedule.collectives:
         seconds = _half_latency_seconds(program, cluster)
-        add(LATENCY, "of starting exchanges, and of messages", seconds, fits=now.fits)
+        add(LATENCY, "of starting collectives, and of messages", seconds, fits=now.fits)
     if doubled_batch is not None:
         then = predict(doubled_batch, cluster)
         samples = (doubled_batch.global_batch or 1) / (program.global_batch or 1)
@@ -86,11 +86,11 @@ def improvements(
 
 
 def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
-    """Time of a step whose exchanges have half the latency, and their bytes the same rates.
+    """Time of a step whose collectives have half the latency at unchanged bandwidth.
 
-    Every exchange takes latency L and, for its bytes, time B over the rates of links and network,
-    filling of pipelines included. L / 2 + B is half of L + 2 B: of what it takes at half the
-    rates. So the latency need not be known by itself, which tables of measured times hide.
+    Every collective takes latency L and, for its bytes, time B over links and network, filling of
+    pipelines included. L / 2 + B is half of L + 2 B, its time at half the bandwidth. So L need not
+    be known separately, which tables of measured times do not give.
     """
     seconds = what_if(program).timeline(_half_rates(cluster), Scales(communication=1 / FACTOR))
     terms = step_terms(program, cluster, seconds.step_seconds)
@@ -99,7 +99,7 @@ def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
 
 
 def _half_rates(cluster: Cluster) -> Cluster:
-    """`cluster` whose links and network take twice as long for the same bytes."""
+    """`cluster` with half the bandwidth of links and network."""
     link, network = cluster.link, cluster.network
     host = link.host_bytes_per_second
     return replace(

@@ -1,1 +1,1 @@
-"""What other frameworks run otherwise than XLA, as changes of a program."""
+"""Differences of other frameworks from XLA, as functions from a program to a program."""

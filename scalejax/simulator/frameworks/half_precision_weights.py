@@ -1,14 +1,14 @@
-"""What a framework does with weights that it holds in half precision.
+"""Programs of frameworks that hold weights and gradients in half precision.
 
-Our step holds parameters in f32, those of one kind of all layers in one buffer: each microbatch
-casts them, clears a buffer for their gradients, and adds these to sums in f32. Megatron-LM in fp16
-holds them in fp16, beside those in f32 that the optimizer updates
-(Float16OptimizerWithFloat16Params in megatron/optimizer/optimizer.py, FP16_Optimizer of
-DeepSpeed); products read them as they are, and what they yield is added to fp16 gradients.
+Our step holds parameters in f32, stacked over layers: each microbatch casts them, clears a buffer
+for their gradients, and adds these to sums in f32. Megatron-LM in fp16 holds them in fp16, beside
+the f32 master copy that the optimizer updates (Float16OptimizerWithFloat16Params in
+megatron/optimizer/optimizer.py, FP16_Optimizer of DeepSpeed); products read them without a cast,
+and their results are added to fp16 gradients.
 
-Left in are the slices that our loop over layers takes of these buffers, which PyTorch has no need
-of: they stand for the traffic between kernels that PyTorch does not fuse and that nothing here
-counts. Knows nothing of hardware.
+The slices that our loop over layers takes of these stacks, which PyTorch does not need, are kept:
+they substitute for the traffic between kernels that PyTorch does not fuse, which is not counted
+here. Knows nothing of hardware.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ _HALF, _FULL = 2, 4  # bytes of an element
 
 
 def with_half_weights(program: Program) -> Program:
-    """`program` without casts and clearing of weights, their gradients summed in fp16.
+    """`program` without casts and clearing of weights, and with gradients summed in fp16.
 
-    Weights are told from activations by their bytes, those of all layers together. Left out:
+    Weights are distinguished from activations by the bytes of their stacks. Left out:
     biases and scales, a thousandth of the weights.
 
     Args:
@@ -33,7 +33,7 @@ def with_half_weights(program: Program) -> Program:
 
 
 def _in_half(items: _Items) -> _Items:
-    """`items`, those of a microbatch at any depth."""
+    """`items` with the operations of a microbatch, at any depth, in half precision."""
     forward = next((each for each in items if isinstance(each, Loop) and _is_of_layers(each)), None)
     if forward is None:
         return tuple(
@@ -41,12 +41,12 @@ def _in_half(items: _Items) -> _Items:
             for item in items
         )
     stacked = {count * forward.trip_count for count in _weights(forward.body)}
-    buffers = stacked | set(_weights(items)[:1])  # the table of words, in the logits' product
+    buffers = stacked | set(_weights(items)[:1])  # the token embedding, in the logits' product
     return tuple(_changed(items, buffers))
 
 
 def _changed(items: _Items, buffers: set[int]) -> Iterator[Operation | Loop]:
-    """`items` of a microbatch, whose weights have so many elements."""
+    """`items` of a microbatch in half precision; `buffers` are the element counts of weights."""
     for item in items:
         if isinstance(item, Loop) or item.kind != "fusion":
             yield item
@@ -63,14 +63,14 @@ def _is_of_layers(loop: Loop) -> bool:
 
 
 def _weights(items: _Items) -> list[int]:
-    """Elements of what multiplies the tokens in each product of a forward pass."""
+    """Elements of the weight matrix in each product of a forward pass."""
     products = [each for each in items if isinstance(each, Operation) and each.kind == "matmul"]
     shapes = [each.shape for each in products if len(each.shape) == 4]
     return [n * k for batch, _, n, k in shapes if batch == 1]
 
 
 def _is_summed(item: Operation, buffers: set[int]) -> bool:
-    """Whether it adds gradients in half precision to their sums in f32."""
+    """Whether an operation adds half-precision gradients to their sums in f32."""
     count = item.write_bytes // _FULL
     return item.read_bytes == (_FULL + _HALF) * count and count in buffers
 

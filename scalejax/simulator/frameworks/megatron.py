@@ -1,18 +1,17 @@
-"""What Megatron-LM and its descendants run otherwise than a compiler would.
+"""Differences of Megatron-LM and its descendants from the program that XLA compiles.
 
-A compiler sees that nothing of the backward pass reads the output of a block, and does not
-compute its last product again, nor sum that over the tensor axis. PyTorch's re-entrant
-checkpoint, which Megatron-LM and DeepSpeed use, runs the block as it is: the 4th of 4 passes in
-the 96 B s l h^2 FLOP of a step (Narayanan et al. 2021, arXiv 2104.04473, eq. 3), of which XLA
-saves a twelfth.
+XLA sees that nothing of the backward pass reads the output of a block, and does not recompute its
+last product, nor its sum over the tensor axis. PyTorch's re-entrant checkpoint, which Megatron-LM
+and DeepSpeed use, reruns the whole block: the 4th of 4 passes in the 96 B s l h^2 FLOP of a step
+(Narayanan et al. 2021, arXiv 2104.04473, eq. 3), of which XLA saves a twelfth.
 
-A compiler pads heads to a width that the matrix units can load; PyTorch hands the products to the
-library as they are.
+XLA pads heads to a width that the matrix units can load; PyTorch passes the products to the
+library unpadded.
 
-Megatron-LM drops a tenth of the attention's scores unless told otherwise (attention_dropout in
-megatron/arguments.py), by a kernel of its own after the softmax. Our networks drop nothing.
+Megatron-LM applies dropout of 0.1 to the attention's scores by default (attention_dropout in
+megatron/arguments.py), by a kernel of its own after the softmax. Our networks have no dropout.
 
-Trained in fp16, its gradients are fp16 too, and are summed as they are
+Trained in fp16, its gradients are fp16 too, and are summed without a cast
 (accumulate_allreduce_grads_in_fp32 in megatron/arguments.py, which bf16 alone turns on;
 communication_data_type of DeepSpeed); so are the parameters that ZeRO gathers. Ours are f32.
 Knows nothing of hardware.
@@ -27,14 +26,14 @@ from scalejax.simulator.program import Loop, Operation, Program
 
 _Items = tuple[Operation | Loop, ...]
 _PADDED_TO = 8
-"""Elements to a multiple of which XLA pads what products multiply (its cublas_pad_for_gemms)."""
+"""Multiple, in elements, to which XLA pads the operands of products (its cublas_pad_for_gemms)."""
 
 
-def recomputed_in_full(program: Program) -> Program:
-    """`program` with the last product of each block in its recomputation too.
+def with_full_recompute(program: Program) -> Program:
+    """`program` that recomputes the last product of each block too.
 
-    Left out: what is added to that product element by element, about 1 % of a block.
-    Unchanged where blocks are in no pair of loops, one forward and one back.
+    Left out: element-wise additions to that product, about 1 % of a block.
+    Unchanged where blocks are in no pair of loops, one forward and one backward.
     """
     return replace(program, operations=_in_full(program.operations))
 
@@ -43,10 +42,10 @@ _OF_STATE = ("all_reduce", "reduce_scatter", "all_gather")
 _SCORE_BYTES, _MASK_BYTES = 2, 1
 
 
-def with_bare_heads(program: Program, width: int) -> Program:
-    """`program` with its products of single heads as wide as heads are, not padded.
+def with_unpadded_heads(program: Program, width: int) -> Program:
+    """`program` with products of attention heads of unpadded width.
 
-    Their FLOP and bytes stay those of the padded ones, at most 4 % more.
+    Their FLOP and bytes stay those of the padded products, at most 4 % more.
 
     Args:
         program: the compiled step.
@@ -80,10 +79,10 @@ def _halved(item: Operation | Loop) -> Operation | Loop:
 
 
 def with_attention_dropout(program: Program, tokens: int) -> Program:
-    """`program` with a kernel after each product that makes scores: forward, again, and back.
+    """`program` with a dropout kernel after each product of scores: forward, recompute, backward.
 
     It reads and writes the scores, 2 bytes each, and a mask of a byte. Left out: the dropout of
-    activations, which Megatron-LM fuses with an addition that is there anyway.
+    activations, which Megatron-LM fuses with an existing addition.
 
     Args:
         program: the compiled step, its attention not fused.
@@ -125,7 +124,7 @@ def _bare(items: _Items, padded: int, width: int) -> _Items:
 
 
 def _in_full(items: _Items) -> _Items:
-    """`items`, of which the two loops over blocks, at any depth, are a forward and a backward."""
+    """`items` with full recompute in the backward loop of each pair of loops, at any depth."""
     loops = [item for item in items if isinstance(item, Loop) and _products(item)]
     pairs = [
         (first, second)
@@ -144,7 +143,7 @@ def _in_full(items: _Items) -> _Items:
 
 
 def _last_product(forward: Loop) -> tuple[Operation, ...]:
-    """The last product of a loop, and the exchanges of its result."""
+    """The last product of a loop, and the collectives on its result."""
     operations = [item for item in forward.body if isinstance(item, Operation)]
     last = operations.index(_products(forward)[-1])
     return tuple(
@@ -155,7 +154,7 @@ def _last_product(forward: Loop) -> tuple[Operation, ...]:
 
 
 def _again(operation: Operation) -> Operation:
-    """The same once more: names are unique in a program."""
+    """Copy of `operation` with a new name, as names are unique in a program."""
     waits_for = operation.waits_for and f"{operation.waits_for}.again"
     return replace(operation, name=f"{operation.name}.again", waits_for=waits_for)
 

@@ -1,13 +1,13 @@
-"""What frameworks run beside products that a compiler waits for.
+"""Overlap of communication with products that frameworks have and XLA does not.
 
-Over tensor: the product that reads gathered tokens begins with those that are there, and the sum
-of a product begins with the rows that are done, one part for each device (--tp-comm-overlap of
+Over tensor: the product that reads gathered tokens starts with those that have arrived, and the
+sum of a product starts with the rows that are done, one part for each device (--tp-comm-overlap of
 Megatron-LM, by the user buffers of Transformer Engine; asynchronous tensor parallelism of
-PyTorch). The first part to be gathered, or the last to be summed, has nothing to hide behind
+PyTorch). The first part to be gathered, or the last to be summed, is exposed
 (Wang et al. 2023, ASPLOS, doi 10.1145/3567955.3567959, section 3).
 
 Over data: the distributed optimizer of Megatron-LM gathers the parameters of a layer while those
-before it compute, and sums its gradients while those before it still go back
+before it compute, and sums its gradients while earlier layers still run backward
 (--overlap-param-gather, --overlap-grad-reduce). Knows nothing of hardware.
 """
 
@@ -20,17 +20,17 @@ _Items = tuple[Operation | Loop, ...]
 
 
 def with_overlapped_tensor(program: Program) -> Program:
-    """`program` with what crosses the tensor axis beside the product next to it, but for one part
-    of as many as there are devices."""
+    """`program` with all but one device's part of each tensor-axis collective overlapped with the
+    adjacent product."""
     return replace(program, operations=_beside_products(program.operations))
 
 
 def with_overlapped_state(program: Program) -> Program:
-    """`program` with parameters gathered, and gradients summed, beside its passes.
+    """`program` with parameter gathers and gradient sums overlapped with its passes.
 
-    Gradients that the pass over a layer sums are those of the layer before. Of several
-    microbatches parameters and sums are beside all, where Megatron-LM takes the first and the
-    last: the same as long as one pass takes longer than the exchange.
+    Gradients that the pass over a layer sums are those of the layer before. With several
+    microbatches parameters and sums overlap with all of them, where Megatron-LM uses the first and
+    the last: equal as long as one pass takes longer than the collective.
     """
     items = [_sums_first(item) for item in program.operations]
     passes = [index for index, item in enumerate(items) if isinstance(item, Loop)]
@@ -59,7 +59,7 @@ def with_overlapped_state(program: Program) -> Program:
 
 
 def _sums_first(item: Operation | Loop) -> Operation | Loop:
-    """A loop whose sums over data begin with an iteration; anything else as it is."""
+    """A loop with its sums over data at the start of each iteration; other items unchanged."""
     if not isinstance(item, Loop):
         return item
     body = [_sums_first(each) for each in item.body]
@@ -84,8 +84,8 @@ def _is_of_state(item: Operation, name: str) -> bool:
 
 
 def _beside_products(items: _Items) -> _Items:
-    """`items` with each gather in the order: first part, rest beside the next product; and each
-    sum: all but the last part beside the product before it, last part."""
+    """`items` with split collectives: of a gather, the first part alone and the rest beside the
+    next product; of a sum, all but the last part beside the previous product, the last alone."""
     found: list[Operation | Loop] = []
     open_gathers: list[Operation] = []
     hidden: set[str] = set()
@@ -117,7 +117,7 @@ def _beside_products(items: _Items) -> _Items:
 
 
 def _over_tensor(item: Operation, name: str) -> Collective | None:
-    """The exchange of activations over tensor that `item` is, if it is one of that name."""
+    """The collective of `item` if it is of that name and on activations over tensor; else None."""
     collective = item.collective
     if collective is None or collective.name != name or collective.group.axes != (TENSOR,):
         return None
@@ -125,7 +125,7 @@ def _over_tensor(item: Operation, name: str) -> Collective | None:
 
 
 def _divided(item: Operation, collective: Collective) -> tuple[Operation, Operation]:
-    """One part of an exchange, of as many as there are devices; and the others."""
+    """A collective split into one device's part and the others."""
     part = collective.payload_bytes // collective.group.size
     sizes = {"part": part, "others": collective.payload_bytes - part}
     one, others = (
@@ -145,7 +145,7 @@ def _wait_for(item: Operation) -> tuple[Operation, ...]:
 
 
 def _last_product(found: list[Operation | Loop]) -> int | None:
-    """Where the last product is, if no loop comes after it."""
+    """Index of the last product, if no loop comes after it."""
     for index in range(len(found) - 1, -1, -1):
         item = found[index]
         if isinstance(item, Loop):

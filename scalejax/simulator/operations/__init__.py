@@ -1,1 +1,1 @@
-"""Seconds of one operation on one device: products, convolutions, memory traffic."""
+"""Seconds of one operation on one device: matrix products, convolutions, memory traffic."""

@@ -1,7 +1,7 @@
-"""Seconds of a convolution: a matrix product whose operand is gathered, pass by pass.
+"""Seconds of a convolution, costed as an implicit matrix product, per pass.
 
-A pass costs as the product that it amounts to, (groups, m, n, k), at the share of the peak that
-convolutions reach: a chip's table, where it has one, says how that share depends on the shape.
+Each pass is the product (groups, m, n, k) at the fraction of the peak that convolutions reach; a
+chip's table of products, where it has one, gives the dependence on shape.
 
     forward          m = samples positions       n = outputs   k = inputs window
     input gradient   m = samples positions       n = inputs    k = outputs window
@@ -9,13 +9,13 @@ convolutions reach: a chip's table, where it has one, says how that share depend
 
 Inputs and outputs are channels of a group, positions those of the forward output. A filter
 gradient has few results and a long sum, which libraries split so that every multiprocessor has a
-part; the parts are counted into its batch.
+part (split-k); the parts are counted into its batch.
 
 On f32 units, square windows are multiplied by Winograd's algorithm, with fewer multiplications
 than are counted as FLOP: VGG-16 on P100 was published at 1.3 times the rate that its peak allows.
 
 Left out: that Winograd needs stride 1 (3 of 53 convolutions of ResNet-50 have another), and its
-larger tiles, which save more; Fourier's algorithm; how tiles fill the last wave.
+larger tiles, which save more; FFT convolution; wave quantisation. Knows no program.
 """
 
 from dataclasses import replace
@@ -41,10 +41,10 @@ _WINOGRAD_CHANNELS = 16
 
 
 def convolution_time(operation: Operation, chip: Chip) -> ProductTime:
-    """The time of a convolution on `chip`, without its launch.
+    """Time of a convolution on `chip`, launch not included.
 
     Args:
-        operation: of kind "convolution"; of unknown shape, it counts as of many channels, of
+        operation: of kind "convolution"; an unknown shape counts as one of many channels, an
             unknown pass as forward.
         chip: where it runs.
     """
@@ -67,10 +67,10 @@ def convolution_time(operation: Operation, chip: Chip) -> ProductTime:
 
 
 def is_transposed(operation: Operation, chip: Chip) -> bool:
-    """Whether the library must read and write every array once more, to put channels last.
+    """Whether the library must transpose every array to put channels last (NHWC).
 
     tf32 units multiply arrays whose channels come last. Before Hopper, XLA keeps f32 arrays with
-    channels first, so cuDNN transposes what a convolution takes and makes.
+    channels first, so cuDNN transposes the inputs and outputs of a convolution.
 
     Source: XLA, `gpu_layout_assignment.cc` (f32 convolutions are NCHW below compute capability
     9).
@@ -81,7 +81,7 @@ def is_transposed(operation: Operation, chip: Chip) -> bool:
 
 
 def attainable_fraction(operation: Operation, chip: Chip) -> float:
-    """Share of the peak for its type that a large convolution of this kind reaches on `chip`."""
+    """Fraction of the peak for its type that a large convolution of this kind reaches on `chip`."""
     attainable, kind = chip.attainable, chip.rate_type(operation.dtype)
     if is_depthwise(operation):
         f32_peak = chip.peak_flop_per_second["f32"] * attainable.depthwise_fraction
@@ -98,7 +98,7 @@ def attainable_fraction(operation: Operation, chip: Chip) -> float:
 
 
 def winograd_saving(operation: Operation, chip: Chip) -> float:
-    """How many times fewer multiplications than its FLOP say a convolution takes on `chip`.
+    """Counted FLOP of a convolution over the multiplications that Winograd's algorithm does.
 
     1 on matrix units, which multiply tiles directly.
     """
@@ -118,7 +118,7 @@ def is_depthwise(operation: Operation) -> bool:
 
 
 def implicit_product(operation: Operation, chip: Chip) -> Shape | None:
-    """(groups, m, n, k) of the product that a convolution amounts to; None if it is unknown."""
+    """(groups, m, n, k) of the matrix product equivalent to a convolution; None if unknown."""
     if len(operation.shape) != 5 or 0 in operation.shape or is_depthwise(operation):
         return None
     samples, positions, inputs, all_outputs, window = operation.shape
@@ -135,21 +135,21 @@ def implicit_product(operation: Operation, chip: Chip) -> Shape | None:
 
 
 def _parts(results: int, terms: int, chip: Chip) -> int:
-    """Into how many parts a sum of `terms` is split, for every multiprocessor to have a tile."""
+    """Number of parts of a sum of `terms`, split so that every multiprocessor has a tile."""
     multiprocessors = chip.cuda.sm_count if chip.cuda is not None else 1
     wanted = -(-multiprocessors * _TILE // results)
     return max(1, min(wanted, terms // _SHORTEST_SUM))
 
 
 def channel_use(shape: tuple[int, ...], dtype: str, groups: int = 1) -> float:
-    """Share of a convolution's multiplications that are of use, 0..1.
+    """Fraction of a convolution's multiplications that are not padding, 0..1.
 
     A convolution runs as a matrix product whose rows are gathered pixel by pixel, each in
     whole vectors of channels. Channels are padded to `VECTOR_BYTES`; the padding multiplies
     zeros. So 3 input channels of bf16 use 3/8, of f32 3/4, and 64 all of it.
 
     Args:
-        shape: as of `Operation.shape` for a convolution; () if unknown, then all is of use.
+        shape: as `Operation.shape` of a convolution; () if unknown, which counts as unpadded.
         dtype: element type of the operands.
         groups: groups of channels, each of them padded.
     """

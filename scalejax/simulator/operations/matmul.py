@@ -1,17 +1,17 @@
-"""Seconds of a matrix product: a physical form, bent to the chip's table of measured products.
+"""Seconds of a matrix product: a roofline form, corrected by the chip's table of measured products.
 
-The form charges a ramp, then arithmetic or traffic, whichever is longer. A chip with a table
+The form is a ramp plus arithmetic or memory traffic, whichever is longer. A chip with a table
 multiplies it by exp(residual), where the residual is a smooth function of (batch, m, n, k) and
 type that was fitted to log(measured / form). Between the shapes of the table it interpolates;
-above them it stays what it is at their edge, where rates have saturated; below them it fades to
-about the mean of its type. The residual belongs to shapes alone, so what-if chips and siblings of
-the measured one scale by their own peaks, bandwidth and ramp, and better hardware is never slower.
+above them it is constant, as rates have saturated; below them it decays to about the mean of its
+type. The residual depends on shapes alone, so what-if chips and siblings of the measured one scale
+by their own peaks, bandwidth and ramp, and better hardware is never slower.
 
 The fit is a Gaussian process (a sum of kernels, weights by least squares) with Student's t noise,
 since the table jumps by up to a factor of 2 between neighbours, presumably where the library
-changes kernels or the profiler saw two: see `hardware/matmul_rates/README.md`. Its widths are
-round numbers, set by hand while watching the cross-validation over shapes that
-`experiments/gemm_rates` prints.
+changes kernels or the profiler saw two: see `hardware/matmul_rates/README.md`. Its length scales
+are round numbers, set by hand while watching the cross-validation over shapes that
+`experiments/gemm_rates` prints. Knows chips and shapes; nothing of programs.
 """
 
 import math
@@ -49,41 +49,42 @@ _REWEIGHTINGS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """The work of one matrix product, or of several that one operation fuses."""
+    """Work of one matrix product, or of several that one operation fuses."""
 
     shape: Shape | None
-    """Of the largest; None if unknown."""
+    """Shape of the largest product; None if unknown."""
     flop: int
-    """Operations of all."""
+    """FLOP of all products."""
     moved_bytes: int
-    """What it reads and writes."""
+    """Bytes read and written."""
     dtype: str
-    """Type of the operands, as of `Operation.dtype`."""
+    """Type of the operands, as `Operation.dtype`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductTime:
-    """How long a product takes, and what of it is which."""
+    """Time of a product, and of its arithmetic and memory traffic alone."""
 
     compute_seconds: float
-    """Arithmetic at the attainable rate."""
+    """Time of the arithmetic at the attainable rate."""
     memory_seconds: float
-    """Traffic at the attainable bandwidth."""
+    """Time of the memory traffic at the attainable bandwidth."""
     busy_seconds: float
-    """From the first instruction to the last."""
+    """Time from the first instruction to the last."""
 
 
 def product_time(product: Product, chip: Chip, *, fraction: float | None = None) -> ProductTime:
-    """The time of `product` on `chip`, without its launch.
+    """Time of `product` on `chip`, launch not included.
 
     busy = (aside + ramp + max(FLOP / (peak fraction), bytes / attainable bandwidth))
-    exp(residual) - aside, and never below FLOP / peak nor bytes / bandwidth. The residual is 0
-    where the chip has no table, or the shape is unknown.
+    exp(residual) - aside, and never below FLOP / peak nor bytes / bandwidth. `aside` is the
+    overhead of the measurement behind the table. The residual is 0 where the chip has no table, or
+    the shape is unknown.
 
     Args:
         product: the work.
         chip: where it runs.
-        fraction: share of the peak that large products reach; the chip's own unless given.
+        fraction: fraction of the peak that large products reach; the chip's own unless given.
     """
     attainable = chip.attainable
     if attainable.matmul_table is None or product.shape is None:
@@ -124,7 +125,7 @@ def _time(
 
 
 def compulsory_bytes(shape: Shape, kind: RateType) -> int:
-    """Bytes of both operands and the result of a product, each moved once."""
+    """Bytes of the operands and the result of a product, each moved once."""
     batch, m, n, k = shape
     operand, result = _OPERAND_BYTES[kind]
     return batch * ((m + n) * k * operand + m * n * result)
@@ -134,10 +135,10 @@ _ALIGNED_ELEMENTS = 8  # 16 bytes of two-byte elements
 
 
 def is_unaligned(shape: Shape | None, dtype: str) -> bool:
-    """Whether rows of half precision start where matrix units cannot load them.
+    """Whether a half-precision product is not aligned for matrix units.
 
-    Those load 16 bytes at once. A product with a side that is no multiple of that, here of any
-    operand, runs without them.
+    Those load 16 bytes at once. A product with a side, of any operand, that is not a multiple of
+    that runs without them.
 
     Source: NVIDIA, "Matrix Multiplication Background User's Guide", section 2.2.
     """
@@ -148,10 +149,10 @@ def is_unaligned(shape: Shape | None, dtype: str) -> bool:
 
 @lru_cache(maxsize=65536)
 def log_residual(table: str, kind: RateType, shape: Shape) -> float:
-    """Logarithm of the time of a product over that of the form; 0 for a type without a table.
+    """Log of the time of a product over the form's; 0 for a type without a table.
 
-    A table that has products of a type above the chip's peak is not followed beyond its shapes
-    to rates above the form's: there are no such rates, and most products are larger.
+    Where a table has rates above the chip's peak, it is not extrapolated beyond its shapes to
+    rates above the form's: there are no such rates, and most products are larger.
     """
     measured: RateType = "bf16" if kind == "f16" else kind
     surface = _surface(table, measured)
@@ -189,12 +190,12 @@ def log_ratios(table: MatmulTable, kind: RateType) -> Floats:
 
 
 def product_flop(shape: Shape) -> int:
-    """Operations of a product: two for each multiplication and its addition."""
+    """FLOP of a product: two per multiply-add."""
     return 2 * math.prod(shape)
 
 
 def form_seconds(form: MatmulForm, kind: RateType, shape: Shape) -> float:
-    """What a table's form gives for one of its products, as it was measured."""
+    """Seconds of a product by the form of its table, on the measured chip."""
     rate = form.peak_flop_per_second[kind] * form.matmul_fraction
     bandwidth = form.memory_bytes_per_second * form.memory_fraction
     return form.fixed_seconds + max(
@@ -204,49 +205,49 @@ def form_seconds(form: MatmulForm, kind: RateType, shape: Shape) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """A smooth function of the shape of a product."""
+    """A smooth function of the shape of a product (posterior mean of the Gaussian process)."""
 
     places: Floats
-    """log2 (batch, m, n, k) of what it was fitted to, [shapes, 4]."""
+    """log2 (batch, m, n, k) of the fitted products, [shapes, 4]."""
     weights: Floats
-    """Of each, [shapes]."""
+    """Weight of each fitted product, [shapes]."""
 
     def at(self, shape: Shape) -> float:
-        """Its value."""
-        # A rate that has saturated stays what it is.
-        place = np.minimum(_places((shape,)), self.places.max(axis=0))
-        return float((_covariance(place, self.places) @ self.weights)[0])
+        """Value of the function at `shape`."""
+        # Rates have saturated above the fitted shapes: no extrapolation.
+        point = np.minimum(_log2_sizes((shape,)), self.places.max(axis=0))
+        return float((_covariance(point, self.places) @ self.weights)[0])
 
     def is_exceeded_by(self, shape: Shape) -> bool:
-        """Whether the shape is larger, in any dimension, than all it was fitted to."""
-        return bool((_places((shape,)) > self.places.max(axis=0)).any())
+        """Whether the shape is larger, in any dimension, than all fitted shapes."""
+        return bool((_log2_sizes((shape,)) > self.places.max(axis=0)).any())
 
 
 def fit_surface(shapes: tuple[Shape, ...], values: Floats) -> Surface:
-    """The surface through `values` at `shapes`, outliers counting less the further off they are.
+    """Surface fitted to `values` at `shapes`, robust to outliers.
 
     Source: Rasmussen & Williams 2006, "Gaussian Processes for Machine Learning", eq. 2.25;
     Student's t noise by iterated reweighting (Lange, Little & Taylor 1989, JASA 84(408)).
     """
-    places = _places(shapes)
+    places = _log2_sizes(shapes)
     covariance = _covariance(places, places)
-    trust: Floats = np.ones(len(values))
+    outlier_weights: Floats = np.ones(len(values))
     weights: Floats = np.zeros(len(values))
     for _ in range(_REWEIGHTINGS):
-        noise = _NOISE_VARIANCE / trust
+        noise = _NOISE_VARIANCE / outlier_weights
         weights = np.asarray(np.linalg.solve(covariance + np.diag(noise), values), np.float64)
-        squares = (noise * weights) ** 2 / _NOISE_VARIANCE  # of what the surface leaves over
-        trust = (_STUDENT_FREEDOM + 1) / (_STUDENT_FREEDOM + squares)
+        squares = (noise * weights) ** 2 / _NOISE_VARIANCE  # squared misfits
+        outlier_weights = (_STUDENT_FREEDOM + 1) / (_STUDENT_FREEDOM + squares)
     return Surface(places, weights)
 
 
-def _places(shapes: tuple[Shape, ...]) -> Floats:
+def _log2_sizes(shapes: tuple[Shape, ...]) -> Floats:
     return np.array([[math.log2(size) for size in shape] for shape in shapes])
 
 
 def _covariance(first: Floats, second: Floats) -> Floats:
-    """Between the residuals at two sets of places: constant, smooth in each axis, and rough in
-    the size of the result, which decides the kernel and how its tiles fill the chip."""
+    """Covariance of the residuals at two sets of points: constant, smooth in each axis, and rough
+    in the size of the result, which decides the kernel and how its tiles fill the chip."""
     smooth = math.sqrt(3) * _distance(first, second, _SMOOTH_DOUBLINGS)
     rough = _distance(_sizes(first), _sizes(second), _ROUGH_DOUBLINGS)
     return (

@@ -1,7 +1,8 @@
 """Seconds of one operation on one device: a roofline with attainable rates, plus launch.
 
-What multiplies is costed by shape and type: matrix products in `matmul`, convolutions in
-`convolution`; a chip with rates measured here, in `measured`.
+Matrix products are costed by shape and type in `matmul`, convolutions in `convolution`. A chip
+with measured rates uses those in place of the roofline. Knows one operation and one chip; nothing
+of the schedule.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from scalejax.simulator.operations.matmul import (
 )
 from scalejax.simulator.program import Operation
 
-# Seconds of an operation by rates that were measured on the very chip, shape by shape.
+# Rates measured on this chip, by shape.
 
 _UNKNOWN_SHAPE = (1, 1024, 1024, 1024)  # several products in one operation count as a large one
 
@@ -27,12 +28,12 @@ _UNKNOWN_SHAPE = (1, 1024, 1024, 1024)  # several products in one operation coun
 def measured_seconds(
     operation: Operation, measured: MeasuredRates, chip: Chip
 ) -> tuple[float, float]:
-    """(arithmetic, memory): the time that either alone would take, launch not counted.
+    """(compute, memory) seconds of an operation at measured rates, launch not included.
 
     Args:
-        operation: what runs.
+        operation: the operation.
         measured: the rates.
-        chip: says in which arithmetic it multiplies the operation's type.
+        chip: maps the operation's type to a type of arithmetic.
     """
     moved_bytes = operation.read_bytes + operation.write_bytes
     compute = memory = 0.0
@@ -54,32 +55,31 @@ def _rate(operation: Operation, measured: MeasuredRates, chip: Chip) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationTime:
-    """Time of one operation, by what it waits for; operations run one after the other."""
+    """Time of one operation; operations run one after the other."""
 
     bound: Literal["compute", "memory"]
-    """Which of the two the operation is limited by."""
+    """Limiting resource."""
     busy_seconds: float
-    """Time from its first instruction to its last."""
+    """Time from the first instruction to the last."""
     launch_seconds: float
-    """Time before it starts, after the one before has ended."""
+    """Gap between the end of the previous operation and the first instruction."""
 
     @property
     def seconds(self) -> float:
-        """Time from the end of the operation before to the end of this one."""
+        """Time from the end of the previous operation to the end of this one."""
         return self.busy_seconds + self.launch_seconds
 
 
 def operation_time(operation: Operation, chip: Chip) -> OperationTime:
-    """The time that `operation` takes on `chip` in the mean of all steps; not for collectives and
-    waits.
+    """Time of a compute operation on `chip` per step, averaged over all steps.
 
     seconds = launch + ramp + max(flop / attainable FLOP/s, bytes / attainable bandwidth),
     where ramp is the time to fill and drain the chip: with it rates saturate with size,
-    u(flop) = u flop / (flop + peak u ramp). The share u depends on kind, type and shape.
+    u(flop) = u flop / (flop + peak u ramp). The fraction u depends on kind, type and shape.
 
     Left out: caches (an operand just written and still in the second-level cache is read from
-    memory), and element-wise arithmetic (bound by bytes). A chip with measured rates has both in
-    them, and they stand in place of the formula.
+    memory), and element-wise arithmetic (bound by bytes). Measured rates include both, and replace
+    the formula on a chip that has them. Not for collectives and waits.
     """
     if chip.measured is not None:
         compute, memory = measured_seconds(operation, chip.measured, chip)
@@ -121,7 +121,7 @@ def _modelled(operation: Operation, chip: Chip) -> ProductTime:
 
 
 def _product_shape(shape: tuple[int, ...]) -> Shape | None:
-    """(batch, m, n, k) if the product says it, and multiplies anything."""
+    """(batch, m, n, k) of a product; None if unknown or empty."""
     if len(shape) != 4 or 0 in shape:
         return None
     batch, m, n, k = shape

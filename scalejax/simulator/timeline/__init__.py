@@ -1,1 +1,1 @@
-"""The streams of a step: what runs beside what, and to which cause its seconds are attributed."""
+"""Timeline of a step on compute and communication streams, and attribution of its seconds."""

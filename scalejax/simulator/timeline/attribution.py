@@ -1,7 +1,7 @@
-"""What each operation of a program adds to its step, and what each part of the chip costs.
+"""Attribution of the step time to operations of the program, and to limits of the chip.
 
-The figures behind an explanation: with contention, the wait for the host and the overhead, they
-add up to the step of `timeline`.
+With contention, the wait for the host and the overhead of the step, the attributed seconds add up
+to the step of `timeline`.
 """
 
 from collections import Counter
@@ -18,24 +18,24 @@ from scalejax.simulator.timeline.timeline import timeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """What one operation adds to a step, all its runs together."""
+    """Step time attributed to one operation, all its runs together."""
 
     operation: Operation
     """The operation, with its name and its source."""
     runs: int
-    """How often it runs in a step."""
+    """Runs per step."""
     bound: Literal["compute", "memory", "communication"]
-    """What limits it."""
+    """Limiting resource."""
     seconds: float
-    """Time that it takes, its launches included; of a collective also what compute hides."""
+    """Time of the operation, launches included; of a collective, the overlapped part too."""
     step_seconds: float
-    """Time by which the step is longer for it: of a collective, what compute stood still for."""
+    """Time that it adds to the step: of a collective, the exposed part."""
     peak_seconds: float
-    """Time that its FLOP would take at the peak of the chip."""
+    """Time of its FLOP at the peak of the chip."""
 
 
 def attributions(program: Program, cluster: Cluster) -> tuple[Attribution, ...]:
-    """The charge of every operation of `program` on `cluster`, in schedule order.
+    """Step time attributed to every operation of `program` on `cluster`, in schedule order.
 
     Contention and the overhead of the step belong to no operation.
 
@@ -78,12 +78,12 @@ def _attribution(operation: Operation, runs: int, cluster: Cluster, exposed: flo
 
 
 def device_terms(program: Program, cluster: Cluster) -> tuple[tuple[str, float], ...]:
-    """(term, seconds) of a step that exchanges nothing, from ideal to predicted.
+    """(term, seconds) of a step without communication, from ideal to predicted.
 
-    compute at peak: all FLOP at the peak of their types. attainable rates: what operations that
-    arithmetic limits take beyond. memory: what operations that memory limits take beyond, which
-    are at least their bytes over the bandwidth. launch: the gaps between operations. Together
-    they are `Timeline.compute_seconds`, `memory_seconds` and `launch_seconds`.
+    compute at peak: all FLOP at the peak of their types. attainable rates: time of compute-bound
+    operations beyond that. memory: time of memory-bound operations beyond that, which take at
+    least their bytes over the bandwidth. launch: the gaps between operations. Together they are
+    `Timeline.compute_seconds`, `memory_seconds` and `launch_seconds`.
     """
     chip = under_load(cluster, program).chip
     terms = dict.fromkeys(("compute at peak", "attainable rates", "memory", "launch"), 0.0)

@@ -1,7 +1,7 @@
-"""A program's schedule made ready to be costed often: what differs is kept once, in arrays.
+"""A program's schedule prepared for repeated costing: distinct operations once, in arrays.
 
 Compute between two communication events is one segment, however many operations it holds, and
-operations that are alike in all but name are costed once. Knows no hardware and no seconds.
+operations that differ only in name are costed once. Knows no hardware and no seconds.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from scalejax.simulator.program import Collective, Loop, Operation, Program
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute without a communication event inside."""
+    """A segment of compute without a communication event inside."""
 
     segment: int
     """Index of the segment."""
@@ -29,17 +29,17 @@ class Start:
     name: str
     """The compiler's name for it."""
     collective: int
-    """Index of the exchange among the distinct ones."""
+    """Index among the distinct collectives."""
     is_async: bool
-    """Whether compute goes on."""
+    """Whether compute continues meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute stands still until a collective is done."""
+    """Compute stalls until a collective is done."""
 
     name: str
-    """Of the collective."""
+    """The compiler's name for the collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +49,32 @@ class Repeat:
     name: str
     """The compiler's name for it."""
     trip_count: int
-    """How often the body runs."""
+    """Iterations of the body."""
     body: tuple["Work | Start | Wait | Repeat", ...]
-    """One iteration."""
+    """Events of one iteration."""
 
 
 Event = Work | Start | Wait | Repeat
-"""What the two streams see of a program."""
+"""An event of a program that changes the state of the streams."""
 
 
 class Schedule:
-    """The events of a program in order, and the operations and exchanges that they cost."""
+    """Events of a program in order, with its distinct operations and collectives."""
 
     events: tuple[Event, ...]
-    """The program as the streams see it."""
+    """Events for the streams, in order."""
     operations: tuple[Operation, ...]
-    """Distinct operations that compute, without their names."""
+    """Distinct compute operations, without their names."""
     collectives: tuple[Collective, ...]
-    """Distinct exchanges."""
+    """Distinct collectives."""
     members: tuple[tuple[Operation, ...], ...]
     """Operations of each segment in order, those of a loop within it once."""
     axes: dict[str, tuple[str, ...]]
     """Mesh axes that each collective spans, by its name."""
     operation_runs: NDArray[np.float64]
-    """How often each distinct operation runs in a step, shape (operations,)."""
+    """Runs of each distinct operation per step, shape (operations,)."""
     collective_runs: NDArray[np.float64]
-    """How often each distinct exchange runs in a step, shape (collectives,)."""
+    """Runs of each distinct collective per step, shape (collectives,)."""
 
     def __init__(self, program: Program, *, merge: bool = True) -> None:
         """Read `program`.
@@ -100,13 +100,13 @@ class Schedule:
         self.collective_runs = np.array(
             [reader.collective_runs[index] for index in range(len(self.collectives))], float
         )
-        self.dispatches = _in_the_mean(self.operations, self.operation_runs)
-        self.dispatches += _in_the_mean(self.collectives, self.collective_runs)
-        """Operations that the host sets off in a step, in the mean of all steps."""
+        self.dispatches = _mean_runs_per_step(self.operations, self.operation_runs)
+        self.dispatches += _mean_runs_per_step(self.collectives, self.collective_runs)
+        """Operations that the host dispatches per step, averaged over all steps."""
         self.flop_by_dtype = Counter[str]()
         """FLOP of one device in one step by the type of their operands."""
         self.custom_calls = 0
-        """Operations run in one step that could not be looked into."""
+        """Opaque custom calls per step."""
         for operation, runs in zip(self.operations, self.operation_runs.tolist(), strict=True):
             if operation.flop:
                 self.flop_by_dtype[operation.dtype] += round(
@@ -124,14 +124,14 @@ class Schedule:
         """Time of each segment without contention, shape (segments,).
 
         Args:
-            operation_seconds: of each distinct operation, shape (operations,).
+            operation_seconds: time of each distinct operation, shape (operations,).
         """
         seconds = operation_seconds[self._entry_operations] * self._entry_runs
         return np.add.reduceat(seconds, self._first_entries) if len(seconds) else seconds
 
 
 class _Reader:
-    """Collects segments, operations and exchanges while it goes through a program."""
+    """Collects segments, operations and collectives of a program."""
 
     def __init__(self, *, merge: bool) -> None:
         self.merge = merge
@@ -144,7 +144,7 @@ class _Reader:
         self.entries: list[tuple[int, int, int]] = []  # segment, operation, runs per segment
 
     def read(self, items: tuple[Operation | Loop, ...], runs: int) -> tuple[Event, ...]:
-        """The events of `items`, which run so many times in a step."""
+        """Events of `items`, which run `runs` times in a step."""
         events: list[Event] = []
         for item in items:
             if isinstance(item, Loop):
@@ -177,7 +177,7 @@ class _Reader:
                 self._compute(item, runs, times * loop.trip_count, events)
 
     def _compute(self, item: Operation, runs: int, times: int, events: list[Event]) -> None:
-        """Add an operation to the segment under way, in which it runs `times` times."""
+        """Add an operation to the current segment, in which it runs `times` times."""
         if not times:
             return
         nameless = replace(item, name="", source=None)
@@ -190,10 +190,10 @@ class _Reader:
         self.entries.append((len(self.members) - 1, index, times))
 
 
-def _in_the_mean(
+def _mean_runs_per_step(
     kinds: tuple[Operation, ...] | tuple[Collective, ...], runs: NDArray[np.float64]
 ) -> float:
-    """Runs of all of them in a step, those that some steps leave out in their part of the steps."""
+    """Runs of all `kinds` per step, averaged over all steps (`share` of each)."""
     return float(np.array([kind.share for kind in kinds], float) @ runs)
 
 

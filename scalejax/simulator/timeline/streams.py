@@ -1,17 +1,18 @@
-"""The streams of a device, walked event by event: one computes, the others communicate.
+"""Simulation of a device's streams, event by event: one computes, the others communicate.
 
 Compute runs in order. A collective starts when compute has reached it and the collectives
-before it are done; compute goes on, and stands still at the wait only for what is left. A
-synchronous collective holds up compute from start to end. While a collective is under way,
-compute loses a share of its speed; the communication stream loses none.
+before it are done; compute continues, and stalls at the wait only for the remainder. A
+synchronous collective stalls compute from start to end. While a collective runs, compute loses a
+fraction of its speed; the communication streams lose none.
 
-Collectives within nodes use other wires than those between nodes, and the two kinds run beside
-each other: XLA deals asynchronous collectives out to as many streams as may be under way at once
+Collectives within nodes use other links than those between nodes, and the two kinds overlap:
+XLA assigns asynchronous collectives to as many streams as may be in flight at once
 (openxla/xla, service/gpu/execution_stream_assignment.cc; scalejax sets
 xla_gpu_experimental_parallel_collective_overlap_limit), and frameworks have a stream for each
-group. Those on the same wires run one after the other. A synchronous one runs on the stream of
-compute, but on the same wires: it is charged after those under way there. Left out: what an
-exchange between nodes takes of the links within them. Knows no hardware: seconds in, seconds out.
+group. Collectives on the same links run one after the other. A synchronous one runs on the compute
+stream, but on the same links: it starts after those in flight there. Left out: the bandwidth that
+a collective between nodes takes from the links within them. Knows no hardware: seconds in, seconds
+out.
 """
 
 from collections import defaultdict
@@ -19,11 +20,11 @@ from collections.abc import Iterable, Sequence
 
 from scalejax.simulator.timeline.schedule import Event, Repeat, Start, Wait, Work
 
-_SAME_SECONDS = 1e-12  # two iterations alike to a picosecond are alike
+_SAME_SECONDS = 1e-12  # iterations that agree to a picosecond are equal
 
 
 class Streams:
-    """All streams at one moment: what was done, and what is under way."""
+    """State of all streams: time reached by compute, and collectives in flight."""
 
     def __init__(
         self,
@@ -36,25 +37,25 @@ class Streams:
 
         Args:
             segment_seconds: time of each segment of compute on its own.
-            collective_seconds: time of each exchange on its own.
-            collective_links: 0 where it stays within nodes, 1 where it does not.
-            contention_fraction: share of its speed that compute loses beside a collective.
+            collective_seconds: time of each collective on its own.
+            collective_links: 0 for a collective within nodes, 1 across the network.
+            contention_fraction: fraction of its speed that compute loses beside a collective.
         """
         self._segment_seconds = segment_seconds
         self._collective_seconds = collective_seconds
         self._collective_links = collective_links
         self._slow_speed = 1.0 - contention_fraction
         self.exposed: dict[str, float] = defaultdict(float)
-        """Time that compute stood still, by the name of the collective waited for."""
+        """Time that compute was stalled, by the name of the collective waited for."""
         self.contention_seconds = 0.0
-        """Time that compute lost because it ran beside collectives."""
+        """Slowdown of compute that overlapped with collectives."""
         self.now = 0.0
-        """Where compute stands; iterations that were not walked are left out."""
-        self._idle_from = [0.0, 0.0]  # when the wires within nodes and between them are free
-        self._finish: dict[str, float] = {}  # when each collective is done
+        """Time that compute has reached; iterations that were not simulated are left out."""
+        self._idle_from = [0.0, 0.0]  # when the links within nodes and between them are free
+        self._finish: dict[str, float] = {}  # end of each collective
 
     def run(self, events: Iterable[Event]) -> None:
-        """Go through `events` in order."""
+        """Simulate `events` in order."""
         for event in events:
             if isinstance(event, Work):
                 self.work(event.segment)
@@ -67,13 +68,13 @@ class Streams:
                 self.repeat(event)
 
     def drain(self) -> None:
-        """Wait for what is still under way at the end of the step, in the order it ends."""
+        """Wait for the collectives in flight at the end of the step, in the order they end."""
         under_way = [(finish, name) for name, finish in self._finish.items() if finish > self.now]
         for finish, name in sorted(under_way):
             self._wait(name, finish)
 
     def work(self, segment: int) -> None:
-        """Compute a segment: slowly while collectives are under way, then at full speed."""
+        """Compute a segment: slowed while collectives are in flight, then at full speed."""
         seconds = self._segment_seconds[segment]
         # No queue runs dry in between: what is in it was started before now.
         beside = max(self._idle_from) - self.now
@@ -99,13 +100,13 @@ class Streams:
         return begin, end
 
     def repeat(self, loop: Repeat) -> None:
-        """Walk iterations until one leaves the streams as it found them; the rest are alike."""
+        """Simulate iterations until the state of the streams repeats; the rest are equal."""
         for done in range(1, loop.trip_count + 1):
-            lags = self._lags()
+            remaining = self._remaining_seconds()
             exposed, contention = dict(self.exposed), self.contention_seconds
             self.run(loop.body)
-            if _alike(lags, self._lags()):
-                rest = loop.trip_count - done  # adds to the totals; the streams see lags alone
+            if _are_equal(remaining, self._remaining_seconds()):
+                rest = loop.trip_count - done  # only adds to the totals
                 for name, seconds in self.exposed.items():
                     self.exposed[name] = seconds + rest * (seconds - exposed.get(name, 0.0))
                 self.contention_seconds += rest * (self.contention_seconds - contention)
@@ -116,17 +117,17 @@ class Streams:
             self.exposed[name] += finish - self.now
             self.now = finish
 
-    def _lags(self) -> dict[str, float]:
-        """How long after compute each collective under way will end: all that the future sees.
+    def _remaining_seconds(self) -> dict[str, float]:
+        """Seconds after `now` at which each collective in flight ends: the whole state.
 
-        Wires are free when the last exchange on them ends.
+        Links are free when the last collective on them ends.
         """
         return {
             name: finish - self.now for name, finish in self._finish.items() if finish > self.now
         }
 
 
-def _alike(before: dict[str, float], after: dict[str, float]) -> bool:
+def _are_equal(before: dict[str, float], after: dict[str, float]) -> bool:
     return all(
         abs(before.get(name, 0.0) - after.get(name, 0.0)) < _SAME_SECONDS
         for name in before.keys() | after.keys()

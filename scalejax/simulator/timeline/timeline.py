@@ -1,6 +1,6 @@
-"""Where the time of one step goes: its operations costed, then walked on two streams.
+"""Breakdown of the time of one step: its operations costed, then scheduled on streams.
 
-`WhatIf` keeps a program ready to be costed on many clusters.
+`WhatIf` prepares a program once and costs it on many clusters.
 """
 
 import math
@@ -21,67 +21,67 @@ from scalejax.simulator.timeline.streams import Streams
 Axes = tuple[str, ...]
 """Mesh axes that a collective spans."""
 
-_CHIPS_KEPT = 64  # times of operations on so many chips are kept: 100 kB each
+_CHIPS_KEPT = 64  # chips whose operation times are cached: 100 kB each
 _PROGRAMS_KEPT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Factors on the times of each class of cost: what a step would take if they were off."""
+    """Factors on the modelled time of each class of cost."""
 
     compute: float = 1.0
-    """Operations that arithmetic limits."""
+    """Factor on compute-bound operations."""
     memory: float = 1.0
-    """Operations that memory bandwidth limits."""
+    """Factor on memory-bound operations."""
     launch: float = 1.0
-    """Gaps between operations, the host's work for each of them, and the overhead of a step."""
+    """Factor on gaps between operations, host dispatch, and the overhead of a step."""
     communication: float = 1.0
-    """Collectives."""
+    """Factor on collectives."""
 
 
 NOMINAL = Scales()
-"""All as the model has it."""
+"""All factors 1: the times of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Where the time of one step goes; its parts add up to `step_seconds`."""
+    """Breakdown of the time of one step; its parts add up to `step_seconds`."""
 
     compute_seconds: float
-    """Time of the operations that arithmetic limits."""
+    """Time of compute-bound operations."""
     memory_seconds: float
-    """Time of the operations that memory bandwidth limits."""
+    """Time of memory-bound operations."""
     launch_seconds: float
     """Time between operations."""
     contention_seconds: float
-    """Time that compute lost because it ran beside collectives."""
+    """Slowdown of compute that overlaps with collectives."""
     exposed_by_name: tuple[tuple[str, float], ...]
-    """Time that compute stood still for each collective, by the compiler's name for it."""
+    """Exposed time of each collective (compute is stalled), by the compiler's name for it."""
     exposed: tuple[tuple[Axes, float], ...]
-    """The same by the mesh axes that the collectives span."""
+    """Exposed time of collectives, by the mesh axes that they span."""
     dispatch_seconds: float
-    """Time in which the host sets off all operations, while the devices run those before."""
+    """Time in which the host dispatches all operations, while the devices run earlier ones."""
     overhead_seconds: float
     """Time of the step that is in none of its operations."""
     communication_seconds: float
-    """Time that collectives took, hidden or not."""
+    """Time of all collectives, overlapped or not."""
     launches_block: bool = False
-    """Whether the host waits for each operation before it sets off the next."""
+    """Whether the host waits for each operation before it dispatches the next."""
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that compute stood still for collectives."""
+        """Time in which compute is stalled by collectives."""
         return math.fsum(seconds for _, seconds in self.exposed)
 
     @property
     def device_seconds(self) -> float:
-        """Time of a step in which all collectives were free."""
+        """Time of the step if all collectives took no time."""
         alone = math.fsum((self.compute_seconds, self.memory_seconds, self.launch_seconds))
         return alone + self._waits_for_host(alone) + self.overhead_seconds
 
     @property
     def host_seconds(self) -> float:
-        """Time that devices wait for the host to set off their operations."""
+        """Time that devices wait for the host to dispatch their operations."""
         return self._waits_for_host(self._walked_seconds)
 
     @property
@@ -90,14 +90,14 @@ class Timeline:
         return self._walked_seconds + self.host_seconds + self.overhead_seconds
 
     def _waits_for_host(self, busy_seconds: float) -> float:
-        """Time beyond `busy_seconds` until the host has set off all operations."""
+        """Time beyond `busy_seconds` until the host has dispatched all operations."""
         if self.launches_block:
             return self.dispatch_seconds
         return max(0.0, self.dispatch_seconds - busy_seconds)
 
     @property
     def _walked_seconds(self) -> float:
-        """Time of both streams, on a host that is always ahead."""
+        """Time of the streams, if the host always dispatches ahead."""
         return math.fsum(
             (
                 self.compute_seconds,
@@ -110,7 +110,7 @@ class Timeline:
 
 
 def timeline(program: Program, cluster: Cluster) -> Timeline:
-    """The time of each part of one step of `program` on `cluster`.
+    """Breakdown of the time of one step of `program` on `cluster`.
 
     Raises:
         ConfigError: if an operation waits for a collective that the program does not hold.
@@ -130,32 +130,32 @@ class _ChipTimes:
 
 
 class WhatIf:
-    """One program, costed on any number of clusters without reading it again.
+    """One program, prepared for costing on any number of clusters.
 
     The times of operations are computed once for each `Chip` object, so that clusters made from
-    each other by `dataclasses.replace` share them unless it is the chip that was replaced. What
-    only makes classes of cost slower or faster is cheaper still as `Scales`.
+    each other by `dataclasses.replace` share them unless the chip was replaced. Scaling whole
+    classes of cost by `Scales` is cheaper still.
     """
 
     def __init__(self, program: Program) -> None:
-        """Make `program` ready.
+        """Read the schedule of `program`.
 
         Raises:
             ConfigError: if an operation waits for a collective that the program does not hold.
         """
         self.program = program
-        """What is costed."""
+        """The program that is costed."""
         self.schedule = Schedule(program)
-        """Its events, and what differs among its operations."""
+        """Events and distinct operations of the program."""
         self._chips: dict[int, _ChipTimes] = {}
         self._collectives: tuple[Cluster, NDArray[np.float64]] | None = None
 
     def timeline(self, cluster: Cluster, scales: Scales = NOMINAL) -> Timeline:
-        """Where the time of a step goes on `cluster`.
+        """Breakdown of the time of a step on `cluster`.
 
         Args:
             cluster: the hardware.
-            scales: by how much the times of each class of cost are off.
+            scales: factors on the time of each class of cost.
 
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
@@ -167,7 +167,7 @@ class WhatIf:
         if scales is not NOMINAL:
             busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
         launch = times.launch_seconds * scales.launch
-        collectives = self._exchange_seconds(cluster) * scales.communication
+        collectives = self._collective_seconds(cluster) * scales.communication
         streams = Streams(
             schedule.segment_seconds(busy + launch).tolist(),
             collectives.tolist(),
@@ -191,7 +191,7 @@ class WhatIf:
         )
 
     def _chip_times(self, chip: Chip) -> _ChipTimes:
-        """Times of the distinct operations on `chip`, kept with it: no other can get its id."""
+        """Times of the distinct operations on `chip`, cached with it so that its id stays taken."""
         known = self._chips.get(id(chip))
         if known is not None:
             return known
@@ -206,8 +206,8 @@ class WhatIf:
         )
         return self._chips[id(chip)]
 
-    def _exchange_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
-        """Times of the distinct exchanges, shape (collectives,); those of the last cluster kept."""
+    def _collective_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
+        """Times of the distinct collectives, shape (collectives,); cached for the last cluster."""
         if self._collectives is None or self._collectives[0] is not cluster:
             seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
             self._collectives = cluster, np.array(seconds, float)
@@ -224,9 +224,7 @@ _prepared: dict[int, tuple[Program, WhatIf]] = {}
 
 
 def what_if(program: Program) -> WhatIf:
-    """`program` made ready to be costed; the same again for the same object.
-
-    The last few programs are kept.
+    """`program` prepared for costing; cached by object for the last few programs.
 
     Raises:
         ConfigError: if an operation waits for a collective that the program does not hold.

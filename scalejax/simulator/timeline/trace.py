@@ -1,7 +1,7 @@
-"""When each operation of a predicted step starts and ends, on either stream.
+"""Trace of a predicted step: start and end of each operation on its stream.
 
-The same walk as `timeline`, operation by operation and with every iteration of its loops; the
-last event ends when the step does.
+Simulates the streams as `timeline` does, but operation by operation and with every iteration of
+the loops; the last event ends when the step does.
 """
 
 from dataclasses import dataclass
@@ -17,38 +17,38 @@ from scalejax.simulator.timeline.streams import Streams
 
 StreamName = Literal["compute", "links", "network"]
 MOST_EVENTS = 50_000
-"""Events in one recording, unless told otherwise: a trace of 15 MB."""
+"""Default limit of events in one trace, a file of 15 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceEvent:
-    """One thing that a stream does, and when."""
+    """One interval of a stream: an operation, a wait or overhead."""
 
     name: str
-    """The compiler's name for the operation, or what else happens."""
+    """The compiler's name for the operation, or a description of the wait."""
     stream: StreamName
-    """Where it happens."""
+    """Stream that it occupies."""
     start_seconds: float
-    """Time from the start of the step; before it, the operation's launch."""
+    """Start, counted from the start of the step; the operation's launch comes before it."""
     end_seconds: float
-    """Time from the start of the step."""
+    """End, counted from the start of the step."""
     bound: Literal["compute", "memory", "communication", "wait", "overhead", "left out"]
-    """What limits it: "wait" is compute standing still for a collective or for the host, "left
-    out" stands for iterations of a loop that are not in the recording."""
+    """Limiting resource: "wait" is compute stalled by a collective or the host, "left out" the
+    iterations of a loop that are not in the trace."""
     operation: Operation | None = None
-    """The operation; None for waits and the like."""
+    """The operation; None for waits and overhead."""
     iteration: tuple[int, ...] = ()
-    """Which iteration of each loop around it, from 0, outermost first."""
+    """Iteration of each enclosing loop, from 0, outermost first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
-    """A predicted step, moment by moment."""
+class StepTrace:
+    """Trace of one predicted step."""
 
     events: tuple[TraceEvent, ...]
-    """In order of their starts."""
+    """Events in order of their starts."""
     most_iterations: int | None
-    """Iterations of each loop that are in it; None if all are."""
+    """Iterations of each loop that are in the trace; None if all are."""
 
     @property
     def step_seconds(self) -> float:
@@ -56,13 +56,13 @@ class Recording:
         return max((event.end_seconds for event in self.events), default=0.0)
 
 
-def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -> Recording:
-    """Every operation of one step of `program` on `cluster`, with its start and end.
+def trace_step(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -> StepTrace:
+    """Trace of one step of `program` on `cluster`: every operation with its start and end.
 
     Args:
         program: the compiled step.
         cluster: the hardware.
-        most_events: above so many, later iterations of loops are drawn as one.
+        most_events: limit above which later iterations of loops are merged into one event.
 
     Raises:
         ConfigError: if an operation waits for a collective that the program does not hold.
@@ -71,7 +71,7 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
     cluster = under_load(cluster, program)
     schedule = Schedule(program, merge=False)
     most_iterations = _most_iterations(schedule.events, most_events)
-    streams = _RecordedStreams(program, schedule, cluster, most_iterations)
+    streams = _TracedStreams(program, schedule, cluster, most_iterations)
     streams.run(schedule.events)
     streams.drain()
     attainable = cluster.chip.attainable
@@ -80,14 +80,14 @@ def record(program: Program, cluster: Cluster, most_events: int = MOST_EVENTS) -
         dispatch += streams.now
     streams.add_rest("wait for the host", dispatch)
     streams.add_overhead(attainable.step_overhead_seconds)
-    return Recording(
+    return StepTrace(
         events=tuple(sorted(streams.events, key=lambda event: event.start_seconds)),
         most_iterations=most_iterations,
     )
 
 
 def _most_iterations(events: tuple[Event, ...], most_events: int) -> int | None:
-    """The largest number of iterations with which the events stay few enough; None for all."""
+    """Largest number of iterations that stays within `most_events`; None for all."""
     most = _longest_loop(events)
     if _count(events, most) <= most_events:
         return None
@@ -110,8 +110,8 @@ def _count(events: tuple[Event, ...], most_iterations: int) -> int:
     )
 
 
-class _RecordedStreams(Streams):
-    """Streams that remember what they did, and walk every iteration."""
+class _TracedStreams(Streams):
+    """Streams that record trace events, and simulate every iteration."""
 
     def __init__(
         self, program: Program, schedule: Schedule, cluster: Cluster, most_iterations: int | None
@@ -133,20 +133,20 @@ class _RecordedStreams(Streams):
         )
 
     def add_rest(self, name: str, finish: float) -> None:
-        """Stand still until `finish`; drawn after all else, wherever in the step it happens."""
+        """Stall until `finish`; placed at the end, wherever in the step it happens."""
         if finish > self.now:
             self._add(name, "compute", self.now, finish, "wait")
             self.now = finish
 
     def add_overhead(self, seconds: float) -> None:
-        """What the host adds to the step, after all else."""
+        """Add the host's overhead of the step at its end."""
         if seconds:
             self._add("overhead of the step", "compute", self.now, self.now + seconds, "overhead")
 
     def work(self, segment: int) -> None:
         before, time = self.now, self._times[segment]
         super().work(segment)
-        # The launch is slowed as the work is: its part of the whole.
+        # Contention slows the launch and the work by the same factor.
         gap = (self.now - before) * (time.launch_seconds / time.seconds if time.seconds else 0.0)
         operation = self._operations[segment]
         self._add(operation.name, "compute", before + gap, self.now, time.bound, operation)

@@ -1,12 +1,12 @@
-"""The step of a transformer in closed form: the `Program` that the compiler would give, at once.
+"""Closed-form `Program` of a transformer's training step, without compiling.
 
 From dimensions and a strategy to operations, collectives and memory in under a millisecond, for
-searches over thousands of strategies. Tests hold products, bytes, exchanges and memory of gpt
-against compiled programs, on all axes but the pipeline's: that one is 1F1B, and what trains is
-GPipe (of stages that hold unlike numbers of blocks, state and memory, what is dealt out to them and
-the products of the longest are held too). Left out are fusions of scalars and single vectors, a
-quarter to a third of all operations: where launches or the host take most of a step, as in small
-networks on A100, it comes out up to a third too short. Knows shapes and how XLA divides them; no
+searches over thousands of strategies. Tests compare products, bytes, collectives and memory of gpt
+with compiled programs, on all axes but the pipeline's: that one is 1F1B, and the trainer runs GPipe
+(for stages with unequal numbers of blocks, state and memory, the redistribution of blocks and the
+products of the longest stage are compared too). Left out are fusions of scalars and single vectors,
+a quarter to a third of all operations: where launches or the host take most of a step, as in small
+networks on A100, the step is up to a third too short. Knows shapes and how XLA shards them; no
 compiler, no hardware, no seconds.
 """
 
@@ -24,14 +24,18 @@ from scalejax.simulator.transformer.embedding_and_loss import (
     update,
     zeros,
 )
-from scalejax.simulator.transformer.memory import AMPERE_WORKSPACE_BYTES, held_by_stage, memory_use
+from scalejax.simulator.transformer.memory import (
+    AMPERE_WORKSPACE_BYTES,
+    memory_by_zero_stage,
+    memory_use,
+)
 from scalejax.simulator.transformer.shape import (
     Recompute,
     Strategy,
     TransformerShape,
+    block_shard,
     is_uneven,
-    pace,
-    part_of,
+    slowest_stage,
     stage_layout,
     sums_once,
 )
@@ -39,60 +43,63 @@ from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
-    "Pieces",
     "Recompute",
+    "StepOperations",
     "Strategy",
     "TransformerShape",
-    "held_by_stage",
+    "block_shard",
+    "memory_by_zero_stage",
     "memory_use",
-    "pace",
-    "part_of",
-    "pieces",
     "pipeline_of",
+    "slowest_stage",
+    "step_operations",
     "transformer_program",
-    "update_piece",
+    "update_operations",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
-    """The operations of a step by how often they run; equal pieces are the same objects."""
+class StepOperations:
+    """Operations of a step by how often they run; equal tuples are one object (cached)."""
 
     before: tuple[Operation, ...]
-    """Once, before the first microbatch."""
+    """Operations before the first microbatch, once per step."""
     embedding: tuple[Operation, ...]
-    """For every microbatch, before its blocks."""
+    """Embedding, once per microbatch before its blocks."""
     forward: tuple[Operation, ...]
-    """For every block of every microbatch."""
+    """Forward pass of a block, once per block and microbatch."""
     logits: tuple[Operation, ...]
-    """For every microbatch, between the passes over its blocks."""
+    """Logits and loss, once per microbatch between the passes over its blocks."""
     backward: tuple[Operation, ...]
-    """For every block of every microbatch."""
+    """Backward pass of a block, once per block and microbatch."""
     embedding_gradient: tuple[Operation, ...]
-    """For every microbatch, after its blocks."""
+    """Gradient of the embedding, once per microbatch after its blocks."""
     update: tuple[Operation, ...]
-    """Once, after the last microbatch."""
+    """Gradient synchronisation and optimizer update, once per step after the last microbatch."""
 
 
-def pieces(shape: TransformerShape, strategy: Strategy) -> Pieces:
-    """The operations of a device of the stage that sets the pace, and logits even so where that
-    is not the last."""
-    part, layout = part_of(shape, strategy), strategy.layout
-    layers, dealt = pace(shape, strategy).layers, layout if is_uneven(shape, layout) else None
+def step_operations(shape: TransformerShape, strategy: Strategy) -> StepOperations:
+    """Operations of a device of the slowest stage; logits are included even if that is not the
+    last stage."""
+    shard, layout = block_shard(shape, strategy), strategy.layout
+    layers, dealt = (
+        slowest_stage(shape, strategy).layers,
+        layout if is_uneven(shape, layout) else None,
+    )
     accumulated = accumulator_elements(shape, layout, strategy.split.microbatches)
-    return Pieces(
+    return StepOperations(
         before=zeros(shape, accumulated, dealt) if accumulated else (),
-        embedding=embedding(part, layers, strategy.zero_stage > 0),
-        forward=block_forward(part),
-        logits=logits(part),
-        backward=block_backward(part),
-        embedding_gradient=embedding_gradient(part, layers, accumulated > 0),
-        update=update_piece(shape, strategy),
+        embedding=embedding(shard, layers, strategy.zero_stage > 0),
+        forward=block_forward(shard),
+        logits=logits(shard),
+        backward=block_backward(shard),
+        embedding_gradient=embedding_gradient(shard, layers, accumulated > 0),
+        update=update_operations(shape, strategy),
     )
 
 
-def update_piece(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
-    """What a device does once, after the last microbatch."""
+def update_operations(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
+    """Operations of a device after the last microbatch: gradient sums and optimizer update."""
     microbatches, layout = strategy.split.microbatches, strategy.layout
     return update(
         Update(
@@ -113,19 +120,19 @@ def transformer_program(
     *,
     workspace_bytes: int = AMPERE_WORKSPACE_BYTES,
 ) -> Program:
-    """What each device does in one step of training `shape` as `strategy` says.
+    """Program of one training step of `shape` with `strategy`, per device.
 
     Args:
         shape: the network, and its samples.
-        strategy: how it is spread.
-        workspace_bytes: memory that the library for products takes for itself.
+        strategy: parallelism, microbatches and recompute.
+        workspace_bytes: workspace of the matrix-product library (cuBLAS).
 
     Raises:
         ConfigError: if the axes do not divide the network.
     """
     strategy.require_fits(shape)
-    slowest = pace(shape, strategy)
-    parts = pieces(shape, strategy)
+    slowest = slowest_stage(shape, strategy)
+    parts = step_operations(shape, strategy)
     body = (
         *parts.embedding,
         Loop(name="forward", trip_count=slowest.layers, body=parts.forward),
@@ -156,7 +163,7 @@ def transformer_program(
 
 
 def pipeline_of(shape: TransformerShape, strategy: Strategy) -> Pipeline | None:
-    """The stages, and what they hand each other; None of a single one."""
+    """Pipeline stages and their boundary activations; None for a single stage."""
     layout = strategy.layout
     if layout.pipeline == 1:
         return None
@@ -165,6 +172,6 @@ def pipeline_of(shape: TransformerShape, strategy: Strategy) -> Pipeline | None:
         chunks=strategy.pipeline_chunks,
         layers=stage_layers(shape.layers, layout.pipeline) if is_uneven(shape, layout) else None,
         microbatches=strategy.split.microbatches,
-        boundary_bytes=part_of(shape, strategy).stream_bytes,
+        boundary_bytes=block_shard(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,
     )

@@ -1,6 +1,7 @@
-"""What a step does outside its blocks: casts, embeddings, logits and loss, sums, the update.
+"""Operations outside the blocks: casts, embeddings, logits, loss, gradient sums, optimizer update.
 
 As in `block`, read off compiled programs and derived from shapes. Left out: fusions of scalars.
+Knows no hardware.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from scalejax.simulator.program import Operation
 from scalejax.simulator.transformer.block import kept_bytes
 from scalejax.simulator.transformer.operations import Writer
 from scalejax.simulator.transformer.shape import (
-    Part,
+    BlockShard,
     TransformerShape,
     is_uneven,
     most_layers,
@@ -21,78 +22,78 @@ from scalejax.simulator.transformer.shape import (
     sum_axes,
 )
 
-_KEPT = 65536
+_CACHE_SIZE = 65536
 _COMBINED_BYTES = 30 * 1024**2
-"""Buffers up to this size are put together for one all-reduce, which copies them (XLA,
+"""Buffers up to this size are combined into one all-reduce, which copies them (XLA,
 xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold)."""
 _F32, _F32_BYTES = "f32", 4
 _MATRICES = ("qkv", "projection", "up", "down")
 _VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
 
 
-def _writer(prefix: str, part: Part) -> Writer:
-    return Writer(prefix, part.shape.operand_type, part.layout)
+def _writer(prefix: str, shard: BlockShard) -> Writer:
+    return Writer(prefix, shard.shape.operand_type, shard.layout)
 
 
-def _table_elements(part: Part) -> int:
-    """Of the token embedding, as one device of a tensor group uses it."""
-    return part.shape.vocabulary * part.shape.hidden // part.layout.tensor
+def _table_elements(shard: BlockShard) -> int:
+    """Elements of the token embedding that one device of a tensor group uses."""
+    return shard.shape.vocabulary * shard.shape.hidden // shard.layout.tensor
 
 
-def _place_elements(part: Part) -> int:
-    shape = part.shape
+def _position_elements(shard: BlockShard) -> int:
+    shape = shard.shape
     return shape.tokens * shape.hidden if shape.has_learned_positions else 0
 
 
-@lru_cache(maxsize=_KEPT)
-def embedding(part: Part, layers: int, is_gathered: bool) -> tuple[Operation, ...]:
-    """What comes before the blocks: matrices cast to the compute type, tokens looked up.
+@lru_cache(maxsize=_CACHE_SIZE)
+def embedding(shard: BlockShard, layers: int, is_gathered: bool) -> tuple[Operation, ...]:
+    """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
     Args:
-        part: of the microbatch.
+        shard: a device's shard of a block for one microbatch.
         layers: blocks of the stage.
-        is_gathered: whether the step has cast them already, to gather them from the parts that
-            ZeRO keeps.
+        is_gathered: whether the step has cast the matrices already, to gather them from ZeRO's
+            shards.
     """
-    write, fsdp, used = _writer("embedding", part), part.layout.fsdp, part.shape.element_bytes
-    own = part.matrix_bytes // fsdp * layers
+    write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
+    own = shard.matrix_bytes // fsdp * layers
     if used != _F32_BYTES and not is_gathered:
-        for name, size in zip(_MATRICES, part.matrices, strict=True):
+        for name, size in zip(_MATRICES, shard.matrices, strict=True):
             one = size // fsdp * layers
             write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
-        table = _table_elements(part) // fsdp
+        table = _table_elements(shard) // fsdp
         write.fusion("tokens.cast", table * _F32_BYTES, table * used)
-    tables = (_table_elements(part) + _place_elements(part)) * used
-    if fsdp > 1 and part.shape.has_learned_positions:
+    tables = (_table_elements(shard) + _position_elements(shard)) * used
+    if fsdp > 1 and shard.shape.has_learned_positions:
         write.fusion("places.cast", tables // fsdp // 4, tables // fsdp // 8)
     write.start("gather_tables", "all_gather", tables, (FSDP,), buffers=2)
     write.fusion("gradients.zero", 0, own)
-    write.fusion("kept.zero", 0, layers * kept_bytes(part))
+    write.fusion("kept.zero", 0, layers * kept_bytes(shard))
     write.wait("gather_tables")
-    stream = part.stream_bytes
-    write.fusion("lookup", stream + _place_elements(part) * used, stream)
-    if part.layout.tensor > 1:
-        kind = "reduce_scatter" if part.sequence_parallel else "all_reduce"
+    stream = shard.stream_bytes
+    write.fusion("lookup", stream + _position_elements(shard) * used, stream)
+    if shard.layout.tensor > 1:
+        kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
         write.collective("lookup.sum", kind, stream, (TENSOR,))
-        write.fusion("places.add", stream + _place_elements(part) * used, stream)
+        write.fusion("places.add", stream + _position_elements(shard) * used, stream)
     return write.done()
 
 
-@lru_cache(maxsize=_KEPT)
-def logits(part: Part) -> tuple[Operation, ...]:
-    """What comes between the passes over the blocks: norm, logits, loss, and its gradient."""
-    write, shape, rows = _writer("logits", part), part.shape, part.rows
-    tensor, stream = part.layout.tensor, part.kept_stream_bytes
+@lru_cache(maxsize=_CACHE_SIZE)
+def logits(shard: BlockShard) -> tuple[Operation, ...]:
+    """Operations between the passes over the blocks: norm, logits, loss, and its gradient."""
+    write, shape, rows = _writer("logits", shard), shard.shape, shard.rows
+    tensor, stream = shard.layout.tensor, shard.kept_stream_bytes
     width = shape.vocabulary // tensor
     size = rows * width * shape.element_bytes
     wide = rows * width * _F32_BYTES
     write.fusion("norm.statistics", stream, rows * 8)
     write.fusion("norm.apply", stream, stream)
-    if part.sequence_parallel:
-        write.collective("gather_tokens", "all_gather", part.stream_bytes, (TENSOR,))
+    if shard.sequence_parallel:
+        write.collective("gather_tokens", "all_gather", shard.stream_bytes, (TENSOR,))
     write.matmul("product", (1, rows, width, shape.hidden))
     write.fusion("largest", size, rows * 8)
-    # The likeliest token, for the accuracy: a value and an index from every part.
+    # The argmax token, for the accuracy: a value and an index from every shard.
     write.collective("largest.gather", "all_gather", rows * 8 * tensor, (TENSOR,))
     write.fusion("sum", size, rows * _F32_BYTES)
     write.collective("sum.sum", "all_reduce", rows * 8, (TENSOR,))
@@ -100,8 +101,8 @@ def logits(part: Part) -> tuple[Operation, ...]:
     if shape.element_bytes != _F32_BYTES:
         write.fusion("loss.gradient.cast", wide, size)
     write.matmul("input_gradient", (1, rows, shape.hidden, width))
-    kind = "reduce_scatter" if part.sequence_parallel else "all_reduce"
-    write.start("input_gradient.sum", kind, part.stream_bytes, (TENSOR,))
+    kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
+    write.start("input_gradient.sum", kind, shard.stream_bytes, (TENSOR,))
     write.matmul("tokens.gradient", (1, width, shape.hidden, rows))
     write.wait("input_gradient.sum")
     write.fusion("norm.gradient.statistics", 2 * stream, 2 * stream)
@@ -110,47 +111,50 @@ def logits(part: Part) -> tuple[Operation, ...]:
     return write.done()
 
 
-@lru_cache(maxsize=_KEPT)
-def embedding_gradient(part: Part, layers: int, is_accumulated: bool) -> tuple[Operation, ...]:
-    """What comes after the blocks: the embedding's gradient, sums, and gradients accumulated.
+@lru_cache(maxsize=_CACHE_SIZE)
+def embedding_gradient(
+    shard: BlockShard, layers: int, is_accumulated: bool
+) -> tuple[Operation, ...]:
+    """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
     Args:
-        part: of the microbatch; its layout says over which devices all of this is summed.
+        shard: a device's shard of a block for one microbatch; its layout says over which devices
+            gradients are summed.
         layers: blocks of the stage.
-        is_accumulated: whether gradients are added up in float32 over microbatches.
+        is_accumulated: whether gradients are accumulated in float32 over microbatches.
     """
-    write, shape, layout = _writer("embedding.gradient", part), part.shape, part.layout
+    write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
     used = shape.element_bytes
-    if part.recompute != "full" and not shape.is_fused:
+    if shard.recompute != "full" and not shape.is_fused:
         for name in ("queries", "keys", "values"):
-            write.copy(f"{name}.transpose", layers * part.head_bytes)
-    if part.sequence_parallel:
-        write.collective("lookup.gather", "all_gather", part.stream_bytes, (TENSOR,))
-    write.copy("tokens.scatter", part.stream_bytes)
-    _sum_tables(write, part, layers)
+            write.copy(f"{name}.transpose", layers * shard.head_bytes)
+    if shard.sequence_parallel:
+        write.collective("lookup.gather", "all_gather", shard.stream_bytes, (TENSOR,))
+    write.copy("tokens.scatter", shard.stream_bytes)
+    _sum_tables(write, shard, layers)
     if is_accumulated:
-        own = part.matrix_bytes // layout.fsdp // used * layers
-        own += (_table_elements(part) + _place_elements(part)) // layout.fsdp
+        own = shard.matrix_bytes // layout.fsdp // used * layers
+        own += (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
         write.fusion("accumulate", own * (_F32_BYTES + used), own * _F32_BYTES)
         for index in range(_VECTOR_UPDATES):
             write.copy(f"accumulate.{index}", layers * shape.hidden * _F32_BYTES)
     return write.done()
 
 
-def _sum_tables(write: Writer, part: Part, layers: int) -> None:
-    """Sums of the gradients that no block has summed: of embeddings, biases and norms."""
-    layout, along = part.layout, sum_axes(part.layout)
+def _sum_tables(write: Writer, shard: BlockShard, layers: int) -> None:
+    """Sums of the gradients of embeddings, biases and norms, which no block has summed."""
+    layout, along = shard.layout, sum_axes(shard.layout)
     both = (*along, FSDP)
-    used = part.shape.element_bytes
-    norms = (layers * part.norm_elements + part.norm_elements // 2) * _F32_BYTES + 8
-    biases = layers * part.small_elements * used
-    table, places = _table_elements(part) * used, _place_elements(part) * used
+    used = shard.shape.element_bytes
+    norms = (layers * shard.norm_elements + shard.norm_elements // 2) * _F32_BYTES + 8
+    biases = layers * shard.small_elements * used
+    table, places = _table_elements(shard) * used, _position_elements(shard) * used
     write.start("sum.norms", "all_reduce", norms, both)
     if layout.fsdp == 1:
-        kind = "reduce_scatter" if part.is_scattered else "all_reduce"
+        kind = "reduce_scatter" if shard.is_scattered else "all_reduce"
         write.start("sum", kind, table + places + biases, along)
     elif not along:
-        # Its two uses are scattered apart where tensor divides the table.
+        # The gradients of its two uses are scattered separately where tensor shards the table.
         uses = 2 if layout.tensor > 1 else 1
         write.start("scatter", "reduce_scatter", uses * table + places, (FSDP,), buffers=3)
         write.start("sum", "all_reduce", biases, both)
@@ -169,27 +173,27 @@ def _sum_tables(write: Writer, part: Part, layers: int) -> None:
             write.wait(name)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tuple[Operation, ...]:
-    """What comes before the first microbatch: somewhere to add `own` gradients up in.
+    """Operations before the first microbatch: zeroed accumulators for `own` gradients.
 
     Args:
         shape: the network.
-        own: gradients of a device.
-        dealt: all devices, where the stages of a pipeline take their blocks first.
+        own: number of gradients of a device.
+        dealt: layout of all devices, where unequal pipeline stages first redistribute blocks.
     """
     write = Writer("accumulator", _F32, dealt or Layout())
     if dealt is not None:
-        _deal(write, shape, dealt)
+        _redistribute_blocks(write, shape, dealt)
     write.copy("zero", own * _F32_BYTES)
     for index in range(_VECTOR_UPDATES):
         write.copy(f"zero.{index}", shape.hidden * _F32_BYTES)
     return write.done()
 
 
-def _deal(write: Writer, shape: TransformerShape, layout: Layout) -> None:
-    """Matrices from where stages keep a part of each to where they are blocks of one stage, or
-    their gradients back; what a stage takes is as large as that of the longest."""
+def _redistribute_blocks(write: Writer, shape: TransformerShape, layout: Layout) -> None:
+    """All-to-all that redistributes stored shards of all blocks into whole blocks per stage, or
+    their gradients back; each stage's payload is that of the longest."""
     layers, parts = most_layers(shape, layout), layout.tensor * layout.fsdp
     for name, size in zip(_MATRICES, shape.matrices, strict=True):
         payload = layers * size * shape.element_bytes // parts
@@ -202,7 +206,7 @@ def _deal(write: Writer, shape: TransformerShape, layout: Layout) -> None:
 
 
 def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: int) -> int:
-    """Gradients that a device adds up over microbatches; 0 where there is a single one."""
+    """Gradients that a device accumulates over microbatches; 0 with a single microbatch."""
     if microbatches == 1 and layout.pipeline == 1:
         return 0
     return parameters_of_device(shape, layout)
@@ -210,27 +214,27 @@ def accumulator_elements(shape: TransformerShape, layout: Layout, microbatches: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """All that the end of a step depends on."""
+    """Inputs of the optimizer update of a step."""
 
     shape: TransformerShape
     """The network."""
     layout: Layout
-    """All devices."""
+    """Layout of all devices."""
     zero_stage: Literal[0, 1, 2]
-    """What the data axis keeps in parts."""
+    """ZeRO stage of the data axis."""
     microbatches: int
-    """Of an update."""
+    """Microbatches per update."""
     moments: Literal[0, 1, 2]
-    """Arrays that the optimizer keeps."""
+    """Arrays like the parameters that the optimizer keeps."""
     is_accumulated: bool
-    """Whether gradients were added up in float32."""
+    """Whether gradients were accumulated in float32."""
     is_summed_once: bool
-    """Whether they are not summed over the batch yet."""
+    """Whether gradients are summed over the batch in the update, not per block."""
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def update(end: Update) -> tuple[Operation, ...]:
-    """What comes after the last microbatch: the sum over the batch, and the optimizer."""
+    """Operations after the last microbatch: gradient sum over the batch, optimizer update."""
     shape, whole = end.shape, end.layout
     layout = stage_layout(whole)
     write = Writer("update", shape.operand_type, layout)
@@ -242,7 +246,7 @@ def update(end: Update) -> tuple[Operation, ...]:
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if is_uneven(shape, whole):
         back = Writer("update", _F32, whole)
-        _deal(back, shape, whole)
+        _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
     if end.is_accumulated and end.is_summed_once:
         _sum_once(write, end, own, [count * _F32_BYTES for count in counts.values()])
@@ -262,8 +266,8 @@ def update(end: Update) -> tuple[Operation, ...]:
 
 
 def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) -> None:
-    """Parameters of the next step, gathered from their parts; cast first, and so travelling in
-    the compute type but for a few vectors. (The step gathers before it uses them: equally long.)
+    """All-gather of the updated parameters from ZeRO's shards, cast to the compute type first
+    except for a few vectors. (The trainer gathers at the start of the next step: equally long.)
     """
     if used_bytes != _F32_BYTES:
         for name, count in counts.items():
@@ -274,14 +278,14 @@ def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) 
 
 
 def _sum_once(write: Writer, end: Update, own: int, stacks: list[int]) -> None:
-    """The sum of accumulated gradients; small ones copied together before, apart after."""
+    """Sum of accumulated gradients over the batch; small ones are combined in a buffer."""
     along = sum_axes(end.layout)
     if not along:
         return
     large = sum(size for size in stacks if size > _COMBINED_BYTES)
     combined = max(0, own * _F32_BYTES - large)
     if end.zero_stage and DATA in along:
-        # Stage 2 scatters those of every microbatch: written as one exchange of so many buffers.
+        # Stage 2 scatters those of every microbatch: one collective of that many buffers here.
         times = end.microbatches if end.zero_stage == 2 and end.layout.pipeline == 1 else 1
         payload = times * own * _F32_BYTES
         write.start("scatter", "reduce_scatter", payload, along, dtype=_F32, buffers=times)

@@ -1,6 +1,6 @@
-"""Operations of a closed-form program, written down in schedule order.
+"""Builder of the operations of a closed-form program, in schedule order.
 
-Knows how an `Operation` is put together; nothing of transformers.
+Knows how an `Operation` is constructed; nothing of transformers.
 """
 
 from functools import lru_cache
@@ -9,30 +9,30 @@ from scalejax.config.parallelism import AXES, Layout
 from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup, Operation
 
 _F32 = "f32"
-_KEPT = 65536  # groups of devices that a search meets again
+_CACHE_SIZE = 65536  # entries of the cache of device groups
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
 
 
 class Writer:
-    """Collects operations whose names start alike."""
+    """Builder that collects operations whose names have a common prefix."""
 
     def __init__(self, prefix: str, dtype: str, layout: Layout) -> None:
-        """Begin.
+        """Start with no operations.
 
         Args:
-            prefix: of the names, unique in a program.
-            dtype: of operands, "bf16", "f16" or "f32".
-            layout: whose axes collectives go along.
+            prefix: prefix of the names, unique in a program.
+            dtype: type of operands, "bf16", "f16" or "f32".
+            layout: mesh axes of the collectives.
         """
         self.operations: list[Operation] = []
-        """What was written so far."""
+        """Operations so far."""
         self._prefix = prefix
         self._dtype = dtype
         self._element_bytes = 4 if dtype == _F32 else 2
         self._layout = layout
 
     def fusion(self, name: str, read: int, write: int) -> None:
-        """A fusion that moves so many bytes."""
+        """Add a fusion that reads and writes the given bytes."""
         self.operations.append(
             Operation(
                 name=self._full(name),
@@ -44,13 +44,13 @@ class Writer:
         )
 
     def copy(self, name: str, size: int) -> None:
-        """A fusion that reads and writes as many bytes, such as a slice of a stack."""
+        """Add a fusion that reads and writes `size` bytes each, such as a slice of a stack."""
         self.fusion(name, size, size)
 
     def matmul(self, name: str, shape: tuple[int, int, int, int], extra_read: int = 0) -> None:
-        """A product of (batch, m, n, k), each operand and the result moved once.
+        """Add a product of (batch, m, n, k), each operand and the result moved once.
 
-        In half precision sides are padded to what matrix units load, as XLA does.
+        In half precision sides are padded to the alignment of matrix units, as XLA does.
         """
         if self._dtype != _F32:
             batch, *sides = shape
@@ -73,7 +73,7 @@ class Writer:
     def attention(
         self, name: str, shape: tuple[int, int, int, int], products: int, read: int, write: int
     ) -> None:
-        """Fused causal attention, which does `products` products of half the scores."""
+        """Add fused causal attention, which does `products` products of half the scores."""
         batch, queries, keys, size = shape
         self.operations.append(
             Operation(
@@ -98,7 +98,7 @@ class Writer:
         buffers: int = 1,
         is_async: bool = True,
     ) -> None:
-        """An exchange between the devices along `axes`; nothing where they are one."""
+        """Start a collective over `axes`; nothing if they have a single device."""
         group = group_of(self._layout, axes)
         if group.size == 1 or not payload:
             return
@@ -121,7 +121,7 @@ class Writer:
         )
 
     def wait(self, name: str) -> None:
-        """Stand still until the exchange of that name is done, if there is one."""
+        """Add a wait for the collective of that name, if it was started."""
         full = self._full(name)
         if any(each.name == full for each in reversed(self.operations)):
             self.operations.append(
@@ -131,21 +131,21 @@ class Writer:
     def collective(
         self, name: str, kind: CollectiveName, payload: int, axes: tuple[str, ...]
     ) -> None:
-        """An exchange whose result is needed at once."""
+        """Add a collective and a wait for it."""
         self.start(name, kind, payload, axes)
         self.wait(name)
 
     def done(self) -> tuple[Operation, ...]:
-        """All that was written."""
+        """All operations so far."""
         return tuple(self.operations)
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}.{name}"
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def group_of(layout: Layout, axes: tuple[str, ...]) -> DeviceGroup:
-    """The devices along `axes`, those of one device left out."""
+    """Device group of the mesh axes `axes`; axes of one device are omitted."""
     sizes = layout.axis_sizes
     used = tuple(axis for axis in AXES if axis in axes and sizes[axis] > 1)
     extents: list[tuple[int, int]] = []

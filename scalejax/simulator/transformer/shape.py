@@ -1,6 +1,6 @@
-"""A transformer by its dimensions, and a way to spread its training: plain numbers, no network.
+"""Dimensions of a transformer, its parallelism strategy, and the sizes of each device's shard.
 
-Knows how many elements each matrix has and what of them one device holds; no operations.
+Knows the elements of each matrix and the shard that one device holds; no operations, no network.
 """
 
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from scalejax.config.model import ELEMENT_BYTES, CostedType
 from scalejax.config.parallelism import CONTEXT, DATA, BatchSplit, Layout
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
-_KEPT = 65536  # what a search meets again
+_CACHE_SIZE = 65536  # entries of the caches
 _OPERAND_TYPES: dict[CostedType, str] = {
     "bfloat16": "bf16", "float16": "f16", "float32": "f32", "float8": "bf16",
 }  # fmt: skip
 
 Recompute = Literal["none", "selective", "selective_op", "full"]
-"""What the backward pass of a block computes again: nothing; the scores of unfused attention;
-besides them norms, the projection (unless tensor sums it) and of a gated block the product that
-is gated; or all but the input of the block."""
+"""Recompute in the backward pass of a block: nothing; the scores of unfused attention; scores,
+norms, the projection (unless tensor sums it) and the gated up projection; or all but the input of
+the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +33,11 @@ class TransformerShape:
     heads: int
     """Attention heads."""
     kv_heads: int
-    """Heads of keys and values, which several heads of queries share if there are fewer."""
+    """Heads of keys and values; fewer than `heads` is grouped-query attention."""
     ffn_hidden: int
     """Width inside the feed-forward layer."""
     vocabulary: int
-    """Values of a token."""
+    """Size of the vocabulary."""
     tokens: int
     """Tokens of a sample."""
     is_gated: bool = False
@@ -46,9 +46,9 @@ class TransformerShape:
     has_tied_embeddings: bool = True
     """Whether the token embedding is the output layer as well."""
     has_learned_positions: bool = True
-    """Whether positions are an embedding; if not, queries and keys are rotated."""
+    """Whether positions are an embedding; if not, rotary (RoPE)."""
     is_fused: bool = True
-    """Whether attention is one kernel that keeps no scores."""
+    """Whether attention is one fused kernel that keeps no scores."""
     compute_dtype: CostedType = "bfloat16"
     """Element type of activations and products; parameters and their moments are float32."""
 
@@ -65,7 +65,7 @@ class TransformerShape:
 
     @property
     def operand_type(self) -> str:
-        """XLA's name of the type of operands, where they are not cast to fp8."""
+        """XLA's name for the type of operands before any cast to fp8."""
         return _OPERAND_TYPES[self.compute_dtype]
 
     @property
@@ -75,7 +75,7 @@ class TransformerShape:
 
     @property
     def qkv_width(self) -> int:
-        """Columns of the matrix that makes queries, keys and values."""
+        """Columns of the matrix that computes queries, keys and values."""
         return self.hidden + 2 * self.kv_heads * self.head_size
 
     @property
@@ -112,23 +112,23 @@ class TransformerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A way to spread the training of a transformer over devices and in time.
+    """Parallelism, microbatches and recompute of a transformer's training step.
 
-    Stages of a pipeline take microbatches one forward, one backward (1F1B).
+    Pipeline stages run 1F1B.
     """
 
     split: BatchSplit
     """Devices along each axis, the global batch, and its microbatches."""
     recompute: Recompute = "none"
-    """What the backward pass computes again."""
+    """Recompute in the backward pass."""
     zero_stage: Literal[0, 1, 2] = 0
-    """What the data axis keeps in parts, as `LayoutConfig.zero_stage`."""
+    """ZeRO stage of the data axis, as `LayoutConfig.zero_stage`."""
     sequence_parallel: bool = False
-    """Whether the tensor axis divides the tokens between the layers that it divides."""
+    """Whether tokens are sharded over the tensor axis between tensor-parallel layers."""
     pipeline_chunks: int = 1
-    """Parts of the blocks of a stage, interleaved."""
+    """Interleaved chunks per pipeline stage."""
     moments: Literal[0, 1, 2] = 2
-    """Arrays like the parameters that the optimizer keeps: 2 of Adam, 1 of momentum."""
+    """Arrays like the parameters that the optimizer keeps: 2 for Adam, 1 for momentum."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline_chunks", self.pipeline_chunks, 1)
@@ -166,63 +166,63 @@ class Strategy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one device does with one microbatch of one block, and all that this depends on."""
+class BlockShard:
+    """One device's shard of a block for one microbatch, with its sizes in bytes."""
 
     shape: TransformerShape
     """The network."""
     layout: Layout
-    """The devices of one stage; along data one, where gradients are summed after the last
+    """The devices of one stage; one along data, where gradients are summed after the last
     microbatch."""
     samples: int
     """Samples of a microbatch."""
     recompute: Recompute
-    """What the backward pass computes again."""
+    """Recompute in the backward pass."""
     sequence_parallel: bool
-    """Whether the tensor axis divides tokens between layers."""
+    """Whether tokens are sharded over the tensor axis between layers."""
     is_scattered: bool
-    """Whether each device along data keeps its part of the gradients' sum, and no more."""
+    """Whether each device along data keeps only its shard of the summed gradients."""
 
     @property
     def gradient_parts(self) -> int:
-        """Parts into which the data axis divides the gradients of a block."""
+        """Shards of the gradients of a block along the data axis."""
         return self.layout.data if self.is_scattered else 1
 
     @property
     def rows(self) -> int:
-        """Tokens of a microbatch that the device takes through matrices."""
+        """Tokens of a microbatch that the device multiplies by matrices."""
         return self.samples * self.shape.tokens // self.layout.context
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of the residual stream of those tokens."""
+        """Bytes of the residual stream of `rows` tokens."""
         return self.rows * self.shape.hidden * self.shape.element_bytes
 
     @property
     def kept_stream_bytes(self) -> int:
-        """Of it, what the device holds between layers."""
+        """Bytes of the residual stream that the device holds between layers."""
         return self.stream_bytes // (self.layout.tensor if self.sequence_parallel else 1)
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of the queries of the heads of this device."""
+        """Bytes of the queries of this device's heads."""
         return self.stream_bytes // self.layout.tensor
 
     @property
     def qkv_bytes(self) -> int:
-        """Bytes of their queries, keys and values."""
+        """Bytes of the queries, keys and values of this device's heads."""
         shape = self.shape
         return self.rows * shape.qkv_width * shape.element_bytes // self.layout.tensor
 
     @property
     def inner_bytes(self) -> int:
-        """Bytes of the part of the feed-forward layer's inside."""
+        """Bytes of this device's hidden activations of the feed-forward layer."""
         shape = self.shape
         return self.rows * shape.ffn_hidden * shape.element_bytes // self.layout.tensor
 
     @property
     def up_bytes(self) -> int:
-        """Bytes of what the matrices into it result in."""
+        """Bytes of the result of this device's up projection."""
         return self.inner_bytes * (2 if self.shape.is_gated else 1)
 
     @property
@@ -246,7 +246,7 @@ class Part:
 
     @property
     def matrix_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all matrices of the block, in the compute type."""
         return sum(self.matrices)
 
     @property
@@ -259,33 +259,33 @@ class Part:
 
     @property
     def norm_elements(self) -> int:
-        """Elements of the scales and offsets of its two norms."""
+        """Elements of the scales and offsets of the block's two norms."""
         return (2 if self.shape.is_gated else 4) * self.shape.hidden
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """The stage that a pipeline waits for."""
+class SlowestStage:
+    """The slowest pipeline stage, on which the others wait."""
 
     layers: int
-    """Its blocks."""
+    """Blocks of the stage."""
     has_logits: bool
-    """Whether it is the last, which computes logits besides."""
+    """Whether it is the last stage, which also computes logits."""
 
 
-def pace(shape: TransformerShape, strategy: Strategy) -> Pace:
-    """The stage of most FLOP: the last, unless it holds a block less and logits take less than
-    one (first stages hold what stages do not divide, as the trainer has it)."""
+def slowest_stage(shape: TransformerShape, strategy: Strategy) -> SlowestStage:
+    """The stage with most FLOP: the last, unless it holds one block fewer and logits take less
+    than a block (as in the trainer, the first stages hold the remainder of the blocks)."""
     least, rest = divmod(shape.layers, strategy.layout.pipeline)
     passes = 4 if strategy.recompute == "full" else 3
     block = passes * (sum(shape.matrices) + 2 * shape.tokens * shape.hidden)
     if rest and block > 3 * shape.hidden * shape.vocabulary:
-        return Pace(least + 1, False)
-    return Pace(least, True)
+        return SlowestStage(least + 1, False)
+    return SlowestStage(least, True)
 
 
 def most_layers(shape: TransformerShape, layout: Layout) -> int:
-    """Blocks of a stage that holds most."""
+    """Blocks of the longest stage."""
     return -(-shape.layers // layout.pipeline)
 
 
@@ -297,35 +297,36 @@ def is_uneven(shape: TransformerShape, layout: Layout) -> bool:
 def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     """Whether gradients are summed over the batch once, after the last microbatch, in float32.
 
-    Else each block's are, in the compute type, in the backward pass of a single one; and with
-    ZeRO 2 those of every microbatch are, in float32, after it. A pipeline sums once.
+    Otherwise, with a single microbatch, each block's gradients are summed in its backward pass, in
+    the compute type. With ZeRO 2 those of every microbatch are summed after it, in float32. A
+    pipeline sums once.
     """
     return strategy.layout.pipeline > 1 or strategy.split.microbatches > 1
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def stage_layout(layout: Layout) -> Layout:
-    """The devices of one stage."""
+    """Layout of the devices of one stage."""
     return replace(layout, pipeline=1)
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def sum_axes(layout: Layout) -> tuple[str, ...]:
-    """Axes of more than one device along which parameters are whole and gradients summed."""
+    """Axes of more than one device along which parameters are replicated and gradients summed."""
     return tuple(axis for axis in (DATA, CONTEXT) if getattr(layout, axis) > 1)
 
 
-def part_of(shape: TransformerShape, strategy: Strategy) -> Part:
-    """What one microbatch of one block comes to on one device."""
+def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
+    """One device's shard of a block for one microbatch."""
     layout, is_summed_once = strategy.layout, sums_once(shape, strategy)
-    return _part(
+    return _block_shard(
         shape,
         layout,
         strategy.split.microbatch,
         strategy.recompute,
         strategy.sequence_parallel,
         is_summed_once,
-        # As the compiler has it; with fsdp and context it sums in other ways.
+        # As compiled; with fsdp and context gradients are summed by other collectives.
         strategy.zero_stage == 1
         and not is_summed_once
         and layout.data > 1
@@ -333,8 +334,8 @@ def part_of(shape: TransformerShape, strategy: Strategy) -> Part:
     )
 
 
-@lru_cache(maxsize=_KEPT)
-def _part(
+@lru_cache(maxsize=_CACHE_SIZE)
+def _block_shard(
     shape: TransformerShape,
     layout: Layout,
     samples: int,
@@ -342,10 +343,10 @@ def _part(
     sequence_parallel: bool,
     is_summed_once: bool,
     is_scattered: bool,
-) -> Part:
-    # As the trainer has it: fused attention wants the queries of all tokens.
+) -> BlockShard:
+    # As in the trainer: fused attention needs the queries of all tokens.
     is_fused = shape.is_fused and layout.context == 1
-    return Part(
+    return BlockShard(
         shape=replace(shape, is_fused=is_fused),
         layout=replace(layout, pipeline=1, data=1 if is_summed_once else layout.data),
         samples=samples,
@@ -355,21 +356,21 @@ def _part(
     )
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_CACHE_SIZE)
 def parameters_of_device(shape: TransformerShape, layout: Layout) -> int:
-    """Parameters that one device holds, of the blocks of its stage and of the embeddings.
+    """Parameters that one device stores: of the blocks of its stage and of the embeddings.
 
-    Of blocks each stage keeps as much as the others even where it computes fewer of them.
-    What `models.gpt` splits is divided by tensor and fsdp; norms, and the biases after a sum over
-    tensor, are whole. The token embedding counts on every stage: the first looks up in it and the
-    last multiplies by it.
+    Every stage stores an equal share of the blocks, even where it computes fewer. Arrays that
+    `models.gpt` shards are divided by tensor and fsdp; norms, and the biases after a sum over
+    tensor, are replicated. The token embedding counts on every stage: the first looks up in it and
+    the last multiplies by it.
     """
     parts = layout.tensor * layout.fsdp
-    part = _part(shape, layout, 1, "none", False, True, False)
-    block = sum(shape.matrices) // parts + part.small_elements + part.norm_elements
+    shard = _block_shard(shape, layout, 1, "none", False, True, False)
+    block = sum(shape.matrices) // parts + shard.small_elements + shard.norm_elements
     blocks = shape.layers * block // layout.pipeline
     tables = shape.vocabulary * shape.hidden // parts
     if not shape.has_tied_embeddings and layout.pipeline == 1:
         tables *= 2
     places = shape.tokens * shape.hidden // layout.fsdp if shape.has_learned_positions else 0
-    return blocks + tables + places + part.norm_elements // 2
+    return blocks + tables + places + shard.norm_elements // 2

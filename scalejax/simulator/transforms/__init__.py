@@ -1,1 +1,1 @@
-"""Programs made of programs: scaled out to more devices, split into a pipeline, in float8."""
+"""Transforms of programs: scale-out to more devices, pipeline parallelism, float8."""

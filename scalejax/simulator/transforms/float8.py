@@ -1,11 +1,11 @@
-"""The step of a network whose linear layers multiply in 8-bit floating point, from that in bf16.
+"""Program with linear layers in 8-bit floating point, derived from the program in bf16.
 
-A costing type: nothing here trains in it. Every product of a linear layer, forward and of both
-gradients, runs at the chip's rate for fp8, after its two operands have been written once more in
-8 bits. Left in bf16 are attention, as in Transformer Engine and torchao, and the output layer;
-so are all sums and gathers. The largest value of an operand, by which it is scaled, is found by
-the operation that makes it. A gradient that two products share is written twice, a sixth too
-much of what is cast.
+A costing type: the trainer does not train in it. Every product of a linear layer, forward and of
+both gradients, runs at the chip's rate for fp8, after its two operands have been cast to 8 bits.
+Attention, as in Transformer Engine and torchao, and the output layer stay in bf16; so do all sums
+and gathers. The largest value of an operand (amax), by which it is scaled, is computed by the
+operation that produces it. A gradient that two products share is cast twice, a sixth too much of
+the cast bytes. Knows nothing of hardware.
 
 Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv 2209.05433.
 """
@@ -24,8 +24,8 @@ _NOTE = "linear layers in fp8: derived from the program in bf16"
 def in_float8(program: Program) -> Program:
     """`program` with the products of its linear layers in fp8.
 
-    Those are the products of single matrices in its innermost loops, over blocks; what stands
-    outside, such as the output layer, stays as it is.
+    Linear layers are the products of single matrices in its innermost loops, over blocks;
+    operations outside of them, such as the output layer, are unchanged.
 
     Args:
         program: the compiled step of a transformer whose blocks are scanned, in bf16.
@@ -44,12 +44,12 @@ def _in_loops(item: Operation | Loop) -> Operation | Loop:
 
 
 def with_float8_products(operations: Iterable[Operation]) -> tuple[Operation, ...]:
-    """`operations` of a block, its linear layers in fp8."""
+    """`operations` of a block with its linear layers in fp8."""
     return tuple(each for item in operations for each in _cast(item))
 
 
 def _cast(item: Operation) -> tuple[Operation, ...]:
-    """A product with its operands' casts before it, if it is one of activations and a matrix."""
+    """A product of activations and a weight matrix in fp8 after a cast; other items unchanged."""
     if item.kind != "matmul" or item.dtype != "bf16" or len(item.shape) != 4:
         return (item,)
     batch, m, n, k = item.shape

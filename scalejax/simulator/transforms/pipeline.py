@@ -1,18 +1,18 @@
-"""The step of a pipeline, from the step of one of its stages.
+"""Program of a pipeline-parallel step, derived from the program of one of its stages.
 
-Stages work on microbatches in turn, forward and backward, one of each at a time (1F1B), or in
-several rounds over chunks of their layers (interleaved). While the first microbatch is on its way
-to the last stage and the last one on its way back, a stage stands still for as long as all other
-stages take for one microbatch: the bubble, (p - 1) (t forward + t backward) / v for p stages of v
-chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). Where stages are unlike, the longest
-sets the pace, and the bubble is what all others take. It is made part of the schedule, as loops
-over the blocks of other stages, or of a chunk.
+Stages alternate forward and backward passes of microbatches (1F1B), or interleave chunks of their
+layers. While the first microbatch travels to the last stage and the last one back, a stage idles
+for as long as all other stages take for one microbatch: the bubble,
+(p - 1) (t forward + t backward) / v for p stages of v chunks (Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2). Where stages are unequal, the slowest is the bottleneck, and the
+bubble is the time of all others. It is part of the schedule, as loops over the blocks of other
+stages, or of a chunk.
 
-The stage is the last, which computes logits besides its blocks, or another one that takes longer
-because the last holds fewer. Left out: that
-tied embeddings of the first stage and the last are summed with each other; that sending may
-overlap with compute. What a stage holds of the microbatches under way is one input for each block:
-everything else is computed again. With chunks a first stage holds more than is counted.
+The stage is the last, which computes logits besides its blocks, or another one that is slower
+because the last holds fewer blocks. Left out: the sum of the gradients of tied embeddings between
+the first stage and the last; that sends may overlap with compute. A stage holds one input per
+block of each microbatch in flight: everything else is recomputed. With chunks a first stage holds
+more than is counted. Knows nothing of hardware.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from scalejax.simulator.program import (
     Loop,
     Operation,
     Program,
-    repeated,
+    copy_with_suffix,
 )
 
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
@@ -38,20 +38,20 @@ _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How a network is divided over stages."""
+    """Division of a network over pipeline stages."""
 
     stages: int
-    """Groups of devices, each of which holds some of the layers."""
+    """Pipeline stages, groups of devices that each hold some of the layers."""
     chunks: int = 1
-    """Parts of the layers of one stage, each with layers of other stages between them."""
+    """Interleaved chunks of layers per stage (virtual pipeline stages)."""
     layers: tuple[int, ...] | None = None
-    """Blocks of each stage, of one chunk each; None where all stages hold as many."""
+    """Blocks of each stage, of one chunk each; None where all stages hold equally many."""
     microbatches: int
-    """Parts of the samples of a device group, one after the other."""
+    """Microbatches per step."""
     boundary_bytes: int
-    """What one microbatch hands from stage to stage."""
+    """Activation bytes that one microbatch sends from stage to stage."""
     is_boundary_divided: bool = False
-    """Whether devices along the tensor axis hold parts of it (sequence parallelism)."""
+    """Whether these activations are sharded over the tensor axis (sequence parallelism)."""
 
     def __post_init__(self) -> None:
         require_at_least("pipeline.stages", self.stages, 2)
@@ -63,22 +63,22 @@ class Pipeline:
 
 
 def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...] = ()) -> Program:
-    """The step of a device of the stage that sets the pace, bubble included.
+    """Program of a device of the slowest stage, bubble included.
 
-    A microbatch goes through all stages, and the others follow it through the slowest: t of the
-    step = sum over stages of t + (microbatches - 1) x largest t. Equal stages take that, and those
-    of which the last is the slowest; where first ones are, they begin more microbatches while they
-    wait, and the step is shorter by up to what others lack of their blocks.
+    One microbatch passes through all stages, and the others follow through the slowest: t of the
+    step = sum over stages of t + (microbatches - 1) x largest t. Exact where stages are equal or
+    the last is the slowest; where earlier ones are, they start more microbatches while they
+    wait, and the step is shorter by up to the time of the blocks that other stages lack.
 
     Args:
-        stage: the step of the network with the layers of one stage, on the devices of one stage,
-            in a loop over as many microbatches.
-        pipeline: of which it is a stage.
-        last: what the last stage does for a microbatch besides its blocks, where that is not the
-            stage given.
+        stage: program of the network with the layers of one stage, on the devices of one stage,
+            in a loop over the microbatches.
+        pipeline: the division of the network.
+        last: operations of the last stage for a microbatch besides its blocks, where that is not
+            the given stage.
 
     Raises:
-        ConfigError: if `stage` has no such loop, or none of the stages holds as many blocks.
+        ConfigError: if `stage` has no loop over microbatches, or no stage holds as many blocks.
     """
     loops = [item for item in stage.operations if isinstance(item, Loop)]
     fitting = [loop for loop in loops if loop.trip_count == pipeline.microbatches]
@@ -116,14 +116,14 @@ def _flop(loop: Loop) -> int:
 
 
 def _layers(work: Loop) -> int:
-    """Blocks of the stage whose microbatch `work` is; 1 where it does not loop over them."""
+    """Blocks of the stage in the microbatch loop `work`; 1 where it does not loop over them."""
     return max((item.trip_count for item in work.body if isinstance(item, Loop)), default=1)
 
 
 def _bubble(
     work: Loop, pipeline: Pipeline, sent: tuple[Operation, ...], last: tuple[Operation, ...]
 ) -> list[Loop]:
-    """What one microbatch takes in the other stages: a loop for those of as many blocks."""
+    """Bubble loops: one microbatch in the other stages, a loop per distinct number of blocks."""
     own = _layers(work)
     blocks = tuple(item for item in work.body if isinstance(item, Loop)) or work.body
     others = Counter(pipeline.layers or (own,) * pipeline.stages)
@@ -135,17 +135,17 @@ def _bubble(
     for index, (layers, stages) in enumerate((+others).items()):
         suffix = (f".{index}" if index else "") + BUBBLE
         part = Fraction(layers, own * pipeline.chunks)
-        passed = tuple(repeated(_shortened(item, part), suffix) for item in blocks)
-        handed_on = _numbered(sent, pipeline.chunks + index)
-        loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*passed, *handed_on)))
+        bubble_body = tuple(copy_with_suffix(_shortened(item, part), suffix) for item in blocks)
+        sends = _numbered(sent, pipeline.chunks + index)
+        loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*bubble_body, *sends)))
     if last:
-        ends = tuple(repeated(item, BUBBLE) for item in last)
+        ends = tuple(copy_with_suffix(item, BUBBLE) for item in last)
         loops.append(Loop(name=f"{work.name}.last{BUBBLE}", trip_count=1, body=ends))
     return loops
 
 
 def _shortened(item: Operation | Loop, part: Fraction) -> Operation | Loop:
-    """A loop over the blocks of a stage, as over a part of them."""
+    """A loop over the given fraction of a stage's blocks; other items unchanged."""
     if isinstance(item, Loop):
         return replace(item, trip_count=max(1, round(item.trip_count * part)))
     return item
@@ -155,10 +155,10 @@ def _shortened(item: Operation | Loop, part: Fraction) -> Operation | Loop:
 def sent_between_stages(
     pipeline: Pipeline, tensor: int, stage_devices: int
 ) -> tuple[Operation, ...]:
-    """What a stage sends and takes for one microbatch: activations on, gradients back.
+    """Collectives of a stage for one microbatch: activations forward, gradients backward.
 
-    Devices along the tensor axis each send their part of what they all hold, and gather the
-    parts again (the same, section 4.1); where they hold parts only, there is nothing to gather.
+    Devices along the tensor axis each send 1/tensor of the replicated activations, and all-gather
+    them (Narayanan et al. 2021, section 4.1); with sequence parallelism there is nothing to gather.
 
     Args:
         pipeline: the stages.

@@ -1,11 +1,12 @@
-"""The program of a long step on many devices, from that of a short one on few.
+"""Scale-out of a program: few devices and microbatches are compiled, many are derived.
 
-Each device of a data axis does the same to its own samples, and then sums gradients with the
-others; each microbatch passes through the same loop. The compiler therefore makes the same
-program for any size of the axis from two upwards but for the size of the groups, and for any
-number of microbatches from two upwards but for the trips of the loop. Where the axis keeps state
-in parts (ZeRO), it does so from the size on at which a part hardly counts.
-`tests/validation/test_programs.py` holds this against programs that were compiled in full.
+Each device of a data axis runs the same operations on its own samples, and then sums gradients
+with the others; each microbatch passes through one loop. The compiled program is therefore equal
+for any size of the axis from two upwards except for the size of the groups, and for any number of
+microbatches from two upwards except for the trip count of the loop. Where state is sharded over
+the axis (ZeRO), this holds from the size on at which one shard is negligible.
+`tests/validation/test_programs.py` checks this against programs that were compiled in full. Knows
+nothing of hardware.
 """
 
 import math
@@ -15,30 +16,32 @@ from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun, resolve
 from scalejax.simulator.program import Loop, Operation, Program
 
-NARROW = 2
-"""Devices along the data axis, and microbatches, of the program that stands for all more."""
-NARROW_PARTS = 16
-"""Devices along the data axis, where state is in parts. A step on more updates less than it says,
-by less than a sixteenth of the parameters. Those of the ledger that say ZeRO divide a flat buffer
-over any number of devices (Megatron-LM, DeepSpeed); the trainer divides dimensions, and leaves
-whole what its number of devices does not divide."""
+REDUCED_SIZE = 2
+"""Size of the data axis, and number of microbatches, of a reduced program."""
+REDUCED_SHARDS = 16
+"""Size of the data axis of a reduced program with sharded state. A step on more devices updates
+less than predicted, by less than a sixteenth of the parameters. The ledger's rows with ZeRO divide
+a flat buffer over any number of devices (Megatron-LM, DeepSpeed); the trainer divides dimensions,
+and replicates arrays that its number of devices does not divide."""
 _TOKEN_BYTES = 4
 
 
 def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
-    """`run` on the fewest devices and microbatches whose program widens to its own.
+    """`run` on the fewest devices and microbatches whose program can be scaled out to it.
 
-    Each device sees as many samples at a time. Microbatches of images are left alone, as their
-    bytes outside the loop are no longer small.
+    The microbatch per device is unchanged. The number of microbatches is kept for images, as
+    their bytes outside the loop are not negligible.
 
     Args:
-        run: of which the program is wanted.
+        run: run whose program is wanted.
         has_server: whether gradients go through a parameter server. Then a single device sends
             them too, and its program is that of two, each of which sends.
     """
     config, split = run.config, run.split
-    microbatches = min(split.microbatches, NARROW) if run.dataset.is_text else split.microbatches
-    data = NARROW if has_server else min(run.layout.data, _narrowest(run))
+    microbatches = (
+        min(split.microbatches, REDUCED_SIZE) if run.dataset.is_text else split.microbatches
+    )
+    data = REDUCED_SIZE if has_server else min(run.layout.data, _reduced_data_size(run))
     if (data, microbatches) == (run.layout.data, split.microbatches):
         return run
     samples = split.microbatch * microbatches
@@ -52,34 +55,34 @@ def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     return resolve(replace(config, batch=batch, layout=layout))
 
 
-def _narrowest(run: ResolvedRun) -> int:
-    return NARROW_PARTS if run.config.layout.zero_stage else NARROW
+def _reduced_data_size(run: ResolvedRun) -> int:
+    return REDUCED_SHARDS if run.config.layout.zero_stage else REDUCED_SIZE
 
 
-def scaled_out(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Program | None:
-    """`program` of `narrow`, which is `run` narrowed, as that of `run`; None if it cannot be told.
+def scaled_out(program: Program, reduced_run: ResolvedRun, run: ResolvedRun) -> Program | None:
+    """`program` of `reduced_run` scaled out to `run`; None if it cannot be.
 
-    That is, if more than sums crosses the data axis though state is whole, or the loop over
-    microbatches is not found.
+    It cannot if other collectives than sums cross the data axis though state is replicated, or if
+    the loop over microbatches is not found.
     """
-    if narrow == run:
+    if reduced_run == run:
         return program
-    old, new = narrow.layout.data, run.layout.data
-    is_in_parts = run.config.layout.zero_stage > 0
-    operations = _on_more_devices(program, old, new, is_in_parts=is_in_parts)
+    old, new = reduced_run.layout.data, run.layout.data
+    is_sharded = run.config.layout.zero_stage > 0
+    operations = _on_more_devices(program, old, new, is_sharded=is_sharded)
     if operations is not None:
-        trips = (narrow.split.microbatches, run.split.microbatches)
+        trips = (reduced_run.split.microbatches, run.split.microbatches)
         operations = _with_more_trips(operations, *trips)
     if operations is None:
         return None
     batch = run.split.global_batch
-    added = run.split.per_device_batch - narrow.split.per_device_batch
+    added = run.split.per_device_batch - reduced_run.split.per_device_batch
     facts = run.dataset
-    # Kept once as an argument, and once again divided into microbatches.
+    # Held once as an argument, and once more divided into microbatches.
     places = math.prod(facts.input_shape) + math.prod(facts.target_shape)
     added_bytes = added * places * _TOKEN_BYTES
     memory = program.memory
-    if is_in_parts:  # but for the tokens, and a counter
+    if is_sharded:  # except the tokens, and a counter
         kept = memory.alias_bytes - memory.alias_bytes * old // new
         memory = replace(
             memory,
@@ -100,12 +103,12 @@ def scaled_out(program: Program, narrow: ResolvedRun, run: ResolvedRun) -> Progr
         operations=operations,
         memory=memory,
         global_batch=batch,
-        model_flop=_of_samples(program.model_flop, narrow.split.global_batch, batch),
+        model_flop=_of_samples(program.model_flop, reduced_run.split.global_batch, batch),
     )
 
 
 def _of_samples(flop: int | None, old: int, new: int) -> int | None:
-    """The FLOP of `new` samples, where `old` take `flop`."""
+    """FLOP of `new` samples, given the FLOP of `old` samples."""
     return None if flop is None else flop * new // old
 
 
@@ -113,7 +116,7 @@ _Operations = tuple[Operation | Loop, ...]
 
 
 def _with_more_trips(operations: _Operations, old: int, new: int) -> _Operations | None:
-    """The operations with the loop over microbatches run `new` times; None if there is no one."""
+    """Operations with the microbatch loop run `new` times; None if there is no such loop."""
     if old == new:
         return operations
     loops = [item for item in operations if isinstance(item, Loop) and item.trip_count == old]
@@ -126,10 +129,10 @@ def _with_more_trips(operations: _Operations, old: int, new: int) -> _Operations
 
 
 def _on_more_devices(
-    program: Program, old: int, new: int, *, is_in_parts: bool
+    program: Program, old: int, new: int, *, is_sharded: bool
 ) -> _Operations | None:
-    """The operations with groups of the data axis grown; None if one does more than sum there,
-    unless that is how state in parts is used."""
+    """Operations with the groups of the data axis resized; None if replicated state has other
+    collectives than sums there."""
     if old == new:
         return program.operations
     major = next((axis for axis in program.mesh_axes if axis[1] > 1), None)
@@ -138,9 +141,9 @@ def _on_more_devices(
     crossing = [operation for operation, _ in program.walk() if _crosses(operation)]
     if not all(_has_known_group(each) for each in crossing):
         return None
-    if not is_in_parts and not all(_is_sum(each) for each in crossing):
+    if not is_sharded and not all(_is_sum(each) for each in crossing):
         return None
-    return tuple(_grown(item, old, new) for item in program.operations)
+    return tuple(_with_group_size(item, old, new) for item in program.operations)
 
 
 def _crosses(operation: Operation) -> bool:
@@ -153,13 +156,13 @@ def _has_known_group(operation: Operation) -> bool:
 
 
 def _is_sum(operation: Operation) -> bool:
-    """Whether it is a sum, whose payload does not grow with the group."""
+    """Whether an operation is a sum, whose payload does not grow with the group."""
     return operation.collective is not None and operation.collective.name == "all_reduce"
 
 
-def _grown(item: Operation | Loop, old: int, new: int) -> Operation | Loop:
+def _with_group_size(item: Operation | Loop, old: int, new: int) -> Operation | Loop:
     if isinstance(item, Loop):
-        return replace(item, body=tuple(_grown(each, old, new) for each in item.body))
+        return replace(item, body=tuple(_with_group_size(each, old, new) for each in item.body))
     collective = item.collective
     if collective is None or not _crosses(item):
         return item

@@ -1,1 +1,4 @@
-"""Decisions from predictions: how far to scale, which layout, when a target is reached."""
+"""Decisions from predictions: scaling studies, layout search, time to target, explanations.
+
+Composes the simulator with compiled programs; imports no JAX.
+"""

@@ -1,4 +1,4 @@
-"""A run explained: its step compiled, and once more with twice the batch.
+"""Explanation of a run: compiles its step, also with twice the batch, and explains both.
 
 Knows neither compiler nor equations: those are `profile` and `explain`.
 """
@@ -20,19 +20,19 @@ from scalejax.xla import ProfileJob
 from scalejax.xla.batch import compile_cases, in_words
 
 CASES = 2
-"""Programs that are compiled for one explanation: as asked for, and with twice the batch."""
+"""Programs that are compiled for one explanation: the run's, and one with twice the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedRun:
-    """An explanation, and the program that it is about."""
+    """An explanation with its compiled program."""
 
     explanation: Explanation
-    """Where the time of a step goes."""
+    """Breakdown of the time of a step."""
     program: Program
     """The compiled step."""
     shortage: str | None
-    """What it lacks in memory, also the first of the explanation's notes; None if it fits."""
+    """Memory advice, also the first of the explanation's notes; None if the step fits."""
 
 
 def explain_run(
@@ -42,16 +42,16 @@ def explain_run(
     *,
     on_case: OnCase = nothing_said,
 ) -> ExplainedRun:
-    """Why a step of `config` on `device_count` devices of `cluster` takes as long as predicted.
+    """Explanation of the predicted step time of `config` on `device_count` devices of `cluster`.
 
-    What twice the batch would do is left out, with a note, where the data or the compiler do
-    not take it.
+    The effect of twice the batch is left out, with a note, where the data or the compiler refuse
+    it.
 
     Args:
         config: the run.
         cluster: where it would run.
-        device_count: on how many devices.
-        on_case: told of each of the two programs as it begins to compile, is done, or remembered.
+        device_count: devices in the run.
+        on_case: called as each of the two programs starts to compile, is done, or is cached.
 
     Raises:
         ConfigError: if batch or layout do not divide.
@@ -88,7 +88,7 @@ def explain_run(
 def compare_trace(
     explained: ExplainedRun, cluster: Cluster, recorded: MeasuredTrace
 ) -> ExplainedRun:
-    """`explained` with a recorded step of the same run beside the predicted one."""
+    """`explained` with the comparison of the predicted step and a profiled one."""
     match = match_trace(explained.program, cluster, recorded.seconds_by_name)
     notes = explained.explanation.notes
     if recorded.device_count != explained.program.device_count:

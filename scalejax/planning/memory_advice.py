@@ -1,4 +1,4 @@
-"""What a step lacks in memory, and what of its run would let it need less.
+"""Memory advice: how much memory a step lacks, and settings of the run that would reduce it.
 
 Knows the fields of a run that memory depends on; not how much each of them saves.
 """
@@ -8,11 +8,11 @@ from scalejax.core.units import GIB
 
 
 def memory_notes(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> str | None:
-    """What is said of a step that does not fit into a device; None if it fits.
+    """Note on a step that does not fit into the memory of a device; None if it fits.
 
     Args:
-        run: what is trained, on its devices.
-        needed_bytes: most memory held at once on one device.
+        run: the run, on its devices.
+        needed_bytes: peak memory of one device.
         memory_bytes: memory of one device.
     """
     if needed_bytes <= memory_bytes:
@@ -24,7 +24,7 @@ def memory_notes(run: ResolvedRun, *, needed_bytes: int, memory_bytes: int) -> s
 
 
 def _remedies(run: ResolvedRun) -> list[str]:
-    """Changes to the run that take memory off its devices, of those that it leaves open."""
+    """Applicable changes to the run that reduce the memory of its devices."""
     split, layout = run.split, run.layout
     is_open = {
         "fewer samples per device": split.per_device_batch > 1,

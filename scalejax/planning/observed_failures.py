@@ -1,6 +1,6 @@
-"""What the failure model says of a run, given what the run has met: the check of one by the other.
+"""Failure statistics of a run, and the goodput that the failure model predicts from them.
 
-Knows stretches of a run's time and the model; no files.
+A check of the model against the run's own goodput. Knows intervals of a run's time; no files.
 """
 
 import math
@@ -15,33 +15,33 @@ from scalejax.training.time_accounting import Interval, steps_made, time_account
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailuresMet:
-    """What the failure model takes, as one run has met it: means over the run."""
+    """Inputs of the failure model as observed in one run: means over the run."""
 
     failures: int
-    """Sessions but the first; each followed a failure, or an interruption."""
+    """Sessions after the first; each followed a failure, or an interruption."""
     run_mtbf_seconds: float | None
     """Time that the run was up after its start, over failures; None if there were none."""
     down_seconds: float
-    """From the last sign of a session to the start of the next."""
+    """Mean time from the last record of a session to the start of the next."""
     restart_seconds: float
-    """From the start of a session that goes on until it trains: start-up, compiling."""
+    """Mean time from the start of a resuming session to training: start-up, compiling."""
     start_seconds: float
-    """The same of the first session."""
+    """Mean time from the start of the first session to training."""
     intervals: int
-    """Stretches between pauses that counted."""
+    """Number of intervals between pauses whose steps counted."""
     interval_seconds: float
-    """Training in such a stretch, waiting for input included."""
+    """Mean training time in an interval, waiting for input included."""
     pause_seconds: float
-    """For which training stood still at the end of one: an evaluation, a checkpoint."""
+    """Mean stall at the end of an interval: an evaluation, a checkpoint."""
     latency_seconds: float = 0.0
-    """From the end of that pause until its checkpoint is whole; the stretches do not say."""
+    """Time from the end of a pause until its checkpoint is complete; not in the intervals."""
 
     @property
     def goodput(self) -> float:
-        """The model's share of the time of such a run that goes into steps that count, 0..1.
+        """Fraction of the run's time spent on steps that count by the failure model, 0..1.
 
-        A start, and then the intervals with their pauses, each tried until it passes without a
-        failure. The start has none: a run that fails before it has begun leaves nothing.
+        A start, and then the intervals with their pauses, each repeated until it passes without a
+        failure. The start has no failures: a run that fails before it has begun leaves nothing.
 
         Raises:
             ConfigError: if failures come so fast that such a run would never end.
@@ -60,7 +60,7 @@ class FailuresMet:
 
 
 def failures_met(intervals: Sequence[Interval]) -> FailuresMet | None:
-    """What a run has met, by its stretches in order; None before its first interval is done."""
+    """Failure statistics from a run's intervals in order; None before the first is complete."""
     made = zip(intervals, steps_made(intervals), which_counted(intervals), strict=True)
     counted = [each for each, steps, is_counted in made if is_counted and steps]
     finished = [each for each in counted if each.is_finished]
@@ -84,8 +84,7 @@ def failures_met(intervals: Sequence[Interval]) -> FailuresMet | None:
 
 
 def _starts(intervals: Sequence[Interval]) -> tuple[list[float], list[float]]:
-    """Seconds until training of the sessions that came so far: of those that began the run, and
-    of those that went on with it."""
+    """Seconds from start to training of each session that trained: first starts, and resumes."""
     starts, restarts = [], []
     for _, lines in groupby(intervals, key=lambda each: each.session):
         of_session = list(lines)

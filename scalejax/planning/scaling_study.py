@@ -1,6 +1,6 @@
-"""One run on many numbers of devices: what a person asks before adding some.
+"""Scaling study: predictions of one run on many device counts, weak or strong, with ramp-up.
 
-Decides what is held fixed as devices are added, has each case compiled and costed, and relates
+Decides what is held fixed as devices are added, has each case compiled and costed, and compares
 the results. Knows neither compiler nor equations: those are `profile` and `predict`.
 """
 
@@ -48,9 +48,9 @@ def study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
-        title: names the study for people; if None, the model and the cluster.
-        notes: what else must be known of every prediction.
-        on_case: told of each number of devices that begins to compile, is done, or remembered.
+        title: title of the study; if None, the model and the cluster.
+        notes: further notes on every prediction.
+        on_case: called as each device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of devices.
 
     Raises:
@@ -79,8 +79,8 @@ def study(
 def predict_run(
     run: ResolvedRun, program: Program, cluster: Cluster, *, epochs: int, notes: Sequence[str] = ()
 ) -> Prediction:
-    """What so many epochs of `program` take, with `notes`, and one on what to change about `run`
-    where it does not fit.
+    """Prediction of `epochs` epochs of `program`, with `notes`, and memory advice where it does
+    not fit.
 
     Raises:
         DoesNotFit: if the cluster has fewer devices.
@@ -127,7 +127,7 @@ def resolve_all(
     return runs
 
 
-# A run whose batch grows, on many numbers of devices: each of its batches compiled and costed.
+# Scaling study of a run with batch-size ramp-up.
 
 
 def ramp_study(
@@ -149,9 +149,8 @@ def ramp_study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed as devices are added: of the first batch, and so of all.
-        notes: what else must be known of every prediction.
-        on_case: told of each batch and number of devices that begins to compile, is done, or
-            remembered.
+        notes: further notes on every prediction.
+        on_case: called as each batch and device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of batch, then of devices.
 
     Raises:
@@ -186,9 +185,9 @@ def ramp_study(
 
 
 def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
-    """A run whose every step is one of `phase`: of its batch, with the optimizer of the first.
+    """A run with only the steps of `phase`: its batch, with the optimizer of the first phase.
 
-    Learning rates are others, and no matter: they are numbers in the same program.
+    Its learning rates differ, which does not matter: they are inputs of one program.
     """
     config = run.config
     optimizer = scaled_optimizer(config.schedule, config.optimizer, run.split.global_batch)

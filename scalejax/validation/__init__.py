@@ -1,10 +1,10 @@
-"""Predictions held against a ledger of published step times.
+"""Validation of predictions against a ledger of published step times.
 
 In order: `read_ledger` reads the rows, `compile_cases` finds the program and the cluster of
-each, `evaluate` predicts, `validation` makes the document. Needs no JAX: programs come from an
+each, `evaluate` predicts, `validation` summarises. Needs no JAX: programs come from an
 archive, from the user's cache, or from workers that compile.
 
-To try other constants: `with_chips` on what `compile_cases` gives, and evaluate again.
+To try other constants: `with_chips` on the result of `compile_cases`, and evaluate again.
 """
 
 from scalejax.validation.cases import Skipped

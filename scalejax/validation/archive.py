@@ -1,10 +1,10 @@
-"""Compiled programs of many cases in one small file, by what was asked for.
+"""Archive of compiled programs in one small file, keyed by the compiled run.
 
-The programs of one network on neighbouring numbers of devices are nearly the same text, so that
-they compress together to a few kilobytes each. Unlike the user's cache the archive outlives
-versions of scalejax and of the compiler, and it does not say where in a source file an operation
-stands; `scalejax.validation.rebuild` makes it anew, and a test compares some of it with what the
-compiler says today.
+The programs of one network on similar device counts are nearly equal text, so that they compress
+together to a few kilobytes each. Unlike the user's cache the archive is independent of the versions
+of scalejax and of the compiler, and it has no source lines of operations;
+`scalejax.validation.rebuild` rebuilds it, and a test compares some of it with newly compiled
+programs.
 """
 
 import json
@@ -27,7 +27,7 @@ _ADAPTER = TypeAdapter(Program)
 
 
 class Archive:
-    """Programs by key, read from their text when they are asked for."""
+    """Programs by key, parsed on demand."""
 
     def __init__(self, lines: Mapping[str, str]):
         self.lines = lines
@@ -41,7 +41,7 @@ class Archive:
         return len(self.lines)
 
     def program(self, key: str) -> Program | None:
-        """The program of that key; None if it is not here, or of an older format."""
+        """The program of that key; None if it is missing, or of an older format."""
         if key not in self._programs:
             if key not in self.lines:
                 return None
@@ -55,7 +55,7 @@ class Archive:
 
 @cache
 def read_archive(path: Path = ARCHIVE) -> Archive:
-    """The archive in a file; an empty one where there is none.
+    """Archive in a file; an empty one if the file does not exist.
 
     Raises:
         ConfigError: if the file is damaged.
@@ -74,7 +74,7 @@ def read_archive(path: Path = ARCHIVE) -> Archive:
 
 
 def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
-    """Write programs, neighbours side by side, all or nothing; returns the bytes of the file.
+    """Write programs atomically, similar ones next to each other; returns the file's bytes.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -84,7 +84,7 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
         bare = replace(program, operations=tuple(map(_without_source, program.operations)))
         fields = _ADAPTER.dump_python(bare, mode="json", exclude_defaults=True)
         lines.append(f"{key} {json.dumps(fields, separators=(',', ':'))}\n")
-    # 64 MiB: larger than any one program, so that each is told by its neighbour.
+    # 64 MiB: larger than any one program, so that each is compressed against its neighbour.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]
     data = lzma.compress("".join(lines).encode(), check=lzma.CHECK_CRC32, filters=filters)
     save_bytes(data, path)
@@ -92,13 +92,13 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
 
 
 def _without_source(item: Operation | Loop) -> Operation | Loop:
-    """`item` without its place in a source file, which moves with every edit."""
+    """`item` without its source line, which changes with every edit."""
     if isinstance(item, Loop):
         return replace(item, body=tuple(map(_without_source, item.body)))
     return replace(item, source=None)
 
 
 def _place(item: tuple[str, Program]) -> tuple[str, int, str, str]:
-    """Order in which neighbours are most alike: by network, length, chip."""
+    """Sort key that puts similar programs together: by network, length, chip."""
     key, program = item
     return program.name, len(program.operations), program.target, key

@@ -1,7 +1,7 @@
-"""What a row of a ledger comes to as a run of scalejax: network, data, batch, layout, cluster.
+"""Maps a row of a ledger to runs of scalejax: network, data, batch, layout, cluster.
 
-Knows how published runs were set up, in so far as their rows say so; where a row leaves a
-choice open, all the runs it may mean are given. Compiles and predicts nothing.
+Knows how published runs were set up, as far as their rows state it; where a row leaves a choice
+open, all runs that it may mean are returned. Compiles and predicts nothing.
 """
 
 import math
@@ -17,7 +17,7 @@ from scalejax.hardware import Cluster
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.ledger import LedgerRow
 
-# What rows of the open ledger say otherwise than the source that they name.
+# Corrections of rows of the open ledger that differ from their source.
 
 _H200 = "benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md"
 """Of pytorch/torchtitan: "8 NVIDIA H200 GPUs connected via NVLink"; run with llama3_8b.toml, whose
@@ -26,7 +26,7 @@ full recompute."""
 
 
 def as_published(row: LedgerRow) -> LedgerRow:
-    """`row` as its source has it."""
+    """`row` corrected to its source."""
     if row.source_locator != _H200 or "torchtitan" not in row.source:
         return row
     return replace(
@@ -39,15 +39,15 @@ def as_published(row: LedgerRow) -> LedgerRow:
 IMAGE_SIZES = {"alexnet": 227, "inception_v3": 299, "xception": 299}
 """Height and width of the images of networks that do not read 224 x 224."""
 _CAUSAL = ("gpt", "llama")
-"""Networks whose sizes a row states, and which may be recomputed."""
+"""Networks whose sizes a row states, and which support recompute."""
 IMAGE_NETWORKS = (
     "resnet18", "resnet34", "resnet50", "resnet101", "resnet152",
     "inception_v3", "xception", "vgg16", "alexnet",
 )  # fmt: skip
 BERT_VOCABULARY, BERT_TOKENS, BERT_MASKED = 30_522, 128, 0.15
-"""Values of a token of the published BERT (Devlin et al. 2018, arXiv 1810.04805, and its code),
-the length at which nine tenths of its training are done, and the share of words that are hidden;
-where a row does not say."""
+"""Vocabulary of the published BERT (Devlin et al. 2018, arXiv 1810.04805, and its code), the
+sequence length of nine tenths of its training, and the fraction of masked tokens; defaults where a
+row states none."""
 _WORDS_OF_DEVICE = 128
 """Megatron-LM's default of make-vocab-size-divisible-by (megatron/arguments.py)."""
 _COMPUTE_TYPES = {
@@ -61,41 +61,41 @@ _COMPUTE_TYPES = {
 without it is costed at its rates for f16."""
 
 _ASYNC_TENSOR = "asynctp"
-"""How a row of torchtitan says that its tensor parallelism is asynchronous."""
+"""Mark of rows of torchtitan with asynchronous tensor parallelism."""
 _EAGER = "eager"
-"""How one says that nothing is compiled."""
+"""Mark of rows of torchtitan that compile nothing."""
 _LOSS_COMPILED = 2025
-"""The year in which torchtitan began to compile its loss (`eager_memory`)."""
+"""The year in which torchtitan began to compile its loss (`simulator.frameworks.eager`)."""
 _INTERLEAVES = "Megatron-LM"
-"""The framework that interleaves stages unless told otherwise."""
+"""Framework that interleaves pipeline stages by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A row, as runs that can be compiled."""
+    """A row of the ledger as runs that can be compiled."""
 
     row: LedgerRow
-    """What was published."""
+    """The published measurement."""
     cluster: Cluster
-    """What it ran on."""
+    """The cluster of the measurement."""
     runs: tuple[ResolvedRun, ...]
-    """The run; where the row leaves microbatch or recompute open, those it may mean, of which
-    the first that fits the device's memory is taken, or else the last. Of a pipeline, the runs of
-    its last stage, of which the fastest is taken."""
+    """The run; where the row leaves microbatch or recompute open, all candidates, of which the
+    first that fits the device's memory is used, or else the last. Of a pipeline, the runs of its
+    last stage, of which the fastest is used."""
     stages: int = 1
-    """Stages of the pipeline."""
+    """Pipeline stages."""
     chunks: int = 1
-    """Parts of the layers of one stage."""
+    """Interleaved chunks per pipeline stage."""
     is_megatron: bool = False
     """Whether Megatron-LM trained it, or one of its descendants."""
     overlaps_tensor: bool = False
-    """Whether what crosses the tensor axis runs beside the products next to it."""
+    """Whether tensor-parallel collectives overlap with adjacent products."""
     overlaps_state: bool = False
-    """Whether the optimizer's exchanges run beside the passes over the network."""
+    """Whether the distributed optimizer's collectives overlap with the passes."""
     has_eager_loss: bool = False
-    """Whether PyTorch ran the loss operation by operation."""
+    """Whether PyTorch ran the loss eagerly, not compiled."""
     has_eager_blocks: bool = False
-    """Whether it ran the blocks so."""
+    """Whether PyTorch ran the blocks eagerly, not compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +103,13 @@ class Skipped:
     """A row that cannot be predicted."""
 
     row: LedgerRow
-    """What was published."""
+    """The published measurement."""
     reason: str
-    """Why not, in one line."""
+    """Reason in one line."""
 
 
 def case_of(row: LedgerRow) -> Case | Skipped:
-    """What `row` comes to, or why it cannot be predicted."""
+    """Case of `row`, or the reason why it cannot be predicted."""
     row = as_published(row)
     try:
         _require_axes(row)
@@ -130,12 +130,12 @@ def case_of(row: LedgerRow) -> Case | Skipped:
 
 
 def _chunks(row: LedgerRow) -> int:
-    """Parts of the layers of a stage.
+    """Interleaved chunks per pipeline stage.
 
-    Where the source of a row of Megatron-LM does not state them, it interleaved them: "the
+    Where the source of a row of Megatron-LM does not state them, it interleaved stages: "the
     interleaved pipeline schedule with the scatter/gather optimization enabled" (Narayanan et al.
     2021, arXiv 2104.04473, section 5.1), which takes microbatches in groups, one for each stage.
-    How many chunks is not said: the fewest that divide the layers evenly are taken.
+    The number of chunks is not stated: the fewest that divide the layers evenly are assumed.
     """
     spread = row.spread
     stages = spread.pipeline or 1
@@ -154,23 +154,23 @@ def _is_megatron(row: LedgerRow) -> bool:
 
 
 def _is_core(row: LedgerRow) -> bool:
-    """Whether it is of the Megatron-Core of 2024, whose published runs overlap all communication
+    """Whether Megatron-Core of 2024 trained it, whose published runs overlap all communication
     with compute (README of NVIDIA/Megatron-LM, "Training Speed and Scalability")."""
     return (row.framework or "").startswith("Megatron-Core")
 
 
 def _is_titan(row: LedgerRow) -> bool:
-    """Whether torchtitan trained it. Its selective recompute is told by operation: of
+    """Whether torchtitan trained it. Its selective recompute is by operation: with
     selective_ac_option = 'op' in its train_configs, torchtitan/parallelisms/parallelize_llama.py
-    keeps attention, every second matrix product, and what is scattered over tensor."""
+    keeps attention, every second matrix product, and reduce-scatters over tensor."""
     return (row.framework or "").startswith("torchtitan")
 
 
 def _require_axes(row: LedgerRow) -> None:
-    """Refuse what no layout of scalejax expresses.
+    """Refuse axes that no layout of scalejax expresses.
 
     Raises:
-        ConfigError: naming what it is.
+        ConfigError: naming the axis.
     """
     spread = row.spread
     if (spread.context or 1) > 1 and row.work.attention != "unfused":
@@ -186,7 +186,7 @@ def _require_axes(row: LedgerRow) -> None:
 
 
 def _runs(row: LedgerRow) -> list[ResolvedRun]:
-    """The runs that the row may mean, the likeliest first.
+    """Runs that the row may mean, the likeliest first.
 
     Raises:
         ConfigError: if it means none that scalejax can build.
@@ -224,7 +224,7 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
 
 
 def _is_sequence_parallel(row: LedgerRow) -> bool:
-    """Whether it says so, and there is something to share tokens between."""
+    """Whether the row has sequence parallelism and a tensor axis."""
     return bool(row.spread.sequence_parallel) and (row.spread.tensor or 1) > 1
 
 
@@ -243,7 +243,7 @@ def _per_device_batch(row: LedgerRow) -> int:
 
 
 def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
-    """Forward passes per update; where the row does not say, from one upwards."""
+    """Candidate numbers of microbatches per update; all divisors where the row states none."""
     microbatch = row.work.microbatch
     if microbatch is None:
         return [count for count in range(1, per_device + 1) if per_device % count == 0]
@@ -253,12 +253,12 @@ def _microbatch_counts(row: LedgerRow, per_device: int) -> list[int]:
 
 
 def _recomputes(row: LedgerRow) -> list[str]:
-    """What is computed again; where a row of a transformer does not say, as little as fits."""
+    """Candidate recompute settings; none, then full, where a row of a transformer states none."""
     stated = row.work.recompute
     if (row.spread.pipeline or 1) > 1:
         if stated not in (None, "full"):
             raise ConfigError(f"a pipeline whose recompute is {stated!r}")
-        return ["full"]  # else the activations under way are more than is counted
+        return ["full"]  # else the activations in flight are more than is counted
     if stated not in (None, "none", "selective", "full"):
         raise ConfigError(f"recompute {stated!r}")
     if stated == "selective" and _is_titan(row):
@@ -305,7 +305,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
 
 
 def _attention(row: LedgerRow) -> str:
-    """How scores are computed; where the row does not say, as the device does best."""
+    """Attention kernel of the run; "auto" where the row states none."""
     kinds = {None: "auto", "flash": "fused", "unfused": "unfused"}
     if row.work.attention not in kinds:
         raise ConfigError(f"attention {row.work.attention!r}")
@@ -332,7 +332,7 @@ def _data(row: LedgerRow) -> JsonValue:
 
 
 def _vocabulary(row: LedgerRow) -> int | None:
-    """Words of the embedding table.
+    """Vocabulary of the run.
 
     Megatron-LM pads it to a multiple of 128 for each device of the tensor axis (its
     make-vocab-size-divisible-by) and divides it. Undivided it stays as stated: the compiler
@@ -353,8 +353,7 @@ def _optimizer(row: LedgerRow) -> JsonValue:
 
 
 def _network_names() -> set[str]:
-    """Every name that `model.name` of a run.toml can hold, but for networks whose sizes a row
-    does not state as the run does."""
+    """Names of `model.name` in a run.toml, except networks whose sizes a row cannot state."""
     union, *_ = get_args(ModelConfig)
     return {
         name for config in get_args(union) for name in get_args(config.__annotations__["name"])

@@ -1,4 +1,4 @@
-"""The cluster that a row of a ledger ran on, from the catalogue.
+"""Maps a row of a ledger to a cluster of the catalogue.
 
 Knows the ledger's names of devices, links and systems; every number is the catalogue's, but for
 the rate of a network that the row itself states.
@@ -37,20 +37,20 @@ _LINKS: dict[str, LinkKind] = {
 }
 """Kind of link, by a part of the ledger's name for it."""
 _ASSUMED_MEMORY = "HBM size"
-"""How a row says that its source does not state the memory of a device."""
+"""Mark of rows whose source does not state the memory of a device."""
 _YEAR_OF_40_GB = 2020
 _LAST_OF_NCCL_1 = 2017
-"""NCCL 2, the first that lays rings along wires, came out in the summer of this year; what was
-published in it is taken to be measured before, though of its last months it need not be."""
+"""NCCL 2, the first whose rings follow the links, came out in the summer of this year; rows
+published in it are assumed to be measured before, which may be wrong for its last months."""
 
 
 def cluster_of(row: LedgerRow) -> Cluster:
-    """What the row ran on; the same object for equal rows.
+    """Cluster of the row; one object for equal rows.
 
-    Of the catalogue's clusters with the row's chip, link and size of node, that one is taken
-    which the row's source names, or else whose network is nearest to the row's; where the row
-    states no network, the fastest. It is given the row's own rate, the software of the row's
-    time, and for fp32 a chip without tf32.
+    Of the catalogue's clusters with the row's chip, link and size of node, the one that the row's
+    source names, or else whose network is nearest to the row's; where the row states no network,
+    the fastest. It gets the row's own network rate, the collective library of the row's time, and
+    for fp32 a chip without tf32.
 
     Raises:
         ConfigError: if the catalogue has no such device, or none in such a node.
@@ -69,7 +69,7 @@ def cluster_of(row: LedgerRow) -> Cluster:
 
 
 def _machine(row: LedgerRow) -> LedgerMachine:
-    """What the row ran on, with the memory that devices had when it was published.
+    """Machine of the row, with the memory that devices had when it was published.
 
     The A100 of 80 GB was announced on 16 November 2020 (NVIDIA's press release of that day);
     until then there was the one of 40 GB alone.
@@ -110,7 +110,7 @@ def _cluster(
 
 
 def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
-    """`cluster` with the row's network rate; where it states none, the cluster's own."""
+    """`cluster` with the row's network rate, if it states one."""
     gigabits = machine.node_network_gbit_per_second
     if gigabits is None:
         return cluster
@@ -121,7 +121,7 @@ def _with_network(cluster: Cluster, machine: LedgerMachine) -> Cluster:
 
 
 def _for_precision(cluster: Cluster, precision: str) -> Cluster:
-    """`cluster` with the arithmetic that is asked for: fp32 is computed without tf32."""
+    """`cluster` with the arithmetic of `precision`: fp32 is computed without tf32."""
     peaks = cluster.chip.peak_flop_per_second
     if precision == "tf32" and "tf32" not in peaks:
         raise ConfigError(f"precision 'tf32', which {cluster.chip.name} does not have")
@@ -134,7 +134,7 @@ def _for_precision(cluster: Cluster, precision: str) -> Cluster:
 def _distance(
     cluster: Cluster, machine: LedgerMachine, named: frozenset[str]
 ) -> tuple[bool, bool, float, float, str]:
-    """How far a cluster is from the row's: size of node, then name, then network."""
+    """Distance of a cluster from the row's machine: size of node, then name, then network."""
     wanted = machine.node_network_gbit_per_second
     rate = 0.0 if cluster.network is None else cluster.network.bytes_per_second
     gap = 0.0
@@ -146,16 +146,16 @@ def _distance(
 
 
 def _words(text: str) -> frozenset[str]:
-    """Words that may name a system: "dgx", "gce", "ec2"; not numbers, such as that of a row."""
+    """Words that may name a system: "dgx", "gce", "ec2"; numbers are dropped."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     return frozenset(word for word in words if len(word) > 2 and not word.isdigit())
 
 
 def _link_kind(name: str | None) -> LinkKind | None:
-    """Kind of a link in the ledger's words; None where none is stated.
+    """Kind of a link by its name in the ledger; None where none is stated.
 
     Raises:
-        ConfigError: if the name says nothing known.
+        ConfigError: if the name is unknown.
     """
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Every row of a ledger predicted, and the document that says how it went."""
+"""Predictions of every row of a ledger, and the validation that summarises their errors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,26 +16,26 @@ from scalejax.validation.summary import RowResult, Summary, summaries
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCase:
-    """A row with all that its prediction needs."""
+    """A row of the ledger with its program and cluster."""
 
     row: LedgerRow
-    """What was published."""
+    """The published measurement."""
     program: Program
-    """What each device does."""
+    """The program of each device."""
     cluster: Cluster
-    """What it ran on; replace its chip or library to try other constants."""
+    """The cluster; replace its chip or library to try other constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """A ledger held against predictions."""
+    """Errors of the predictions of a ledger."""
 
     ledger: str
-    """File that it was read from."""
+    """File of the ledger."""
     families: tuple[Summary, ...]
-    """How far off the rows of each family are, and all together."""
+    """Errors of each family of rows, and of all rows."""
     rows: tuple[RowResult, ...]
-    """What became of each row, in the ledger's order."""
+    """Result of each row, in the ledger's order."""
 
 
 def compile_cases(
@@ -45,11 +45,11 @@ def compile_cases(
     on_progress: OnProgress = lambda done, total: None,
     compiles: bool = True,
 ) -> list[CompiledCase | Skipped]:
-    """Each row with program and cluster, or why it cannot be predicted; in order.
+    """Each row with program and cluster, or the reason why it is skipped; in order.
 
     Args:
-        rows: of a ledger.
-        archive: where programs are looked for first; if None, the one that comes with scalejax.
+        rows: rows of a ledger.
+        archive: archive to read programs from first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
         compiles: whether to compile what is not in the archive (see `Programs`).
     """
@@ -68,9 +68,9 @@ def _compiled(case: Case, program: Program | str) -> CompiledCase | Skipped:
 def with_chips(
     cases: Sequence[CompiledCase | Skipped], chips: Mapping[str, Chip]
 ) -> list[CompiledCase | Skipped]:
-    """The cases on other chips: each chip is replaced by that of its name in `chips`.
+    """Cases with each chip replaced by that of its name in `chips`.
 
-    A chip for rows in fp32 keeps what distinguishes it: it has no tf32.
+    Chips of rows in fp32 stay without tf32.
     """
     clusters: dict[int, Cluster] = {}
 
@@ -89,7 +89,7 @@ def with_chips(
 
 
 def evaluate(cases: Sequence[CompiledCase | Skipped]) -> list[RowResult]:
-    """What becomes of each row; rows of equal program and cluster are predicted once."""
+    """Result of each row; rows of equal program and cluster are predicted once."""
     known: dict[tuple[int, int], Prediction | str] = {}
     results = []
     for case in cases:
@@ -125,7 +125,7 @@ def _result(row: LedgerRow, answer: Prediction | str) -> RowResult:
 
 
 def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validation:
-    """The document on a ledger: every row, and how far off each family is."""
+    """Validation of a ledger: the result of every row, and the errors of each family."""
     results = evaluate(cases)
     scored = [(case.row, result) for case, result in zip(cases, results, strict=True)]
     return Validation(ledger=ledger, families=tuple(summaries(scored)), rows=tuple(results))

@@ -1,6 +1,6 @@
-"""A ledger: published step times, one row each, read from CSV.
+"""Ledger of published step times, one measurement per row, read from CSV.
 
-Knows the columns and what each may hold; nothing of networks, clusters or predictions.
+Knows the columns and their types; nothing of networks, clusters or predictions.
 """
 
 import csv
@@ -20,73 +20,73 @@ from scalejax.core.errors import ConfigError, nearest_name, refusal
 _Part = TypeVar("_Part")
 
 _MISSPELT = 0.7
-"""How alike an unknown column is to one that is missing, 0..1, to be taken for it: "step_secs"
+"""Similarity, 0..1, above which an unknown column counts as a misspelt missing one: "step_secs"
 and "step_seconds" are (0.86), "pipeline_chunks" and "pipeline" are not (0.696)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerModel:
-    """What was trained; None where the row does not say."""
+    """Network of a row; None where the row does not state a size."""
 
     model: str
     """Name of the network: "resnet50", "gpt"."""
     layers: int | None = None
     """Blocks of a transformer."""
     hidden: int | None = None
-    """Width of its residual stream."""
+    """Width of the residual stream."""
     heads: int | None = None
     """Attention heads."""
     kv_heads: int | None = None
     """Heads of keys and values."""
     ffn_hidden: int | None = None
-    """Inner width of its feed-forward layers."""
+    """Inner width of the feed-forward layers."""
     vocab: int | None = None
-    """Values of a token."""
+    """Size of the vocabulary."""
     seq_len: int | None = None
     """Tokens in a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerMachine:
-    """What it ran on."""
+    """Machine of a row."""
 
     hardware: str
     """Name of the device: "v100_sxm2_16gb"."""
     devices_per_node: int | None = None
     """Devices in a node."""
     intra_node_link: str | None = None
-    """What joins them: "nvlink2_mesh"."""
+    """Link between the devices of a node: "nvlink2_mesh"."""
     node_network_gbit_per_second: float | None = None
     """Rate of all network cards of a node, 1e9 bits per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerSpread:
-    """How it was spread over the devices; an axis that is not stated is 1."""
+    """Parallelism of a row; an axis that is not stated is 1."""
 
     data: int | None = None
     """Devices along the data axis."""
     fsdp: int | None = None
-    """Devices along the axis that splits batch and parameters."""
+    """Devices along the axis that shards batch and parameters."""
     tensor: int | None = None
-    """Devices along the axis that splits layers."""
+    """Devices along the axis that shards layers."""
     context: int | None = None
-    """Devices along the axis that splits sequences."""
+    """Devices along the axis that shards sequences."""
     pipeline: int | None = None
-    """Stages of the pipeline."""
+    """Pipeline stages."""
     pipeline_chunks: int | None = None
-    """Parts of the layers of one stage, between which are layers of other stages."""
+    """Interleaved chunks per pipeline stage."""
     zero_stage: int | None = None
-    """What the data axis shards: 0 nothing, 1 optimizer, 2 gradients too, 3 parameters too."""
+    """State that the data axis shards: 0 none, 1 optimizer, 2 gradients too, 3 parameters too."""
     sequence_parallel: int | None = None
-    """1 where activations between the layers are split over the tensor axis."""
+    """1 where activations between the layers are sharded over the tensor axis."""
     gradient_exchange: str | None = None
-    """"all_reduce" or "parameter_server"."""
+    """Gradient synchronisation: "all_reduce" or "parameter_server"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerWork:
-    """What one update consists of."""
+    """Batch, precision and recompute of a row."""
 
     precision: str
     """Arithmetic: "fp32", "tf32", "fp16", "bf16", "fp8"."""
@@ -97,9 +97,9 @@ class LedgerWork:
     global_batch: int | None = None
     """Samples per update over all devices."""
     recompute: str | None = None
-    """Activations computed again: "none", "selective", "full"."""
+    """Recompute in the backward pass: "none", "selective", "full"."""
     attention: str | None = None
-    """"unfused" or "flash"."""
+    """Attention kernel: "unfused" or "flash"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +111,13 @@ class LedgerRow:
     series: str
     """Rows of one series differ in the number of devices."""
     source: str
-    """Where it was published."""
+    """Publication."""
     source_locator: str | None = None
-    """The place there."""
+    """Place in the publication."""
     year: int | None = None
-    """When it was published."""
+    """Year of publication."""
     framework: str | None = None
-    """What trained it."""
+    """Training framework."""
     assumed: str | None = None
     """Columns that the source does not state."""
     device_count: int
@@ -127,17 +127,17 @@ class LedgerRow:
     notes: str | None = None
     """Remarks."""
     model: LedgerModel
-    """What was trained."""
+    """Network."""
     machine: LedgerMachine
-    """What it ran on."""
+    """Machine."""
     spread: LedgerSpread
-    """How it was spread over the devices."""
+    """Parallelism."""
     work: LedgerWork
-    """What one update consists of."""
+    """Batch, precision and recompute of one update."""
 
     @property
     def family(self) -> str:
-        """Short name of where the row comes from, by which results are grouped."""
+        """Short name of the row's source, by which results are grouped."""
         name = next((name for part, name in _FAMILIES if part in self.source), None)
         if name is None:
             repository = self.source.rpartition("/")[2].partition("@")[0] or self.source
@@ -237,14 +237,14 @@ def _require_columns(path: Path, line: int, heading: list[str]) -> None:
 
 
 def _required(type_: type) -> Iterator[str]:
-    """Columns without which there is no row."""
+    """Yield the names of required columns."""
     for field in _columns(type_):
         if field.default is dataclasses.MISSING:
             yield field.name
 
 
 def _columns(type_: type) -> Iterator[dataclasses.Field[typing.Any]]:
-    """The field of each column, those of dataclasses within included."""
+    """Yield the field of each column, those of nested dataclasses included."""
     hints = typing.get_type_hints(type_)
     for field in dataclasses.fields(type_):
         if dataclasses.is_dataclass(hints[field.name]):
@@ -267,7 +267,7 @@ class _Cells:
         return ConfigError(f"{place}: {refusal(column, self.values[column], accepted)}")
 
     def value(self, column: str, kinds: set[type]) -> str | int | float | None:
-        """What a cell holds, of one of `kinds`; None if it is blank or the column is missing.
+        """Value of a cell as one of `kinds`; None if it is blank or the column is missing.
 
         Raises:
             ConfigError: if it holds something else.

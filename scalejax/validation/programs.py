@@ -1,8 +1,8 @@
-"""The program of each case: from the archive, from the user's cache, or compiled.
+"""Program of each case: from the archive, from the user's cache, or compiled.
 
-Compiles several at a time, each program once however many rows share it, those that differ in
-the size of the data axis or in the number of microbatches included. A case that the
-compiler refuses is skipped and the others go on.
+Compiles several at a time, and each program once for all rows that share it, including rows that
+differ only in the size of the data axis or in the number of microbatches. A case that the compiler
+refuses is skipped.
 """
 
 import math
@@ -48,7 +48,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Programs:
-    """Programs that are known so far, by key, and the way to more."""
+    """Programs by key, found in the archive or the cache, or compiled on demand."""
 
     def __init__(
         self,
@@ -57,19 +57,19 @@ class Programs:
         *,
         compiles: bool = True,
     ):
-        """No program is read or compiled yet.
+        """Start without programs.
 
         Args:
-            archive: where to look first; if None, the one that comes with scalejax.
+            archive: archive to read first; if None, the one that comes with scalejax.
             on_progress: see `OnProgress`.
-            compiles: whether what is not in the archive is looked for in the user's cache, and
-                compiled; else the archive is all there is.
+            compiles: whether programs that are not in the archive are read from the user's cache
+                or compiled; otherwise they are skipped.
         """
         if archive is None:
             # The user's own flags for the compiler change the programs; the archive knows none.
             archive = Archive({}) if compiler_settings() else read_archive()
         self.known: dict[str, Program | str] = {}
-        """The program of each key that was asked for, or why there is none."""
+        """Program of each requested key, or the reason why there is none."""
         self._scaled_out: dict[tuple[str | int | bool, ...], Program | str | None] = {}
         self._archive = archive
         self._folder = user_folder()
@@ -78,12 +78,11 @@ class Programs:
         self._done = self._total = 0
 
     def find(self, cases: Sequence[Case]) -> list[Program | str]:
-        """The program of each case, or why there is none.
+        """Program of each case, or the reason why there is none.
 
-        Of the runs that a case may mean, the first whose program fits the device's memory is
-        taken, or else the last. Of a pipeline, that of those which fit whose step is shortest:
-        the largest microbatch may leave too few of them to fill the stages, and nobody would
-        run that.
+        Of the candidate runs of a case, the first whose program fits the device's memory is
+        used, or else the last. Of a pipeline, the fastest of those that fit: the largest
+        microbatch may leave too few of them to fill the stages.
         """
         answers: list[Program | str] = [""] * len(cases)
         shortest = [math.inf] * len(cases)
@@ -107,9 +106,9 @@ class Programs:
     def _try(
         self, cases: Sequence[Case], indices: Sequence[int], choice: int
     ) -> dict[int, Program | str]:
-        """The program of one of the runs of each of these cases, or why there is none.
+        """Program of run number `choice` of each of these cases, or the reason why there is none.
 
-        What cannot be widened is compiled for all its devices.
+        Programs that cannot be scaled out are compiled for all their devices.
         """
         answers: dict[int, Program | str] = {}
         open_ = list(indices)
@@ -131,8 +130,8 @@ class Programs:
         return answers
 
     def _answer(self, requested: "RequestedPrograms", case: Case) -> Program | str | None:
-        """The program for as many devices as were asked for, the same object for equal ones;
-        None if it cannot be widened to them."""
+        """Program for the requested devices, one object for equal requests; None if it cannot be
+        scaled out to them."""
         split = requested.run.split
         sizes = (requested.run.layout.data, split.microbatches, case.stages, case.chunks)
         derived = (case.is_megatron, case.row.work.precision)
@@ -162,7 +161,7 @@ class Programs:
         return self._scaled_out[key]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
-        """Have an answer for each of `jobs`."""
+        """Find or compile the programs of `jobs`."""
         missing: dict[str, RunJob] = {}
         for job in jobs:
             key = case_key(job)
@@ -198,7 +197,7 @@ class Programs:
 
 
 def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
-    """`program` of `run` with what Megatron-LM does otherwise than the compiler."""
+    """`program` of `run` with the differences of Megatron-LM."""
     model = run.config.model
     if not isinstance(model, GptConfig):
         return program
@@ -215,9 +214,9 @@ def _as_megatron(program: Program, run: ResolvedRun, case: Case) -> Program:
 def _as_eager(
     program: Program, run: ResolvedRun, case: Case, larger_vocabularies: Sequence[Program | str]
 ) -> Program | str:
-    """`program` of `run` with what PyTorch holds where it compiles nothing, or why there is none.
+    """`program` of `run` with the memory of eager PyTorch, or the reason why it is unknown.
 
-    `larger_vocabularies` are those of `RequestedPrograms`.
+    `larger_vocabularies` are the programs of those jobs of `RequestedPrograms`.
     """
     model, layout = run.config.model, run.layout
     if not isinstance(model, CausalConfig):
@@ -239,7 +238,7 @@ def _as_eager(
 
 
 def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
-    """The program of the pipeline of which `stage` is the last one, or why there is none."""
+    """Program of the pipeline whose last stage is `stage`, or the reason why there is none."""
     if not isinstance(run.config.model, GptConfig):
         return "only transformers have stages"
     if run.split.microbatches == 1:
@@ -260,8 +259,7 @@ def _pipelined(stage: Program, run: ResolvedRun, case: Case) -> Program | str:
 
 
 def _stage_layers(case: Case) -> tuple[int, ...] | None:
-    """Blocks of each stage, where they are not as many for all; of the last, whatever is left
-    after longer ones."""
+    """Blocks of each stage; None if all stages hold equally many."""
     layers = case.row.model.layers or 0
     if case.chunks > 1 or layers % case.stages == 0:
         return None
@@ -275,18 +273,18 @@ def one_line(error: ScalejaxError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedPrograms:
-    """What is compiled for a case."""
+    """Programs that are compiled for a case."""
 
     job: RunJob
-    """The run on the fewest devices, and with the fewest microbatches, that will do."""
+    """The reduced run, on the fewest devices and microbatches that suffice."""
     run: ResolvedRun
-    """The run to which its program is widened."""
+    """The run to which its program is scaled out."""
     larger_vocabularies: tuple[RunJob, ...] = ()
     """The run of `job` with `VOCABULARY_FACTORS` vocabularies, where its loss is not compiled."""
 
 
 def request_for(case: Case, choice: int, *, is_reduced: bool) -> RequestedPrograms:
-    """What must be compiled to know the program of one of the runs of a case.
+    """Programs to compile for run number `choice` of a case.
 
     Raises:
         ConfigError: if the chip cannot run it.
@@ -294,7 +292,7 @@ def request_for(case: Case, choice: int, *, is_reduced: bool) -> RequestedProgra
     run = for_chip(case.runs[choice], case.cluster.chip)
     has_server = case.row.spread.gradient_exchange == "parameter_server"
     reduced_run = reduced(run, has_server=has_server) if is_reduced else run
-    # Whether or not its compiler is here: the archive has what it made.
+    # Even if its compiler is not installed: the archive has its programs.
     target = target_for(case.cluster, reduced_run.layout.device_count, "cuda")
     times = VOCABULARY_FACTORS if case.has_eager_loss else ()
     larger_vocabularies = tuple(
@@ -323,10 +321,10 @@ def _compilable(job: RunJob) -> RunJob:
 
 
 def _fitting_seconds(answer: Program | str, case: Case) -> float | None:
-    """Time of a step of the program; None if it is not there or does not fit.
+    """Step time of the program; None if it is missing or does not fit.
 
-    What the compiler refuses has often no room. Where a case leaves nothing to choose between,
-    the time is not asked for, and 0.
+    Programs that the compiler refuses often do not fit. Where a case has no choice between runs,
+    the time is not computed, and 0.
     """
     if isinstance(answer, str) or not memory_verdict(answer.memory, case.cluster.chip).fits:
         return None

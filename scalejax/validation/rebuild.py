@@ -1,9 +1,8 @@
-"""Make the archive of programs anew: python -m scalejax.validation.rebuild LEDGER.csv
+"""Rebuild the archive of programs: python -m scalejax.validation.rebuild LEDGER.csv
 
-Compiles what is in neither the archive nor the user's cache, and writes the programs that the
-ledger's rows need into the archive beside this file. It can be interrupted: what has been
-compiled stays in the cache, and the next run goes on from there. With --anew nothing is taken
-from the archive.
+Compiles programs that are in neither the archive nor the user's cache, and writes the programs of
+the ledger's rows into the archive beside this file. It can be interrupted: compiled programs stay
+in the cache, and the next run resumes from there. With --anew nothing is read from the archive.
 """
 
 import argparse
@@ -21,10 +20,10 @@ from scalejax.validation.programs import OnProgress, Programs
 def rebuild(
     rows: list[LedgerRow], archive: Archive, path: Path, on_progress: OnProgress
 ) -> tuple[int, int]:
-    """Write the programs of `rows` into the archive at `path`; (programs, bytes).
+    """Write the programs of `rows` into the archive at `path`; returns (programs, bytes).
 
     Args:
-        rows: of a ledger.
+        rows: rows of a ledger.
         archive: programs that need no compiling.
         path: the file to write.
         on_progress: called with the number of programs compiled, and of all that must be.
@@ -36,7 +35,7 @@ def rebuild(
 
 
 def main() -> int:
-    """Read the flags, rebuild, and say what came of it; the exit code."""
+    """Rebuild the archive as the flags say; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m scalejax.validation.rebuild")
     parser.add_argument("ledger", type=Path, metavar="LEDGER.csv")
     parser.add_argument("--anew", action="store_true", help="take nothing from the archive")

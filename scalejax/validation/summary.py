@@ -1,6 +1,6 @@
-"""How far predictions lie from measurements, family by family.
+"""Errors of predictions against measurements, by family of rows.
 
-Arithmetic on rows that have been predicted. Every error is a share of what was measured:
+Arithmetic on rows that have been predicted. Every error is relative:
 (predicted - measured) / measured.
 """
 
@@ -14,7 +14,7 @@ from scalejax.validation.ledger import LedgerRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowResult:
-    """What became of one row of a ledger."""
+    """Prediction and measurement of one row of a ledger."""
 
     case_id: str
     """Name of the row."""
@@ -27,11 +27,11 @@ class RowResult:
     predicted_seconds: float | None
     """Predicted time of one step; None if the row is skipped."""
     p10_seconds: float | None
-    """Time that one step in ten is predicted to undercut; None if that is not known."""
+    """10th percentile of the predicted step time; None if unknown."""
     p90_seconds: float | None
-    """Time that one step in ten is predicted to exceed; None if that is not known."""
+    """90th percentile of the predicted step time; None if unknown."""
     status: str
-    """"ok", or "skipped: " and why."""
+    """"ok", or "skipped: " and the reason."""
 
     @property
     def is_predicted(self) -> bool:
@@ -48,14 +48,14 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """How far off the predictions of some rows are; None where nothing can be compared."""
+    """Errors of the predictions of a family of rows; None where nothing can be compared."""
 
     name: str
     """Family of the rows."""
     rows: int
-    """Rows in all."""
+    """Number of rows."""
     predicted: int
-    """Rows that were predicted."""
+    """Number of rows that were predicted."""
     median_error: float | None
     """Median absolute error of the step time."""
     mean_error: float | None
@@ -63,25 +63,25 @@ class Summary:
     bias: float | None
     """Mean signed error of the step time: above 0 where predictions are too slow."""
     ratios: int
-    """Pairs of a row and the one on fewest devices of its series."""
+    """Number of scaling ratios: pairs of a row and the one on fewest devices of its series."""
     median_ratio_error: float | None
-    """Median absolute error of how much slower a step is than on fewest devices."""
+    """Median absolute error of the scaling ratios: step time over that on fewest devices."""
     p90_ratio_error: float | None
-    """The error that nine tenths of these ratios stay below."""
+    """90th percentile of the absolute error of the scaling ratios."""
     settings: int
-    """Settings: network, device, precision, per-device batch and number of devices."""
+    """Number of settings: network, device, precision, per-device batch and device count."""
     median_fastest_error: float | None
     """Median absolute error against the fastest row of each setting."""
     coverage: float | None
-    """Share of measured times between p10 and p90, 0..1: 0.8 where the band is right."""
+    """Fraction of measured times between p10 and p90, 0..1: 0.8 where the band is calibrated."""
 
 
 Scored = tuple[LedgerRow, RowResult]
-"""A row with what became of it."""
+"""A row with its result."""
 
 
 def summaries(scored: Sequence[Scored]) -> list[Summary]:
-    """One summary for each family, in order of appearance, and one of all where there are more."""
+    """One summary per family, in order of appearance, and one of all if there are several."""
     families: dict[str, list[Scored]] = defaultdict(list)
     for row, result in scored:
         families[row.family].append((row, result))
@@ -90,7 +90,7 @@ def summaries(scored: Sequence[Scored]) -> list[Summary]:
 
 
 def summarize(name: str, scored: Sequence[Scored]) -> Summary:
-    """How far off the predictions of these rows are together."""
+    """Summary of the errors of these rows."""
     errors = [result.error for _, result in scored if result.error is not None]
     ratios = [abs(error) for error in ratio_errors(scored)]
     fastest = [abs(error) for error in fastest_errors(scored)]
@@ -113,9 +113,9 @@ def summarize(name: str, scored: Sequence[Scored]) -> Summary:
 def ratio_errors(scored: Iterable[Scored]) -> list[float]:
     """Error of the scaling ratio of every row that has a counterpart on fewer devices.
 
-    The ratio is the step time over that on fewest devices of the same series; its error is free
-    of what a framework makes of one device. Series that also mix networks or batches are taken
-    apart first, so that rows which are compared differ in the number of devices alone.
+    The ratio is the step time over that on fewest devices of its series; the framework's
+    efficiency on one device cancels. Series that also mix networks or batches are split first, so
+    that compared rows differ only in the number of devices.
     """
     errors = []
     for large, small in scaling_pairs(scored):
@@ -126,7 +126,7 @@ def ratio_errors(scored: Iterable[Scored]) -> list[float]:
 
 
 def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]:
-    """Every row that has a counterpart on fewer devices, with that on fewest of its series."""
+    """Pairs of a row and the row on fewest devices of its series."""
     pairs = []
     for members in _comparable(scored):
         ordered = sorted(members, key=lambda item: item[0].device_count)
@@ -136,7 +136,7 @@ def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]
 
 
 def fastest_errors(scored: Iterable[Scored]) -> list[float]:
-    """Error of the fastest row of each setting: what the devices can do, whatever framework."""
+    """Error against the fastest row of each setting, whatever its framework."""
     settings: dict[tuple[object, ...], RowResult] = {}
     for row, result in scored:
         if result.error is None or result.measured_seconds is None:
@@ -149,7 +149,7 @@ def fastest_errors(scored: Iterable[Scored]) -> list[float]:
 
 
 def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
-    """Rows that differ in the number of devices alone."""
+    """Groups of rows that differ only in the number of devices."""
     series: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for row, result in scored:
         if result.error is not None:
@@ -160,7 +160,7 @@ def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
         if len(set(counts)) == len(counts):
             groups.append(members)
             continue
-        # Several measurements of one series: told apart by where they were published.
+        # Several measurements of one series: split by their place of publication.
         parts: dict[str | None, list[Scored]] = defaultdict(list)
         for row, result in members:
             parts[row.source_locator].append((row, result))
@@ -169,8 +169,8 @@ def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
 
 
 def _alike(row: LedgerRow) -> tuple[object, ...]:
-    """What rows of a scaling series have in common: all but the axes that divide the batch, and
-    the batch of all devices where that of each is stated."""
+    """Key of a scaling series: all fields but the axes that divide the batch, and the global
+    batch where the per-device batch is stated."""
     work, spread = row.work, row.spread
     if work.per_device_batch is not None:
         work = replace(work, global_batch=None)
@@ -190,7 +190,7 @@ def _quotient(numerator: float | None, denominator: float | None) -> float:
 
 
 def _coverage(results: Iterable[RowResult]) -> float | None:
-    """Share of measured times within their band, of those that have one."""
+    """Fraction of measured times within their band, of those that have one."""
     hits = [
         result.p10_seconds <= result.measured_seconds <= result.p90_seconds
         for result in results

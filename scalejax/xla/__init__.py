@@ -1,7 +1,7 @@
-"""What a step does on devices that are not here: compiled in a worker, read, and cached.
+"""Programs of steps compiled ahead of time for absent devices: compiled in a worker, read, cached.
 
-Three ways in: a run of scalejax, any jitted function of a user's own, and what has already
-been compiled. Importing this, and reading a cached program, needs no JAX.
+Three entry points: a run of scalejax, any jitted function of the user's, and a step that JAX has
+already compiled. Importing this, and reading a cached program, needs no JAX.
 """
 
 import sys
@@ -37,17 +37,17 @@ __all__ = [
 ]
 
 CacheFolder = Path | None | Literal["user"]
-"""Where programs are kept: a folder, nowhere, or the user's own folder for caches."""
+"""Cache of programs: a folder, none, or the user's cache folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileJob:
-    """A run, and the cluster that it is to be compiled for."""
+    """A run to be compiled for a cluster."""
 
     run: ResolvedRun
-    """The run; its layout says on how many devices."""
+    """The run; its layout gives the device count."""
     cluster: Cluster
-    """What it would run on."""
+    """The cluster to compile for."""
 
 
 def profile(
@@ -57,17 +57,17 @@ def profile(
     cache: CacheFolder = "user",
     backend: Backend | None = None,
 ) -> Program:
-    """What each device of `cluster` does in one step of `run`.
+    """Program of one step of `run`, compiled for `cluster`.
 
     Args:
-        run: the run; its layout says on how many devices.
-        cluster: none of which need be here.
-        cache: where to look for the program first, and to leave it.
-        backend: whose compiler to use; if None, that of the cluster's chip where it is
-            installed, else the CPU's.
+        run: the run; its layout gives the device count.
+        cluster: the cluster to compile for; none of its devices need be present.
+        cache: cache to read the program from and to write it to.
+        backend: compiler backend; if None, that of the cluster's chip where it is installed, else
+            the CPU's.
 
     Raises:
-        ProfileError: if the compiler refuses, or is not there.
+        ProfileError: if the compiler refuses, or is not installed.
         DoesNotFit: if the cluster has fewer devices.
     """
     job = ProfileJob(run=run, cluster=cluster)
@@ -81,12 +81,12 @@ def profile_many(
     cache: CacheFolder = "user",
     backend: Backend | None = None,
 ) -> list[Program]:
-    """The programs of `jobs`, compiled side by side.
+    """Programs of `jobs`, compiled in parallel.
 
     Args:
         jobs: runs and clusters.
-        on_done: called with the position of each job whose program is there, as it comes.
-        cache: where to look for programs first, and to leave them.
+        on_done: called with the position and program of each job, as it is done.
+        cache: cache to read programs from and to write them to.
         backend: see `profile`.
 
     Raises:
@@ -94,7 +94,7 @@ def profile_many(
         DoesNotFit: if a cluster has fewer devices.
     """
     folder = user_folder() if cache == "user" else cache
-    asked = [_asked(job, backend) for job in jobs]
+    requested = [_run_job(job, backend) for job in jobs]
     programs: dict[int, Program] = {}
 
     def done(position: int, program: Program) -> None:
@@ -102,33 +102,33 @@ def profile_many(
         if on_done is not None:
             on_done(position, programs[position])
 
-    for position, job in enumerate(asked):
+    for position, job in enumerate(requested):
         program = None if folder is None else cached_program(folder, job)
         if program is not None:
             done(position, program)
-    missing = [position for position in range(len(asked)) if position not in programs]
+    missing = [position for position in range(len(requested)) if position not in programs]
 
     def compiled(index: int, result: Compiled) -> None:
         if folder is not None:
-            keep(folder, asked[missing[index]], result)
+            keep(folder, requested[missing[index]], result)
         done(missing[index], result.program)
 
     if missing:
-        run_jobs([asked[position] for position in missing], compiled)
-    return [programs[position] for position in range(len(asked))]
+        run_jobs([requested[position] for position in missing], compiled)
+    return [programs[position] for position in range(len(requested))]
 
 
 def remembered(job: ProfileJob) -> Program | None:
-    """The program of `job`, if it is kept in the user's own folder.
+    """The program of `job` in the user's cache; None if it is not there.
 
     Raises:
         DoesNotFit: if the cluster has fewer devices.
     """
-    program = cached_program(user_folder(), _asked(job))
+    program = cached_program(user_folder(), _run_job(job))
     return None if program is None else restored(program, job.run)
 
 
-def _asked(job: ProfileJob, backend: Backend | None = None) -> RunJob:
+def _run_job(job: ProfileJob, backend: Backend | None = None) -> RunJob:
     return RunJob(
         run=for_chip(job.run, job.cluster.chip),
         target=target_for(job.cluster, job.run.layout.device_count, backend),
@@ -142,13 +142,13 @@ def profile_function(
     mesh_axes: Mapping[str, int],
     backend: Backend | None = None,
 ) -> Program:
-    """What each device of `cluster` does in one call of a jitted, sharded function.
+    """Program of one call of a jitted, sharded function, compiled for `cluster`.
 
     Args:
         build: a function of a mesh that returns (jitted function, its arguments as arrays or
             shapes with shardings); itself or as "module:name". The worker imports it, so it
-            must stand at the top level of a module or script.
-        cluster: none of which need be here.
+            must be at the top level of a module or script.
+        cluster: the cluster to compile for; none of its devices need be present.
         mesh_axes: devices along each axis of the mesh, major to minor.
         backend: see `profile`.
 

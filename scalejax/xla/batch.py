@@ -1,6 +1,6 @@
-"""The programs of one run on many numbers of devices, from few compiled ones.
+"""Programs of one run on many device counts, scaled out from few compiled ones.
 
-Knows which sizes follow from which; nothing of what the programs are for.
+Knows which sizes can be scaled out from which; nothing of what the programs are for.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,23 +13,23 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.xla import ProfileJob, profile_many, remembered
 
-# The programs of several cases, with word of each: when its compilation begins, when it is done.
+# Compilation of several cases, with progress of each.
 
 
 def in_words(device_count: int) -> str:
-    """So many devices, as the name of a case."""
+    """Name of a case with `device_count` devices: "256 devices"."""
     return counted(device_count, "device")
 
 
 def compile_cases(
     jobs: Sequence[ProfileJob], cases: Sequence[str], on_case: OnCase = nothing_said
 ) -> list[Program]:
-    """The programs of `jobs`, compiled side by side where they are not remembered.
+    """Programs of `jobs`, compiled in parallel where they are not cached.
 
     Args:
         jobs: runs and clusters.
-        cases: the name of each, for people: "256 devices".
-        on_case: told of each case that begins, is done, or is remembered.
+        cases: title of each job: "256 devices".
+        on_case: called as each case starts to compile, is done, or is cached.
 
     Raises:
         ProfileError: if the compiler refuses one; the others are stopped.
@@ -62,13 +62,13 @@ def programs_of(
     runs: Sequence[tuple[ResolvedRun, Cluster]],
     on_progress: OnProgress = lambda done, total: None,
 ) -> list[Program]:
-    """The program of each run on its cluster, from few compiled ones.
+    """Program of each run on its cluster, scaled out from few compiled ones.
 
-    The compiler runs once for each cluster and number of samples on a device; other sizes of the
-    data axis follow from its program, or, where they do not, are compiled too.
+    The compiler runs once for each cluster and per-device batch; other sizes of the data axis are
+    scaled out from its program, or, where that is not possible, compiled too.
 
     Args:
-        runs: of one config, each on its devices.
+        runs: runs of one config, each with its cluster.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
@@ -77,7 +77,7 @@ def programs_of(
     """
     jobs: dict[str, ProfileJob] = {}
 
-    def ask(run: ResolvedRun, cluster: Cluster) -> str:
+    def request(run: ResolvedRun, cluster: Cluster) -> str:
         name = (
             f"{cluster.name}, {counted(run.layout.device_count, 'device')}, "
             f"{counted(run.split.per_device_batch, 'sample')} on each"
@@ -85,16 +85,18 @@ def programs_of(
         jobs[name] = ProfileJob(run=run, cluster=cluster)
         return name
 
-    asked = [(narrow := reduced(run), ask(narrow, cluster)) for run, cluster in runs]
+    requested = [
+        (reduced_run := reduced(run), request(reduced_run, cluster)) for run, cluster in runs
+    ]
     known = _compiled(jobs, on_progress)
     found = [
-        scaled_out(known[name], narrow, run)
-        for (run, _), (narrow, name) in zip(runs, asked, strict=True)
+        scaled_out(known[name], reduced_run, run)
+        for (run, _), (reduced_run, name) in zip(runs, requested, strict=True)
     ]
-    # What does not follow from fewer devices is compiled for all of them.
+    # Programs that cannot be scaled out are compiled for all devices.
     jobs.clear()
     names = [
-        None if program else ask(run, cluster)
+        None if program else request(run, cluster)
         for (run, cluster), program in zip(runs, found, strict=True)
     ]
     whole = _compiled(jobs, on_progress)
@@ -112,7 +114,7 @@ def _compiled(jobs: dict[str, ProfileJob], on_progress: OnProgress) -> dict[str,
 
 
 def _counting(on_progress: OnProgress) -> OnCase:
-    """An `OnCase` that tells how many of those that had to be compiled are done."""
+    """`OnCase` callback that counts the compiled cases and reports them to `on_progress`."""
     done = total = 0
 
     def count(stage: Stage, case: str) -> None:

@@ -1,9 +1,9 @@
-"""Bytes that one operation reads and writes, slices and in-place updates taken for what they are.
+"""Bytes that one HLO operation reads and writes, with slices and in-place updates resolved.
 
 A fusion that slices a large operand (one layer of stacked parameters) reads the slice; a
-fusion that ends by updating a slice of its operand in place writes the update. Found by going
-backwards through the fused computation, asking of each instruction how many elements of its
-operands it needs. What is kept in caches, or read twice, is not considered.
+fusion that ends by updating a slice of its operand in place writes the update. Computed by a
+backward pass over the fused computation, from the elements of each result that are needed to those
+of its operands. Caches and repeated reads are not considered.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,31 +24,31 @@ from scalejax.xla.hlo import (
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
 _VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
-"""Operations that hand on their operand's elements, one for one."""
+"""Operations that pass on their operand's elements one to one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """What one operation moves between memory and chip."""
+class MovedBytes:
+    """Bytes that one operation moves between memory and chip."""
 
     read_bytes: int
-    """Read."""
+    """Bytes read."""
     write_bytes: int
-    """Written."""
+    """Bytes written."""
 
 
-def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
-    """What `instruction` of `computation` reads and writes."""
+def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> MovedBytes:
+    """Bytes that `instruction` of `computation` reads and writes."""
     shapes = computation.operand_shapes(instruction)
     if instruction.opcode in ("fusion", "fusion-start"):
         return _fusion_traffic(module.computations[instruction.called("calls")[0]], module)
     if instruction.opcode in _UPDATES:
         update = shape_bytes(_update_shape(instruction, shapes))
-        return Traffic(read_bytes=update, write_bytes=update)
+        return MovedBytes(read_bytes=update, write_bytes=update)
     result = _result_shape(computation, instruction)
     needs = _needs(instruction, shapes, elements(result))
     reads = sum(_bytes(shape, need) for shape, need in zip(shapes, needs, strict=True))
-    return Traffic(read_bytes=reads, write_bytes=shape_bytes(result))
+    return MovedBytes(read_bytes=reads, write_bytes=shape_bytes(result))
 
 
 def elements(shape: Shape) -> int:
@@ -63,8 +63,7 @@ def _bytes(shape: Shape, need: int) -> int:
 
 
 def _result_shape(computation: Computation, instruction: Instruction) -> Shape:
-    """What `instruction` results in, without the workspace that calls of cuBLAS and cuDNN append
-    to their results."""
+    """Result shape of `instruction`, without the workspace that cuBLAS and cuDNN calls append."""
     if _is_fused_attention(instruction):  # several results before the workspace
         return tuple(array for array in arrays(instruction.shape) if array.dtype != "u8")
     if instruction.opcode == "get-tuple-element":
@@ -88,7 +87,7 @@ def _is_library_call(instruction: Instruction) -> bool:
     return target.startswith(('"__cublas', '"__cudnn'))
 
 
-def _fusion_traffic(computation: Computation, module: Module) -> Traffic:
+def _fusion_traffic(computation: Computation, module: Module) -> MovedBytes:
     written, in_place, needed = 0, set[str](), dict.fromkeys(computation.instructions, 0)
     for name in _results(computation):
         update = _in_place_update(computation, name)
@@ -106,13 +105,13 @@ def _fusion_traffic(computation: Computation, module: Module) -> Traffic:
         for name, instruction in computation.instructions.items()
         if instruction.opcode == "parameter"
     )
-    return Traffic(read_bytes=read, write_bytes=written)
+    return MovedBytes(read_bytes=read, write_bytes=written)
 
 
 def _propagate(
     computation: Computation, module: Module, needed: dict[str, int], in_place: set[str]
 ) -> None:
-    """Add to `needed`, elements of each instruction, what those in it take in their turn."""
+    """Propagate `needed`, elements of each instruction, backwards to their operands."""
     slices: set[tuple[tuple[str, ...], str]] = set()
     for instruction in reversed(computation.instructions.values()):
         if instruction.opcode == "parameter":
@@ -156,7 +155,7 @@ def _results(computation: Computation) -> tuple[str, ...]:
 
 
 def _in_place_update(computation: Computation, name: str) -> Instruction | None:
-    """The update of a parameter that the result `name` is; None if it is none."""
+    """The in-place update of a parameter that computes `name`; None if it is none."""
     instruction = _origin(computation, name)
     if instruction.opcode not in _UPDATES:
         return None
@@ -165,7 +164,7 @@ def _in_place_update(computation: Computation, name: str) -> Instruction | None:
 
 
 def _origin(computation: Computation, name: str) -> Instruction:
-    """The instruction whose elements `name` hands on."""
+    """The instruction whose elements `name` passes on."""
     instruction = computation.instructions[name]
     while instruction.opcode in _VIEWS:
         instruction = computation.instructions[instruction.operands[0]]
@@ -173,7 +172,7 @@ def _origin(computation: Computation, name: str) -> Instruction:
 
 
 def _update_shape(instruction: Instruction, shapes: Sequence[Shape]) -> Shape:
-    """What an update writes: operand 1 of a dynamic-update-slice; of a scatter of n arrays
+    """Shape that an update writes: operand 1 of a dynamic-update-slice; of a scatter of n arrays
     (n targets, indices, n updates), the updates."""
     if instruction.opcode == "dynamic-update-slice":
         return shapes[1]

@@ -1,8 +1,8 @@
-"""Compiled programs on disk, by everything that shapes them.
+"""Cache of compiled programs on disk, keyed by everything that they depend on.
 
 A program depends on the run (model, batch, layout, optimizer; not on seed or epochs), the
 target, the versions of the compiler and of the libraries that trace the step, on scalejax
-itself and, for a user's own network, on the files that it was made of.
+itself and, for a user's own network, on its source files.
 """
 
 import gzip
@@ -34,11 +34,11 @@ _LIBRARIES = (
 )  # fmt: skip
 
 _IN_ARCHIVES = {"gradient_sync": "exchange", "selective_op": "per_op"}
-"""Words of the keys of archives whose programs were compiled when these had other names."""
+"""Former names of fields and values, which archive keys keep."""
 
 
 def cached_program(folder: Path, job: RunJob) -> Program | None:
-    """The program of `job`, if `folder` holds it and nothing it is made of has changed."""
+    """The cached program of `job` in `folder`; None if missing or if its sources have changed."""
     try:
         text = gzip.decompress(_path(folder, job).read_bytes())
         compiled = TypeAdapter(Compiled).validate_json(text)
@@ -50,7 +50,7 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
 
 
 def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
-    """Put the result of `job` into `folder`, all or nothing."""
+    """Write the result of `job` into `folder`, atomically."""
     path = _path(folder, job)
     temporary = path.with_suffix(f".{os.getpid()}")
     try:
@@ -62,7 +62,7 @@ def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
 
 
 def case_key(job: RunJob) -> str:
-    """A name for the program of `job` that outlives versions: of what was asked for alone.
+    """Key of the program of `job` in archives, independent of versions.
 
     Fields that hold their default are left out, so that a program keeps its name when a config
     gains a field; so is the chip's title.
@@ -101,13 +101,13 @@ def case_key(job: RunJob) -> str:
 
 
 def _measured(job: RunJob) -> list[JsonValue]:
-    """What a step computes of its gradients besides updates."""
+    """Gradient statistics that a step computes besides the update."""
     wanted = job.run.config.train
     return [wanted.measures_gradient_norm, plain(wanted.noise_scale)]
 
 
 def _named(part: object) -> list[JsonValue]:
-    """The class of a description, and its fields that are not the default, without lengths."""
+    """[name, non-default fields] of a config part, without sizes of the data set."""
     fields = _adapter(type(part)).dump_python(part, mode="json", exclude_defaults=True)
     kept = {
         name: _IN_ARCHIVES.get(value, value) if isinstance(value, str) else value
@@ -138,7 +138,7 @@ def _path(folder: Path, job: RunJob) -> Path:
 
 
 def _shaping(job: RunJob) -> JsonValue:
-    """What of a run shapes its step; lengths and seeds are numbers in it, not its shape."""
+    """Fields of a run on which its compiled step depends; epochs and seeds do not matter."""
     run = plain(job.run)
     if not isinstance(run, dict) or not isinstance(run["config"], dict):
         raise TypeError("a resolved run is a table of tables")

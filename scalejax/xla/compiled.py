@@ -1,4 +1,4 @@
-"""A compiled step, still in the hands of JAX, as a `Program`.
+"""Converts a step that JAX has compiled into a `Program`.
 
 Uses the objects that JAX has made and imports nothing of it, so that this costs nothing to
 import where there is none.
@@ -27,14 +27,14 @@ _BACKENDS: dict[str, Literal["cuda", "cpu", "tpu"]] = {
 }
 
 
-_NARROW = {"bfloat16": "bf16", "float16": "f16"}
-"""XLA's names of the compute types that a CPU widens."""
+_COMPUTE_TYPES = {"bfloat16": "bf16", "float16": "f16"}
+"""XLA's names for the compute types that its CPU compiler widens to f32."""
 
 
 def read_step(
     compiled: "jax.stages.Compiled", mesh: "jax.sharding.Mesh", run: ResolvedRun
 ) -> Program:
-    """The program of the compiled step of a run, with its state and the FLOP of its model.
+    """Program of the compiled step of a run, with its state size and model FLOP.
 
     Raises:
         ProfileError: if the compiler's text cannot be read.
@@ -55,9 +55,9 @@ def read_step(
         ticks = run.split.microbatches * run.config.layout.pipeline_chunks + idle_ticks
         operations = with_bubble(program.operations, ticks=ticks, idle_ticks=idle_ticks)
         program = replace(program, operations=operations)
-    narrow = _NARROW.get(run.config.model.compute_dtype)
-    if program.backend == "cpu" and narrow is not None:
-        operations = tuple(_reduced(item, narrow) for item in program.operations)
+    compute_type = _COMPUTE_TYPES.get(run.config.model.compute_dtype)
+    if program.backend == "cpu" and compute_type is not None:
+        operations = tuple(_with_product_type(item, compute_type) for item in program.operations)
         return replace(program, operations=operations)
     return program
 
@@ -68,12 +68,12 @@ def _model_flop(run: ResolvedRun) -> int:
     from scalejax.xla.model_flop import forward_flop
 
     if run.config.fine_tuning is not None and run.config.fine_tuning.trainable:
-        # What is computed again is no work of the model (Chowdhery et al. 2022, arXiv 2204.02311,
+        # Recompute does not count as model FLOP (Chowdhery et al. 2022, arXiv 2204.02311,
         # appendix B).
         function, arguments = forward_and_backward(_without_remat(run))
         return forward_flop(function, *arguments)
     function, arguments = forward(run)
-    # A product forward is two backward: one for either operand's gradient.
+    # Each product of the forward pass has two in the backward pass: one per operand's gradient.
     return 3 * forward_flop(function, *arguments)
 
 
@@ -83,12 +83,14 @@ def _without_remat(run: ResolvedRun) -> ResolvedRun:
     return replace(run, config=with_fields(run.config, {"model.remat": "none"}))
 
 
-def _reduced(item: Operation | Loop, narrow: str) -> Operation | Loop:
-    """`item` with its f32 products in the type `narrow`: so was asked of a CPU, which widens them,
-    and so, in bf16, a TPU rounds them, where not asked for more precision."""
+def _with_product_type(item: Operation | Loop, compute_type: str) -> Operation | Loop:
+    """`item` with its f32 products in `compute_type`: the type requested of a CPU, which widens
+    it, or the bf16 to which a TPU rounds operands by default."""
     if isinstance(item, Loop):
-        return replace(item, body=tuple(_reduced(inner, narrow) for inner in item.body))
-    return replace(item, dtype=narrow) if item.flop and item.dtype == "f32" else item
+        return replace(
+            item, body=tuple(_with_product_type(inner, compute_type) for inner in item.body)
+        )
+    return replace(item, dtype=compute_type) if item.flop and item.dtype == "f32" else item
 
 
 def read_compiled(
@@ -101,16 +103,16 @@ def read_compiled(
     model_flop: int | None = None,
     shares: Mapping[str, float] | None = None,
 ) -> Program:
-    """The program of any compiled function.
+    """Program of any compiled function.
 
     Args:
-        compiled: of `jax.jit(...).lower(...).compile()`.
-        mesh: what it was compiled for; all of its devices.
-        name: for people.
+        compiled: result of `jax.jit(...).lower(...).compile()`.
+        mesh: the mesh of all devices that it was compiled for.
+        name: title of the program.
         global_batch: samples per call over all devices, if it is a training step.
         tokens_per_sample: tokens in a sample, if it is text.
         model_flop: FLOP that the model itself needs per call over all devices.
-        shares: in which part of the calls the condition of a scope holds, by the scope's name.
+        shares: fraction of the calls in which the condition of a scope holds, by scope name.
 
     Raises:
         ProfileError: if the compiler's text cannot be read, or it keeps no account of memory.
@@ -126,7 +128,7 @@ def read_compiled(
     compilers = ["jax", "jaxlib"]
     if device.platform == "tpu":
         compilers.append("libtpu")
-        operations = tuple(_reduced(item, "bf16") for item in operations)
+        operations = tuple(_with_product_type(item, "bf16") for item in operations)
     return Program(
         name=name,
         backend=_BACKENDS[device.platform],

@@ -1,4 +1,4 @@
-"""Memory that the CPU's own kernels take beside what the compiler assigned them.
+"""Workspace of convolution kernels on CPUs, beyond the memory that the compiler assigned.
 
 A convolution of XLA's CPU runtime (Eigen) copies its input with padding and dilation filled in,
 and its kernel: seen in the growth of the process, for strides 1 and 2 and all three passes, to
@@ -12,14 +12,11 @@ from scalejax.xla.flop import padded_sides
 from scalejax.xla.hlo import Array, Module, bytes_of
 
 AT_ONCE = 2
-"""Convolutions that run side by side: the two gradients of a layer need nothing of each other."""
+"""Convolutions that run concurrently: the two gradients of a layer are independent."""
 
 
 def convolution_workspace_bytes(module: Module) -> int:
-    """Bytes that the convolutions of a program for a CPU take for themselves, at most.
-
-    Those of the `AT_ONCE` largest together.
-    """
+    """Peak workspace of the convolutions of a CPU program: that of the `AT_ONCE` largest."""
     scratch = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():

@@ -1,4 +1,4 @@
-"""FLOP of matrix products and convolutions, however the compiler has written them down.
+"""FLOP of matrix products and convolutions in HLO, in all forms that the compiler emits.
 
 Knows `dot`, `convolution` and the library calls that replace them on NVIDIA GPUs (cuBLAS,
 cuDNN), and the convolutions as which a TPU's compiler writes matrix products. A multiplication
@@ -19,19 +19,19 @@ from scalejax.simulator.program import ConvolutionPass
 from scalejax.xla.hlo import Array, Instruction, Shape, arrays
 
 FUSED_ATTENTION = "__cudnn$fmha"
-"""How the names of cuDNN's fused attention begin, forward and backward."""
+"""Prefix of the call targets of cuDNN's fused attention, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arithmetic:
-    """One matrix product or convolution, or the products of fused attention."""
+class FlopCount:
+    """FLOP and shape of one matrix product, convolution or fused attention."""
 
     kind: Literal["matmul", "convolution", "attention"]
-    """Which of them."""
+    """Kind of operation."""
     dtype: str
     """Type of the operands; "f32_highest" where f32 may not be rounded to tf32."""
     flop: int
-    """Operations."""
+    """FLOP of the operation."""
     shape: tuple[int, ...]
     """See `program.Operation.shape`."""
     convolution_pass: ConvolutionPass | None = None
@@ -40,26 +40,26 @@ class Arithmetic:
     """Groups into which a convolution divides its channels."""
 
 
-def arithmetic(instruction: Instruction, operands: Sequence[Shape]) -> Arithmetic | None:
-    """What `instruction` multiplies; None if it is none of the kinds of `Arithmetic`.
+def count_flop(instruction: Instruction, operands: Sequence[Shape]) -> FlopCount | None:
+    """FLOP count of `instruction`; None if it is none of the kinds of `FlopCount`.
 
     Args:
         instruction: one line of the program.
-        operands: shapes of what it takes.
+        operands: shapes of its operands.
     """
-    found = _arithmetic(instruction, operands)
+    found = _count_flop(instruction, operands)
     if found is not None and found.dtype == "f32" and _is_highest(instruction):
         return replace(found, dtype="f32_highest")
     return found
 
 
 def _is_highest(instruction: Instruction) -> bool:
-    """Whether the user asked for full f32 precision, which is not to be had from tf32 units."""
+    """Whether the user asked for full f32 precision, which tf32 units do not have."""
     asked = instruction.attributes.get("operand_precision", "")
     return "highest" in asked or '"HIGHEST"' in json.dumps(instruction.backend_config)
 
 
-def _arithmetic(instruction: Instruction, operands: Sequence[Shape]) -> Arithmetic | None:
+def _count_flop(instruction: Instruction, operands: Sequence[Shape]) -> FlopCount | None:
     if instruction.opcode == "dot":
         dimensions = {
             name: instruction.integers(f"{name}_dims")
@@ -88,9 +88,7 @@ def _library_dimensions(instruction: Instruction) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _product(
-    operands: Sequence[Shape], dimensions: dict[str, tuple[int, ...]]
-) -> Arithmetic | None:
+def _product(operands: Sequence[Shape], dimensions: dict[str, tuple[int, ...]]) -> FlopCount | None:
     lhs, rhs = operands[0], operands[1]
     if not (isinstance(lhs, Array) and isinstance(rhs, Array)):
         return None
@@ -98,7 +96,7 @@ def _product(
     k = math.prod(lhs.dims[axis] for axis in dimensions["lhs_contracting"])
     m = _rest(lhs, dimensions["lhs_batch"] + dimensions["lhs_contracting"])
     n = _rest(rhs, dimensions["rhs_batch"] + dimensions["rhs_contracting"])
-    return Arithmetic(
+    return FlopCount(
         kind="matmul", dtype=lhs.dtype, flop=2 * batch * m * n * k, shape=(batch, m, n, k)
     )
 
@@ -109,7 +107,7 @@ def _rest(array: Array, used: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """Which dimension of input, kernel and output is what: "b01f_01io->b01f"."""
+    """Labels of the dimensions of input, kernel and output: "b01f_01io->b01f"."""
 
     text: str
 
@@ -123,8 +121,8 @@ class _Labels:
         return [array.dims[labels.index(d)] for d in sorted(labels) if d.isdigit()]
 
 
-def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithmetic:
-    """A convolution as XLA defines it: also gradients are written so, with dilations.
+def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> FlopCount:
+    """FLOP count of an HLO convolution; gradients are convolutions with dilations, too.
 
     FLOP = 2 x samples x output channels x input channels of a group x pairs of an output and a
     window position that do not meet a hole of the dilated input.
@@ -136,7 +134,7 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
     samples, channels = labels.size(output, 2, "b"), labels.size(output, 2, "f")
     inputs = labels.size(rhs, 1, "i")
     if "/dot_general" in instruction.attributes.get("metadata", ""):
-        product = _disguised_product(sides, samples, channels, inputs, lhs.dtype)
+        product = _product_as_convolution(sides, samples, channels, inputs, lhs.dtype)
         if product is not None:
             return product
     outputs = math.prod(side.outputs for side in sides)
@@ -149,7 +147,7 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
         shape = (samples, positions, channels // groups, inputs * groups, windows)
     elif kind == "filter_gradient":
         shape = (inputs, windows, samples, channels, outputs)
-    return Arithmetic(
+    return FlopCount(
         kind="convolution",
         dtype=lhs.dtype,
         flop=2 * samples * channels * inputs * math.prod(side.pairs for side in sides),
@@ -160,10 +158,10 @@ def _convolution(instruction: Instruction, operands: Sequence[Shape]) -> Arithme
 
 
 def _pass_of(outputs: int, windows: int, holes: int) -> ConvolutionPass:
-    """Which gradient XLA has written as a convolution, by positions in each part.
+    """Pass of a convolution, inferred from its numbers of positions.
 
-    The kernel that makes a filter gradient is the gradient of the output, with more positions
-    than the filter that comes out. A dilated input is spread out by a stride. An input gradient
+    The kernel of a filter gradient is the gradient of the output, with more positions than the
+    resulting filter. A dilated input is spread out by a stride. An input gradient
     of stride 1 looks like a forward convolution and costs as much; a forward convolution over
     the whole of its input looks like a filter gradient.
     """
@@ -178,7 +176,7 @@ def _groups(instruction: Instruction, name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One spatial dimension of a convolution: lengths of its parts, and how they meet."""
+    """One spatial dimension of a convolution: lengths, stride, dilations, padding."""
 
     inputs: int
     """Length of the input."""
@@ -220,8 +218,7 @@ def _sides(window: str, inputs: list[int], windows: list[int], outputs: list[int
 
 
 def padded_sides(instruction: Instruction, lhs: Array) -> list[tuple[int, int]]:
-    """(with padding and holes filled in, as it is): lengths of each spatial dimension of the
-    input of a convolution."""
+    """(padded and dilated, original) length of each spatial dimension of a convolution's input."""
     window = instruction.attributes.get("window", "{}")
     sides = _Labels(instruction.attributes["dim_labels"]).spatial(lhs, 0)
     holes = _window(window, "lhs_dilate", len(sides))
@@ -235,10 +232,10 @@ def padded_sides(instruction: Instruction, lhs: Array) -> list[tuple[int, int]]:
     ]
 
 
-def _disguised_product(
+def _product_as_convolution(
     sides: Sequence[_Side], samples: int, channels: int, inputs: int, dtype: str
-) -> Arithmetic | None:
-    """The matrix product that a TPU's compiler has written as a convolution.
+) -> FlopCount | None:
+    """FLOP count of a matrix product that a TPU's compiler emits as a convolution.
 
     Its further dimensions are those of the convolution: one that only the left operand has
     counts to m, only the right to n, both but not the result to k, all three to the batch.
@@ -256,15 +253,13 @@ def _disguised_product(
             batch *= side.outputs
         else:
             return None
-    return Arithmetic(
-        kind="matmul", dtype=dtype, flop=2 * batch * m * n * k, shape=(batch, m, n, k)
-    )
+    return FlopCount(kind="matmul", dtype=dtype, flop=2 * batch * m * n * k, shape=(batch, m, n, k))
 
 
 def _library_convolution(
     instruction: Instruction, operands: Sequence[Shape], target: str
-) -> Arithmetic:
-    """A cuDNN call; gradients keep the labels and window of the forward convolution.
+) -> FlopCount:
+    """FLOP count of a cuDNN convolution; gradients keep the forward pass's labels and window.
 
     All three kinds take 2 x elements of the forward output x window positions x input channels
     of a group.
@@ -278,7 +273,7 @@ def _library_convolution(
         kind, kernel, output = "filter_gradient", result, second
     labels = _Labels(instruction.attributes["dim_labels"])
     windows, inputs = math.prod(labels.spatial(kernel, 1)), labels.size(kernel, 1, "i")
-    return Arithmetic(
+    return FlopCount(
         kind="convolution",
         dtype=first.dtype,
         flop=2 * output.elements * windows * inputs,
@@ -296,8 +291,8 @@ def _library_convolution(
 
 def _fused_attention(
     instruction: Instruction, operands: Sequence[Shape], target: str
-) -> Arithmetic | None:
-    """A cuDNN call of scores, softmax and mixture in one, or of their gradients.
+) -> FlopCount | None:
+    """FLOP count of a cuDNN call of fused attention, or of its gradient.
 
     Forward are two products of 2 batch m n k each. Backward are five: the scores again, and two
     gradients for each product. A causal mask halves them: what lies beyond it is skipped (the
@@ -315,7 +310,7 @@ def _fused_attention(
     flop = products * 2 * samples * heads * queries * keys * query.dims[-1]
     if "CAUSAL" in str(config.get("mask_type", "")):
         flop //= 2
-    return Arithmetic(
+    return FlopCount(
         kind="attention",
         dtype=query.dtype,
         flop=flop,

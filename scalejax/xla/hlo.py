@@ -1,8 +1,8 @@
-"""The text of a compiled XLA program (HLO), as computations of instructions.
+"""Parser of the text of a compiled XLA program (HLO) into computations of instructions.
 
-Knows the grammar of the text and nothing of what the instructions do. Reads the notation of
-jaxlib 0.10 and 0.12: what they add or drop between versions (layouts, metadata, back-end
-settings) is kept as text and taken apart only when asked for.
+Knows the grammar of the text and nothing of the meaning of instructions. Reads the notation of
+jaxlib 0.10 and 0.12: attributes that differ between versions (layouts, metadata, backend settings)
+are kept as text and parsed on demand.
 """
 
 import json
@@ -79,13 +79,13 @@ class Instruction:
     """One line of a computation: `%name = shape opcode(operands), attributes`."""
 
     name: str
-    """Its name, unique in the computation."""
+    """Name of the instruction, unique in the computation."""
     shape: Shape
-    """What it results in."""
+    """Shape of the result."""
     opcode: str
-    """What it does: "fusion", "all-reduce-start"."""
+    """HLO opcode: "fusion", "all-reduce-start"."""
     operands: tuple[str, ...]
-    """Names of the instructions whose results it takes."""
+    """Names of the instructions whose results are operands."""
     literal: str
     """The operands as written: the number of a parameter, the value of a constant."""
     rest: str
@@ -105,7 +105,7 @@ class Instruction:
 
     @cached_property
     def backend_config(self) -> dict[str, object]:
-        """Settings of the back end; empty if there are none, or they are no JSON."""
+        """Settings of the backend; empty if there are none, or they are no JSON."""
         try:
             config = json.loads(self.attributes.get("backend_config", "{}"))
         except json.JSONDecodeError:  # a custom call of a user's own may keep any text here
@@ -136,7 +136,7 @@ class Computation:
         return next(i for i in self.instructions.values() if i.is_root)
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """Shapes of what `instruction` takes."""
+        """Shapes of the operands of `instruction`."""
         return tuple(self.instructions[name].shape for name in instruction.operands)
 
 
@@ -154,7 +154,7 @@ class Module:
     """Frames of the user's stack: (location, number of the caller's frame)."""
 
     def source(self, instruction: Instruction) -> str | None:
-        """Where the user's program asked for it: "file.py:line", else a name scope, if known."""
+        """Place in the user's program: "file.py:line", else a name scope; None if unknown."""
         metadata = instruction.attributes.get("metadata", "")
         if match := re.search(r"stack_frame_id=(\d+)", metadata):
             if location := self._location(int(match[1])):
@@ -179,8 +179,8 @@ class Module:
 
 
 def _is_of_library(path: str) -> bool:
-    """Whether a file asked for nothing itself: one of Python, of an installed package other than
-    scalejax (which may be installed or a checkout), or the worker, in which all is compiled."""
+    """Whether a file is library code: of Python, of an installed package other than scalejax
+    (which may be installed or a checkout), or the compile worker."""
     if path.startswith("<frozen ") or path == str(_WORKER):
         return True
     return "site-packages" in path and not PurePath(path).is_relative_to(_PACKAGE)
@@ -296,7 +296,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _parse_frames(preamble: list[str]) -> dict[int, tuple[str, int]]:
-    """The tables before the first computation: files, locations in them, frames at those."""
+    """Stack frames from the tables before the first computation: files, locations, frames."""
     files: dict[str, str] = {}
     locations: dict[str, str] = {}
     frames: dict[int, tuple[str, int]] = {}

@@ -1,4 +1,4 @@
-"""What a worker is asked to compile, and what it answers: plain data, passed as JSON."""
+"""Jobs and results of the compile workers: plain data, passed as JSON."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -14,7 +14,7 @@ from scalejax.xla.target import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunJob:
-    """The step of a run."""
+    """Job to compile the step of a run."""
 
     target: Target
     """Devices to compile for."""
@@ -33,19 +33,19 @@ class RunJob:
 
     @property
     def title(self) -> str:
-        """What is compiled, for people."""
+        """Title of the job."""
         model = self.run.config.model.name
         return f"the training step of {model!r} for {counted(self.target.device_count, 'device')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionJob:
-    """A function of the user's own."""
+    """Job to compile a function of the user's."""
 
     target: Target
     """Devices to compile for."""
     builder: str
-    """Where the function that builds it is: "module:name" or "/path/to/file.py:name"."""
+    """Function that builds it: "module:name" or "/path/to/file.py:name"."""
     mesh_axes: tuple[tuple[str, int], ...]
     """(name, size) of each mesh axis, major to minor."""
     name: Literal["function"] = "function"
@@ -53,32 +53,32 @@ class FunctionJob:
 
     @property
     def title(self) -> str:
-        """What is compiled, for people."""
+        """Title of the job."""
         return (
             f"{self.builder.rpartition('/')[2]!r} for {counted(self.target.device_count, 'device')}"
         )
 
 
 Job = Annotated[RunJob | FunctionJob, Field(discriminator="name")]
-"""Either kind, told apart by `name`."""
+"""Either kind of job, distinguished by `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """A job done."""
+    """Result of a compiled job."""
 
     program: Program
-    """What was asked for."""
+    """The compiled program."""
     sources: dict[str, str] = field(default_factory=dict)
-    """Digests by path of the user's own files that were imported on the way: while they stay
-    the same, so does the program."""
+    """Digests by path of the user's files that were imported: the program is valid while they are
+    unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A job that the worker refused in words of its own."""
+    """Result of a job that the worker refused."""
 
     error: str
-    """Name of the class of the error, in `errors`."""
+    """Name of the error's class, in `errors`."""
     message: str
-    """Its text."""
+    """Message of the error."""

@@ -1,9 +1,9 @@
-"""FLOP that a function asks for, counted in its trace (jaxpr), before any compiler sees it.
+"""FLOP of a function, counted in its jaxpr before compilation.
 
-Matrix products and convolutions only; a loop as often as it runs, the costliest branch of a
-conditional, a `while` of unknown length once. Ignores element-wise arithmetic and table
-look-ups (under 1 % of a transformer of width >= 512), counts causal attention in full, as it
-is computed, and products with the padding of a convolution.
+Counts matrix products and convolutions only; loops by their trip count, the costliest branch of a
+conditional, a `while` of unknown length once. Ignores element-wise arithmetic and table look-ups
+(under 1 % of a transformer of width >= 512), counts causal attention unmasked, as it is computed,
+and products with the padding of a convolution.
 """
 
 import math
@@ -40,7 +40,7 @@ def _equation_flop(equation: Any) -> int:
 
 
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
-    """Yield the traces that an equation calls: of jit, remat, custom gradients, loops.
+    """Yield the jaxprs that an equation calls: of jit, remat, custom gradients, loops.
 
     The rules of a custom gradient are functions, not traces, until they are used: they do not
     count here.
@@ -54,7 +54,7 @@ def _inner(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def _product_flop(equation: Any) -> int:
-    """2 x elements of the result x length of what is summed over."""
+    """FLOP of a matrix product: 2 x elements of the result x contracted length."""
     (contracting, _), _ = equation.params["dimension_numbers"]
     lhs = equation.invars[0].aval.shape
     summed = math.prod(lhs[axis] for axis in contracting)
@@ -62,10 +62,9 @@ def _product_flop(equation: Any) -> int:
 
 
 def _convolution_flop(equation: Any) -> int:
-    """2 x elements of the result x window positions x input channels of a group.
+    """FLOP of a convolution: 2 x elements of the result x window positions x channels of a group.
 
-    An input that is dilated is mostly holes: only every (product of dilations)-th product
-    counts.
+    Of a dilated input, which is mostly zeros, only every (product of dilations)-th product counts.
     """
     numbers = equation.params["dimension_numbers"]
     kernel = equation.invars[1].aval.shape

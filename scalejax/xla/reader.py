@@ -1,12 +1,12 @@
-"""A compiled program (HLO) as the schedule of operations that costing reads.
+"""Converts a compiled program (HLO) into the schedule of operations of a `Program`.
 
-Knows what XLA's instructions do to compute, memory and network; knows no time.
+Knows the compute, memory traffic and communication of XLA's instructions; knows no time.
 
-Left out, and why: the arithmetic of element-wise operations, which is bound by bytes; the
+Left out, and why: the FLOP of element-wise operations, which are bound by bytes; the
 conditions of loops (one scalar); whether a fusion that the compiler started asynchronously
 (`fusion-start`: slices of stacked parameters, on a stream of their own) overlaps, since it is
-charged where it starts; and the copies by which a TPU brings operands onto the chip ahead of
-their use, since their bytes are counted where they are used.
+counted where it starts; and the copies by which a TPU prefetches operands onto the chip, since
+their bytes are counted where they are used.
 """
 
 from collections import Counter
@@ -22,8 +22,8 @@ from scalejax.simulator.program import (
     OperationKind,
     with_share,
 )
-from scalejax.xla.bytes import traffic
-from scalejax.xla.flop import Arithmetic, arithmetic
+from scalejax.xla.bytes import moved_bytes
+from scalejax.xla.flop import FlopCount, count_flop
 from scalejax.xla.hlo import Computation, Instruction, Module, arrays, parse_module, shape_bytes
 from scalejax.xla.replica_groups import MeshAxes, permute_group, replica_group
 from scalejax.xla.trip_counts import trip_count
@@ -35,18 +35,18 @@ _COLLECTIVES: dict[str, CollectiveName] = {
     "all-to-all": "all_to_all",
     "ragged-all-to-all": "all_to_all",
     "collective-permute": "collective_permute",
-    # A ring passes a broadcast on as it does the parts of a gather.
+    # A ring forwards a broadcast as it does the parts of a gather.
     "collective-broadcast": "all_gather",
 }
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain",
     "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency",
 }  # fmt: skip
-"""Instructions that the device does not run."""
+"""Instructions that cost nothing on the device."""
 _FREE_CALLS = {
     "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound",
 }  # fmt: skip
-"""Calls by which a TPU's compiler talks to itself."""
+"""Custom calls of a TPU's compiler that are no-ops."""
 _COPIES = {
     "copy", "copy-start", "transpose", "slice", "dynamic-slice", "dynamic-update-slice",
     "concatenate", "pad", "reverse", "reshape", "gather",
@@ -59,10 +59,10 @@ def read_program(
     """The schedule in the text of a compiled program.
 
     Args:
-        text: of `compiled.as_text()`.
+        text: result of `compiled.as_text()`.
         mesh_axes: (name, size) of each axis of the mesh it was compiled for.
-        shares: in which part of its runs the condition of a named scope holds, by the scope's name.
-            Of other conditions, the costliest branch is taken.
+        shares: fraction of the runs in which the condition of a named scope holds, by scope name.
+            Of other conditions, the costliest branch is counted.
 
     Raises:
         ProfileError: if the text cannot be read, or holds a loop of unknown length.
@@ -81,7 +81,7 @@ class _Reader:
         self._uses: Counter[str] = Counter()
 
     def schedule(self, name: str) -> Iterator[Operation | Loop]:
-        """Yield what computation `name` does, calls inlined, the costliest branch taken."""
+        """Yield the operations of computation `name`, with calls inlined."""
         computation = self._module.computations[name]
         started: dict[str, str] = {}
         for instruction in computation.instructions.values():
@@ -121,7 +121,7 @@ class _Reader:
         return Loop(name=self._unique(instruction.name), trip_count=count, body=body)
 
     def _branches(self, instruction: Instruction) -> list[Operation | Loop]:
-        """Both branches, each in its part of the steps, where that is known; else the costliest."""
+        """Both branches with their fractions of the steps, where known; else the costliest."""
         names = (
             *instruction.called("branch_computations"),
             *instruction.called("false_computation"),
@@ -139,7 +139,7 @@ class _Reader:
     def _started(
         self, computation: Computation, instruction: Instruction, started: dict[str, str]
     ) -> Iterator[Operation | Loop]:
-        """Yield what a generic `async-start` sets off: a collective, or compute charged here."""
+        """Yield the operations of a generic `async-start`: a collective, or compute."""
         called = self._module.computations[instruction.called("calls")[0]]
         if called.root.opcode in _COLLECTIVES:
             yield from self._collective(called, called.root, instruction, started)
@@ -153,7 +153,7 @@ class _Reader:
         start: Instruction,
         started: dict[str, str],
     ) -> Iterator[Operation]:
-        """Yield the collective `instruction` of `computation`, set off by `start`."""
+        """Yield the collective `instruction` of `computation`, started by `start`."""
         group = self._group(instruction)
         if group.size == 1:
             return
@@ -190,7 +190,7 @@ class _Reader:
         return replica_group(attributes.get("replica_groups", "{}"), self._mesh_axes)
 
     def _finished(self, instruction: Instruction, started: dict[str, str]) -> Iterator[Operation]:
-        """Yield the wait for an asynchronous collective; other ends cost nothing."""
+        """Yield the wait for an asynchronous collective; other "done" instructions are free."""
         start = instruction.operands[0]
         if start not in started:
             return
@@ -205,7 +205,7 @@ class _Reader:
         )
 
     def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
-        moved = traffic(self._module, computation, instruction)
+        moved = moved_bytes(self._module, computation, instruction)
         products = list(self._products(computation, instruction))
         kind: OperationKind = "fusion"
         dtype, shape = next(arrays(instruction.shape)).dtype, ()
@@ -230,15 +230,15 @@ class _Reader:
         )
 
     def _source(self, instruction: Instruction) -> str | None:
-        """Where the user asked for it; of a fusion that does not say, where for its result."""
+        """Place in the user's program; of a fusion without one, that of its root."""
         source = self._module.source(instruction)
         for name in instruction.called("calls"):
             source = source or self._module.source(self._module.computations[name].root)
         return source
 
-    def _products(self, computation: Computation, instruction: Instruction) -> Iterator[Arithmetic]:
+    def _products(self, computation: Computation, instruction: Instruction) -> Iterator[FlopCount]:
         """Yield the matrix products and convolutions in `instruction`, fused ones included."""
-        found = arithmetic(instruction, computation.operand_shapes(instruction))
+        found = count_flop(instruction, computation.operand_shapes(instruction))
         if found is not None:
             yield found
         for name in instruction.called("calls"):
@@ -248,14 +248,14 @@ class _Reader:
 
 
 def _is_bookkeeping(instruction: Instruction) -> bool:
-    """Whether it costs nothing that is not counted elsewhere."""
+    """Whether an instruction is free, or its cost is counted elsewhere."""
     if instruction.opcode in ("copy-start", "slice-start"):
         return instruction.is_on_chip
     return instruction.attributes.get("custom_call_target", "").strip('"') in _FREE_CALLS
 
 
 def _weight(items: list[Operation | Loop]) -> tuple[int, int]:
-    """FLOP, then bytes: what decides between the branches of a conditional."""
+    """(FLOP, bytes) of operations, by which the costliest branch of a conditional is chosen."""
     flop = moved = 0
     for item in items:
         if isinstance(item, Loop):

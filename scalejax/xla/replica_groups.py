@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, from the notations in which XLA writes groups.
+"""Device groups of collectives, parsed from XLA's notations of replica groups.
 
 Knows device numbers along the mesh, major to minor, and the names of its axes; no collective.
 """
@@ -105,7 +105,7 @@ def _positions(extents: Sequence[tuple[int, int]]) -> itertools.product:
 
 
 def _merged(extents: Sequence[tuple[int, int]]) -> Extents:
-    """The same grid in as few dimensions as possible."""
+    """The grid in as few dimensions as possible."""
     merged: list[tuple[int, int]] = []
     for size, stride in extents:
         if merged and merged[-1][1] == size * stride:

@@ -1,7 +1,6 @@
-"""What is compiled in place of a run that no compiler takes as it is, and how its program becomes
-that of the run.
+"""Substitutes for runs that cannot be compiled as they are, and restoration of their programs.
 
-Knows which chip lacks what; compiles nothing.
+Knows which features a chip lacks; compiles nothing.
 """
 
 from dataclasses import replace
@@ -16,13 +15,13 @@ from scalejax.xla.target import OLDEST_CAPABILITY
 
 
 def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
-    """What is compiled to know the program of `run` on `chip`.
+    """The run that is compiled as a substitute for `run` on `chip`.
 
-    Without the fused attention that only newer chips have, where it is compiled for as one of
-    them; in bfloat16 for float8, whose products `restored` derives.
+    With unfused attention for older chips, which are compiled for as newer ones; in bfloat16 for
+    float8, whose products `restored` derives.
 
     Raises:
-        ConfigError: if the chip has no fused attention, or no rate for fp8, and it is asked for.
+        ConfigError: if fused attention or fp8 is requested and the chip has none.
     """
     model = run.config.model
     require_type(model, chip)
@@ -44,7 +43,7 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
     """Refuse float8 on a chip that has no rate for it.
 
     Raises:
-        ConfigError: naming the nearest type that it has.
+        ConfigError: naming the nearest available type.
     """
     if model.compute_dtype == "float8" and "fp8" not in chip.peak_flop_per_second:
         accepted = f'{chip.name} has no rate for fp8; use "bfloat16", or a chip with one'
@@ -52,5 +51,5 @@ def require_type(model: ModelConfig, chip: Chip) -> None:
 
 
 def restored(program: Program, run: ResolvedRun) -> Program:
-    """`program`, of what `for_chip` makes of `run`, as that of `run` itself."""
+    """Program of `run`, derived from `program`, that of its substitute by `for_chip`."""
     return in_float8(program) if run.config.model.compute_dtype == "float8" else program

@@ -1,4 +1,4 @@
-"""What is compiled for: the description of a cluster that a compiler without devices reads.
+"""Compilation targets: descriptions of a cluster for ahead-of-time compilation without devices.
 
 Knows chips and clusters, and XLA's text for them (GpuTargetConfigProto); compiles nothing.
 """
@@ -17,11 +17,11 @@ from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, 
 Backend = Literal["cuda", "tpu", "cpu"]
 
 OLDEST_CAPABILITY = (8, 0)
-"""Older chips cannot be compiled for any more: they are compiled for as this one, and costed
-at their own rates (tried with the plug-ins of jax 0.10.2 and 0.12.0)."""
-OLDEST_STAND_IN = "v100"
-"""Chip whose sizes all of them are compiled with. The program stands in for theirs anyhow, and
-differs little by these sizes; one for all means that what was compiled for one serves the rest."""
+"""Oldest compute capability that can be compiled for. Older chips are compiled for as this one,
+and costed at their own rates (tried with the plug-ins of jax 0.10.2 and 0.12.0)."""
+OLDEST_SUBSTITUTE = "v100"
+"""Chip whose sizes are used to compile for all older chips. The program is a substitute anyway and
+depends little on these sizes; with a single one, programs are shared between them."""
 _OLDEST_SHARED_MEMORY = (167_936, 166_912)
 """Shared memory per multiprocessor, and per block at most, of compute capability 8.0 (XLA's
 GPU target descriptions, Apache-2.0)."""
@@ -38,31 +38,31 @@ class Target:
     """The devices that a program is compiled for."""
 
     backend: Backend
-    """Whose compiler is used."""
+    """Compiler backend."""
     name: str
     """Instruction set: "sm_90", "v5e", "cpu"."""
     device_count: int
     """Devices in the mesh."""
     topology: str = ""
-    """In XLA's notation, nodes and devices per node: "1x32x8"; of TPUs, the chips along each
-    side of the torus: "v5e:4x4"; "" for a CPU."""
+    """Topology in XLA's notation, nodes and devices per node: "1x32x8"; for TPUs, the chips along
+    each side of the torus: "v5e:4x4"; "" for a CPU."""
     description: str = ""
-    """Text of XLA's GpuTargetConfigProto; of a TPU, the name of the way in which the cores of
-    a chip are used; "" for a CPU."""
+    """Text of XLA's GpuTargetConfigProto; for a TPU, the name of its core configuration; "" for a
+    CPU."""
 
 
 def target_for(cluster: Cluster, device_count: int, backend: Backend | None = None) -> Target:
-    """What to compile for, to know what a program does on `device_count` devices of `cluster`.
+    """Compilation target of `device_count` devices of `cluster`.
 
     Args:
-        cluster: the devices.
-        device_count: how many of them.
-        backend: whose compiler to use; if None, that of the cluster's chip where it is
-            installed, else the CPU's, whose FLOP carry over (see `Program.backend`).
+        cluster: the cluster to compile for.
+        device_count: devices in the mesh.
+        backend: compiler backend; if None, that of the cluster's chip where it is installed, else
+            the CPU's, whose FLOP carry over (see `Program.backend`).
 
     Raises:
         DoesNotFit: if the cluster has fewer devices.
-        ProfileError: if the compiler is not there, or cannot take so many devices.
+        ProfileError: if the compiler is not installed, or does not support as many devices.
     """
     if cluster.max_device_count is not None and device_count > cluster.max_device_count:
         raise DoesNotFit(
@@ -83,7 +83,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
     if backend != "cuda" or architecture is None:
         if device_count > MAX_CPU_DEVICES:
             raise ProfileError(
-                f"devices={device_count} is refused: the stand-in on a CPU compiles for at most "
+                f"devices={device_count} is refused: the CPU substitute compiles for at most "
                 f"{MAX_CPU_DEVICES}. The compiler for NVIDIA GPUs takes any number: "
                 "pip install 'scalejax[gpu-target]'."
             )
@@ -101,16 +101,16 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
 
 
 def _own_backend(chip: Chip) -> Backend:
-    """Of the compiler for `chip`, if it is installed; else of the CPU's."""
+    """Backend of the compiler for `chip`, if it is installed; else the CPU's."""
     if chip.cuda is not None and has_cuda_compiler():
         return "cuda"
     return "tpu" if chip.tpu is not None and has_tpu_compiler() else "cpu"
 
 
 def _torus(tpu: TpuArchitecture, device_count: int) -> tuple[int, ...]:
-    """Chips along each side of the slice that `device_count` devices make up, shortest first.
+    """Chips along each side of a slice of `device_count` devices, shortest first.
 
-    As even as it can be. From four chips on, two sides are even: hosts hold squares of 2 x 2.
+    As cubic as possible. From four chips on, two sides are even: hosts hold squares of 2 x 2.
     """
     chips, odd_core = divmod(device_count, tpu.devices_per_chip)
     tori = [] if odd_core else list(_tori(chips, tpu.torus_dimensions))
@@ -187,7 +187,7 @@ device_description_str: "{chip.title}"
 
 
 def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaArchitecture]:
-    """The chip to describe to the compiler: itself, or the one that stands in for old ones."""
+    """The chip to describe to the compiler: itself, or the substitute for older chips."""
     if architecture.compute_capability >= OLDEST_CAPABILITY:
         return chip, architecture
     substitute = _substitute()
@@ -196,7 +196,7 @@ def _described(chip: Chip, architecture: CudaArchitecture) -> tuple[Chip, CudaAr
 
 @cache
 def _substitute() -> Chip:
-    return load_chip(OLDEST_STAND_IN)
+    return load_chip(OLDEST_SUBSTITUTE)
 
 
 def _capability(architecture: CudaArchitecture) -> tuple[int, int]:

@@ -1,6 +1,6 @@
-"""How often a loop of a compiled program runs.
+"""Trip counts of the loops of a compiled program.
 
-Compilers for CPUs and GPUs write it down; that of TPUs leaves it to be read from the loop.
+XLA's compilers for CPUs and GPUs annotate them; that of TPUs does not, so they are inferred.
 """
 
 from scalejax.xla.hlo import Computation, Instruction, Module
@@ -9,7 +9,7 @@ _SAME_VALUE = ("copy", "bitcast", "convert")
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often the body of `loop`, a "while" of `computation`, runs; None if it does not say.
+    """Trip count of `loop`, a "while" of `computation`; None if it is unknown.
 
     Read from a condition "counter < constant" whose counter starts at a constant and grows by
     one, as those of `lax.scan` and `lax.fori_loop` do.
@@ -36,13 +36,13 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _element(computation: Computation, name: str, index: int) -> str:
-    """Name of the part `index` of the tuple `name`."""
+    """Name of element `index` of the tuple `name`."""
     instruction = _origin(computation, name)
     return instruction.operands[index] if instruction.opcode == "tuple" else name
 
 
 def _grows_by_one(body: Computation, index: int) -> bool:
-    """Whether part `index` of what `body` results in is that of its parameter, plus one."""
+    """Whether element `index` of the result of `body` is that of its parameter, plus one."""
     step = _origin(body, _element(body, body.root.name, index))
     if step.opcode != "add":
         return False
@@ -59,7 +59,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _origin(computation: Computation, name: str) -> Instruction:
-    """The instruction whose value `name` hands on."""
+    """The instruction whose value `name` passes on."""
     instruction = computation.instructions[name]
     while instruction.opcode in _SAME_VALUE:
         instruction = computation.instructions[instruction.operands[0]]

@@ -29,7 +29,7 @@ from scalejax.xla.target import CUDNN_VERSION, Target
 
 
 def main() -> None:
-    """Do the job on stdin."""
+    """Compile the job on stdin, and write the result to stdout."""
     end_with_caller()
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
         os.dup2(2, 1)
@@ -65,11 +65,10 @@ def _compile(job: RunJob | FunctionJob) -> Program:
 
 
 def _describe_cudnn(target: Target) -> bool:
-    """Have JAX ask `target`, and not this machine, for what its fused attention needs.
+    """Patch JAX to check the cuDNN and capability of `target`, not of this machine.
 
-    JAX looks at the first GPU and at the cuDNN that are here, when it traces the call. Returns
-    whether this JAX has the functions that are replaced: they are its own business (tried with
-    jax 0.10.2 and 0.12.0).
+    JAX checks the local GPU and cuDNN when it traces fused attention. Returns whether this JAX has
+    the functions that are replaced, which are private (tried with jax 0.10.2 and 0.12.0).
     """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -90,7 +89,7 @@ def _describe_cudnn(target: Target) -> bool:
 
 
 def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
-    """`run` as this JAX can compile it without a GPU, and what a reader must know of that."""
+    """`run` with unfused attention, which this JAX can compile without a GPU, and a note on it."""
     model = run.config.model
     if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return run, ()
@@ -100,7 +99,7 @@ def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, .
 
 
 def _devices(target: Target) -> list[Any]:
-    """The devices to compile for, in order of their numbers; none of them is here."""
+    """The devices to compile for, in order of their ids; none of them is present."""
     import jax
 
     if target.backend == "cpu":

@@ -1,6 +1,6 @@
-"""Runs workers: their environment, how many at once, and what to say when one dies.
+"""Pool of compile workers: their environment, their number, and reports of failures.
 
-Knows processes; what is compiled is the worker's business.
+Knows processes; nothing of what is compiled.
 """
 
 import os
@@ -30,12 +30,12 @@ _FLAGS = (
     # Library calls, as tuned programs end up with for large products: tile sizes of XLA's own
     # kernels need a device to tune on, and for odd shapes (head size 96) none is found.
     "--xla_gpu_enable_triton_gemm=false",
-    # There is nothing to time candidates on; the same program in two thirds of the time.
+    # No device to time candidates on; the program is unchanged in two thirds of the time.
     "--xla_gpu_autotune_level=0",
 )
 
 _NOISE = re.compile(r"[IWE]\d{4} |WARNING|\d{4}-\d\d-\d\d|\s|:$|For simplicity|-{5}")
-"""How lines begin that do not say why a worker failed: logs, the frames of a traceback."""
+"""Start of lines that do not explain a failure: logs, the frames of a traceback."""
 
 
 def run_jobs(
@@ -43,10 +43,10 @@ def run_jobs(
     on_done: Callable[[int, Compiled], None],
     on_error: Callable[[int, ScalejaxError], None] | None = None,
 ) -> None:
-    """Do `jobs`, as many at a time as this machine has cores and memory for.
+    """Compile `jobs`, as many at a time as this machine has cores and memory for.
 
     Args:
-        jobs: what to compile.
+        jobs: jobs to compile.
         on_done: called with the position of each job that is done, as soon as it is.
         on_error: called with the position of each job that fails, while the others go on.
 
@@ -76,16 +76,17 @@ def run_jobs(
 
 
 def worker_count(job_count: int) -> int:
-    """How many of `job_count` jobs to do at once: as many as there are cores and memory for."""
+    """Number of jobs to run at once, limited by `job_count`, cores and memory."""
     return max(1, min(job_count, machine_cores(), free_bytes() // WORKER_BYTES))
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be had without swapping and within the limits of this process's control
-    groups; where neither is known, enough for two workers.
+    """Memory available without swapping and within this process's control groups, in bytes.
+
+    Where neither is known, enough for two workers.
 
     Args:
-        root: under which `proc` and `sys` are.
+        root: folder of `proc` and `sys`.
     """
     found = _control_group_free_bytes(root)
     match = re.search(r"MemAvailable:\s+(\d+) kB", _text(root / "proc/meminfo"))
@@ -95,9 +96,9 @@ def free_bytes(root: Path = Path("/")) -> int:
 
 
 def _control_group_free_bytes(root: Path) -> list[int]:
-    """What each control group above this process leaves of its limit, of those that have one.
+    """Free bytes within the limit of each control group above this process that has one.
 
-    Files that were read and that nobody uses count as taken there, though they are given up.
+    Inactive page cache counts as used there, though the kernel reclaims it.
 
     Source: cgroups(7); the kernel's admin guide on memory, cgroup-v2 and cgroup-v1.
     """
@@ -138,7 +139,7 @@ class _Workers:
         self._lock = Lock()
 
     def run(self, job: RunJob | FunctionJob) -> Compiled:
-        """Have `job` done by a worker."""
+        """Result of `job`, compiled in a worker process."""
         text = TypeAdapter(type(job)).dump_json(job).decode()
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
             process = self._start(job, log.fileno())
@@ -180,7 +181,7 @@ class _Workers:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, without what steers the devices of its own JAX."""
+    """This process's environment, without the variables that select devices of its own JAX."""
     settings = compiler_settings()
     kept = {
         name: value
@@ -209,7 +210,7 @@ def _result(answer: str) -> Compiled:
 
 
 def _failure(job: RunJob | FunctionJob, return_code: int, log: str) -> str:
-    """Why a worker died, in its own last words."""
+    """Message on why a worker failed, from the end of its log."""
     if return_code == -signal.SIGKILL:
         return (
             f"{job.title}: the compiler was killed, most likely because memory ran out "

@@ -507,7 +507,7 @@ def test_an_exchange_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["search", str(run), "--cluster", "dgx-h100", "--devices", "8"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert (
-        "gradient_sync.name='fp16' is refused: the closed form sums gradients as they are" in said
+        "gradient_sync.name='fp16' is refused: the closed form sums uncompressed gradients" in said
     )
 
 

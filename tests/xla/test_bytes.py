@@ -1,6 +1,6 @@
 """Bytes of fusions that slice, update in place, or read what they seem not to need."""
 
-from scalejax.xla.bytes import traffic
+from scalejax.xla.bytes import moved_bytes
 from scalejax.xla.hlo import parse_module
 
 LAYER = 512 * 1024
@@ -26,7 +26,7 @@ def moved(body: str, result: str, *operands: str):
     )
     module = parse_module(text)
     entry = module.computations["main"]
-    found = traffic(module, entry, entry.root)
+    found = moved_bytes(module, entry, entry.root)
     return found.read_bytes, found.write_bytes
 
 
@@ -148,6 +148,6 @@ custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
     module = parse_module(text)
     entry = module.computations["main"]
 
-    found = traffic(module, entry, entry.root)
+    found = moved_bytes(module, entry, entry.root)
     assert found.read_bytes == 3 * rows * 128 * 2
     assert found.write_bytes == rows * 128 * 2 + rows * 4  # the workspace does not count

@@ -2,18 +2,18 @@
 
 import pytest
 
-from scalejax.xla.flop import Arithmetic, arithmetic
+from scalejax.xla.flop import FlopCount, count_flop
 from scalejax.xla.hlo import parse_module
 
 
-def counted(line: str, *operands: str) -> Arithmetic:
+def counted(line: str, *operands: str) -> FlopCount:
     """What is counted for one line of a program, its operands having these shapes."""
     found = uncounted_or_counted(line, *operands)
     assert found is not None
     return found
 
 
-def uncounted_or_counted(line: str, *operands: str) -> Arithmetic | None:
+def uncounted_or_counted(line: str, *operands: str) -> FlopCount | None:
     """The same, or None for a line that multiplies nothing."""
     parameters = [f"  %{name} = {shape} parameter({i})" for i, (name, shape) in enumerate(
         operand.split(": ") for operand in operands
@@ -21,7 +21,7 @@ def uncounted_or_counted(line: str, *operands: str) -> Arithmetic | None:
     text = "HloModule m\n\nENTRY %main () -> f32[] {\n" + "\n".join([*parameters, line]) + "\n}\n"
     entry = parse_module(text).computations["main"]
     instruction = list(entry.instructions.values())[-1]
-    return arithmetic(instruction, entry.operand_shapes(instruction))
+    return count_flop(instruction, entry.operand_shapes(instruction))
 
 
 def test_a_batched_dot_is_two_operations_per_product():
@@ -183,7 +183,7 @@ def test_full_precision_is_told_from_tf32(line, dtype):
     assert found.dtype == dtype
 
 
-def attention(target: str, mask: str, *operands: str) -> Arithmetic:
+def attention(target: str, mask: str, *operands: str) -> FlopCount:
     """What is counted for a call of cuDNN's fused attention: 2 samples, 8 heads, 1024 tokens."""
     return counted(
         "  %fmha = (bf16[2,8,1024,128]{3,1,2,0}, f32[2,8,1024]{2,1,0}, u8[0]{0}) "

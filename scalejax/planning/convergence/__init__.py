@@ -1,4 +1,4 @@
-"""How many samples a network needs to reach its target, by the batch that it trains with.
+"""Samples that a network needs to reach its target, as a function of the global batch.
 
 In order: `Point` is what was measured; `read_data`, `read_run` and `published_data` read points
 from files and folders; `fit` draws the hyperbola through them, `batch_limit` says up to which

@@ -1,4 +1,4 @@
-"""What the record of one run says of its way to a target: a point, and the noise scale till then.
+"""Convergence point of one run's record: steps to the target, and the mean gradient noise scale.
 
 Knows the record of a run; no config, and nothing of how it was measured.
 """
@@ -21,12 +21,12 @@ _AVERAGED = (
     "that of the last updates"
 )
 _COARSE = 0.05
-"""Part of the steps to a target beyond which it is said that they are known no better: as far as
-points lie from their curve where all goes well (`hyperbola.SCATTER`)."""
+"""Uncertainty of the steps to target, as a fraction, above which a note says so: the usual
+scatter of points about their curve (`hyperbola.SCATTER`)."""
 
 
 def read_run(path: Path, *, target: float | None) -> ConvergenceData:
-    """The steps that the run in a folder took to a test accuracy, and its noise scale until then.
+    """Steps of the run in a folder to a test accuracy, and its mean noise scale until then.
 
     Args:
         path: the folder.

@@ -1,4 +1,4 @@
-"""Samples to target as a hyperbola of the batch, with how sure one can be of it.
+"""Samples to target as a hyperbola of the batch, with its posterior uncertainty.
 
     E(B) = E_min (1 + B / B_crit),   S(B) = E(B) / B = S_min (1 + B_crit / B)
 
@@ -35,43 +35,43 @@ NOISE_SCALE_DEVIATION = math.log(2)
 """Standard deviation of ln(B_crit / noise scale): the two agree to about a factor of 2
 (McCandlish et al. 2018, arXiv 1812.06162, section 3 and figure 4)."""
 AVERAGED_DEVIATION = math.log(5.6)
-"""The same upward, of an optimizer that does more than step along one gradient: the root mean
-square over Nesterov, Adam, LAMB and LARS, whose critical batches were 4.0, 5.8, 4.8 and 8.0 times
-the noise scale of SGD on Fashion-MNIST (experiments/critical_batch, one network)."""
+"""Upward standard deviation of ln(B_crit / noise scale) for other optimizers than plain SGD: the
+root mean square over Nesterov, Adam, LAMB and LARS, whose critical batches were 4.0, 5.8, 4.8 and
+8.0 times the noise scale of SGD on Fashion-MNIST (experiments/critical_batch, one network)."""
 _SHARES, _SCATTERS = 160, 48  # cells of the grid
 _LEAST_SCATTER, _MOST_SCATTER = 1e-4, 1.0
 _NEGLIGIBLE = 1e-9  # probability beside the largest
 _REFINEMENTS = 6
-_TAIL = 9.0  # standard deviations beyond which a normal distribution is nothing
+_TAIL = 9.0  # standard deviations beyond which a normal distribution is negligible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A quantity of which one is not sure."""
+    """Percentiles of an uncertain quantity."""
 
     p10: float
-    """One in ten should be below."""
+    """10th percentile."""
     p50: float
-    """The median."""
+    """Median."""
     p90: float
-    """One in ten should be above."""
+    """90th percentile."""
 
     def divided_by(self, divisor: float) -> "Estimate":
-        """The same in other units."""
+        """Estimate of the quantity divided by `divisor`."""
         return Estimate(p10=self.p10 / divisor, p50=self.p50 / divisor, p90=self.p90 / divisor)
 
 
 @dataclass(frozen=True, slots=True)
 class Hyperbola:
-    """All hyperbolas that the points allow, each with its weight. Made by `fit`.
+    """Posterior over hyperbolas: a grid of them, each with its weight. Made by `fit`.
 
     A row for each pair of a share phi and a scatter; a column for each recipe.
     """
 
     points: tuple[Point, ...]
-    """What it was fitted to."""
+    """Points of the fit."""
     reference_batch: float
-    """R: the geometric mean of their batches."""
+    """R: the geometric mean of the points' batches."""
     weights: Floats
     """Probability of each row."""
     shares: Floats
@@ -79,13 +79,13 @@ class Hyperbola:
     scatters: Floats
     """Standard deviation of points about the curve, in ln samples, of each row."""
     levels: Floats
-    """ln E(R) of each row and recipe, its mean."""
+    """Mean of ln E(R) of each row and recipe."""
     level_variances: Floats
-    """Its variance."""
+    """Variance of ln E(R) of each row and recipe."""
     recipes: tuple[str, ...]
-    """Names of the columns."""
+    """Recipe of each column."""
     run_deviation: float
-    """Standard deviation between runs of one batch over their mean; 0 if it is not known."""
+    """Standard deviation between runs of one batch over their mean; 0 if unknown."""
 
     def samples(
         self, global_batch: int, *, recipe: str | None = None, run_count: int = 1
@@ -117,7 +117,7 @@ class Hyperbola:
 
     @property
     def critical_batch(self) -> Estimate:
-        """B_crit, at which twice the least samples and twice the least steps are needed."""
+        """B_crit, at which twice the minimum samples and twice the minimum steps are needed."""
         order = np.argsort(-self.shares)
         cumulated = np.cumsum(self.weights[order])
 
@@ -139,7 +139,7 @@ class Hyperbola:
 def fit(
     points: Sequence[Point], *, noise_scale: float | None = None, is_plain_sgd: bool = True
 ) -> Hyperbola:
-    """All hyperbolas through `points`, by how well each fits.
+    """Posterior over hyperbolas through `points`.
 
     Bayes' rule on a grid of (phi, scatter), the height of each recipe being normal where those
     two are given. Points are weighted by 1 / (scatter^2 + standard error^2), so that neither
@@ -174,7 +174,7 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """What the probability of a hyperbola depends on."""
+    """Inputs of the posterior on a grid of hyperbolas."""
 
     points: tuple[Point, ...]
     reference: float
@@ -185,8 +185,7 @@ class _Grid:
     recipes: tuple[str, ...]
 
     def posterior(self, edges: Floats) -> Hyperbola:
-        """The hyperbolas with a share in the middle between two of `edges`, and each scatter,
-        with their probabilities."""
+        """Posterior on the grid of shares midway between `edges`, and of scatters."""
         scatters = np.geomspace(_LEAST_SCATTER, _MOST_SCATTER, _SCATTERS)
         phi = np.repeat((edges[:-1] + edges[1:]) / 2, _SCATTERS)
         tau = np.tile(scatters, _SHARES)
@@ -220,7 +219,7 @@ class _Grid:
         )
 
     def _prior(self, phi: Floats) -> Floats:
-        """ln of the probability of phi beforehand."""
+        """Log prior of phi, up to a constant."""
         if self.noise_scale is None:
             return np.zeros_like(phi)
         off = np.log(self.reference * (1 - phi) / phi / self.noise_scale)
@@ -229,16 +228,16 @@ class _Grid:
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
     def _standard_error(self, point: Point) -> float:
-        """How far the mean of the runs may be from that of infinitely many, over it.
+        """Relative standard error of the mean of a point's runs.
 
-        Runs that all reached the target at the same evaluation have a deviation of 0 and are not
-        exact for that: it is hidden between two evaluations, and taken to be that of the others.
+        Runs that all reached the target at the same evaluation have a deviation of 0, though it is
+        only hidden between two evaluations: that of the other points is used.
         """
         return (point.run_deviation or self.deviation) / math.sqrt(point.run_count)
 
 
 def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:
-    """As many edges again, half of them where the probability is and half evenly over all."""
+    """Refined edges, half of them placed by probability mass and half evenly."""
     mass = found.weights.reshape(_SHARES, _SCATTERS).sum(axis=1)
     cumulated = np.concatenate(([0.0], np.cumsum(mass)))
     mixed = (cumulated / cumulated[-1] + edges) / 2
@@ -246,7 +245,7 @@ def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:
 
 
 def _run_deviation(points: Sequence[Point]) -> float:
-    """Standard deviation between runs of one batch, over all points that show one."""
+    """Relative standard deviation between runs of one batch, pooled over all points."""
     known = [(point.run_deviation, point.run_count - 1) for point in points if point.run_deviation]
     freedom = sum(count for _, count in known)
     if not freedom:

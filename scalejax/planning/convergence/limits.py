@@ -1,6 +1,6 @@
-"""Up to which batch a rule for the learning rate still reaches the target.
+"""Largest batch up to which a learning-rate rule reaches the target.
 
-Knows what was tried with each batch, and nothing of why it failed.
+Knows the outcome of each batch tried, and nothing of why it failed.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 
 _WIDEST = 4
-"""Factor between two batches beyond which a straight line between their errors says nothing."""
+"""Ratio of two batches above which their errors are not interpolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,25 +33,27 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLimit:
-    """Where a rule breaks."""
+    """Batch at which a learning-rate rule breaks down."""
 
     reached: int | None
-    """Largest batch up to which every batch tried reached the target; None if the least did not."""
+    """Largest batch up to which every batch tried reached the target; None if the smallest did
+    not."""
     failed: int | None
-    """Next larger batch that was tried, which did not; None if all did."""
+    """Next larger batch tried, which did not reach it; None if all did."""
     breaking_batch: float | None
     """Batch at which the error crosses the target, on a straight line in ln(batch) between the two;
     None if nothing failed, nothing was reached, a run diverged, or they are too far apart, so that
     there is no line."""
     breaking_factor: float | None
-    """Factor by which a standard deviation of the two errors moves it; None likewise."""
+    """Factor by which one standard deviation of the two errors moves `breaking_batch`; None
+    where that is None."""
 
 
 def batch_limit(trials: Sequence[Trial], *, target_error: float) -> BatchLimit:
-    """The batch up to which `trials` of one rule end with at most `target_error`.
+    """Limit of the batch up to which `trials` of one rule end with at most `target_error`.
 
-    Batches above the first that failed are not looked at: one that succeeds there by luck of
-    its hyperparameters is no promise for those between.
+    Batches above the first that failed are ignored: one that succeeds there by luck of its
+    hyperparameters does not imply the batches between.
 
     Raises:
         ConfigError: if there is no trial, or two have one batch.

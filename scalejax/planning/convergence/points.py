@@ -1,4 +1,4 @@
-"""What is known of a network's way to its target: measured points, failures, a noise scale.
+"""Convergence data of a network: measured points, failed batches, gradient noise scale.
 
 Knows no files and no curve.
 """
@@ -27,8 +27,8 @@ class Point:
     run_count: int = 1
     """Runs behind the mean."""
     recipe: str = ""
-    """Which of several recipes trained them: a name that points share whose hyperparameters
-    follow one rule. Recipes of one data set share a critical batch, and differ in samples."""
+    """Name of the recipe: points of one recipe have hyperparameters that follow one rule.
+    Recipes of one data set share a critical batch, and differ in samples."""
 
     def __post_init__(self) -> None:
         require_at_least("points.global_batch", self.global_batch, 1)
@@ -40,31 +40,31 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvergenceData:
-    """All that is known of one network on one data set with one target."""
+    """Convergence measurements of one network on one data set with one target."""
 
     name: str
-    """What it is of, for people: "resnet50"."""
+    """Name of the network: "resnet50"."""
     target: float | None = None
-    """Metric that counts as trained, such as an accuracy of 0.759; None if it was not said."""
+    """Value of the metric to reach, such as an accuracy of 0.759; None if not stated."""
     metric: str | None = None
-    """What the target is of: "top-1 accuracy"."""
+    """Metric of the target: "top-1 accuracy"."""
     points: tuple[Point, ...] = ()
     """Batches with which the target was reached."""
     failed_batches: tuple[int, ...] = ()
-    """Batches with which it was not."""
+    """Batches with which the target was not reached."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, an estimate of the critical batch: B_simple of McCandlish
     et al. 2018, arXiv 1812.06162, section 2.2; None if it was not measured."""
     optimizer: str | None = None
-    """What trained all of it, as a run.toml names it; None if that is not known."""
+    """Optimizer of all points, as named in a run.toml; None if unknown."""
     train_examples: int | None = None
-    """Samples of the data set on which it was measured; None if that does not matter."""
+    """Samples of the data set; None if that does not matter."""
     starts_from_checkpoint: bool = False
-    """Whether samples are counted from weights that were trained before."""
+    """Whether samples are counted from pretrained weights."""
     notes: tuple[str, ...] = ()
-    """What a reader must know of how it was measured."""
+    """Caveats of the measurements."""
     source: str = ""
-    """Where the points come from."""
+    """Source of the points."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -82,7 +82,7 @@ class ConvergenceData:
 
     @property
     def compares_batches(self) -> bool:
-        """Whether some recipe was tried with several batches, so that a curve is measured."""
+        """Whether some recipe was measured at several batches, so that a curve is known."""
         return len({(point.recipe, point.global_batch) for point in self.points}) > len(
             self.recipes
         )
@@ -100,7 +100,7 @@ class ConvergenceData:
 
 
 def point_of_runs(samples: Iterable[float], global_batch: int, recipe: str = "") -> Point:
-    """The point of single runs, from the samples that each needed."""
+    """Point of several runs with one batch, from the samples that each needed."""
     values = list(samples)
     mean = fmean(values)
     return Point(
@@ -113,7 +113,7 @@ def point_of_runs(samples: Iterable[float], global_batch: int, recipe: str = "")
 
 
 def merged(points: Iterable[Point]) -> tuple[Point, ...]:
-    """The points, with those of single runs that share batch and recipe made one."""
+    """Points with the single runs of one batch and recipe merged into their mean."""
 
     def key(point: Point) -> tuple[str, int]:
         return point.recipe, point.global_batch
@@ -146,7 +146,7 @@ def parse_target(text: str) -> float:
 
 
 def is_same_target(one: float | None, other: float | None) -> bool:
-    """Whether two targets are equal but for rounding; what is not said is equal to none."""
+    """Whether two targets are equal up to rounding; None equals None only."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=_SAME_TARGET)

@@ -17,8 +17,8 @@ from scalejax.core.errors import ConfigError, refusal, require_above
 from scalejax.planning.convergence.points import ConvergenceData, Point, is_same_target, merged
 
 _UNITS = ("samples_to_target", "steps_to_target", "epochs_to_target")
-"""Columns that say what a run needed; the first of them that a table has is read. An empty cell:
-never."""
+"""Columns of the samples, steps or epochs to target; the first that a table has is read. An empty
+cell means that the target was not reached."""
 _TABLES = (".csv", ".parquet")
 _DOCUMENTS = (".toml", ".json")
 
@@ -28,7 +28,7 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DocumentPoint:
-    """A point as one writes it by hand: what it needed in one of three units."""
+    """A point of a document, in one of three units."""
 
     global_batch: int
     steps_to_target: float | None = None
@@ -67,11 +67,11 @@ def read_data(
     `failed_batches`.
 
     Args:
-        path: the file; its suffix says which kind.
-        target: which of the file's targets is wanted; if None, its only one.
+        path: the file; its suffix gives its format.
+        target: the requested target; if None, the file's only one.
         train_examples: samples in an epoch, for points in epochs.
-        recipe: whose noise scale is wanted, of a table that has those of several; without it,
-            none is taken of these, as they are of different critical batches.
+        recipe: recipe whose noise scale is used, for a table with several; without it none is
+            used, as they belong to different critical batches.
 
     Raises:
         ConfigError: if the file is missing or holds something else, a noise scale is not above 0,
@@ -152,7 +152,7 @@ def _parquet_rows(path: Path) -> list[Row]:
 
 
 def _of_target(rows: list[Row], target: float | None, where: Path | str) -> list[Row]:
-    """The rows with the target that is asked for; those that state none are of any.
+    """Rows with the requested target; all rows, if none states a target.
 
     Raises:
         ConfigError: as for `read_data`.
@@ -230,7 +230,7 @@ def _data_of(
 def _noise_scale(
     scales: Mapping[str, list[float]], recipe: str | None
 ) -> tuple[float | None, tuple[str, ...]]:
-    """The mean over runs of one recipe, and what to say where that is none."""
+    """Mean noise scale over runs of one recipe, and a note where there is none."""
     means = {name: geometric_mean(found) for name, found in scales.items()}
     if recipe is not None or not means:
         return means.get(recipe or ""), ()

@@ -1,8 +1,8 @@
-"""Searches over strategies: which spread of a transformer over devices is best, and by how much.
+"""Search over parallelism strategies of a transformer: the fastest, cheapest or smallest.
 
-Every strategy that the devices can be divided into is held against the memory of one, and what
-fits is costed, as `predict` would cost its whole `Program`. Arithmetic on plain data; knows no
-network of JAX, no compiler, no files.
+Every strategy for the devices is checked against the memory of a device, and those that fit are
+costed, as `predict` would cost their whole `Program`. Arithmetic on plain data; knows no network
+of JAX, no compiler, no files.
 """
 
 import gc
@@ -35,27 +35,27 @@ __all__ = [
 ]
 
 Objective = Literal["time", "cost", "memory"]
-"""What is least: the time of a step, device-hours (or their price) of a sample, memory."""
+"""Quantity to minimise: step time, device-hours (or their price) per sample, memory."""
 
 _GROUPS_OF_A_PART = 100
 _ALIKE = 1e-3
-"""Of a step, what is no difference."""
+"""Relative difference of step times below which they count as equal."""
 
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of groups of like strategies that have been costed, and of all."""
+"""Called with the number of groups of strategies costed so far, and their total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """What a search found."""
+    """Ranked result of a search."""
 
     ranked: tuple[Candidate, ...]
     """All strategies that fit, the best first."""
     considered: int
-    """Strategies that the devices can be divided into."""
+    """Number of strategies for the devices, fitting or not."""
     nearest: tuple[Strategy, float] | None
-    """Where none fits, the one that needs least memory, and how many times what there is."""
+    """Where none fits, the one that needs least memory, and its memory over the device's."""
 
 
 def search(
@@ -69,18 +69,18 @@ def search(
     processes: int = 1,
     on_progress: OnProgress = lambda done, total: None,
 ) -> SearchResult:
-    """Every strategy that fits, the best first.
+    """Search result with every strategy that fits, the best first.
 
     Args:
         shape: the network.
         cluster: the devices.
-        device_counts: how many of them; strategies for all counts are ranked together.
-        global_batch: samples of an update.
-        objective: what is least.
+        device_counts: device counts; strategies for all counts are ranked together.
+        global_batch: samples per update.
+        objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
-        processes: that cost strategies side by side, at most. More than one are started as
-            `multiprocessing` does by "spawn", so a script needs its `if __name__ == "__main__"`.
-        on_progress: told now and then.
+        processes: maximum number of processes. More than one are started as `multiprocessing`
+            does by "spawn", so a script needs its `if __name__ == "__main__"`.
+        on_progress: called now and then, see `OnProgress`.
 
     Raises:
         ConfigError: if there are no devices, no samples, or no processes.
@@ -109,8 +109,8 @@ def search(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let no garbage be looked for, in the whole process: a search makes none in cycles, and Python
-    would look at all that was found again and again."""
+    """Disable the garbage collector of the whole process: a search makes no reference cycles, and
+    Python would scan all candidates again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -128,7 +128,7 @@ _KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {
 
 
 def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-    """Those that no other beats in both time and memory, the fastest first."""
+    """Pareto front of candidates in time and memory, the fastest first."""
     front: list[Candidate] = []
     for each in sorted(candidates, key=_KEYS["time"]):
         if not front or each.peak_memory_bytes < front[-1].peak_memory_bytes:
@@ -137,15 +137,15 @@ def pareto(candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
 
 
 def deduplicated(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Each way to spread the step once, in order.
+    """Candidates without near-duplicates, in order.
 
-    Of strategies that differ in their ZeRO stage alone, and in time by less than a thousandth,
-    the one that needs least memory stands where the first of them stood.
+    Of strategies that differ only in their ZeRO stage, and in time by less than a thousandth,
+    the one that needs least memory takes the place of the first.
     """
     kept: list[Candidate] = []
     places: dict[Hashable, list[int]] = {}
     for each in ranked:
-        same = places.setdefault(_way(each.strategy), [])
+        same = places.setdefault(_without_zero_stage(each.strategy), [])
         for place in same:
             other = kept[place]
             if abs(each.step_seconds - other.step_seconds) < _ALIKE * other.step_seconds:
@@ -158,8 +158,8 @@ def deduplicated(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
     return tuple(kept)
 
 
-def _way(strategy: Strategy) -> Hashable:
-    """All of a strategy but its ZeRO stage."""
+def _without_zero_stage(strategy: Strategy) -> Hashable:
+    """Key of a strategy without its ZeRO stage."""
     return (
         strategy.split,
         strategy.recompute,
@@ -171,13 +171,13 @@ def _way(strategy: Strategy) -> Hashable:
 def breakdown_difference(
     own: Sequence[tuple[str, float]], best: Sequence[tuple[str, float]]
 ) -> tuple[tuple[str, float], ...]:
-    """(term, seconds) by which each part of a step is longer than the best step's, or shorter.
+    """(term, seconds) difference of each term of a step from the best step's, the largest first.
 
-    The largest first; what is alike to a thousandth of the best step is left out.
+    Differences below a thousandth of the best step are left out.
 
     Args:
         own: `StrategyCosts.terms` of a strategy.
-        best: those of the winner.
+        best: `StrategyCosts.terms` of the best strategy.
     """
     mine, winners = dict(own), dict(best)
     names = dict.fromkeys((*mine, *winners))
@@ -193,7 +193,7 @@ def _nearest(
     global_batch: int,
     moments: Literal[0, 1, 2],
 ) -> tuple[Strategy, float] | None:
-    """The strategy that needs least memory, and how many times what there is."""
+    """The strategy that needs least memory, and its memory over the device's."""
     workspace = workspace_bytes(cluster.chip)
     best: tuple[Strategy, float] | None = None
     for count in device_counts:

@@ -1,8 +1,8 @@
-"""What strategies take, from the pieces that they share.
+"""Step time and memory of strategies, from the groups of operations that they share.
 
-The step in closed form is a few pieces that run many times, each of which waits for all that it
-starts; so its time is a sum over pieces. It is what `predict` gives for the whole `Program`, to
-rounding.
+The closed-form step is a few groups of operations that run many times, each of which waits for
+all collectives that it starts; so its time is a sum over groups. It equals what `predict` gives
+for the whole `Program`, to rounding.
 """
 
 import math
@@ -33,7 +33,7 @@ from scalejax.simulator.transformer import (
 from scalejax.simulator.transforms.pipeline import sent_between_stages
 
 HOPPER_WORKSPACE_BYTES = 32 * 1024**2
-"""See `AMPERE_WORKSPACE_BYTES`."""
+"""Workspace that XLA gives to cuBLAS from Hopper on; see `AMPERE_WORKSPACE_BYTES`."""
 _HOPPER = (9, 0)
 _SECONDS_PER_HOUR = 3600.0
 _NO_MEMORY = MemoryUse(argument_bytes=0, output_bytes=0, alias_bytes=0, temporary_bytes=0)
@@ -44,36 +44,36 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A strategy that fits, and what it takes."""
+    """A strategy that fits, with its step time and memory."""
 
     strategy: Strategy
-    """How the step is spread."""
+    """Parallelism, microbatches and recompute."""
     step_seconds: float
     """Time of one step."""
     peak_memory_bytes: int
-    """Most memory held at once on one device."""
+    """Peak memory of one device."""
 
     @property
     def samples_per_second(self) -> float:
-        """Throughput over all devices."""
+        """Samples per second over all devices."""
         return self.strategy.split.global_batch / self.step_seconds
 
     @property
     def device_hours_per_sample(self) -> float:
-        """What one sample occupies."""
+        """Device-hours per sample."""
         devices = self.strategy.layout.device_count
         return devices / self.samples_per_second / _SECONDS_PER_HOUR
 
 
 def workspace_bytes(chip: Chip) -> int:
-    """Memory that the library for products is given on `chip`."""
+    """Workspace of the matrix-product library on `chip`."""
     is_recent = chip.cuda is not None and chip.cuda.compute_capability >= _HOPPER
     return HOPPER_WORKSPACE_BYTES if is_recent else AMPERE_WORKSPACE_BYTES
 
 
 @dataclass(slots=True)
 class _OperationsTime:
-    """Where the time of operations goes; as `Timeline`."""
+    """Breakdown of the time of a group of operations, as `Timeline`."""
 
     compute_seconds: float
     memory_seconds: float
@@ -85,12 +85,12 @@ class _OperationsTime:
 
     @property
     def streams_seconds(self) -> float:
-        """Time of both streams."""
+        """Time of the streams."""
         alone = self.compute_seconds + self.memory_seconds + self.launch_seconds
         return alone + self.contention_seconds + sum(self.exposed.values())
 
     def times(self, runs: int) -> "_OperationsTime":
-        """So many runs of them."""
+        """Breakdown of `runs` runs of the operations."""
         return _OperationsTime(
             self.compute_seconds * runs,
             self.memory_seconds * runs,
@@ -119,20 +119,20 @@ def _summed(parts: Sequence[_OperationsTime]) -> _OperationsTime:
 
 
 class StrategyCosts:
-    """Times of the strategies of one network on one cluster, pieces that they share kept."""
+    """Times of the strategies of one network on one cluster; shared operations are cached."""
 
     def __init__(self, shape: TransformerShape, cluster: Cluster) -> None:
-        """Nothing is costed yet."""
+        """Start with empty caches."""
         self._shape = shape
         self._cluster = in_graph(cluster)
         self._reserve_bytes = workspace_bytes(cluster.chip) + cluster.chip.runtime_reserve_bytes
-        # Kept with its operations, whose id no other tuple can then get.
+        # Cached with its operations, so that their id stays taken.
         self._known: dict[int, tuple[tuple[Operation, ...], _OperationsTime]] = {}
         self._known_operations: _Known = {}
         self._known_sends: dict[tuple[int, ...], _OperationsTime] = {}
 
     def candidates(self, strategies: Sequence[Strategy]) -> list[Candidate]:
-        """What each of some strategies takes, which differ in ZeRO stage and chunks alone.
+        """Time and memory of strategies that differ only in ZeRO stage and chunks.
 
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
@@ -180,8 +180,8 @@ class StrategyCosts:
         return found
 
     def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
-        """(term, seconds) of the step of `strategy`: those of the waterfall of `predict` that are
-        known, and take time."""
+        """(term, seconds) of the step of `strategy`: the known, nonzero terms of the waterfall of
+        `predict`."""
         microbatches, block, last = self._microbatch_times(strategy)
         bubble, sends = self._bubble(strategy)
         parts = [microbatches, self._time_of_operations(update_operations(self._shape, strategy))]
@@ -199,8 +199,8 @@ class StrategyCosts:
     def _microbatch_times(
         self, strategy: Strategy
     ) -> tuple["_OperationsTime", "_OperationsTime", "_OperationsTime"]:
-        """What all microbatches take, of it one block, forward and backward, and what a last stage
-        that does not set the pace takes for one of them besides its blocks."""
+        """Times of all microbatches; of one block, forward and backward; and of the logits of one
+        microbatch where the last stage is not the slowest."""
         parts, slowest = (
             step_operations(self._shape, strategy),
             slowest_stage(self._shape, strategy),
@@ -221,7 +221,7 @@ class StrategyCosts:
         return microbatches, block, logits.times(0 if slowest.has_logits else 1)
 
     def _bubble(self, strategy: Strategy) -> tuple[int, int]:
-        """(blocks in the bubble, microbatches handed on), as `pipelined` counts them."""
+        """(blocks in the bubble, sends of microbatches), as `pipelined` counts them."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
         if stages == 1:
             return 0, 0
@@ -230,7 +230,7 @@ class StrategyCosts:
         return others // chunks, sends
 
     def _send_time(self, strategy: Strategy) -> "_OperationsTime":
-        """What one microbatch hands from stage to stage."""
+        """Time of sending one microbatch between stages."""
         layout = strategy.layout
         boundary = block_shard(self._shape, strategy).stream_bytes
         key = layout.pipeline, layout.tensor, layout.device_count, boundary
@@ -258,7 +258,7 @@ class StrategyCosts:
 
 
 def _timeline(sums: _OperationsTime, cluster: Cluster) -> Timeline:
-    """The whole step, from the sums of its pieces."""
+    """Timeline of the whole step, from the sums over its operations."""
     attainable = cluster.chip.attainable
     return Timeline(
         compute_seconds=sums.compute_seconds,
@@ -275,11 +275,11 @@ def _timeline(sums: _OperationsTime, cluster: Cluster) -> Timeline:
 
 
 _Known = dict[tuple[object, ...], OperationTime]
-"""Times of operations on one chip, by all that they depend on."""
+"""Cache of operation times on one chip, by all fields that they depend on."""
 
 
 def _operation_time(operation: Operation, chip: Chip, known: _Known) -> OperationTime:
-    """Its time, once for all that are alike: most pieces copy and multiply the same."""
+    """Time of an operation, cached for equal ones."""
     key = (
         operation.kind,
         operation.dtype,
@@ -297,12 +297,12 @@ def _operation_time(operation: Operation, chip: Chip, known: _Known) -> Operatio
 def _operations_time(
     operations: tuple[Operation, ...], cluster: Cluster, known: _Known
 ) -> _OperationsTime:
-    """One run of operations that wait for all they start, on two streams.
+    """Time of one run of operations that wait for all collectives they start.
 
     Args:
-        operations: of a piece.
+        operations: a group of operations.
         cluster: the devices.
-        known: times on its chip; what is not there is added.
+        known: cache of operation times on its chip, which is filled.
     """
     busy = {"compute": 0.0, "memory": 0.0}
     launch = 0.0
@@ -350,7 +350,7 @@ def _operations_time(
 
 
 def _without_operations(shape: TransformerShape, strategy: Strategy) -> Program:
-    """What the conditions of a run depend on: devices and samples."""
+    """Program with devices and samples only, on which the site's conditions depend."""
     return Program(
         name="transformer train step",
         backend="closed_form",
@@ -365,12 +365,12 @@ def _without_operations(shape: TransformerShape, strategy: Strategy) -> Program:
 
 
 def _terms(times: Timeline, working: Timeline, added: StepTerms) -> tuple[tuple[str, float], ...]:
-    """Those of the waterfall of `predict` that are known, and take time.
+    """Known, nonzero terms of the waterfall of `predict`.
 
     Args:
-        times: of the step.
-        working: of the same step without its bubble.
-        added: what comes on top of it.
+        times: timeline of the step.
+        working: timeline of the step without its bubble.
+        added: seconds that stragglers and input add.
     """
     collectives = ((f"communication {' x '.join(axes)}", value) for axes, value in working.exposed)
     terms = (

@@ -1,7 +1,6 @@
-"""The strategies of a search that fit, costed in one process or in several side by side.
+"""Costs the fitting strategies of a search, in one process or in several.
 
-Which process costs a group changes nothing of what comes out, nor of its order. Knows no ranking,
-and nothing of who asks.
+The number of processes changes neither results nor their order. Knows no ranking.
 """
 
 import gc
@@ -23,13 +22,13 @@ from scalejax.planning.search.space import Group
 from scalejax.simulator.transformer import Strategy, TransformerShape, memory_by_zero_stage
 
 _PARTS_PER_PROCESS = 25
-"""Each of 100 groups, which take 20 to 60 ms for GPT-3: a process, which takes 0.6 s to start, is
-to save more than that."""
+"""Minimum number of parts per process. A part of 100 groups takes 20 to 60 ms for GPT-3, and a
+process, which takes 0.6 s to start, should save more than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpec:
-    """What is asked of every group of strategies."""
+    """Inputs that all groups of strategies of a search share."""
 
     shape: TransformerShape
     """The network."""
@@ -44,12 +43,12 @@ class SearchSpec:
 def candidates(
     spec: SearchSpec, parts: Sequence[Sequence[Group]], processes: int
 ) -> Generator[list[Candidate]]:
-    """What fits of each part, in order.
+    """Yield the fitting candidates of each part, in order.
 
     Args:
-        question: what is asked.
-        parts: groups of like strategies; those that are close share most.
-        processes: at most so many; as few as the parts are worth.
+        spec: network, cluster, batch and optimizer state.
+        parts: groups of similar strategies; neighbours share most operations.
+        processes: maximum number of processes; fewer are used for few parts.
 
     Raises:
         DoesNotFit: if a collective spans nodes that no network joins.
@@ -96,9 +95,9 @@ def _in_processes(
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: their caller alone is to hear it, and ends them.
+    """Start processes with SIGINT blocked: only their caller handles Ctrl-C, and ends them.
 
-    What this thread blocks is blocked for good in processes that it starts.
+    Child processes inherit the signals that this thread blocks.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -108,14 +107,14 @@ def _interrupts_held() -> Iterator[None]:
 
 
 class _SpecCosts:
-    """One process's answers to a question; what strategies share is kept from part to part."""
+    """Costs groups of strategies in one process; shared operations are cached between parts."""
 
     def __init__(self, spec: SearchSpec) -> None:
         self._question = spec
         self._costs = StrategyCosts(spec.shape, spec.cluster)
 
     def candidates(self, groups: Sequence[Group]) -> list[Candidate]:
-        """What fits of `groups`, and what it takes."""
+        """Fitting candidates of `groups`."""
         found: list[Candidate] = []
         for group in groups:
             if fits := _fitting(self._question, group):
@@ -124,7 +123,7 @@ class _SpecCosts:
 
 
 def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
-    """Those of a group that fit; most need no more than a look at what they must hold."""
+    """Strategies of a group that fit; most are excluded by their parameters alone."""
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
     layout = group.layout
@@ -144,7 +143,7 @@ def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
 
 
 _worker_costs: _SpecCosts
-"""Of a process that was started for a search."""
+"""Cache of a process that was started for a search."""
 
 
 def _start_worker(spec: SearchSpec, caller: int) -> None:

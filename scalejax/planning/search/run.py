@@ -1,6 +1,7 @@
-"""A run of which only network, data and batch are given: searched, and its winners compiled.
+"""Strategy search for a run of given network, data and batch, with its best strategies compiled.
 
-Decides what of a run the closed form can say; relates what it says to what the compiler says.
+Decides which runs the closed form covers, and compares its predictions with those of the compiled
+steps.
 """
 
 import math
@@ -39,56 +40,56 @@ _FUSED_HEAD, _WIDE_HEAD = 128, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """One strategy of the table."""
+    """One row of the table of strategies."""
 
     place: int
-    """In the order of the closed form, from 1."""
+    """Rank by the closed form, from 1."""
     prediction: Prediction
-    """What its closed form comes to."""
+    """Prediction of the closed-form program."""
     strategy: Strategy
-    """How the step is spread."""
+    """Parallelism, microbatches and recompute."""
     price: float | None
-    """Of a million samples; None without a price of a device-hour."""
+    """Price of a million samples; None without a price of a device-hour."""
     losses: tuple[tuple[str, float], ...]
     """(term, seconds) by which its step is longer than the first's; empty for the first."""
     confirmed: Prediction | None
-    """What the compiled step comes to; None if it was not compiled."""
+    """Prediction of the compiled step; None if it was not compiled."""
     note: str | None
-    """Why it was not compiled."""
+    """Reason why it was not compiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport:
-    """What a search found for a run."""
+    """Result of a search for a run."""
 
     title: str
-    """What was searched, for people."""
+    """Title of the search: network and cluster."""
     devices: str
-    """Numbers of devices that were searched: "64, 128"."""
+    """Device counts that were searched: "64, 128"."""
     objective: Objective
-    """What is least."""
+    """Quantity that was minimised."""
     global_batch: int | None
-    """Samples of an update; None where nothing fits."""
+    """Samples per update; None where nothing fits."""
     considered: int
-    """Strategies that the devices can be divided into."""
+    """Number of strategies for the devices, fitting or not."""
     fitting: int
-    """Those that fit."""
+    """Number of strategies that fit."""
     ranked: tuple[Ranked, ...]
-    """The best, in order: of the closed form, or of the compiled steps once there are any."""
+    """Best strategies, ranked by the closed form, or by the compiled steps once there are any."""
     front: tuple[tuple[str, float, int], ...]
-    """(strategy, seconds, bytes) of those that no other beats in both time and memory."""
+    """(strategy, seconds, bytes) of the Pareto front in time and memory."""
     nearest: tuple[str, float] | None
-    """Where none fits: the strategy that needs least memory, and how many times what there is."""
+    """Where none fits: the strategy that needs least memory, and its memory over the device's."""
     notes: tuple[str, ...] = ()
-    """What was not searched."""
+    """Caveats, such as strategies that were not searched."""
 
 
 def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
-    """The dimensions of the network of `config`, as it would run on `chip`.
+    """Dimensions of the network of `config`, as it would run on `chip`.
 
     Raises:
-        ConfigError: if it is no transformer whose blocks are all alike, only parts of it learn,
-            its gradients are not summed as they are, or the chip lacks its type.
+        ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
+            compression, or the chip lacks its type.
     """
     model = config.model
     if not isinstance(model, CausalConfig):
@@ -98,7 +99,7 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
         accepted = "the closed form costs training in full; use scalejax predict"
         raise ConfigError(refusal("fine_tuning.trainable", config.fine_tuning.trainable, accepted))
     if config.gradient_sync is not None:
-        accepted = "the closed form sums gradients as they are; use scalejax predict"
+        accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     require_type(model, chip)
     dataset = facts(config.data)
@@ -120,7 +121,7 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
 
 
 def has_fused_attention(model: CausalConfig, chip: Chip) -> bool:
-    """Whether `chip` has one kernel for the attention of `model`."""
+    """Whether `chip` has a fused kernel for the attention of `model`."""
     capability = (0, 0) if chip.cuda is None else chip.cuda.compute_capability
     if capability < _FUSED_CAPABILITY or ELEMENT_BYTES[model.compute_dtype] != 2:
         return False
@@ -139,14 +140,14 @@ def search_run(
     processes: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
-    """The strategies for `config` that fit; its layout, microbatches and remat are replaced.
+    """Search result for `config`; its layout, microbatches and remat are replaced.
 
     Args:
         config: network, data, batch and optimizer.
         cluster: where it would run.
-        device_counts: numbers of devices to choose from.
-        global_batch: samples of an update; that of `config` unless given.
-        objective: what is least.
+        device_counts: device counts to choose from.
+        global_batch: samples per update; that of `config` unless given.
+        objective: quantity to minimise.
         processes: see `search`.
         on_progress: see `search`.
 
@@ -172,7 +173,7 @@ def search_run(
 
 
 def _moments(optimizer: OptimizerConfig) -> Literal[0, 1, 2]:
-    """Arrays like the parameters that it keeps."""
+    """Number of arrays like the parameters that the optimizer keeps."""
     if isinstance(optimizer, SgdConfig):
         return 1 if optimizer.momentum else 0
     if isinstance(optimizer, ScheduleFreeConfig):
@@ -190,16 +191,16 @@ def report_search(
     top: int = 10,
     notes: Sequence[str] = (),
 ) -> SearchReport:
-    """The best of what was found, none of them compiled.
+    """Report of the best strategies of a search, none of them compiled.
 
     Args:
-        config: what was searched.
-        cluster: where.
-        found: by `search_run`.
-        objective: what was least.
-        price_per_device_hour: of one device, in any currency.
-        top: strategies that are told of in full.
-        notes: to a reader, besides its own.
+        config: the searched run.
+        cluster: where it would run.
+        found: result of `search_run`.
+        objective: quantity that was minimised.
+        price_per_device_hour: price of a device-hour, in any currency.
+        top: number of strategies in the table.
+        notes: further notes.
     """
     best = deduplicated(found.ranked)[:top]
     front = pareto(found.ranked)
@@ -232,14 +233,14 @@ def confirm_search(
     confirm: int,
     on_case: OnCase = nothing_said,
 ) -> SearchReport:
-    """`report` with its first compiled, in the order of what they then come to.
+    """`report` with its first strategies compiled, and ranked by the compiled steps.
 
     Args:
-        report: of `report_search`.
-        config: what was searched.
-        cluster: where.
-        confirm: strategies that are compiled.
-        on_case: told of what is compiled.
+        report: result of `report_search`.
+        config: the searched run.
+        cluster: where it would run.
+        confirm: number of strategies that are compiled.
+        on_case: called for each compilation.
     """
     first = report.ranked[:confirm]
     answers = _confirmed(config, cluster, [each.strategy for each in first], on_case)
@@ -271,11 +272,10 @@ _SCHEDULE_NOTE = (
 
 
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:
-    """A note on the tensor axes that are not searched, since they do not divide the vocabulary;
-    none where all do.
+    """Note on the tensor axes that are not searched as they do not divide the vocabulary, if any.
 
-    The trainer runs them with the token embedding and the logits whole on every device, which
-    nobody wants; Megatron-LM pads the vocabulary instead (arXiv 1909.08053, section 5.1).
+    The trainer runs them with the token embedding and the logits replicated on every device;
+    Megatron-LM pads the vocabulary instead (arXiv 1909.08053, section 5.1).
     """
     sizes = left_out(shape, device_counts)
     if not sizes:
@@ -288,8 +288,8 @@ def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tup
 
 
 def _order(each: Ranked, objective: Objective) -> tuple[int, float]:
-    """What ranks compiled steps: those that fit by what they come to, then those that were not
-    compiled as they were, and last those that turned out not to fit."""
+    """Sort key of compiled steps: those that fit by the objective, then those that were not
+    compiled, in their order, and last those that do not fit once compiled."""
     compiled = each.confirmed
     if compiled is None:
         return 1, 0.0
@@ -306,7 +306,7 @@ def _ranked(
     best: Sequence[Candidate],
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
-    """Each of the best in full: the whole program is written down and predicted."""
+    """Yield the table's rows, with predictions of the whole closed-form programs."""
     shape, workspace = shape_of(config, cluster.chip), workspace_bytes(cluster.chip)
     costs = StrategyCosts(shape, cluster)
     winner = costs.terms(best[0].strategy) if best else ()
@@ -327,7 +327,7 @@ def _ranked(
 
 
 def in_words(strategy: Strategy) -> str:
-    """A strategy on one line; what divides or recomputes nothing is left out."""
+    """Description of a strategy on one line, without its defaults."""
     parts = [str(strategy.layout), f"microbatch {strategy.split.microbatch}"]
     if strategy.pipeline_chunks > 1:
         parts.append(f"{strategy.pipeline_chunks} chunks")
@@ -341,10 +341,10 @@ def in_words(strategy: Strategy) -> str:
 
 
 def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
-    """`config`, spread as `strategy` says.
+    """`config` with the layout, batch and remat of `strategy`.
 
     Raises:
-        ConfigError: if the two do not go together.
+        ConfigError: if the two are incompatible.
     """
     layout = strategy.layout
     fields = {f"layout.{axis}": size for axis, size in layout.axis_sizes.items()}
@@ -375,7 +375,7 @@ def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
 def _confirmed(
     config: RunConfig, cluster: Cluster, best: Sequence[Strategy], on_case: OnCase
 ) -> list[Prediction | str]:
-    """What the compiled step of each of the best comes to, or why it was not compiled."""
+    """Predictions of the compiled steps of the best, or the reason why one was not compiled."""
     answers: dict[int, Prediction | str] = {}
     jobs: dict[int, ProfileJob] = {}
     needs_compiler = cluster.chip.cuda is not None and not has_cuda_compiler()
@@ -399,7 +399,7 @@ def _confirmed(
 
 
 def _compiled(job: ProfileJob, case: str, on_case: OnCase) -> Program | str:
-    """The compiled step, or what the compiler says: one refusal leaves the others standing."""
+    """The compiled step, or the compiler's refusal, which does not affect other strategies."""
     try:
         return compile_cases([job], [case], on_case)[0]
     except ScalejaxError as error:

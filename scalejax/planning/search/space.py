@@ -1,5 +1,7 @@
-"""Every way to divide network, samples and devices: evenly, but for the blocks of the stages of a
-pipeline, which may differ by one; nothing of memory and time."""
+"""Search space of strategies: all even divisions of network, samples and devices.
+
+Only the blocks of pipeline stages may be uneven, by one. Knows nothing of memory and time.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,33 +19,33 @@ def strategies(
     *,
     moments: Literal[0, 1, 2] = 2,
 ) -> Iterator[Strategy]:
-    """Every strategy that divides network, samples and devices."""
+    """Yield every strategy that divides network, samples and devices."""
     for group in groups(shape, device_count, global_batch):
         yield from group.strategies(global_batch, moments)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Strategies whose microbatches are alike: they differ in ZeRO stage and chunks."""
+    """Strategies with equal microbatches, which differ in ZeRO stage and chunks only."""
 
     layout: Layout
     """Devices along each axis."""
     microbatches: int
-    """Microbatches of an update."""
+    """Microbatches per update."""
     recompute: Recompute
-    """What the backward pass computes again."""
+    """Recompute in the backward pass."""
     sequence_parallel: bool
-    """Whether tensor divides tokens between layers."""
+    """Whether tokens are sharded over tensor between layers."""
     zero_stages: tuple[Literal[0, 1, 2], ...]
-    """What the data axis may keep in parts."""
+    """Possible ZeRO stages of the data axis."""
     chunk_counts: tuple[int, ...]
-    """Parts that a stage may have."""
+    """Possible numbers of chunks per pipeline stage."""
 
     def __len__(self) -> int:
         return len(self.zero_stages) * len(self.chunk_counts)
 
     def strategies(self, global_batch: int, moments: Literal[0, 1, 2]) -> Iterator[Strategy]:
-        """Each of them."""
+        """Yield each strategy of the group."""
         for zero_stage in self.zero_stages:
             for chunks in self.chunk_counts:
                 yield self.strategy(global_batch, moments, zero_stage, chunks)
@@ -55,7 +57,7 @@ class Group:
         zero_stage: Literal[0, 1, 2],
         chunks: int,
     ) -> Strategy:
-        """The one of them with that ZeRO stage and so many chunks."""
+        """Strategy of the group with that ZeRO stage and number of chunks."""
         return Strategy(
             split=BatchSplit(
                 global_batch=global_batch, layout=self.layout, microbatches=self.microbatches
@@ -72,7 +74,7 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "selective_op", "full
 
 
 def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Group]:
-    """Every strategy that divides network, samples and devices, in groups of like ones."""
+    """Yield every strategy that divides network, samples and devices, in groups."""
     for layout in _layouts(shape, device_count, global_batch):
         stages = _zero_stages(shape, layout)
         for microbatches in _divisors(global_batch // layout.batch_shards):
@@ -94,12 +96,12 @@ def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int
 
 
 def _divided(shape: TransformerShape) -> tuple[int, ...]:
-    """What the tensor axis divides of a block."""
+    """Sizes of a block that the tensor axis divides."""
     return shape.heads, shape.kv_heads, shape.ffn_hidden
 
 
 def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> Iterator[Layout]:
-    """Devices along each axis, where they divide the network and the samples."""
+    """Yield the layouts that divide the network and the samples."""
     divided = (*_divided(shape), shape.vocabulary)
     for pipeline in _divisors(device_count):
         if pipeline > shape.layers:
@@ -121,8 +123,8 @@ def _layouts(shape: TransformerShape, device_count: int, global_batch: int) -> I
 
 
 def _zero_stages(shape: TransformerShape, layout: Layout) -> tuple[Literal[0, 1, 2], ...]:
-    """Those that keep anything in parts: of a width that data does not divide, the trainer keeps
-    matrices whole."""
+    """ZeRO stages that shard anything: the trainer replicates matrices of a width that data does
+    not divide."""
     if layout.data == 1 or shape.hidden % (layout.data * layout.fsdp):
         return (0,)
     return (0, 1, 2)

@@ -1,1 +1,1 @@
-"""Which devices and batch reach a target soonest, and which cheapest."""
+"""Plans of time to target: which cluster, device count and batch are soonest or cheapest."""

@@ -1,4 +1,4 @@
-"""What a plan says of itself in sentences: target, where its steps come from, what to know.
+"""Notes and descriptions of a plan: its target, the source of its steps, caveats, its answers.
 
 Knows runs, points and predictions; costs and compares nothing.
 """
@@ -26,18 +26,18 @@ from scalejax.simulator.predict import RUN_CONDITIONS, STEP_CONDITIONS, Predicti
 
 
 def is_plain_sgd(optimizer: OptimizerConfig) -> bool:
-    """Whether each update is along one gradient."""
+    """Whether the optimizer is SGD without momentum."""
     return isinstance(optimizer, SgdConfig) and not optimizer.momentum
 
 
 def other_optimizer(config: RunConfig, convergence: ConvergenceData | None) -> str | None:
-    """What trained the points, where that is known and not what `config` trains with."""
+    """Optimizer of the convergence points, if known and different from that of `config`."""
     theirs = None if convergence is None else convergence.optimizer
     return None if theirs == config.optimizer.name else theirs
 
 
 def target_in_words(convergence: ConvergenceData | None, target: float | None) -> str:
-    """What counts as trained."""
+    """Description of the target."""
     if convergence is None:
         return "the end of its epochs" if target is None else f"{target:g} (assumed)"
     value = convergence.target if convergence.target is not None else target
@@ -48,7 +48,7 @@ def target_in_words(convergence: ConvergenceData | None, target: float | None) -
 def source_in_words(
     config: RunConfig, convergence: ConvergenceData | None, curve: Hyperbola | None
 ) -> str:
-    """Where the steps to target come from, and the critical batch that they are taken to have."""
+    """Description of the source of the steps to target, and of their critical batch."""
     if convergence is None or curve is None:
         return f"the run's own {counted(config.train.epochs, 'epoch')}, whatever the batch"
     batches = [point.global_batch for point in convergence.points]
@@ -72,7 +72,7 @@ def notes_of(
     recipe: str | None,
     points: Sequence[PlanPoint],
 ) -> list[str]:
-    """What a reader must know of a plan; what makes its figures others than they look first."""
+    """Notes on a plan, the most important caveat first."""
     notes = []
     if convergence is None:
         epochs = counted(config.train.epochs, "epoch")
@@ -121,20 +121,20 @@ def notes_of(
             f"not known, so not in any time: {', '.join(unknown)} (flags --conditions.NAME say it)"
         )
     notes.append("start-up and evaluations are not counted")
-    # Of the utilisation, which is not in a plan, nothing need be known.
+    # A plan shows no MFU, so notes on it are dropped.
     others = [note for each in predictions for note in each.notes if not note.startswith("MFU ")]
     return [*notes, *dict.fromkeys(others)]
 
 
-# A plan in words: its answers, its limits, and what it says where there is no answer.
+# Descriptions of a plan: its answers, its limits, and the lack of an answer.
 
 _SURE = 0.98
-"""Probability beyond which a range of p10 to p90 says no more."""
+"""Probability beyond which a range of p10 to p90 is not informative."""
 
 
 def shown(plan: Plan) -> list[int]:
-    """Positions of the points in the table: of each cluster and number of devices the soonest,
-    and those that are an answer."""
+    """Positions of the points in the table: the soonest of each cluster and device count, and
+    the answers."""
     best = {id(point) for point in soonest_by_devices(plan)}
     found = [position for position, point in enumerate(plan.points) if id(point) in best]
     answers = {plan.soonest, plan.cheapest, plan.knee, plan.nearest} - {None}
@@ -142,11 +142,11 @@ def shown(plan: Plan) -> list[int]:
 
 
 MARKS_IN_WORDS = "S soonest, C cheapest, K knee."
-"""What the letters of `marks_of` mean."""
+"""Legend of the letters of `marks_of`."""
 
 
 def marks_of(plan: Plan) -> dict[int, str]:
-    """What each point is the answer to, by position, in letters: S, C, K."""
+    """Letters S, C, K of the points that are answers, by position."""
     marks: dict[int, str] = {}
     for letter, position in (("S", plan.soonest), ("C", plan.cheapest), ("K", plan.knee)):
         if position is not None:
@@ -155,7 +155,7 @@ def marks_of(plan: Plan) -> dict[int, str]:
 
 
 def described(plan: Plan, point: PlanPoint) -> str:
-    """A point in one line: where, how long, at which cost, and how likely within the deadline."""
+    """One-line description of a point: devices, time, cost, probability to meet the deadline."""
     span = ""
     if point.p10_run_seconds is not None:
         low, high = point.p10_run_seconds, point.p90_run_seconds
@@ -173,7 +173,7 @@ def described(plan: Plan, point: PlanPoint) -> str:
 
 
 def _probability(chance: float | None) -> str:
-    """A probability in whole per cent; of the tails no more is known."""
+    """A probability in whole per cent, clipped in the tails."""
     if chance is None:
         return UNKNOWN
     if chance > _SURE or chance < 1 - _SURE:
@@ -182,7 +182,7 @@ def _probability(chance: float | None) -> str:
 
 
 def in_words(plan: Plan) -> str:
-    """The limits: "2 h 00 min and 500 device-hours"; empty if there are none."""
+    """Description of the limits: "2 h 00 min and 500 device-hours"; empty if there are none."""
     limits = []
     if plan.deadline_seconds is not None:
         limits.append(format_seconds(plan.deadline_seconds))
@@ -192,13 +192,13 @@ def in_words(plan: Plan) -> str:
 
 
 def _cost_in_words(plan: Plan, cost: float) -> str:
-    """A cost with its unit: device-hours, or the currency of the prices, whichever that is."""
+    """A cost with its unit: device-hours, or "a cost of" where a price is given."""
     found = format_cost(cost)
     return f"a cost of {found}" if plan.is_priced else f"{found} device-hours"
 
 
 def format_steps(steps: float) -> str:
-    """A number of updates, of which a run makes whole ones, at least one."""
+    """A number of updates, rounded to at least one."""
     return format_count(max(1, round(steps)))
 
 
@@ -208,7 +208,7 @@ def format_cost(cost: float) -> str:
 
 
 def of_the_knee(plan: Plan) -> str:
-    """What the knee says of more devices, which is nothing where limits cut it off."""
+    """Sentence on whether more devices pay, by the position of the knee."""
     free = plan.knee_without_limits
     if free is not None and plan.knee != free:
         point = plan.points[free]
@@ -223,7 +223,7 @@ def of_the_knee(plan: Plan) -> str:
 
 
 def missed(plan: Plan) -> str:
-    """No answer as an answer: how near the nearest comes."""
+    """Sentence on the point nearest to the limits, where none is within them."""
     point = plan.points[plan.nearest or 0]
     factor = miss_factor(point, plan.deadline_seconds, plan.budget)
     return (
@@ -233,6 +233,6 @@ def missed(plan: Plan) -> str:
 
 
 def nothing(plan: Plan) -> str:
-    """Why there is not even a point."""
+    """Sentence on why no configuration could be planned."""
     reasons = "; ".join(f"{count} {reason}" for reason, count in plan.left_out)
     return f"nothing can be planned with: {reasons}. Try --global-batch, or other --devices."

@@ -1,7 +1,7 @@
-"""Which cluster, how many devices and which batch reach the target soonest, or cheapest.
+"""Time and cost to target by cluster, device count and batch; the soonest, cheapest and the knee.
 
 Arithmetic on predictions and on steps to target; compiles nothing. Time to target is steps(batch)
-times the time of a step on so many devices, over the share of the time that failures leave.
+times the step time on that many devices, over the goodput.
 """
 
 import math
@@ -20,7 +20,7 @@ _WIDE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPoint:
-    """One cluster, number of devices and batch, and what reaching the target takes with them."""
+    """Time and cost to target with one cluster, device count and batch."""
 
     cluster: str
     """Name of the cluster."""
@@ -35,64 +35,65 @@ class PlanPoint:
     step_seconds: float
     """Time of an update, the median."""
     goodput: float | None
-    """Share of the time that goes into updates that count, 0..1; None if unknown."""
+    """Fraction of the time spent on updates that count, 0..1; None if unknown."""
     run_seconds: float
     """Time until the target is reached, failures included where known: the median."""
     p10_run_seconds: float | None
-    """For one run in ten it should be less; None if nothing is known of how sure it is."""
+    """10th percentile of the time to target; None if its uncertainty is unknown."""
     p90_run_seconds: float | None
-    """For one run in ten it should be more; None likewise."""
+    """90th percentile of the time to target; None if its uncertainty is unknown."""
     device_hours: float
     """Hours of one device that the run takes."""
     cost: float
     """Device-hours times the price of one, or device-hours where no price is given."""
     is_extrapolated: bool = False
-    """Whether the batch is larger than any that was shown to reach the target."""
+    """Whether the batch is larger than any measured to reach the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All ways that were looked at, and the best of them."""
+    """All plan points, and the best of them."""
 
     title: str
-    """What is trained, for people."""
+    """Title of the plan: network and clusters."""
     target: str
-    """What counts as trained, for people."""
+    """Description of the target."""
     steps_source: str
     """Where the steps to target come from."""
     has_convergence: bool
-    """Whether steps depend on the batch as measured; if not, those of the run's own epochs are
-    taken, whatever the batch, and nothing says that they reach a target."""
+    """Whether steps to target are measured by batch; if not, those of the run's own epochs are
+    used at every batch, and whether they reach a target is unknown."""
     is_priced: bool
     """Whether `cost` is in the user's currency; if not, in device-hours."""
     deadline_seconds: float | None
     """Time within which the target must be reached; None if there is none."""
     budget: float | None
-    """Most that it may cost; None likewise."""
+    """Maximum cost; None if there is none."""
     points: tuple[PlanPoint, ...]
-    """Every way that fits, by cluster, devices and batch."""
+    """Every point that fits, by cluster, devices and batch."""
     front: tuple[int, ...]
-    """Positions of the points that no other beats in both time and cost, the soonest first."""
+    """Positions of the Pareto front in time and cost, the soonest first."""
     soonest: int | None
     """Position of the point with the least time, of those within deadline and budget."""
     cheapest: int | None
-    """Position of the one with the least cost among them."""
+    """Position of the point with the least cost, of those within deadline and budget."""
     knee: int | None
-    """Position of the one with the least product of time and cost among them: if it is that of all
-    points, then beyond it a per cent of time saved costs more than a per cent more."""
+    """Position of the point with the least product of time and cost, of those within deadline and
+    budget: if it is that of all points, then beyond it a per cent of time saved costs more than a
+    per cent more."""
     nearest: int | None
     """Position of the point that misses deadline and budget by the least factor, where none is
     within them."""
     left_out: tuple[tuple[str, int], ...]
-    """(reason, ways) of what was not looked at."""
+    """(reason, count) of configurations that were excluded."""
     notes: tuple[str, ...]
-    """What a reader must know to trust the figures as far as they go."""
+    """Caveats of the figures."""
     points_optimizer: str | None = None
-    """What the points of the steps were trained with, where that is not what the run has."""
+    """Optimizer of the convergence points, where it differs from the run's."""
 
     @property
     def warning(self) -> str | None:
-        """The first note, where without it the figures would be taken for what they are not."""
+        """The first note, where the figures would be misleading without it; else None."""
         is_measured = self.has_convergence and self.points_optimizer is None
         return None if is_measured or not self.notes else self.notes[0]
 
@@ -104,7 +105,7 @@ class Plan:
 
     @property
     def knee_without_limits(self) -> int | None:
-        """Position of what the knee would be without deadline and budget."""
+        """Position of the knee without deadline and budget."""
         return knee_of(self.points, range(len(self.points)))
 
     @property
@@ -120,13 +121,13 @@ def plan_point(
     price_per_device_hour: float | None = None,
     is_extrapolated: bool = False,
 ) -> PlanPoint:
-    """What reaching the target takes with what `prediction` is of.
+    """Time and cost to target with the devices and batch of `prediction`.
 
     Args:
-        prediction: of one step; its batch must be known.
-        steps: updates to target with its batch; a number if nothing is known of how sure it is.
-        price_per_device_hour: of one device, in any currency.
-        is_extrapolated: whether no batch as large was shown to reach the target.
+        prediction: prediction of one step; its batch must be known.
+        steps: updates to target with its batch; a number if its uncertainty is unknown.
+        price_per_device_hour: price of a device-hour, in any currency.
+        is_extrapolated: whether the batch is larger than any measured to reach the target.
 
     Raises:
         ConfigError: if the prediction is of no training step.
@@ -175,7 +176,7 @@ def _run_range(
 
 
 def pareto_front(points: Sequence[PlanPoint]) -> tuple[int, ...]:
-    """Positions of the points that no other beats in time and cost, the soonest first."""
+    """Positions of the Pareto front of `points` in time and cost, the soonest first."""
     order = sorted(range(len(points)), key=lambda i: (points[i].run_seconds, points[i].cost))
     front: list[int] = []
     for position in order:
@@ -185,7 +186,7 @@ def pareto_front(points: Sequence[PlanPoint]) -> tuple[int, ...]:
 
 
 def soonest_by_devices(plan: Plan) -> list[PlanPoint]:
-    """Of each cluster and number of devices the point with the least time, in the plan's order."""
+    """The soonest point of each cluster and device count, in the plan's order."""
     best: dict[tuple[str, int], PlanPoint] = {}
     for point in plan.points:
         key = (point.cluster, point.device_count)
@@ -207,17 +208,17 @@ def knee_of(points: Sequence[PlanPoint], among: Sequence[int]) -> int | None:
 
 
 def miss_factor(point: PlanPoint, deadline_seconds: float | None, budget: float | None) -> float:
-    """By which factor a point misses the deadline or the budget, the worse of the two; at most 1
-    if it is within both."""
+    """Factor by which a point exceeds the deadline or the budget, the larger of the two; at most
+    1 if it is within both."""
     late = point.run_seconds / deadline_seconds if deadline_seconds is not None else 0.0
     dear = point.cost / budget if budget is not None else 0.0
     return max(late, dear)
 
 
 def deadline_probability(point: PlanPoint, deadline_seconds: float) -> float | None:
-    """Probability that the point meets the deadline, 0..1; None if nothing is known of its range.
+    """Probability that the point meets the deadline, 0..1; None if its range is unknown.
 
-    The logarithm of the time is taken for normal on either side of its median.
+    Log time is assumed normal on either side of its median.
     """
     off = math.log(deadline_seconds / point.run_seconds)
     end = point.p90_run_seconds if off > 0 else point.p10_run_seconds
@@ -243,19 +244,19 @@ def make_plan(
     notes: Sequence[str] = (),
     points_optimizer: str | None = None,
 ) -> Plan:
-    """The best of `points`: soonest, cheapest, the front and the knee.
+    """Plan of `points`: the soonest, the cheapest, the Pareto front and the knee.
 
     Args:
-        points: every way that fits.
-        title: what is trained.
-        target: what counts as trained.
-        steps_source: where the steps come from.
+        points: every point that fits.
+        title: title of the plan.
+        target: description of the target.
+        steps_source: source of the steps to target.
         has_convergence: see `Plan`.
         is_priced: whether costs are in the user's currency.
-        deadline_seconds: within which the target must be reached.
-        budget: most that it may cost, in the units of the points' costs.
-        left_out: (reason, ways) of what was not looked at.
-        notes: what a reader must know.
+        deadline_seconds: time within which the target must be reached.
+        budget: maximum cost, in the units of the points' costs.
+        left_out: (reason, count) of configurations that were excluded.
+        notes: caveats of the figures.
         points_optimizer: see `Plan`.
     """
     ordered = tuple(sorted(points, key=lambda p: (p.cluster, p.device_count, p.global_batch)))

@@ -1,6 +1,7 @@
-"""A plan for one run: every cluster, number of devices and batch compiled, costed and compared.
+"""Plan of time to target for one run: every cluster, device count and batch compiled and costed.
 
-Decides which ways are looked at and where steps to target come from; `plan` compares them.
+Decides which configurations are considered and the source of steps to target; `plan` compares
+them.
 """
 
 import math
@@ -36,9 +37,9 @@ from scalejax.simulator.predict import Prediction, predict
 from scalejax.xla.batch import OnProgress, programs_of
 
 FARTHEST = 2
-"""Factor beyond the largest batch that reached the target up to which others are planned with:
-the distance from the largest that did to the next that did not in Goyal et al. 2017, arXiv
-1706.02677, figure 1 (8192 and 16384), so that no larger step is safe."""
+"""Largest batch that is planned with, over the largest that reached the target: the ratio of the
+smallest batch that failed to the largest that did not in Goyal et al. 2017, arXiv 1706.02677,
+figure 1 (8192 and 16384), so that no larger factor is safe."""
 
 _TOO_MANY = "more devices than the cluster has"
 _NOT_DIVISIBLE = "the batch does not divide over the devices, or exceeds the data set"
@@ -48,12 +49,12 @@ _NO_MEMORY = "does not fit into the memory of a device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOption:
-    """A cluster that one could have."""
+    """A cluster to choose from, with its price."""
 
     cluster: Cluster
     """The hardware, under the conditions of its site."""
     price_per_device_hour: float | None = None
-    """Of one device, in any currency; None if unknown."""
+    """Price of a device-hour, in any currency; None if unknown."""
 
     def __post_init__(self) -> None:
         if self.price_per_device_hour is not None:
@@ -75,14 +76,14 @@ def find_convergence(
     target: float | None = None,
     recipe: str | None = None,
 ) -> ConvergenceData | None:
-    """What is known of the samples that `config` needs; None if nothing is.
+    """Convergence data for `config`; None if there is none.
 
     Args:
         config: the run.
         source: a file (see `planning.convergence.read_data`), the folder of a run (`read_run`) or
             of a sweep, or the name of published points; if None, the published points of its
-            network, where they are of as many examples and counted from scratch.
-        target: the target that is wanted; if None, that of the points.
+            network, if they are of an equally large data set and counted from scratch.
+        target: the requested target; if None, that of the points.
         recipe: see `scalejax.planning.convergence.read_data`.
 
     Raises:
@@ -112,8 +113,8 @@ def find_convergence(
 
 
 def _optimizer_in(folder: Path) -> str | None:
-    """What trained the run, or all runs of the sweep, in `folder`; None if several did, or its
-    files do not say."""
+    """Optimizer of the run, or of all runs of the sweep, in `folder`; None if they differ or it
+    is unknown."""
     try:
         document = serialization.load(dict, folder / "sweep.json")
     except ConfigError:  # a run
@@ -140,29 +141,28 @@ def plan_run(
     budget: float | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Plan:
-    """Every way to train `config` on `options`, and the best of them.
+    """Plan of `config` on `options`: all device counts and batches, and the best of them.
 
     The compiler runs once for each chip and batch of a device; other sizes of the data axis follow
     from its program.
 
     Args:
         config: the run; a `layout.data` in it is replaced.
-        offers: clusters to choose from, with or without a price, all alike.
-        device_counts: numbers of devices to choose from.
-        global_batches: batches to choose from; if none, each device keeps the samples that it has
-            in `config` on the fewest devices.
-        convergence: what is known of the samples to target; if None, those of the run's own
-            epochs are taken.
+        options: clusters to choose from, all with a price or none.
+        device_counts: device counts to choose from.
+        global_batches: batches to choose from; if none, the per-device batch of `config` on the
+            fewest devices is kept.
+        convergence: measured samples to target; if None, those of the run's own epochs are used.
         recipe: which of the recipes of `convergence`; if None, for each batch that of the point
             nearest to it.
-        target: named in the plan where `convergence` does not know it.
-        deadline_seconds: within which the target must be reached.
-        budget: most that it may cost: in the currency of the prices, or in device-hours.
+        target: named in the plan where `convergence` does not state it.
+        deadline_seconds: time within which the target must be reached.
+        budget: maximum cost: in the currency of the prices, or in device-hours.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
     Raises:
-        ConfigError: if there is nothing to choose from, only some offers have a price, or a
+        ConfigError: if there is nothing to choose from, only some options have a price, or a
             limit is not above 0.
         ProfileError: if the compiler refuses a step.
     """
@@ -236,7 +236,7 @@ def _planned_runs(
     convergence: ConvergenceData | None,
     left_out: Counter[str],
 ) -> list[_PlannedRun]:
-    """The ways that can be laid out and that nothing speaks against; others are counted."""
+    """Runs that can be resolved and whose batch is plausible; others are counted in `left_out`."""
     counts = sorted(set(device_counts))
     if not counts:
         raise ConfigError(refusal("devices", [], "at least one number is needed"))
@@ -262,7 +262,7 @@ def _planned_runs(
 
 
 def _reason(error: ConfigError) -> str:
-    """Why a run cannot be laid out: its batch and devices in a phrase, else as it says itself."""
+    """Reason why a run cannot be resolved: one phrase for batch and layout, else the error."""
     text = " ".join(str(error).split()).rstrip(".")
     return _NOT_DIVISIBLE if text.startswith(("batch.", "layout.", "devices=")) else text
 
@@ -270,7 +270,7 @@ def _reason(error: ConfigError) -> str:
 def _batches(
     config: RunConfig, counts: Sequence[int], global_batches: Sequence[int]
 ) -> list[dict[str, int | None]]:
-    """Fields of the run for each batch that is looked at."""
+    """Fields of the run for each batch that is considered."""
     if global_batches:
         return [
             {"batch.global_batch": batch, "batch.per_device_batch": None}

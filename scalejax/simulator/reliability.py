@@ -58,12 +58,13 @@ def goodput(
 
     Args:
         interval_seconds: time of training between checkpoints.
-        checkpoint_seconds: C, time that training stands still for one.
+        checkpoint_seconds: C, time that training stalls for one checkpoint.
         restart_seconds: R, time from a failure until training goes on.
         run_mtbf_seconds: M, mean time between failures of the run: of a node over nodes.
-        latency_seconds: time after the stand-still until a checkpoint is whole, where it is written
-            while training goes on.
-        down_seconds: time from a failure until the restart begins, where that is apart from it.
+        latency_seconds: time after the stall until a checkpoint is complete, where it is written
+            asynchronously.
+        down_seconds: time from a failure until the restart starts, if the restart does not
+            include it.
 
     Raises:
         ConfigError: if failures come so fast that such a run would never end.

@@ -499,7 +499,7 @@ def test_other_networks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "in closed form" in " ".join(capsys.readouterr().err.split())
 
 
-def test_an_exchange_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_gradient_compression_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """The closed form sends whole gradients."""
     run = tmp_path / "run.toml"
     run.write_text(RUN + '[gradient_sync]\nname = "fp16"\n[layout]\nmode = "shard_map"\n')

@@ -166,7 +166,7 @@ def test_permute_by_hand():
     assert across == pytest.approx(10e-3 + 10e-6)
 
 
-def test_a_group_of_one_exchanges_nothing():
+def test_a_group_of_one_sends_nothing():
     """One member has what it needs."""
     for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         assert collective_seconds(_collective(name, GIGABYTE, (1, 1)), PAPER) == 0
@@ -365,7 +365,7 @@ def test_a_member_moves_its_own_part_too():
     assert seconds == pytest.approx(5e-3 + 2.5e-3 + 1e-6)
 
 
-def test_two_nodes_exchange_through_a_tree_more_than_rings_could():
+def test_two_nodes_send_more_through_a_tree_than_rings_would():
     """1 GB over 2 nodes at 10 GB/s: 100 ms by tree, 187.5 ms by ring; over 4, 200 ms by tree."""
     two, four = (group_route(((n, 1),), PAPER) for n in (16, 32))
 

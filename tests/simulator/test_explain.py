@@ -46,7 +46,7 @@ COPY = Operation(
 )
 
 
-def collective(kind, axes, size, stride, payload_bytes, name="exchange.3") -> Operation:
+def collective(kind, axes, size, stride, payload_bytes, name="collective.3") -> Operation:
     """A synchronous collective of `size` devices, `stride` apart."""
     return Operation(
         name=name,
@@ -142,7 +142,7 @@ def test_checkpoints_and_failures_come_on_top():
 
 
 def test_the_costliest_operations_come_first_with_their_source(explained):
-    """Two products of 20 ms and a gap each, then the exchange, then the copy."""
+    """Two products of 20 ms and a gap each, then the collective, then the copy."""
     first, second, third = explained.operations
 
     assert (first.name, first.runs, first.source, first.bound) == (
@@ -154,7 +154,7 @@ def test_the_costliest_operations_come_first_with_their_source(explained):
     assert first.seconds == pytest.approx(40e-3 + 20e-6)
     assert first.peak_share == pytest.approx(20 / 40.02)
     assert first.what == "matmul bf16 1000 x 1000 x 500000"
-    assert (second.name, second.what) == ("exchange.3", "all-reduce 100 MB data")
+    assert (second.name, second.what) == ("collective.3", "all-reduce 100 MB data")
     assert (third.name, third.peak_share) == ("copy.2", None)
     shares = [operation.share for operation in explained.operations]
     assert sum(shares) == pytest.approx(1.0)
@@ -250,7 +250,7 @@ MESH = (("data", 4), ("fsdp", 2), ("tensor", 2))
 
 
 def unexpected_names(*operations, axes=MESH) -> list[str]:
-    """Names of the exchanges that are found odd."""
+    """Names of the unexpected collectives."""
     found = explain(program_of(PRODUCT, *operations, axes=axes), CLUSTER).unexpected
     return [each.name for each in found]
 
@@ -266,7 +266,7 @@ def unexpected_names(*operations, axes=MESH) -> list[str]:
         ("all_reduce", (), 3, 1),
     ],
 )
-def test_an_exchange_that_no_rule_asks_for_is_named(kind, axes, size, stride):
+def test_a_collective_that_no_axis_calls_for_is_named(kind, axes, size, stride):
     """With what it takes, and why it is odd."""
     odd = collective(kind, axes, size, stride, 10**9, name="odd.9")
 
@@ -314,7 +314,7 @@ def test_sequence_parallel_sums_are_not_odd():
     assert unexpected_names(gather) == ["gather"]
 
 
-def test_small_exchanges_and_axes_of_a_users_own_are_left_alone():
+def test_small_collectives_and_user_defined_axes_are_ignored():
     """Indices are no finding; nobody has said what a user's own axes ask for."""
     small = collective("all_to_all", ("tensor",), 2, 1, 10**4)
     own = collective("all_to_all", ("experts",), 16, 1, 10**9)
@@ -324,7 +324,7 @@ def test_small_exchanges_and_axes_of_a_users_own_are_left_alone():
 
 
 def test_a_trace_is_matched_by_name():
-    """The copy took twice as long as predicted; the exchange was not recorded."""
+    """The copy took twice as long as predicted; the collective was not recorded."""
     predicted = {
         attribution.operation.name: attribution.seconds
         for attribution in attributions(STEP, CLUSTER)
@@ -336,7 +336,7 @@ def test_a_trace_is_matched_by_name():
     assert [each.name for each in match.matches] == ["copy.2", "dot.1"]
     assert match.matches[0].difference_seconds == pytest.approx(-predicted["copy.2"])
     assert match.only_measured == (("extra.7", 1e-3),)
-    assert match.only_predicted == (("exchange.3", predicted["exchange.3"]),)
+    assert match.only_predicted == (("collective.3", predicted["collective.3"]),)
     assert match.matched_share == pytest.approx(
         match.measured_seconds / (match.measured_seconds + 1e-3)
     )
@@ -439,7 +439,7 @@ def test_the_figures_survive_a_file(tmp_path, explained):
         {"data": 4, "fsdp": 2, "zero_stage": 1},
     ],
 )
-def test_what_every_axis_of_a_transformer_exchanges_is_called_for(axes):
+def test_collectives_of_every_axis_of_a_transformer_are_called_for(axes):
     """Hand-overs between stages, keys over context, ZeRO's parameters: nothing is unexpected."""
     shape = TransformerShape(
         layers=8,

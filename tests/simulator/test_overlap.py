@@ -1,4 +1,4 @@
-"""Exchanges that frameworks run beside products, on steps of a few operations."""
+"""Collectives that frameworks overlap with products, on steps of a few operations."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def collective_bytes(program: Program) -> int:
 
 
 def test_product_begins_with_what_is_gathered_and_is_summed_as_it_goes():
-    """Between two devices half of each exchange is hidden: 10 ms of products, 4 + 4 of exchanges,
+    """Between two devices half of each collective is hidden: 10 ms of products, 4 + 4 of theirs,
     of which the compiler's order hides nothing, and this one 2 + 2."""
     step = program_of(
         gather("tokens", 4, axis="tensor"),

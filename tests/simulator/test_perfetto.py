@@ -29,13 +29,13 @@ from scalejax.simulator.timeline.trace import trace_step
 LAYERS = Loop(name="layers", trip_count=3, body=(gather("g", 3), matmul("m", 2), wait("g")))
 
 
-def test_moments_by_hand():
+def test_trace_events_by_hand():
     """Each iteration gathers for 3 ms, works for 2 and waits for 1."""
-    recording = trace_step(program_of(LAYERS, fusion("f", 1)), PAPER)
+    trace = trace_step(program_of(LAYERS, fusion("f", 1)), PAPER)
 
     of_second = [
         (event.name, event.stream, round(event.start_seconds * 1e3), event.bound)
-        for event in recording.events
+        for event in trace.events
         if event.iteration == (1,)
     ]
     assert sorted(of_second) == [
@@ -43,11 +43,11 @@ def test_moments_by_hand():
         ("m", "compute", 3, "compute"),
         ("wait for g", "compute", 5, "wait"),
     ]
-    assert recording.step_seconds == pytest.approx(10e-3)
+    assert trace.step_seconds == pytest.approx(10e-3)
 
 
 @given(schedules(), st.sampled_from([0.0, 0.3]))
-def test_a_recording_ends_when_the_step_does(items: tuple[Operation | Loop, ...], share: float):
+def test_a_trace_ends_when_the_step_does(items: tuple[Operation | Loop, ...], share: float):
     """The walk of single operations and the walk of segments are one; no stream does two at once.
 
     This is the plain walk against which the fast one is held: every operation by itself, every
@@ -55,16 +55,16 @@ def test_a_recording_ends_when_the_step_does(items: tuple[Operation | Loop, ...]
     """
     program, cluster = program_of(*items), contended(share)
 
-    recording = trace_step(program, cluster)
+    trace = trace_step(program, cluster)
 
     step_seconds = timeline(program, cluster).step_seconds
-    assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-9)
+    assert trace.step_seconds == pytest.approx(step_seconds, rel=1e-9)
     for stream in ("compute", "links", "network"):
-        own = [event for event in recording.events if event.stream == stream]
+        own = [event for event in trace.events if event.stream == stream]
         assert all(a.end_seconds <= b.start_seconds + 1e-12 for a, b in pairwise(own))
 
 
-def test_a_recording_of_a_real_step_agrees_with_its_timeline():
+def test_a_trace_of_a_real_step_agrees_with_its_timeline():
     """1,504 operations of ResNet-50 on 256 H100, with contention and overhead."""
     cluster = load_cluster("dgx-h100")
     attainable = replace(
@@ -72,10 +72,10 @@ def test_a_recording_of_a_real_step_agrees_with_its_timeline():
     )
     cluster = replace(cluster, chip=replace(cluster.chip, attainable=attainable))
 
-    recording = trace_step(resnet50_on_256(), cluster)
+    trace = trace_step(resnet50_on_256(), cluster)
 
     step_seconds = timeline(resnet50_on_256(), cluster).step_seconds
-    assert recording.step_seconds == pytest.approx(step_seconds, rel=1e-12)
+    assert trace.step_seconds == pytest.approx(step_seconds, rel=1e-12)
 
 
 def test_long_loops_are_cut_and_the_step_keeps_its_length(tmp_path: Path):

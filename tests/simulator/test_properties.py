@@ -2,7 +2,7 @@
 
 Random small programs on clusters of the catalogue, with random residuals, contention and
 overheads: physics bounds a step from below, better hardware never makes it longer, and more
-devices never make exchanges shorter.
+devices never make collectives faster.
 """
 
 import math
@@ -268,11 +268,11 @@ def test_better_hardware_is_never_slower(
 
 
 def communicating(name: CollectiveName, payload_bytes: int, devices: int) -> Program:
-    """A step that exchanges something between all of its devices."""
+    """A step with a collective between all of its devices."""
     group = DeviceGroup(extents=((devices, 1),), axes=("data",))
     collective = Collective(name=name, payload_bytes=payload_bytes, group=group, is_async=False)
     return Program(
-        name="an exchange",
+        name="a collective",
         backend="closed_form",
         target="any",
         compiler="none",

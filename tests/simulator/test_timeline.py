@@ -93,7 +93,7 @@ def test_collectives_on_the_same_wires_queue():
     assert milliseconds(gather("a", 3), gather("b", 3), matmul("m", 4), wait("a"), wait("b")) == 6
 
 
-def test_exchanges_between_nodes_run_beside_those_within_them():
+def test_collectives_between_nodes_overlap_with_those_within_them():
     """Other wires: 3 ms on the links are over long before as many bytes have crossed."""
     within, between = gather("links", 3), gather("network", 3)
     assert between.collective is not None

@@ -138,7 +138,7 @@ def bytes_by_axes(program: Program) -> Counter[tuple[str, ...]]:
 
 
 def moved_bytes(program: Program) -> int:
-    """Bytes that operations read and write, those that exchange left out."""
+    """Bytes that operations read and write, collectives left out."""
     return sum(
         runs * (operation.read_bytes + operation.write_bytes)
         for operation, runs in program.walk()
@@ -170,7 +170,7 @@ def compiled_of(run: ResolvedRun) -> Program:
 @pytest.mark.parametrize("name", GRID)
 @pytest.mark.usefixtures("kept")
 def test_is_what_the_compiler_makes(name: str):
-    """The same products; what is exchanged along each axis to 3 %; bytes to 6 %; memory to 15 %."""
+    """Equal products; collective bytes along each axis to 3 %; bytes to 6 %; memory to 15 %."""
     run = run_of(GRID[name])
     compiled, own = compiled_of(run), closed_form(run)
 

@@ -52,7 +52,7 @@ def test_what_is_hidden_today_may_be_exposed_tomorrow():
 
 
 def test_residuals_are_unknown_where_nothing_was_fitted():
-    """Of the library only where something is exchanged."""
+    """Residual of the library only where there are collectives."""
     fitted = replace(CHIP, residuals=Residuals(compute=0.1, memory=0.2, launch=0.3))
 
     assert residuals(PAPER, communicates=False) is None

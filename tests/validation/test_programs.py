@@ -98,7 +98,7 @@ IN_PARTS = {"device_count": "32", "data": "32", "zero_stage": "1", "hidden": "51
     ],
 )
 def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path, monkeypatch):
-    """Compiled in full for comparison: the same products and exchanges, in the same order."""
+    """Compiled in full for comparison: equal products and collectives, in order."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
     job = request_for(whole, 0, is_reduced=False).job

@@ -51,7 +51,7 @@ def test_flop_of_a_convolutional_network_are_those_counted_by_hand(name):
 
     assert program.flop == pytest.approx(2 * SAMPLES * (3 * forward - first), rel=0.02)
     gradient = {"vgg16": 138_357_544, "alexnet": 61_838_248}.get(name)
-    if gradient is not None:  # and two metrics: nothing else is exchanged
+    if gradient is not None:  # and two metrics: no other collectives
         assert program.collective_bytes("all_reduce") == 4 * gradient + 8
 
 

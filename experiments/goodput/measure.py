@@ -41,9 +41,9 @@ from scalejax.simulator.reliability import goodput
 from scalejax.training.record import RunFolder, RunRecord
 from scalejax.training.time_accounting import (
     Interval,
-    ledger_in_words,
     load_intervals,
     time_account,
+    time_account_in_words,
 )
 
 HERE = Path(__file__).parent
@@ -250,7 +250,7 @@ def outcome(folder: Path, course: RunStatus, mtbf: int) -> dict:
         "goodput": round(ledger.goodput, 4),
         "goodput_of_model": round(met.goodput, 4),
         "goodput_of_model_for_ever_at_the_mean_drawn_from": round(steady, 4),
-        "in_words": ledger_in_words(ledger),
+        "in_words": time_account_in_words(ledger),
     }
 
 

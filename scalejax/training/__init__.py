@@ -1,1 +1,1 @@
-"""The step and what trains with it: state, gradients, optimizers, checkpoints, the loop."""
+"""Training: the step, its state, gradients and optimizers, checkpoints, and the loop."""

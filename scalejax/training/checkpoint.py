@@ -1,7 +1,7 @@
-"""States of a run on disk: written whole or not at all, read back on any number of devices.
+"""Checkpoints of a run: written atomically, restored on any number of devices.
 
 A thin class over Orbax, which writes in the background and commits by renaming. Knows states
-and steps; decides neither when to save nor what to do with what it reads.
+and steps; decides neither when to save nor which checkpoint to restore.
 """
 
 import gc
@@ -27,18 +27,18 @@ from scalejax.core.process_group import is_lost_contact
 from scalejax.core.serialization import JsonValue
 from scalejax.core.units import format_bytes
 
-# A number for each array of a tree, by which arrays that were read are known to be those written.
+# Checksums of arrays, by which restored arrays are verified.
 
 _GOLDEN = 0x9E3779B1  # odd, and its multiples are spread: 2**32 over the golden ratio, Knuth 6.4
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """The checksum of each array of `tree`, by its path: the same on whatever mesh it lies.
+    """The checksum of each array of `tree`, by its path; independent of its sharding.
 
-    The sum over elements of (bits + 1) * (odd number of the position), modulo 2**32: whole numbers,
-    so that the order of addition does not count. One element that changes always changes it; any
-    other damage goes unseen once in 2**32. A pass over the tree on the devices; every process must
-    call it.
+    The sum over elements of (bits + 1) * (odd number of the position), modulo 2**32: integers, so
+    that the order of addition does not matter. A change of one element always changes it; any
+    other damage is missed with probability 2**-32. One pass over the tree on the devices; every
+    process must call it.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     sums = jax.device_get(_sums([leaf for _, leaf in leaves]))
@@ -52,7 +52,7 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """That of one array, as a program computes it: uint32 []."""
+    """The checksum of one array, uint32 []; for use in traced code."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if array.dtype == jnp.bool_:
@@ -81,24 +81,24 @@ class Checkpoints:
     """The checkpoints of one run: the latest few, the best, and the one that is pinned."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        """Open the checkpoints in `folder`, which is made if it is not there.
+        """Open the checkpoints in `folder`, which is created if it does not exist.
 
         Args:
             folder: where they are, by step.
-            keep: latest checkpoints to keep; the best by test accuracy is kept besides.
+            keep: latest checkpoints to keep; the best by test accuracy is kept as well.
 
         Raises:
-            CheckpointMismatch: if what is there is damaged beyond being listed.
+            CheckpointMismatch: if the folder is too damaged to be listed.
         """
         self.folder = folder.absolute()
         self.pinned_step: int | None = None
-        """A step that is kept whatever comes after it."""
+        """A step whose checkpoint is never deleted."""
         self.rated: dict[int, float] = {}
-        """Test accuracies of steps that were saved before these were known."""
+        """Test accuracies of steps that were saved before they were evaluated."""
         opened = _load(
             lambda: orbax.training.Checkpointer(
                 str(self.folder),
-                preservation_policy=_Kept(self, latest=keep),
+                preservation_policy=_RetentionPolicy(self, latest=keep),
                 cleanup_tmp_directories=True,
             )
         )
@@ -112,7 +112,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Steps of the checkpoints there are, rising."""
+        """Steps of the checkpoints, ascending."""
         return tuple(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
 
     @property
@@ -120,7 +120,7 @@ class Checkpoints:
         """Step of the latest checkpoint; None if there is none.
 
         Raises:
-            CheckpointMismatch: if it is one that no run reaches.
+            CheckpointMismatch: if it is larger than any run reaches.
         """
         latest = max(self.steps, default=None)
         if latest is not None and latest > MOST_STEPS:
@@ -133,11 +133,11 @@ class Checkpoints:
     def save(self, step: int, state: object, *, test_accuracy: float | None = None) -> None:
         """Save `state` as that of `step`; returns when it is copied, and writes in the background.
 
-        Every process must call it, with the same arguments. A step that is there already is left
-        as it is.
+        Every process must call it, with the same arguments. An existing checkpoint of the step is
+        not overwritten.
 
         Raises:
-            ConfigError: if this checkpoint, or the one before, cannot be written.
+            ConfigError: if this checkpoint, or the previous one, cannot be written.
         """
         if step in self.steps:
             return
@@ -145,7 +145,7 @@ class Checkpoints:
         metrics: JsonValue = None if test_accuracy is None else {_ACCURACY: test_accuracy}
         written: JsonValue = {_CHECKSUMS: dict(checksums(state))}
         with self._naming_unwritable():
-            self._let_go()
+            self._await_last_save()
             self._saving = self._checkpointer.save_async(
                 step,
                 state,
@@ -159,12 +159,12 @@ class Checkpoints:
 
         Args:
             step: one of `steps`.
-            like: the state's tree, of arrays or their shapes; their shardings decide where the
-                arrays come to lie, whatever mesh they were saved from.
+            like: the state's tree, of arrays or their shapes; its shardings are those of the
+                result, whatever mesh the checkpoint was saved from.
 
         Raises:
-            CheckpointMismatch: if the checkpoint is damaged or holds another state, or cannot be
-                read here and now.
+            CheckpointMismatch: if the checkpoint is damaged, holds another state, or cannot be
+                read at present.
         """
         self.wait()
 
@@ -192,35 +192,35 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Return when all that was saved is on disk.
+        """Wait until all saves are on disk.
 
         Raises:
             ConfigError: if it cannot be written.
         """
         with self._naming_unwritable():
             self._checkpointer.wait()
-            self._let_go()
+            self._await_last_save()
 
     def close(self) -> None:
-        """Finish what is being written, and let go.
+        """Finish pending writes, and release the folder.
 
         Raises:
             ConfigError: if it cannot be written.
         """
         with self._naming_unwritable():
             self._checkpointer.close()
-            self._let_go()
+            self._await_last_save()
 
-    def _let_go(self) -> None:
-        """Wait for the last save, and end the thread that Orbax has begun to watch it: nobody else
-        does, and it holds three open files."""
+    def _await_last_save(self) -> None:
+        """Wait for the last save, and join Orbax's thread that watches it, which otherwise leaks
+        with three open files."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.result()
 
     def _require_room(self, state: object) -> None:
-        """Refuse a state that the disk has no room for: a process whose write fails would leave
-        the others waiting for it.
+        """Refuse a state that does not fit on the disk: if the write failed in one process, the
+        others would wait for it.
 
         Raises:
             ConfigError: saying how much is free.
@@ -235,7 +235,7 @@ class Checkpoints:
 
     @contextmanager
     def _naming_unwritable(self) -> Iterator[None]:
-        """Word what cannot be written, to which Orbax gives its own kinds of exception."""
+        """Turn Orbax's various exceptions for failed writes into `ConfigError`."""
         try:
             yield
         except Exception as error:
@@ -254,16 +254,16 @@ class Checkpoints:
     ) -> None:
         is_failing = error is not None and not isinstance(error, SystemExit)
         if is_failing and jax.process_count() > 1:
-            return  # the others may have failed before, and what waits for them would not end
+            return  # other processes may have failed already, and waiting for them would hang
         try:
             self.close()
         except ConfigError:
-            if not is_failing:  # else that is told, which is often the same
+            if not is_failing:  # else the first error is reported, often of the same cause
                 raise
 
 
-class _Kept:
-    """Which checkpoints outlive the next one.
+class _RetentionPolicy:
+    """Which checkpoints are kept: the latest, the best and the pinned one.
 
     Orbax's own `best_fn` would delete the newest checkpoint when the metric worsens, and its
     `BestN` would keep every checkpoint between two evaluations (google/orbax#526).
@@ -274,7 +274,7 @@ class _Kept:
         self._latest = latest
 
     def should_preserve(self, checkpoints: Sequence, *, context: object) -> list[bool]:
-        """Whether each of `checkpoints`, by rising step, is kept."""
+        """Whether each of `checkpoints`, by ascending step, is kept."""
         kept = {checkpoint.step for checkpoint in checkpoints[-self._latest :]}
         kept.add(self._owner.pinned_step)
         rated = {
@@ -290,7 +290,7 @@ class _Kept:
 
 
 def save_weights(path: Path, weights: object) -> None:
-    """Save a tree of arrays by itself, in place of what `path` held; returns when it is on disk.
+    """Save a tree of arrays to `path`, overwriting it; returns when it is on disk.
 
     Raises:
         ConfigError: if it cannot be written.
@@ -316,12 +316,12 @@ def load_weights(path: Path, like: Tree) -> Tree:
         return orbax.load(where, like), orbax.metadata(where).custom_metadata
 
     loaded = _load(load)
-    found = loaded if isinstance(loaded, _Failure) else _damage(*loaded)
-    if found is not None:
+    failure = loaded if isinstance(loaded, _Failure) else _damage(*loaded)
+    if failure is not None:
         raise CheckpointMismatch(
-            f"{path} is refused: it is missing, damaged, or of another network ({found.text})."
-            if found.is_damage
-            else f"{path} cannot be read: {found.text}."
+            f"{path} is refused: it is missing, damaged, or of another network ({failure.text})."
+            if failure.is_damage
+            else f"{path} cannot be read: {failure.text}."
         )
     return loaded[0]  # type: ignore[index]  a failure was raised
 
@@ -331,9 +331,9 @@ class _Failure:
     """Why something could not be loaded."""
 
     text: str
-    """Type and first line of what was raised first."""
+    """Type and first line of the root exception."""
     is_damage: bool
-    """Whether the files are to blame, and not the disk, the rights or the memory."""
+    """Whether the cause is the files, not the disk, permissions or memory."""
 
 
 def _unwritable(path: Path, failure: _Failure) -> ConfigError:
@@ -341,19 +341,19 @@ def _unwritable(path: Path, failure: _Failure) -> ConfigError:
 
 
 def _damage(tree: object, written: object) -> _Failure | None:
-    """What is not as it was written, as far as its checksums are there: earlier versions wrote
-    none."""
-    of_arrays = written.get(_CHECKSUMS) if isinstance(written, dict) else None
-    if not isinstance(of_arrays, dict):
+    """The first array that differs from its stored checksum; None if none does, or if none were
+    stored, as by earlier versions."""
+    stored = written.get(_CHECKSUMS) if isinstance(written, dict) else None
+    if not isinstance(stored, dict):
         return None
     for path, checksum in checksums(tree).items():
-        if of_arrays.get(path, checksum) != checksum:
+        if stored.get(path, checksum) != checksum:
             return _Failure(text=f"{path} has another checksum than was written", is_damage=True)
     return None
 
 
 def _failure(error: BaseException) -> _Failure:
-    """What `error` says once unwrapped: Orbax hides the cause in errors about its handlers."""
+    """The root cause of `error`, which Orbax wraps in errors about its handlers."""
     chain = [error]
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
@@ -367,18 +367,18 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _is_unreadable(error: BaseException) -> bool:
-    """Whether the same files may well be read another time; one that is gone will not."""
+    """Whether reading the same files may succeed later; a missing file never does."""
     if isinstance(error, OSError | MemoryError):
         return not isinstance(error, FileNotFoundError)
     return str(error).startswith(_UNREADABLE)
 
 
 def _load(load: Callable[[], Tree]) -> Tree | _Failure:
-    """What `load` returns, or why it fails, in silence.
+    """The result of `load`, or why it failed, without any output of Orbax.
 
-    Orbax has no common class for bad files, and prints pages of tracebacks besides what it
-    raises. The exception is put into words here, not chained: it holds on to half-done reads,
-    which would complain when collected at some later time.
+    Orbax has no common class for bad files, and prints pages of tracebacks in addition to what it
+    raises. The exception is turned into text, not chained: it references unfinished reads, which
+    would print errors when garbage-collected later.
     """
     logger, report = logging.getLogger("absl"), sys.unraisablehook
     was_disabled, logger.disabled = logger.disabled, True
@@ -396,7 +396,7 @@ def _load(load: Callable[[], Tree]) -> Tree | _Failure:
             logging.getLogger("asyncio").addFilter(_is_no_abandoned_task)
             gc.collect()
         else:
-            sys.unraisablehook = report  # after a failure it stays: some reads still run
+            sys.unraisablehook = report  # not restored after a failure: some reads still run
     logger.disabled = was_disabled
     return tree
 
@@ -406,7 +406,7 @@ def _is_no_abandoned_task(record: logging.LogRecord) -> bool:
 
 
 def _report_others(report: Callable, unraisable: "sys.UnraisableHookArgs") -> None:
-    """Report what is not of a read that Orbax abandoned at the first bad file."""
+    """Report unraisable errors except those of reads that Orbax abandoned at the first bad file."""
     code = getattr(unraisable.object, "cr_code", None)  # of a coroutine
     is_abandoned_read = code is not None and "orbax" in code.co_filename
     if not is_abandoned_read and "Event loop is closed" not in str(unraisable.exc_value):

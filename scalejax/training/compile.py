@@ -1,4 +1,4 @@
-"""The programs of a run, compiled here, and what they will take here before they have run."""
+"""Compiles the programs of a run on this machine, and predicts their time before they run."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from scalejax.measure.devices.quick import local_cluster
 from scalejax.measure.input.work import host_input
 from scalejax.simulator.predict import Prediction, predict, slow_note
 from scalejax.training.evaluation import Evaluation, build_evaluation
-from scalejax.training.multihost import all_say, first_says, is_first
+from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Reporter
 from scalejax.training.step import Step, build_step
@@ -29,18 +29,18 @@ from scalejax.xla import read_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrograms:
-    """The programs of a run, compiled."""
+    """The compiled programs of a run."""
 
     step: Step
-    """The training step, with the shapes of what it takes."""
+    """The training step, with the shapes of its arguments."""
     update: Any
-    """It, compiled."""
+    """The training step, compiled."""
     later: tuple[tuple[Step, Any], ...] = ()
-    """Both for each of the later batches, if the batch grows."""
+    """Step and compiled step of each later batch-size phase, if the batch grows."""
     evaluation: Evaluation
-    """The evaluation of a batch, with the shapes of what it takes."""
+    """The evaluation of a batch, with the shapes of its arguments."""
     evaluate: Any
-    """It, compiled."""
+    """The evaluation, compiled."""
 
 
 def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:
@@ -63,16 +63,16 @@ def _compiled(step: Step) -> Any:
 def predict_run(
     files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
 ) -> None:
-    """Write what the compiled step does and what it will take, unless it is written already."""
-    if first_says(files.prediction.exists()):
+    """Write the program of the compiled step and its prediction, unless they are there already."""
+    if broadcast_from_first(files.prediction.exists()):
         return
     if programs.later:
         reporter.say("no prediction: it would be of one batch, and that of this run grows")
         return
     calibrated = calibrated_cluster(mesh)
-    # Measured by every process if by one, since it is of all devices at once: each may look into a
-    # cache of its own.
-    is_known = "no" not in all_say("no" if calibrated is None else "yes")
+    # Measured by every process or by none, since measuring uses all devices at once and each
+    # process may see a cache of its own.
+    is_known = "no" not in all_gather_text("no" if calibrated is None else "yes")
     if is_known and calibrated is not None:
         cluster, how = calibrated, "as scalejax calibrate measured these devices"
     else:
@@ -100,8 +100,8 @@ def predict_run(
     reporter.say(how)
 
 
-def beside_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
-    """The median step in words, and what was predicted of it, as far as the two are known."""
+def measured_and_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
+    """The measured median step time and the predicted one in words; empty without measurements."""
     if not step_times:
         return ""
     step_seconds = median(step_times)
@@ -111,12 +111,12 @@ def beside_predicted(files: RunFolder, step_times: Sequence[float]) -> str:
         return f"; median step {format_seconds(step_seconds)}, predicted {UNKNOWN}"
     predicted = format_seconds(prediction.step_seconds)
     note = slow_note(prediction, step_seconds)
-    behind = f" ({note})" if note else ""
-    return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{behind}"
+    suffix = f" ({note})" if note else ""
+    return f"; median step {format_seconds(step_seconds)}, predicted {predicted}{suffix}"
 
 
 def resume_command(files: RunFolder, run: ResolvedRun) -> str:
-    """What to type for a run to go on, as it was started: by `scalejax launch`, or alone."""
+    """The shell command that resumes a run as it was started: by `scalejax launch`, or alone."""
     path, count = files.path, run.layout.device_count
     virtual = f" --cpu-devices {count}" if jax.default_backend() == "cpu" and count > 1 else ""
     alone = f"scalejax train {path / 'run.toml'} --folder {path}{virtual} --resume"
@@ -124,18 +124,18 @@ def resume_command(files: RunFolder, run: ResolvedRun) -> str:
 
 
 def measured_input(config: RunConfig) -> HostInput | None:
-    """What `scalejax data bench` has left of this machine, if it holds for the data of the run."""
+    """The input throughput that `scalejax data bench` saved, if it is of the data of the run."""
     path = user_folder() / "this-machine" / "input.toml"
     if jax.process_count() > 1 or not path.is_file():  # processes of a host share it
         return None
     try:
         return host_input(path, config)
-    except ScalejaxError:  # of other data, or an older version
+    except ScalejaxError:  # measured on other data, or written by an older version
         return None
 
 
 def calibrated_cluster(mesh: Mesh) -> Cluster | None:
-    """What `scalejax calibrate` has left of this machine, if it measured devices like these."""
+    """The cluster that `scalejax calibrate` saved, if it measured devices like those of `mesh`."""
     device = mesh.devices.flat[0]
     name = "cluster" if jax.process_count() == 1 else "processes"
     path = user_folder() / "this-machine" / f"{name}.toml"
@@ -143,7 +143,7 @@ def calibrated_cluster(mesh: Mesh) -> Cluster | None:
         return None
     try:
         cluster = load_cluster(str(path))
-    except ScalejaxError:  # of an older version, say: as good as none
+    except ScalejaxError:  # written by an older version, for example
         return None
     most, is_alike = cluster.max_device_count, cluster.chip.title == device.device_kind
     if not is_alike or (most is not None and mesh.size > most):

@@ -1,7 +1,7 @@
-"""The files a run is trained on, as they were when it began: a resumed run asks for the same.
+"""Fingerprints of the data files of a run, by which a resumed run checks that they are unchanged.
 
-Knows no rows and no loop; of data sets that are made, or come with scalejax, there is nothing to
-keep.
+Knows no rows and no loop. Synthetic data sets, and those shipped with scalejax, have no files to
+check.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class UsedFile:
     """One file of a data set, or the folder of a class of images."""
 
     file: DataFile
-    """Where it is, and what tells it from another in its place; of a folder, the bytes of its
-    images together and the SHA-256 of what tells each from another."""
+    """Path, size and version of the file; of a folder, the total bytes of its images and the
+    SHA-256 of their versions."""
     rows: int
     """Rows, images, records or tokens it holds, before filters."""
     listing: str | None = None
@@ -43,19 +43,19 @@ class UsedFiles:
     """The files of a data set that hold rows, by part, in their order."""
 
     train: tuple[UsedFile, ...]
-    """Trained on."""
+    """Training files."""
     test: tuple[UsedFile, ...]
-    """Evaluated on."""
+    """Test files."""
 
 
 def save_used_files(folder: RunFolder, data: DataConfig) -> None:
-    """Keep in `folder` which files `data` has now, if it is of files."""
+    """Save to `folder` the fingerprints of the files of `data`, if it has files."""
     if (used := used_files(data)) is not None:
         save(used, folder.data_files)
 
 
 def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
-    """Refuse to go on with a run whose files are others than they were when it began.
+    """Refuse to resume a run whose data files have changed since it began.
 
     Raises:
         ConfigError: naming the first file that is new, gone or changed.
@@ -78,7 +78,7 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
 
 
 def used_files(data: DataConfig) -> UsedFiles | None:
-    """The files of `data` as they are now; None if it is of none."""
+    """Fingerprints of the files of `data` as they are now; None if it has no files."""
     if not isinstance(data, OfFiles):
         return None
     return UsedFiles(train=tuple(_of_part(data, "train")), test=tuple(_of_part(data, "test")))
@@ -107,7 +107,7 @@ def _of_parquet(data: ParquetConfig, part: Part) -> Iterable[UsedFile]:
 
 
 def _of_folders(data: ImageFolderConfig, part: Part) -> Iterable[UsedFile]:
-    """The folder of each class in place of its files."""
+    """One fingerprint for the folder of each class, in place of its files."""
     files = image_files(data, part)
     location = absolute_location(files.location)
     paths = map(files.path, range(len(files)))
@@ -131,5 +131,5 @@ def _of_arrays(data: NumpyConfig, part: Part) -> Iterable[UsedFile]:
 
 
 def _used(file: DataFile, rows: int) -> UsedFile:
-    """The same file whatever the working directory is."""
+    """The fingerprint of `file` with an absolute path, independent of the working directory."""
     return UsedFile(file=replace(file, path=absolute_location(file.path)), rows=rows)

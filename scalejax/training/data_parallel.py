@@ -1,6 +1,6 @@
-"""The gradient of a global batch over a mesh, brought together as the run says.
+"""The gradient of a global batch, computed data-parallel over a mesh and synchronised.
 
-Knows how devices share the work of one gradient; nothing of what is made of it.
+Knows how devices share the work of one gradient; nothing of how it is applied.
 """
 
 from collections.abc import Callable
@@ -13,30 +13,35 @@ from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.parallelism import DATA
 from scalejax.models import BatchNormScope
-from scalejax.models.sharding import ShardingConstraints, arranged
+from scalejax.models.sharding import ShardingConstraints, sharding_context
 from scalejax.training.gradients import Batch, gradients
 from scalejax.training.setup import TrainSetup
 from scalejax.training.state import (
     PyTree,
-    as_part,
+    as_local_slice,
     data_parts,
     gradient_sync_of,
     learning_params,
-    own_part,
+    local_slice,
 )
 
 
 def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
-    """`gradients` of the global batch, brought together as the run's exchange and the layout's mode
-    say: from (params, model_state, batch, scale, what each device has kept for it [devices, ...])
-    to (gradient, model_state, metrics, what each device keeps)."""
+    """The function that computes the synchronised gradient of a global batch.
+
+    It maps (params, model_state, batch, scale, synchronisation state [devices, ...]) to (gradient,
+    model_state, metrics, new synchronisation state), by the run's gradient synchronisation and the
+    layout's mode ("jit", "shard_map" or "pmap").
+    """
     run = setup.run
     mode, is_local = run.config.layout.mode, run.config.layout.bn_scope == "local"
     if mode == "jit":
         is_in_turn = run.config.layout.bn_running == "in_turn"
         bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        reduced = partial(with_constraints, setup, mesh, partial(_reduced_once, setup, mesh, bn))
-        return partial(_keeping, reduced)
+        reduced = partial(
+            with_constraints, setup, mesh, partial(_reduced_once_per_step, setup, mesh, bn)
+        )
+        return partial(_passing_sync_state, reduced)
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -44,26 +49,30 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
     gradient_sync = gradient_sync_of(setup)
 
     def per_device(
-        params: PyTree, model_state: PyTree, batch: Batch, scale: jax.Array | None, kept: PyTree
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        scale: jax.Array | None,
+        sync_state: PyTree,
     ) -> PyTree:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
         gradient, *others = gradients(setup, bn, params, model_state, batch, scale)
-        gradient, kept = gradient_sync.combine(gradient, own_part(kept))
-        return gradient, *lax.pmean(others, DATA), as_part(kept)
+        gradient, sync_state = gradient_sync.combine(gradient, local_slice(sync_state))
+        return gradient, *lax.pmean(others, DATA), as_local_slice(sync_state)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
-    # With several processes `pmap` would take the rows of its own process alone; it is
-    # `jit(shard_map)` underneath, so there its newer spelling does the same for all.
+    # With several processes `pmap` would take the rows of its own process only; as it is
+    # `jit(shard_map)` underneath, `shard_map` then computes the same over all processes.
     if mode == "shard_map" or jax.process_count() > 1:
         return jax.shard_map(
             per_device,
             mesh=mesh,
             in_specs=(whole, whole, split, whole, split),
             out_specs=(whole, whole, whole, split),
-            check_vma=run.config.gradient_sync
-            is None,  # of a gather, JAX does not see that it is whole
+            # JAX cannot infer that the result of a gather is replicated.
+            check_vma=run.config.gradient_sync is None,
         )
     mapped = jax.pmap(
         lambda params, model_state, batch, scale: per_device(
@@ -75,7 +84,7 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
         devices=list(mesh.devices.flat),
     )
     return partial(
-        _keeping,
+        _passing_sync_state,
         lambda params, model_state, batch, scale: mapped(
             params,
             model_state,
@@ -85,13 +94,14 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
     )
 
 
-def _keeping(reduced: Callable[..., Any], *arguments: PyTree) -> PyTree:
-    """What `reduced` makes of all arguments but the last, which is what devices keep, and that."""
-    *others, kept = arguments
-    return *reduced(*others), kept
+def _passing_sync_state(reduced: Callable[..., Any], *arguments: PyTree) -> PyTree:
+    """The results of `reduced` for all arguments but the last, the synchronisation state, which
+    is appended unchanged."""
+    *others, sync_state = arguments
+    return *reduced(*others), sync_state
 
 
-def _reduced_once(
+def _reduced_once_per_step(
     setup: TrainSetup,
     mesh: Mesh,
     bn: BatchNormScope,
@@ -100,33 +110,33 @@ def _reduced_once(
     batch: Batch,
     scale: jax.Array | None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients`, summed over the data axis by the step itself.
+    """`gradients`, reduced over the data axis explicitly, once per step.
 
-    Once, and not once for each microbatch as the compiler would; and to where each device needs
-    them (a reduce-scatter) if the axis keeps state in parts. ZeRO 2 never holds them whole, and
-    so must sum those of every microbatch. Left to the compiler are a single microbatch, whose
-    sums it runs beside the backward pass, and BatchNorm, whose statistics are over all devices.
-    For the noise scale it must not be: the gradients of the devices are compared before.
+    The compiler would reduce once per microbatch. Under ZeRO the reduction is a reduce-scatter.
+    ZeRO 2 never holds full gradients, and so must reduce those of every microbatch. Two cases are
+    left to the compiler: a single microbatch, whose all-reduce it overlaps with the backward pass,
+    and BatchNorm, whose statistics are over all devices. The noise scale is never left to it, as
+    it compares the gradients of the devices before the reduction.
     """
     run = setup.run
     zero_stage = run.config.layout.zero_stage
-    is_compilers = run.layout.data == 1 or jax.tree.leaves(model_state)
-    is_whole = run.split.microbatches == 1 and run.config.train.noise_scale is None
-    if is_compilers or (is_whole and zero_stage < 2):
+    is_left_to_compiler = run.layout.data == 1 or jax.tree.leaves(model_state)
+    is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
+    if is_left_to_compiler or (is_single and zero_stage < 2):
         return gradients(setup, bn, params, model_state, batch, scale)
     parts = data_parts(setup, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
-    def of_part(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
+    def per_shard(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
         reduce = scattered if zero_stage == 2 else None
         gradient, _, metrics = gradients(setup, bn, params, model_state, batch, scale, reduce)
         gradient = gradient if zero_stage == 2 else scattered(gradient)
         return gradient, lax.pmean(metrics, DATA)
 
     gradient, metrics = jax.shard_map(
-        of_part,
+        per_shard,
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec(DATA), PartitionSpec()),
         out_specs=(jax.tree.map(lambda part: part.spec, parts), PartitionSpec()),
@@ -141,12 +151,12 @@ def _reduced_once(
 def with_constraints(
     setup: TrainSetup, mesh: Mesh, function: Callable[..., Any], *arguments: PyTree
 ) -> Any:
-    """`function` traced with `mesh` in the context, and what networks must know of the run."""
+    """`function` traced with `mesh` and the run's sharding constraints in the context."""
     layout = setup.run.config.layout
     constraints = ShardingConstraints(
         is_sequence_parallel=layout.sequence_parallel,
         microbatches=setup.run.split.microbatches,
         chunks=layout.pipeline_chunks,
     )
-    with arranged(mesh.abstract_mesh, constraints):
+    with sharding_context(mesh.abstract_mesh, constraints):
         return function(*arguments)

@@ -1,6 +1,6 @@
-"""The evaluation of a run: sums over a batch of test examples, one program beside the `Step`; and
-what a frozen network makes of examples, for its last layer to learn from.
+"""The evaluation program of a run: sums of loss and accuracy over a batch of test examples.
 
+Also the program that computes features of a frozen backbone, for its last layer to learn from.
 Knows the network, and which of its weights are evaluated; no data source and no clock.
 """
 
@@ -37,16 +37,16 @@ from scalejax.training.step import batch_shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The metrics of one evaluation batch over a mesh."""
+    """The evaluation of one batch over a mesh."""
 
     weights_shapes: tuple[PyTree, PyTree]
     """Shapes, types and shardings of the (params, model_state) that are evaluated."""
     weights: Any
-    """From a state to the (params, model_state) that are evaluated: those of the average, if the
-    run says so."""
+    """Function from a state to the (params, model_state) that are evaluated: the weight average,
+    if the run keeps one."""
     function: Any
-    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, of all or
-    [devices that divide the batch] as `train.metric_average` says, and the lowest and highest
+    """The jitted (params, model_state, batch) -> sums over the samples whose mask is 1, in total or
+    per device that divides the batch as `train.metric_average` says, and the lowest and highest
     logit of each class among them."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
@@ -56,12 +56,13 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
     """The evaluation of `run` over `mesh`, with the running statistics of BatchNorm."""
     setup = train_setup(run, mesh)
     state = whole_shapes(setup, mesh)
-    of_training = ("weights", "mix")
-    batch = {name: of for name, of in batch_shapes(run, mesh).items() if name not in of_training}
-    shape = jax.ShapeDtypeStruct(
+    training_only = ("weights", "mix")
+    shapes = batch_shapes(run, mesh)
+    batch = {name: shape for name, shape in shapes.items() if name not in training_only}
+    mask = jax.ShapeDtypeStruct(
         (run.split.global_batch,), jnp.float32, sharding=batch_sharding(mesh)
     )
-    batch = {**batch, "mask": shape}
+    batch = {**batch, "mask": mask}
     function = jax.jit(
         partial(with_constraints, setup, mesh, partial(_evaluate, setup, mesh)),
         in_shardings=shardings_of((state.params, state.model_state, batch)),
@@ -77,14 +78,14 @@ def build_evaluation(run: ResolvedRun, mesh: Mesh) -> Evaluation:
 
 
 def build_features(setup: TrainSetup) -> Any:
-    """The jitted (params, model_state, inputs) -> float32 [examples, width], what the last layer
-    of a frozen network reads of each example; by the running statistics of BatchNorm."""
+    """The jitted (params, model_state, inputs) -> float32 [examples, width]: the features that the
+    last layer of a frozen network reads, with the running statistics of BatchNorm."""
 
     def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
         graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, BatchNormScope())))
         network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
-        found = network.features(normalised(inputs, setup.run.dataset), is_training=False)
-        return found.astype(jnp.float32)
+        values = network.features(normalised(inputs, setup.run.dataset), is_training=False)
+        return values.astype(jnp.float32)
 
     return jax.jit(features)
 
@@ -92,7 +93,7 @@ def build_features(setup: TrainSetup) -> Any:
 def _evaluated_weights(
     setup: TrainSetup, shardings: tuple[PyTree, PyTree]
 ) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
-    """From a state to the parameters and statistics to evaluate, lying as `shardings` say."""
+    """Function from a state to the parameters and statistics to evaluate, with `shardings`."""
     averaging, optimizer = setup.run.config.averaging, setup.run.config.optimizer
     if isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
         mean = jax.jit(
@@ -103,11 +104,11 @@ def _evaluated_weights(
         return lambda state: (state.average["params"], state.average["model_state"])
     if isinstance(optimizer, ScheduleFreeConfig):
 
-        def meant(opt_state: PyTree, params: PyTree) -> PyTree:
+        def averaged(opt_state: PyTree, params: PyTree) -> PyTree:
             learned = evaluated_params(optimizer, opt_state, learning_params(setup, params))
             return updated(params, learned)
 
-        jitted = jax.jit(meant, out_shardings=shardings[0])
+        jitted = jax.jit(averaged, out_shardings=shardings[0])
         return lambda state: (jitted(state.opt_state, state.params), state.model_state)
     return lambda state: (state.params, state.model_state)
 
@@ -123,11 +124,11 @@ def _evaluate(
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0
     samples = tuple(range(logits.ndim - 1))
     run = setup.run
-    is_of_all = run.config.train.metric_average == "examples"
+    is_over_all = run.config.train.metric_average == "examples"
 
     def summed(values: jax.Array) -> jax.Array:
-        """Over all rows, or those of each device: they lie side by side."""
-        return values.sum() if is_of_all else values.reshape(run.layout.batch_shards, -1).sum(1)
+        """Sum over all rows, or over those of each device, which are contiguous."""
+        return values.sum() if is_over_all else values.reshape(run.layout.batch_shards, -1).sum(1)
 
     # `where`, not a product: the loss of a padding row may be anything, even NaN.
     return {

@@ -1,6 +1,6 @@
-"""All the test data of a run through its evaluation, batch by batch.
+"""Evaluates a run on all of its test data, batch by batch.
 
-Knows the compiled evaluation and its data; nothing of when it is time for one.
+Knows the compiled evaluation and its data; not when an evaluation is due.
 """
 
 import time
@@ -15,7 +15,7 @@ from scalejax.data.loader.loader import evaluation_batches
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.training.evaluation import Evaluation
 from scalejax.training.features import open_examples
-from scalejax.training.input_tuning import beside_workers
+from scalejax.training.input_tuning import share_memory_with_workers
 from scalejax.training.logger import MetricsLogger, evaluation_measurement
 from scalejax.training.record import EvaluationMeasurement
 from scalejax.training.reporter import Reporter
@@ -38,7 +38,7 @@ class RunEvaluation:
         self._compiled = compiled
         self._skipped = skipped
         source = open_examples(run, "test", reporter)
-        self._source = beside_workers(source, run.config.input)
+        self._source = share_memory_with_workers(source, run.config.input)
 
     def measure(
         self,
@@ -48,8 +48,8 @@ class RunEvaluation:
         step: int,
         is_stopped: Callable[[], int],
     ) -> EvaluationMeasurement | None:
-        """The metrics of `state`, the one after `step` updates; None if `is_stopped`, which
-        is asked after every batch, says so."""
+        """Test metrics of `state`, which is after `step` updates; None if `is_stopped`, called
+        after every batch, returns a signal."""
         begin, sums = time.perf_counter(), []
         weights = self._evaluation.weights(state)
         batches = evaluation_batches(
@@ -59,7 +59,7 @@ class RunEvaluation:
             for batch in batches:
                 logger.heartbeat.at("evaluating", step)
                 if len(sums) > 1:
-                    jax.block_until_ready(sums[-2])  # else a fast host queues batches without end
+                    jax.block_until_ready(sums[-2])  # else a fast host queues unlimited batches
                 sums.append(self._compiled(*weights, batch))
                 if is_stopped():
                     return None

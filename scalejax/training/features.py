@@ -1,8 +1,8 @@
-"""The examples of a run as its network's last layer sees them: features, computed once and kept.
+"""Cached features: the examples of a run as the inputs of its network's last layer.
 
-A frozen network makes the same features of an image in every epoch. Here they are computed by the
-devices of this process and kept on disk, under a key of all that they follow from: the program,
-the weights, the files. Knows no update and no loop.
+A frozen backbone computes the same features of an image in every epoch. Here they are computed
+once on the devices of this process and cached on disk, keyed by everything they depend on: the
+program, the weights, the data files. Knows no update and no loop.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ from scalejax.training.state import abstract_state
 from scalejax.training.step import initial_weights, input_dtype
 
 KEPT_TOGETHER = 4096
-"""Examples whose features are one file: what a kill loses."""
+"""Examples whose features are one file: the most that a killed process loses."""
 BATCH = 32
-"""Examples of which a device computes the features at once."""
+"""Examples per device in one batch of feature computation."""
 CACHE_BYTES = 100 * 10**9
-"""Most that features of all runs take; the least recently used leave first."""
+"""Size limit of the features of all runs; the least recently used are evicted first."""
 HEAD = "head"
-"""The part of a network that reads features, and that they do not follow from."""
+"""The last layer of a network, which reads the features; they do not depend on it."""
 SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -58,11 +58,11 @@ class Features:
 
     @property
     def rows_together(self) -> int:
-        """Of no difference."""
+        """0: the order of examples makes no difference, as all are in memory-mapped files."""
         return 0
 
     def shuffled(self, generator: np.random.Generator) -> np.ndarray:
-        """The indices of all examples in the order of the source, as if it were read."""
+        """The indices of all examples, shuffled as the source shuffles them."""
         if isinstance(self._source, Grouped):
             return self._source.shuffled(generator)
         return generator.permutation(len(self))
@@ -77,7 +77,7 @@ class Features:
 
 
 def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
-    """One part of the data of `run`, as its step takes it: features, if it keeps them.
+    """One part of the data of `run`: its examples, or their features if the run caches them.
 
     Raises:
         ConfigError: if files are missing or damaged, have changed since `run` was resolved, or
@@ -114,12 +114,12 @@ def open_examples(run: ResolvedRun, split: Split, reporter: Reporter) -> Source:
 
 
 class _Program:
-    """What makes features of examples: a program over the devices of this process, and weights."""
+    """The program over the devices of this process that computes features, and its weights."""
 
     def __init__(self, run: ResolvedRun) -> None:
         devices = jax.local_devices()
         if jax.default_backend() == "cpu":
-            devices = devices[:1]  # the others are virtual
+            devices = devices[:1]  # the others are virtual devices
         mesh = Mesh(np.array(devices), (DATA,))
         whole = NamedSharding(mesh, PartitionSpec())
         split = NamedSharding(mesh, PartitionSpec(DATA))
@@ -144,13 +144,13 @@ class _Program:
         self._lowered, self._split, self._compiled = lowered, split, None
 
     def __call__(self, images: np.ndarray) -> np.ndarray:
-        """Features of `images`, at most a batch of them."""
+        """Features of `images`, at most one batch."""
         if self._compiled is None:
             self._compiled = self._lowered.compile()
         filled = np.zeros((self.batch, *images.shape[1:]), images.dtype)
         filled[: len(images)] = images
-        found = self._compiled(*self._weights, jax.device_put(filled, self._split))
-        return np.asarray(found)[: len(images)]
+        features = self._compiled(*self._weights, jax.device_put(filled, self._split))
+        return np.asarray(features)[: len(images)]
 
 
 def _computed(program: _Program, source: Source, indices: np.ndarray, say: "_Progress") -> pa.Table:
@@ -166,41 +166,41 @@ def _computed(program: _Program, source: Source, indices: np.ndarray, say: "_Pro
 
 
 def _matrix(column: pa.ChunkedArray) -> np.ndarray:
-    """The lists of a column as rows, mapped and not copied."""
+    """The lists of a column as rows of a matrix, without copying."""
     (chunk,) = column.chunks
     return chunk.flatten().to_numpy(zero_copy_only=True).reshape(len(chunk), -1)
 
 
 def _data_key(run: ResolvedRun, split: Split) -> list[Any]:
-    """What the examples follow from.
+    """Cache key of the examples: config of the data, and its file fingerprints or the seed.
 
     Raises:
-        ConfigError: if the store of a file does not say when it was written.
+        ConfigError: if the storage of a file has no modification time or version.
     """
     config = run.config.data
     about = plain(config)
     used = used_files(config)
-    if used is None:  # made, or of this installation
+    if used is None:  # synthetic, or shipped with scalejax
         return [about, split, run.config.seed]
     for each in getattr(used, split):
         if each.file.version is None:
             accepted = (
-                f"the store of {each.file.path} says neither when it was written nor what its "
-                "content is; leave it out, or copy the files to this machine"
+                f"the storage of {each.file.path} gives neither a modification time nor a "
+                "checksum; leave it out, or copy the files to this machine"
             )
             raise ConfigError(refusal("fine_tuning.cache_features", True, accepted))
     return [about, split, plain(used)]
 
 
 class _Progress:
-    """Says every few seconds how far it is."""
+    """Reports the progress of feature computation every few seconds."""
 
     def __init__(self, reporter: Reporter, split: Split, total: int) -> None:
         self._reporter, self._split, self._total = reporter, split, total
         self._begin = self._last = time.monotonic()
 
     def upto(self, done: int) -> None:
-        """So many examples are done."""
+        """Note that `done` examples are computed."""
         now = time.monotonic()
         if is_first() and now >= self._last + SECONDS_BETWEEN_LINES:
             self._last = now

@@ -1,7 +1,7 @@
-"""The loss of some samples, and its gradient added up over microbatches.
+"""Loss of the given samples, and its gradient accumulated over microbatches.
 
-Knows the network and the samples that it is given; nothing of where the other samples of a
-global batch are, nor of what is made of the gradient.
+Knows the network and the samples that it is given; nothing of the rest of the global batch, nor
+of how gradients are synchronised and applied.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
 
 Batch = dict[str, Any]
-"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; of hidden
-words "places" besides; where some rows do not count, "weights" of the samples in training, of mean
-1 over the global batch; for mixup "mix", the share of its own that each sample keeps, its partner
-being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample and 0 for
-padding."""
+"""Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; for masked
+language modelling, the "places" of masked tokens; where some rows do not count, training "weights"
+of the samples, of mean 1 over the global batch; for mixup "mix", each sample's own share, its
+partner being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample
+and 0 for padding."""
 
 
 def normalised(inputs: jax.Array, dataset: DatasetFacts) -> jax.Array:
-    """Images less the mean and over the deviation that the facts state; others as they are."""
+    """Images normalised by the data set's pixel mean and deviation; other inputs unchanged."""
     if dataset.is_text or dataset.is_table:
         return inputs
     return (inputs.astype(jnp.float32) / 255 - dataset.pixel_mean) / dataset.pixel_std
@@ -43,9 +43,9 @@ def sample_metrics(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Loss and accuracy of each sample, float32 of shape (samples,); and the logits.
 
-    With "mix", the network sees `mix` of the sample and 1 - mix of its partner, and loss and
-    accuracy are so much of each one's target (Zhang et al. 2017, arXiv 1710.09412, section 2).
-    A partner may have weight 0 in the mean: its row holds an image and a target all the same.
+    With "mix", the network sees mix x sample + (1 - mix) x partner, and loss and accuracy are
+    weighted over both targets in these shares (Zhang et al. 2017, arXiv 1710.09412, section 2).
+    A partner may have weight 0 in the mean: its row holds an image and a target nevertheless.
     """
     if reads_features(setup.run.config):
         logits = with_features(network).classified(batch["inputs"])
@@ -57,37 +57,36 @@ def sample_metrics(
         logits = network(inputs, is_training=is_training, **where)  # type: ignore[operator]  a Network
     smoothing = setup.run.config.loss.label_smoothing if is_training else 0.0
 
-    def measured(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss_and_hits(targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         hits = (logits.argmax(axis=-1) == targets).astype(jnp.float32)
         return _cross_entropy(logits, targets, smoothing), hits
 
-    losses, hits = measured(batch["targets"])
+    losses, hits = loss_and_hits(batch["targets"])
     if "mix" in batch:
-        losses_there, hits_there = measured(_partners(batch["targets"]))
-        losses = _mixed(batch["mix"], losses, losses_there)
-        hits = _mixed(batch["mix"], hits, hits_there)
+        partner_losses, partner_hits = loss_and_hits(_partners(batch["targets"]))
+        losses = _mixed(batch["mix"], losses, partner_losses)
+        hits = _mixed(batch["mix"], hits, partner_hits)
     positions = tuple(range(1, losses.ndim))
     return losses.mean(axis=positions), hits.mean(axis=positions), logits
 
 
 def _partners(rows: jax.Array) -> jax.Array:
-    """Rows 1, 0, 3, 2, ...: each one's partner. A pair is on one device, so nothing is sent."""
+    """Each row's mixup partner: rows 1, 0, 3, 2, ... A pair is on one device: no communication."""
     return rows.reshape(-1, 2, *rows.shape[1:])[:, ::-1].reshape(rows.shape)
 
 
 def _mixed(mix: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
-    """`mix` [rows] of `own` and the rest of `others`, row by row."""
+    """mix x own + (1 - mix) x others, row by row, for `mix` of shape [rows]."""
     share = mix.reshape(-1, *[1] * (own.ndim - 1))
     return share * own + (1 - share) * others
 
 
 def _cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float) -> jax.Array:
-    """Minus the logarithm of the share of `targets`, float32 of their shape; of its part
-    `smoothing` that of all classes in the mean.
+    """Softmax cross-entropy with label smoothing, float32 of the shape of `targets`.
 
-    Beside a data axis of our own the logit of the target is picked by a sum over all: a gather
-    along classes that are split makes XLA's partitioner abort (spmd_partitioner_util.cc:497, jax
-    0.10.2).
+    Where the data axis is manual (`shard_map`), the logit of the target is picked by a sum over
+    all: a gather along sharded classes makes XLA's partitioner abort
+    (spmd_partitioner_util.cc:497, jax 0.10.2).
     """
     if not is_data_manual():
         of_target = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -109,11 +108,11 @@ def mean_loss(
     batch: Batch,
     scale: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, PyTree]]:
-    """Mean loss of the batch, times `scale` if there is one; besides, its accuracy and the running
-    statistics after it.
+    """Mean loss of the batch, times `scale` if given; and its accuracy and the running statistics
+    after it.
 
-    Weights of mean 1 over the global batch multiply loss and accuracy of each sample, so that
-    means over parts of equal size, and the mean of these, are of the samples that count.
+    Weights of mean 1 over the global batch multiply each sample's loss and accuracy, so that the
+    mean over shards of equal size is the mean over the samples that count.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
@@ -134,14 +133,13 @@ def gradients(
     scale: jax.Array | None,
     reduce: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, the statistics after the last, mean metrics; None in
-    place of the gradient of a parameter that does not learn.
+    """Mean gradient over the microbatches, running statistics after the last, and mean metrics.
 
-    With `scale`, the gradient and the loss are that many times too large. With `reduce`, what is
-    added up is what it makes of the gradient of each microbatch. For the noise scale, the metrics
-    hold the squared norm of the gradients before they are added up.
+    The gradient of a frozen parameter is None. Gradient and loss are multiplied by `scale`, if
+    given. `reduce`, if given, is applied to the gradient of each microbatch before accumulation.
+    For the noise scale, the metrics hold the squared norm of the gradients before accumulation.
     """
-    is_pipelined = setup.run.layout.pipeline > 1  # its stages take the microbatches in turn
+    is_pipelined = setup.run.layout.pipeline > 1  # its stages split the microbatches themselves
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
     learning = trainable(setup.run.config.fine_tuning, params)
 
@@ -171,30 +169,33 @@ def gradients(
         gradient, metrics = reduced(loss, accuracy, gradient)
         return gradient, model_state, metrics
     zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
-    deal = partial(_deal, microbatches, 2 if "mix" in batch else 1)
+    split = partial(_split_microbatches, microbatches, 2 if "mix" in batch else 1)
     (gradient, model_state), metrics = lax.scan(
-        accumulate, (zeros, model_state), jax.tree.map(deal, batch)
+        accumulate, (zeros, model_state), jax.tree.map(split, batch)
     )
     return gradient, model_state, jax.tree.map(jnp.mean, metrics)
 
 
 def _zeros_like(params: PyTree) -> PyTree:
-    """Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do."""
+    """Float32 zeros of the shapes of `params`.
+
+    Not `jnp.zeros`: under `shard_map` they must vary over the axis as the parameters do.
+    """
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) * 0, params)
 
 
 def _zeros_of(reduce: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """Zeros of the shapes that `reduce` leaves, which sends nothing for them."""
+    """Zeros of the shapes that `reduce` returns, without running its collectives."""
     shapes = jax.eval_shape(reduce, _zeros_like(params))
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def _deal(microbatches: int, at_once: int, rows: jax.Array) -> jax.Array:
-    """Rows dealt out in turn, so many at once, (microbatches, rows / microbatches, ...).
+def _split_microbatches(microbatches: int, group: int, rows: jax.Array) -> jax.Array:
+    """Rows split round-robin in groups of `group`: (microbatches, rows / microbatches, ...).
 
-    In turn, and not in blocks: the rows of a device stay on it.
+    Round-robin, not in blocks, so that the rows of a device stay on it.
     """
-    if at_once == 1:
+    if group == 1:
         return rows.reshape(-1, microbatches, *rows.shape[1:]).swapaxes(0, 1)
-    dealt = rows.reshape(-1, microbatches, at_once, *rows.shape[1:]).swapaxes(0, 1)
-    return dealt.reshape(microbatches, -1, *rows.shape[1:])
+    split = rows.reshape(-1, microbatches, group, *rows.shape[1:]).swapaxes(0, 1)
+    return split.reshape(microbatches, -1, *rows.shape[1:])

@@ -1,4 +1,4 @@
-"""How much of a run its devices had nothing to do for want of batches, and what to do about it.
+"""Input stalls of a run: the fraction of time that devices waited for batches, with advice.
 
 Arithmetic on measurements; measures nothing.
 """
@@ -10,14 +10,14 @@ from scalejax.core.units import format_fraction
 from scalejax.training.record import TrainMeasurement
 
 WORTH_SAYING = 0.03
-"""Part of the time from which on it is worth a word."""
+"""Fraction of the time from which on input stalls are reported."""
 
 
 def wait_share(updates: Sequence[TrainMeasurement]) -> float | None:
-    """Part of the time of updates for which devices waited for a batch, 0..1; None if it was not
+    """Fraction of the update time for which devices waited for a batch, 0..1; None if it was not
     measured.
 
-    Of several measurements the first is left out: in it, what makes batches was started.
+    Of several measurements the first is left out, as it includes the start of the input workers.
     """
     known = [(m.data_wait_seconds, m.step_seconds) for m in updates if m.step_seconds > 0]
     known = [(wait, step) for wait, step in known if wait is not None]
@@ -26,7 +26,7 @@ def wait_share(updates: Sequence[TrainMeasurement]) -> float | None:
 
 
 def wait_in_words(updates: Sequence[TrainMeasurement]) -> str:
-    """The same, to be put behind other figures; nothing where it is not worth a word."""
+    """Wait for input as text to append to other figures; empty below `WORTH_SAYING`."""
     share = wait_share(updates)
     if share is None or share < WORTH_SAYING:
         return ""
@@ -36,20 +36,20 @@ def wait_in_words(updates: Sequence[TrainMeasurement]) -> str:
 def wait_with_advice(
     updates: Sequence[TrainMeasurement], how: InputConfig, cores: int, *, is_tuned: bool = False
 ) -> str:
-    """The same with what to do about it.
+    """Wait for input with advice how to reduce it, as text to append; empty below `WORTH_SAYING`.
 
     Args:
-        updates: what was measured of them.
-        how: their batches were made.
-        cores: of this host.
-        is_tuned: whether the number of workers is the best of those that were tried.
+        updates: measurements of updates.
+        how: input settings of the run.
+        cores: CPU cores of this host.
+        is_tuned: whether the number of workers was chosen by measurement.
     """
     words = wait_in_words(updates)
     return words and f"{words} ({_advice(how.workers, cores, is_tuned=is_tuned)})"
 
 
 def _advice(workers: int | str, cores: int, *, is_tuned: bool) -> str:
-    """What to try where devices wait for input."""
+    """Advice where devices wait for input."""
     if not is_tuned and workers == 0 and cores > 1:
         return f'input.workers = "auto" has processes make batches on the {cores} cores'
     if not is_tuned and isinstance(workers, int) and workers < cores:

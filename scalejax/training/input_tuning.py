@@ -1,6 +1,6 @@
-"""The input of a run on this host: processes that make its batches, chosen where it says "auto".
+"""Input workers of a run on this host: their number, measured where the config says "auto".
 
-Knows runs, their programs and their folders; how batches are made is the business of `data`.
+Knows runs, their programs and their folders; `data` loads the batches.
 """
 
 from dataclasses import replace
@@ -21,13 +21,13 @@ from scalejax.training.step import Step
 def tuned_input(
     run: ResolvedRun, step: Step, files: RunFolder, reporter: Reporter
 ) -> tuple[ResolvedRun, str]:
-    """`run` with a number of processes in `input.workers`, and for the record why so many.
+    """`run` with a fixed number of `input.workers`, and the reason for it in words.
 
     Args:
-        run: what trains.
-        step: its first.
-        files: of the run, with what was predicted of its step, if something was.
-        reporter: whom to tell.
+        run: the run that trains.
+        step: its first training step.
+        files: folder of the run, with its prediction if there is one.
+        reporter: where progress is reported.
 
     Raises:
         UnreadableExample: if an example cannot be read or decoded.
@@ -55,11 +55,11 @@ def _predicted_seconds(files: RunFolder) -> float | None:
         return None
 
 
-def beside_workers(source: Source, how: InputConfig) -> Source:
-    """`source` as this process reads it, if others share its memory to make batches.
+def share_memory_with_workers(source: Source, how: InputConfig) -> Source:
+    """`source` limited to this process's share of the memory, the input workers having theirs.
 
     Raises:
-        ConfigError: if there is too little for so many.
+        ConfigError: if the memory is too small for so many workers.
     """
     if isinstance(how.workers, int) and how.workers and isinstance(source, Shared):
         return source.share_of(how.workers + 1)

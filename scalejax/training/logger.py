@@ -1,6 +1,6 @@
-"""Lines of a record, from what steps and evaluations return.
+"""The metrics logger of a run: turns metrics of steps and evaluations into lines of its record.
 
-Knows metrics by name, a clock, and where a run stands; neither devices nor files.
+Knows metrics by name and a clock; no devices. Only the first process writes.
 """
 
 import math
@@ -30,20 +30,19 @@ from scalejax.training.time_accounting import RunClock
 
 
 class UpdateClock:
-    """Times updates, from one line of the record to the next."""
+    """Measures the mean time of updates between two lines of the record."""
 
     def __init__(self) -> None:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Count from here, after `step` updates: what came before is in the record, or was no
-        training."""
+        """Measure from now on, after `step` updates."""
         self.waited_seconds = 0.0
-        """For how long since then devices had nothing to do, for want of a batch."""
+        """Time since then that devices waited for a batch."""
         self._begin, self._step = time.perf_counter(), step
 
     def lap(self, step: int) -> tuple[float, float]:
-        """Mean seconds of the updates since then, and of those the wait for a batch."""
+        """Mean seconds per update since the restart, and mean seconds of waiting for a batch."""
         seconds, updates = time.perf_counter() - self._begin, step - self._step
         waited_seconds = self.waited_seconds
         self.restart(step)
@@ -59,15 +58,15 @@ def train_measurement(
     data_wait_seconds: float | None = None,
     elapsed_seconds: float,
 ) -> TrainMeasurement:
-    """The line of the update `step`.
+    """The line of the record for update `step`.
 
     Args:
-        run: what trains.
-        metrics: of the update, one figure each.
+        run: the run that trains.
+        metrics: scalar metrics of the update.
         step: updates made.
-        step_seconds: of an update, on average since the last line.
-        data_wait_seconds: of it the devices had no batch; None if it was not measured.
-        elapsed_seconds: since training began.
+        step_seconds: mean time per update since the last line.
+        data_wait_seconds: mean wait for a batch in it; None if it was not measured.
+        elapsed_seconds: time since training began.
     """
     values = {name: float(value) for name, value in metrics.items()}
     skipped = values.get("skipped_updates")
@@ -99,15 +98,15 @@ def evaluation_measurement(
     seconds: float,
     elapsed_seconds: float,
 ) -> EvaluationMeasurement:
-    """The line of an evaluation after `step` updates.
+    """The line of the record for an evaluation after `step` updates.
 
     Args:
-        run: what trains.
-        parts: of every batch of the test data, what the evaluation returns; of sums for each
-            device, the averages of the devices are averaged, those that saw an example.
+        run: the run that trains.
+        parts: results of the evaluation of every test batch; where they are sums per device, the
+            result is the mean over devices that saw an example of each device's mean.
         step: updates made.
-        seconds: that it took.
-        elapsed_seconds: since training began.
+        seconds: duration of the evaluation.
+        elapsed_seconds: time since training began.
 
     Raises:
         ConfigError: if no example could be read.
@@ -119,17 +118,17 @@ def evaluation_measurement(
         ]
         for name in ("loss_sum", "correct_sum", "count")
     )
-    has_any = [number for number, count in enumerate(counts) if count]
+    non_empty = [number for number, count in enumerate(counts) if count]
     count = math.fsum(counts)
-    if not has_any:
+    if not non_empty:
         raise ConfigError("no example of the test part can be read (data.test).")
     lowest = np.min([part["lowest_logits"] for part in parts], axis=0)
     highest = np.max([part["highest_logits"] for part in parts], axis=0)
     return EvaluationMeasurement(
         step=step,
         epoch=run.epoch_of(step),
-        test_loss=finite(fmean(losses[number] / counts[number] for number in has_any)),
-        test_accuracy=fmean(hits[number] / counts[number] for number in has_any),
+        test_loss=finite(fmean(losses[number] / counts[number] for number in non_empty)),
+        test_accuracy=fmean(hits[number] / counts[number] for number in non_empty),
         examples=round(count),
         seconds=seconds,
         elapsed_seconds=elapsed_seconds,
@@ -137,11 +136,11 @@ def evaluation_measurement(
     )
 
 
-# The record of a run while it is made: to its file and to whoever listens.
+# The metrics logger, which writes lines to the record and passes them to the reporter.
 
 
 class MetricsLogger:
-    """The record, the reporter and the clock of a run; writes in the first process alone."""
+    """The record, the reporter and the clock of a run; only the first process writes."""
 
     def __init__(
         self,
@@ -164,7 +163,7 @@ class MetricsLogger:
             self._log = MeasurementLog(files.measurements, after_step=after_step)
             self._zero -= self._log.elapsed_seconds
         sync_global_devices("the record is cut")
-        if after_step:  # filtered as well: a shared disk may show the file as it was
+        if after_step:  # filtered again: a shared disk may still show the old file
             measurements = RunRecord.load(files.path).measurements
             self.earlier = tuple(m for m in measurements if m.step <= after_step)
 
@@ -174,7 +173,7 @@ class MetricsLogger:
         return time.perf_counter() - self._zero
 
     def write(self, measurement: Measurement) -> None:
-        """Put down one line, and say it."""
+        """Append one line to the record, and report it."""
         if self._log is not None:
             self._log.append(measurement)
         self.reporter.measured(measurement)

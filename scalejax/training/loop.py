@@ -1,9 +1,9 @@
-"""The training loop: batches in, updates out, everything of note in the run folder.
+"""The training loop: feeds batches to the step, logs metrics, evaluates, saves checkpoints.
 
 It keeps one update queued behind the one that runs, and waits for nothing else: metrics are
-fetched only for the lines of the record, once they are there.
+fetched only when a line is logged, once they are computed.
 
-Every process runs this loop over its own devices; the first alone writes and talks.
+Every process runs this loop over its own devices; only the first writes files and reports.
 """
 
 from contextlib import closing
@@ -17,7 +17,7 @@ from scalejax.core.units import counted
 from scalejax.data.loader.loader import Batches, training_batches
 from scalejax.data.source import Source
 from scalejax.training.checkpoint import Checkpoints, save_weights
-from scalejax.training.compile import RunPrograms, beside_predicted, resume_command
+from scalejax.training.compile import RunPrograms, measured_and_predicted, resume_command
 from scalejax.training.evaluation_loop import RunEvaluation
 from scalejax.training.features import open_examples
 from scalejax.training.logger import MetricsLogger, UpdateClock, train_measurement
@@ -67,8 +67,8 @@ class TrainingLoop:
         self._clock = UpdateClock()
 
     def train(self, state: TrainState, begin: int, remark: str = "") -> None:
-        """Update `state`, the one after `begin` updates, until the run ends; `remark` is for the
-        record."""
+        """Train from `state`, which is after `begin` updates, until the run ends; `remark` is
+        added to the first status message."""
         self._step, self._is_tuned = begin, bool(remark)
         for measurement in self._logger.earlier:
             self._note(measurement)
@@ -82,7 +82,7 @@ class TrainingLoop:
             changes = "".join(f"; {change}" for change in self._run.changes)
             self._change_status("started", devices + changes + remark)
         if begin and self._run.is_evaluated(begin) and self._status.evaluated_step != begin:
-            self._pause(state)  # a signal fell into its evaluation
+            self._pause(state)  # a signal had interrupted its evaluation
         state = self._run_steps(state)
         self._logger.clock.enter("checkpoint")  # until the last of them is whole
         self._logger.heartbeat.at("saving", self._step)
@@ -91,7 +91,7 @@ class TrainingLoop:
 
     def _run_steps(self, state: TrainState) -> TrainState:
         programs, phases = self._programs, self._run.phases
-        # Once: files may appear while the run goes on, and are none of its data.
+        # Opened once: files that appear during the run are not part of its data.
         source = open_examples(self._run, "train", self._logger.reporter)
         compiled = [(programs.step, programs.update), *programs.later]
         ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
@@ -109,7 +109,7 @@ class TrainingLoop:
         update: Any,
         end: int,
     ) -> TrainState:
-        """The updates of one batch, of which `end` updates of the run are the last."""
+        """The updates of one batch-size phase, up to step `end` of the run."""
         run = self._run
         batches = training_batches(
             source,
@@ -134,7 +134,7 @@ class TrainingLoop:
     def _run_batches(
         self, state: TrainState, batches: Batches, update: Any, end: int
     ) -> TrainState:
-        """Updates until `end`, or until something ends the run before."""
+        """Train until step `end`, or until the run ends early."""
         while self._step < end and not self._status.has_ended_early:
             if self._recorder.is_boundary:
                 self._settle()
@@ -147,7 +147,7 @@ class TrainingLoop:
                 self._logger.clock.waited(waited_seconds)
                 self._logger.heartbeat.at("training", self._step)
                 state, metrics = update(state, batch)
-            self._settle()  # of the update before: this one is queued behind it
+            self._settle()  # the previous update: this one is queued behind it
             self._step += 1
             self._logger.clock.at(self._step)
             self._queued = metrics
@@ -162,7 +162,7 @@ class TrainingLoop:
         return state
 
     def _is_updating(self) -> bool:
-        """Whether the queued update is still being made."""
+        """Whether the queued update is still running."""
         return self._queued is not None and not self._queued["loss"].is_ready()  # type: ignore[attr-defined]  untyped
 
     @property
@@ -171,23 +171,23 @@ class TrainingLoop:
 
     @property
     def _is_pause(self) -> bool:
-        """Whether there is something to do here that waits for the state."""
+        """Whether a checkpoint or an evaluation is due at this step."""
         every = self._config.checkpoint_every_steps
         is_due = self._step % every == 0 if every else self._run.epoch_of(self._step) % 1 == 0
         return is_due or self._run.is_evaluated(self._step)
 
     def _settle(self) -> None:
-        """Wait for the queued update, and put its metrics down if they are due.
+        """Wait for the queued update, and log its metrics if they are due.
 
-        Without the wait, a fast host would queue batches until memory ends; and XLA's virtual
-        CPU devices can wait for each other for ever when many updates are queued.
+        Without the wait, a fast host would queue batches until it is out of memory; and XLA's
+        virtual CPU devices can deadlock when many updates are queued.
         """
         if self._queued is None:
             return
         metrics, self._queued = self._queued, None
         jax.block_until_ready(metrics["loss"])
         if self._step % self._config.log_every_steps and not self._is_last:
-            # It is saved next, or early stopping ends the run, with no line of it.
+            # A checkpoint is saved next, or the run stops early, with no logged line of this step.
             if self._is_pause:
                 self._status.see_loss(self._step, jax.device_get(metrics))
             return
@@ -204,9 +204,9 @@ class TrainingLoop:
         self._note(measurement)
 
     def _pause(self, state: TrainState, signal_number: int = 0) -> None:
-        """Evaluate if it is time to, and save a checkpoint; end there if a signal asked to.
+        """Evaluate if due, save a checkpoint, and end the session if a signal was received.
 
-        A signal does not wait for an evaluation: the resumed run makes it again.
+        A signal does not wait for an evaluation: the resumed run repeats it.
         """
         accuracy, clock = None, self._logger.clock
         self._skipped.tell("train", self._logger, step=self._step)
@@ -215,7 +215,7 @@ class TrainingLoop:
             with clock.within("evaluation"):
                 accuracy, signal_number = self._evaluate(state)
         self._logger.heartbeat.at("saving", self._step)
-        if not self._status.has_diverged:  # a checkpoint of it would push out a better one
+        if not self._status.has_diverged:  # its checkpoint would evict a better one
             with clock.within("checkpoint"):
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)
         clock.finish_interval()
@@ -224,26 +224,26 @@ class TrainingLoop:
         self._clock.restart(self._step)
 
     def _evaluate(self, state: TrainState) -> tuple[float | None, int]:
-        """The accuracy, or the signal that came before there was one."""
-        found = 0
+        """Test accuracy and 0, or None and the signal that interrupted the evaluation."""
+        signal_number = 0
 
         def is_stopped() -> int:
-            nonlocal found
-            found = self._signals.agreed("evaluating")
-            return found
+            nonlocal signal_number
+            signal_number = self._signals.agreed("evaluating")
+            return signal_number
 
         evaluation = self._evaluation.measure(
             state, self._logger, step=self._step, is_stopped=is_stopped
         )
         if evaluation is None:
-            return None, found
+            return None, signal_number
         self._skipped.tell("test", self._logger, step=self._step)
         self._logger.write(evaluation)
         self._note(evaluation)
         return evaluation.test_accuracy, 0
 
     def _note(self, measurement: Measurement) -> None:
-        """Keep in mind what later decisions rest on; a resumed run is told its record again."""
+        """Update the run status from a measurement; a resumed run replays its record here."""
         self._status.note(measurement)
         self._skipped.note(measurement)
         self._checkpoints.pinned_step = self._status.best_step
@@ -251,7 +251,7 @@ class TrainingLoop:
             self._checkpoints.rated[measurement.step] = measurement.test_accuracy
 
     def _final_weights(self, state: TrainState) -> dict[str, Any]:
-        """Parameters and running statistics to end with: of the best epoch, if so configured."""
+        """Final parameters and running statistics: of the best epoch, if so configured."""
         wanted, best_step = self._config.early_stopping, self._status.best_step
         if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
             state = self._checkpoints.restore(best_step, self._programs.step.state)
@@ -267,7 +267,7 @@ class TrainingLoop:
 
     def _ending(self) -> tuple[Status, str, DivergenceCause | None]:
         measured = [update.step_seconds for update in self._status.updates]
-        remarks = beside_predicted(self._logger.files, measured) + self._skipped.in_words
+        remarks = measured_and_predicted(self._logger.files, measured) + self._skipped.in_words
         return self._status.ending(
             self._step, self._logger.elapsed_seconds, remarks, is_tuned=self._is_tuned
         )

@@ -13,7 +13,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 
 
 def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of shape `layout`, neighbours in `devices` being neighbours on its last axis.
+    """A mesh of the shape of `layout`; neighbours in `devices` are neighbours on its last axis.
 
     Axes are of type Auto: the compiler propagates shardings from the step's inputs.
 
@@ -44,10 +44,10 @@ def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Sharding in which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The first dimension is divided over the axes that divide the batch."""
+    """Sharding of the first dimension over the axes that divide the batch."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))

@@ -1,8 +1,8 @@
-"""What the processes of a run must have alike before the first update: config, data, state.
+"""Multihost consistency check: config, data and state must be equal in all processes of a run.
 
-Each reads its own files and draws its own numbers, so each could have others; what differs is
-refused in all of them, with its name and the process's. Knows runs and states; neither who
-started the processes nor what they do next.
+Each process reads its own files and initialises its own copy of the state, so they could differ; a
+difference is refused in all processes, naming the field and the process. Knows runs and states;
+neither how the processes were started nor what they do next.
 """
 
 import json
@@ -24,23 +24,23 @@ from scalejax.training.checkpoint import checksum
 from scalejax.training.mesh import replicated
 from scalejax.training.state import PyTree, TrainState
 
-# What the processes of a run must agree on: who writes, and what is there.
+# Broadcast and all-gather of small values between processes.
 
 
 def is_first() -> bool:
-    """Whether this process is the one that writes and talks."""
+    """Whether this is process 0, which writes files and reports progress."""
     return jax.process_index() == 0
 
 
-def first_says(value: bool) -> bool:
-    """The value of the first process, in all of them; every process must ask."""
+def broadcast_from_first(value: bool) -> bool:
+    """Broadcast `value` of process 0 to all processes; every process must call it."""
     if jax.process_count() == 1:
         return value
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
-def all_say(text: str) -> tuple[str, ...]:
-    """What each process says, the same in all of them; every process must say something."""
+def all_gather_text(text: str) -> tuple[str, ...]:
+    """All-gather `text` of each process, in order of processes; every process must call it."""
     if jax.process_count() == 1:
         return (text,)
     content = np.frombuffer(text.encode(), np.uint8)
@@ -50,7 +50,9 @@ def all_say(text: str) -> tuple[str, ...]:
     return tuple(row.tobytes().rstrip(b"\0").decode() for row in gathered)
 
 
-_OF_HOST = {
+# The consistency checks.
+
+_PER_HOST = {
     "data.train",
     "data.test",
     "data.reading.memory_bytes",
@@ -60,24 +62,24 @@ _OF_HOST = {
     "input.read_ahead_batches",
     "input.workers",
 }
-"""Fields that say where a host has its copy of the data, and how it reads it: not what it is."""
+"""Fields that may differ between hosts: where the data is, and how it is read."""
 _SHOWN = 3
-"""Of what differs, named."""
+"""Most differing fields named in a message."""
 
 
 def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
-    """Refuse a run that the processes were not all given alike; every process must ask.
+    """Refuse a run whose config, data or versions differ between processes; all must call it.
 
-    Of the data, what is compared is what the run knows of it: examples, shapes, classes.
+    Of the data, the number of examples, shapes and classes are compared.
 
     Args:
-        run: as this process was given it.
-        resume: whether this process was told to go on with a run.
+        run: the run as this process resolved it.
+        resume: whether this process was told to resume.
 
     Raises:
         ConfigError: naming the process that differs from the first, and up to three fields.
     """
-    fields = {name: value for name, value in _flat(run.config).items() if name not in _OF_HOST}
+    fields = {name: value for name, value in _flat(run.config).items() if name not in _PER_HOST}
     of_data = {f"examples: {name}": value for name, value in _flat(run.dataset).items()}
     versions = {f"version of {name}": version(name) for name in ("scalejax", "jax")}
     _require_same(
@@ -87,13 +89,13 @@ def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
 
 
 def require_same_checkpoint(step: int) -> None:
-    """Refuse to go on at checkpoints of different steps; every process must ask.
+    """Refuse to resume where processes see different latest checkpoints; all must call it.
 
     Args:
-        step: of the latest checkpoint that this process sees; 0 if it sees none.
+        step: step of the latest checkpoint that this process sees; 0 if it sees none.
 
     Raises:
-        ConfigError: naming the process that sees another than the first.
+        ConfigError: naming the process that sees another checkpoint than process 0.
     """
     _require_same(
         {"latest checkpoint": step},
@@ -102,27 +104,28 @@ def require_same_checkpoint(step: int) -> None:
 
 
 def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step: int) -> None:
-    """Refuse a state of which two processes hold different copies; every process must ask.
+    """Refuse a state of which two processes hold different replicas; every process must call it.
 
-    Horovod has the first process's variables replace those of all others
-    (BroadcastGlobalVariablesCallback), which a network that draws other numbers in every process
-    then needs. Here they are refused: an array in parts over the processes has no copy in the
-    first that could replace the others, and a run whose numbers do not follow from its seed is
-    another run each time. Every part of which two devices hold a copy is compared; a part that
-    one device alone holds can differ from nothing.
+    Horovod broadcasts the first process's variables to all others
+    (BroadcastGlobalVariablesCallback), which a network that is initialised differently in every
+    process needs. Here such states are refused: of an array sharded over processes the first has
+    no full copy to broadcast, and a run whose values do not follow from its seed is another run
+    each time. Every shard with replicas on two devices is compared; a shard that is on one device
+    only has nothing to differ from.
 
-    Cheap: a sum of bits is taken where the arrays lie, and four bytes of each array and device
-    are sent. A single difference always shows; of several, one in 2**32 may cancel out.
+    The cost is small: one checksum per array and device, computed where the array is, and four
+    bytes sent for each. A single difference is always found; several cancel out with probability
+    2**-32.
 
     Args:
-        run: what is trained.
-        mesh: where the state lies.
-        state: its arrays, as they were drawn or restored.
-        step: updates made; 0 if the state was drawn.
+        run: the run to be trained.
+        mesh: mesh that the state is sharded over.
+        state: its arrays, initialised or restored.
+        step: updates made; 0 if the state was initialised.
 
     Raises:
-        ConfigError: naming the array and the process, if the state was drawn.
-        CheckpointMismatch: likewise, if it was restored.
+        ConfigError: naming the array and the process, if the state was initialised.
+        CheckpointMismatch: naming the array and the process, if it was restored.
     """
     if jax.process_count() == 1:
         return
@@ -147,13 +150,13 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
 
 
 def _flat(value: object) -> dict[str, JsonValue]:
-    """The numbers and words of a description by dotted name; absent ones left out."""
+    """The scalars of nested dataclasses by dotted name; absent ones left out."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(plain(value))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:
-    first, *others = (json.loads(said) for said in all_say(json.dumps(what)))
+    first, *others = (json.loads(said) for said in all_gather_text(json.dumps(what)))
     for process, other in enumerate(others, start=1):
         names = [name for name in sorted(first | other) if first.get(name) != other.get(name)]
         if names:
@@ -166,8 +169,8 @@ def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:
 
 
 def _different_copies(mesh: Mesh, state: PyTree) -> list[tuple[str, int, int]]:
-    """Path of each array of which copies differ, the first process whose copy does, and the
-    process from whose it does; the same in all processes."""
+    """Path of each array whose replicas differ, the first process with a different replica, and
+    the process that it differs from; equal in all processes."""
     paths_and_leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     fingerprints = _fingerprints(mesh, [leaf for _, leaf in paths_and_leaves])
     devices = list(mesh.devices.flat)
@@ -175,7 +178,7 @@ def _different_copies(mesh: Mesh, state: PyTree) -> list[tuple[str, int, int]]:
     found = []
     for (path, leaf), column in zip(paths_and_leaves, fingerprints.T, strict=True):
         if np.all(column == column[0]):
-            continue  # as of all that is whole on every device, of which there may be thousands
+            continue  # the usual case for replicated arrays, without a loop over devices
         parts = leaf.sharding.devices_indices_map(leaf.shape)
         firsts: dict[str, int] = {}
         for row in order:
@@ -188,8 +191,7 @@ def _different_copies(mesh: Mesh, state: PyTree) -> list[tuple[str, int, int]]:
 
 
 def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
-    """A number for what each device of `mesh`, in its order, holds of each array: uint32
-    [devices, arrays]."""
+    """Checksum of the shard of each array on each device of `mesh`: uint32 [devices, arrays]."""
 
     def of_device(*parts: jax.Array) -> jax.Array:
         return jnp.stack([checksum(part) for part in parts])[None]
@@ -199,6 +201,6 @@ def _fingerprints(mesh: Mesh, leaves: list[jax.Array]) -> np.ndarray:
         mesh=mesh,
         in_specs=tuple(leaf.sharding.spec for leaf in leaves),  # type: ignore[attr-defined]  named
         out_specs=PartitionSpec(mesh.axis_names),
-        check_vma=False,  # what should be alike on several devices is what is asked
+        check_vma=False,  # whether replicas are equal is the question here
     )
     return np.asarray(jax.jit(mapped, out_shardings=replicated(mesh))(*leaves))

@@ -1,12 +1,12 @@
-"""The gradient noise scale: how many samples a gradient needs before more of them stop paying.
+"""The gradient noise scale: the batch size beyond which more samples bring little.
 
     noise scale = S / |G|^2,
 
 S the variance of the gradient of one sample, summed over parameters, |G| the norm of the true
-gradient. Both follow from the norms of gradients of two sizes of batch, which an update that is
-spread over devices or microbatches has anyway: no backward pass is made for them.
+gradient. Both follow from the norms of gradients at two batch sizes, which an update over several
+devices or microbatches computes anyway: no extra backward pass is needed.
 
-Arithmetic that holds for numbers and for arrays; knows no networks and no meshes.
+Arithmetic on numbers or arrays; knows no networks and no meshes.
 
 Source: McCandlish et al. 2018, arXiv 1812.06162, section 2.2 and appendix A.1.
 """
@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 
 class NoiseAverages(NamedTuple):
-    """Moving averages of the two estimates, begun at zero.
+    """Moving averages of the two estimates, initially zero.
 
-    Both are too small by the same factor, 1 - decay^updates, which their ratio does not see. Each
-    is averaged for itself: the ratio of one update's estimates would be biased.
+    Both are too small by the same factor, 1 - decay^updates, which cancels in their ratio. Each is
+    averaged separately: the ratio of one update's estimates would be biased.
     """
 
     variance: Any
@@ -36,7 +36,7 @@ class NoiseAverages(NamedTuple):
 
     @property
     def noise_scale(self) -> Any:
-        """Samples; not above 0 where the estimates are too few to tell."""
+        """Noise scale in samples; not above 0 where the estimates are too few."""
         return self.variance / self.squared_norm
 
 
@@ -73,9 +73,9 @@ def averaged(noise_scales: Iterable[float | None], global_batch: float) -> float
         B_crit = E_min / S_min = (integral of noise scale ds) / (integral of ds).
 
     Args:
-        noise_scales: measured at updates evenly apart, up to where the target was reached; None
-            where the gradients were too few to tell.
-        global_batch: samples of an update.
+        noise_scales: measured at evenly spaced updates until the target was reached; None where
+            the gradients were too few for an estimate.
+        global_batch: samples per update.
 
     Source: McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 to 2.4 and appendix D.
     """

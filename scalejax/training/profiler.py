@@ -1,6 +1,6 @@
-"""Traces of some steps of a run: wait, warm up, record, again and again.
+"""Profiler traces of selected steps of a run: wait, warm up, record, repeat.
 
-Knows when the profiler starts and stops; knows nothing of what the steps do.
+Knows when the profiler starts and stops; knows nothing of the contents of a step.
 """
 
 import shutil
@@ -16,16 +16,16 @@ from scalejax.simulator.perfetto import STEP_MARK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSchedule:
-    """Which steps of a run are recorded, counted from its begin."""
+    """Steps of a run to record, counted from its start, as in `torch.profiler.schedule`."""
 
     wait: int = 10
     """Steps before the profiler starts."""
     warmup: int = 2
-    """Steps for which it runs and nothing is kept: its own start is slow."""
+    """Steps that are recorded and discarded: starting the profiler is slow."""
     active: int = 5
     """Steps that are recorded, in one trace."""
     repeat: int = 1
-    """How often all this is done."""
+    """Number of cycles."""
 
     def __post_init__(self) -> None:
         require_at_least("profile.wait", self.wait, 0)
@@ -35,7 +35,7 @@ class TraceSchedule:
 
     @property
     def cycle(self) -> int:
-        """Steps from the begin of one wait to the next."""
+        """Steps in one cycle."""
         return self.wait + self.warmup + self.active
 
 
@@ -57,10 +57,10 @@ class StepTraces:
     """Starts and stops the profiler between the steps of one session."""
 
     def __init__(self, folder: Path, schedule: TraceSchedule | None) -> None:
-        """Record nothing yet.
+        """Create without starting the profiler.
 
         Args:
-            folder: where each trace gets a folder of its own, by its first step.
+            folder: parent of one folder for each trace, named by its first step.
             schedule: which steps; None to record nothing at all.
         """
         self._folder = folder
@@ -71,7 +71,7 @@ class StepTraces:
 
     @property
     def is_boundary(self) -> bool:
-        """Whether the profiler starts or stops before the next step: no step may be under way."""
+        """Whether the profiler starts or stops before the next step: no step may be running."""
         schedule = self._schedule
         if schedule is None or self._done > schedule.cycle * schedule.repeat:
             return False
@@ -79,7 +79,7 @@ class StepTraces:
         return self._done % schedule.cycle in begins
 
     def cross(self, step: int) -> None:
-        """Start or stop, as is due after `step` updates."""
+        """Start or stop the profiler, as due after `step` updates."""
         schedule = self._schedule
         if schedule is None:
             return
@@ -95,7 +95,7 @@ class StepTraces:
             _start(self._discarded)
 
     def step(self, number: int) -> AbstractContextManager[object]:
-        """Around the start of update `number`, which is counted."""
+        """Context around the dispatch of update `number`, which annotates it in the trace."""
         self._done += 1
         if self._kept is None:
             return nullcontext()
@@ -111,7 +111,7 @@ class StepTraces:
 
 
 def require_room(schedule: TraceSchedule, steps: int) -> None:
-    """Refuse a schedule of which nothing would be recorded in so many steps.
+    """Refuse a schedule that would record nothing in `steps` steps.
 
     Raises:
         ConfigError: naming the longest wait that would do.

@@ -1,15 +1,15 @@
-"""What a run leaves behind: the files of its folder, and the measurements in them.
+"""The record of a run: the files of its folder, and the measurements in them.
 
-    run.toml             the config as resolved: what was asked for, on these devices
+    run.toml             the config as resolved on these devices
     program.json         the compiled step that was trained
     prediction.json      its time and memory as predicted, written before training started
     measurements.jsonl   one line per measurement, in order of time
-    time.jsonl           where the wall time of its sessions went, one line per pause
+    time.jsonl           wall-time accounting of its sessions, one line per interval
     checkpoints/         states to resume from, and the best one
-    weights/             parameters that the run ended with, the best ones if so configured
-    README.txt           the same list, for whoever finds the folder
+    weights/             final parameters, the best ones if so configured
+    README.txt           this list, for readers of the folder
 
-Knows files and figures; no devices, no loop, and nothing of what a prediction holds.
+Knows files and measurements; no devices, no loop, and nothing of the contents of a prediction.
 """
 
 import json
@@ -20,20 +20,20 @@ from typing import Literal
 
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, plain, save_text
-from scalejax.training.time_accounting import TimeAccount, load_ledger
+from scalejax.training.time_accounting import TimeAccount, load_time_account
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
-"""Where a run stands. "diverged": it was given up, for the cause that is named; or it ran to its
-end, and its last loss was not finite."""
+"""Status of a run. "diverged": it was ended for the named cause, or it ran to its end and its last
+loss was not finite."""
 
 DivergenceCause = Literal["not_finite", "dead", "exploding_gradient"]
-"""Why a run diverged: a loss that is not finite; the same output whatever the input; a gradient
-norm that has grown beyond what the config bears."""
+"""Why a run diverged: a loss that is not finite; equal outputs for all inputs; a gradient norm
+that grew beyond the config's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainMeasurement:
-    """One update, and the speed of the updates since the line before."""
+    """Metrics of one update, and the speed of the updates since the previous line."""
 
     kind: Literal["train"] = "train"
     """Selects this kind of line."""
@@ -44,36 +44,36 @@ class TrainMeasurement:
     loss: float | None
     """Mean loss of the global batch before the update; None if it was not finite."""
     accuracy: float
-    """Part of the global batch that was right before the update, 0..1."""
+    """Fraction of the global batch classified correctly before the update, 0..1."""
     learning_rate: float
     """Learning rate of the update."""
     global_batch: int | None = None
     """Samples of the update; None in records of earlier versions."""
     step_seconds: float
-    """Mean time of an update since the line before, waiting for data included, evaluations and
-    checkpoints not."""
+    """Mean time of an update since the previous line, including waits for data, excluding
+    evaluations and checkpoints."""
     samples_per_second: float
-    """Samples trained per second since the line before."""
+    """Samples trained per second since the previous line."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
     data_wait_seconds: float | None = None
-    """Mean time of an update since the line before for which the devices of the first process had
-    nothing to do, for want of a batch; None in records of earlier versions."""
+    """Mean time per update since the previous line for which the devices of the first process
+    waited for a batch; None in records of earlier versions."""
     loss_scale: float | None = None
-    """By which the loss of the update was multiplied; None but in float16."""
+    """Factor that multiplied the loss of the update; None except in float16."""
     skipped_updates: int | None = None
-    """Updates of the run that were not made, their gradients being too large for float16, this
-    one included; None but in float16."""
+    """Updates of the run so far, this one included, that were skipped because their gradients
+    overflowed float16; None except in float16."""
     gradient_norm: float | None = None
     """Norm of the gradient of the update; None if it was not finite, or not measured."""
     noise_scale: float | None = None
     """Gradient noise scale in samples, by moving averages over the updates so far; None if it is
-    not measured, or they are too few to tell."""
+    not measured, or the updates are too few for an estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMeasurement:
-    """The metrics over all the test data."""
+    """Metrics over all test data."""
 
     kind: Literal["evaluation"] = "evaluation"
     """Selects this kind of line."""
@@ -84,7 +84,7 @@ class EvaluationMeasurement:
     test_loss: float | None
     """Mean loss of the test examples; None if it was not finite."""
     test_accuracy: float
-    """Part of the test examples that was right, 0..1."""
+    """Fraction of the test examples classified correctly, 0..1."""
     examples: int
     """Test examples, each counted once."""
     seconds: float
@@ -92,21 +92,21 @@ class EvaluationMeasurement:
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
     is_constant: bool = False
-    """Whether all test examples got the same output, bit by bit: the network does not see them."""
+    """Whether all test examples got bitwise equal outputs: the network ignores its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusChange:
-    """A turn in the life of the run."""
+    """A change of the run's status."""
 
     kind: Literal["status"] = "status"
     """Selects this kind of line."""
     step: int
     """Updates made."""
     status: Status
-    """Where the run stands from here on."""
+    """The new status."""
     message: str
-    """The same for people, with what to do next if there is something."""
+    """Explanation for people, with the next command to type if there is one."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
     cause: DivergenceCause | None = None
@@ -115,8 +115,7 @@ class StatusChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnreadableExamples:
-    """Examples that counted for nothing since the line before of their kind and part, for they
-    could not be read."""
+    """Examples skipped as unreadable since the previous line of this kind and part."""
 
     kind: Literal["unreadable"] = "unreadable"
     """Selects this kind of line."""
@@ -125,11 +124,11 @@ class UnreadableExamples:
     epoch: float
     """Passes over the training data made."""
     part: Literal["train", "test"]
-    """Whether they were to be trained on, or were of this evaluation."""
+    """Whether they are training examples, or test examples of this evaluation."""
     rows: int
-    """Rows left out, of all processes; an example that is met in two epochs counts twice."""
+    """Rows skipped by all processes; an example skipped in two epochs counts twice."""
     reasons: tuple[str, ...]
-    """File and row of the first few of each process, and what is wrong with them."""
+    """File, row and error of the first few of each process."""
     elapsed_seconds: float
     """Time since training began, over all the sessions of the run."""
 
@@ -147,7 +146,7 @@ _KINDS: dict[str, type[Measurement]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Where the files of a run are."""
+    """Paths of the files of a run."""
 
     path: Path
     """The folder itself."""
@@ -159,7 +158,7 @@ class RunFolder:
 
     @property
     def data_files(self) -> Path:
-        """The files that are trained on, `UsedFiles` in JSON; none if the data is no files."""
+        """Fingerprints of the data files, `UsedFiles` in JSON; absent if the data has no files."""
         return self.path / "data_files.json"
 
     @property
@@ -169,17 +168,17 @@ class RunFolder:
 
     @property
     def prediction(self) -> Path:
-        """What was predicted before training, a `Prediction` in JSON."""
+        """The prediction made before training, a `Prediction` in JSON."""
         return self.path / "prediction.json"
 
     @property
     def measurements(self) -> Path:
-        """What was measured, a `Measurement` a line."""
+        """Measurements, one `Measurement` per line."""
         return self.path / "measurements.jsonl"
 
     @property
     def time(self) -> Path:
-        """Where its wall time went, a `Interval` a line."""
+        """Wall-time accounting, one `Interval` per line."""
         return self.path / "time.jsonl"
 
     @property
@@ -189,17 +188,17 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """Parameters and running statistics that the run ended with."""
+        """Final parameters and running statistics."""
         return self.path / "weights"
 
     @property
     def traces(self) -> Path:
-        """Traces of the profiler, by their first step."""
+        """Profiler traces, by their first step."""
         return self.path / "traces"
 
     @property
     def readme(self) -> Path:
-        """What the files are, for whoever finds the folder."""
+        """Description of the files, for readers of the folder."""
         return self.path / "README.txt"
 
     @property
@@ -210,10 +209,10 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """All that was measured in a run."""
+    """All measurements of a run."""
 
     folder: RunFolder
-    """Where it was read from."""
+    """Folder that they were read from."""
     measurements: tuple[Measurement, ...]
     """In order of time."""
 
@@ -221,7 +220,7 @@ class RunRecord:
     def load(cls, path: Path) -> "RunRecord":
         """The record in the run folder `path`.
 
-        A last line that was cut off, as a killed process leaves it, is passed over.
+        A truncated last line, as a killed process leaves it, is ignored.
 
         Raises:
             ConfigError: if `path` holds no run, or a line is damaged (with its number).
@@ -246,44 +245,44 @@ class RunRecord:
 
     @property
     def unreadable(self) -> tuple[UnreadableExamples, ...]:
-        """What could not be read, where the config says to go on without."""
+        """Examples skipped as unreadable, where the config allows it."""
         return tuple(m for m in self.measurements if isinstance(m, UnreadableExamples))
 
     @property
     def statuses(self) -> tuple[StatusChange, ...]:
-        """The turns in the life of the run; the last one says where it stands."""
+        """The status changes of the run, the last one current."""
         return tuple(m for m in self.measurements if isinstance(m, StatusChange))
 
     @property
     def time(self) -> TimeAccount | None:
-        """Where its wall time went, over all its sessions; None if nobody wrote it down.
+        """Wall-time accounting over all sessions of the run; None if there is no `time.jsonl`.
 
         Raises:
             ConfigError: if its file is damaged.
         """
-        return load_ledger(self.folder.time)
+        return load_time_account(self.folder.time)
 
     @property
     def status(self) -> Status | None:
-        """Where the run stands; None if nothing was written yet."""
+        """Current status of the run; None if nothing was written yet."""
         return self.statuses[-1].status if self.statuses else None
 
 
 class MeasurementLog:
-    """`measurements.jsonl`, open for appending; every line is on its way to disk when written."""
+    """`measurements.jsonl`, open for unbuffered appending."""
 
     def __init__(self, path: Path, *, after_step: int | None = None) -> None:
         """Open the log at `path`.
 
         Args:
-            path: the file; made if it is not there.
+            path: the file; created if it does not exist.
             after_step: if given, lines of later steps are removed: they are measured again.
         """
         lines = _read(path) if path.exists() else []
         kept = [line for line in lines if after_step is None or line.step <= after_step]
         save_text("".join(map(_line, kept)), path)
         self.elapsed_seconds = kept[-1].elapsed_seconds if kept else 0.0
-        """Of the last line there was when the log was opened; 0 if there was none."""
+        """`elapsed_seconds` of the last line when the log was opened; 0 if there was none."""
         self._path = path
         self._file = path.open("ab", buffering=0)
 
@@ -295,7 +294,7 @@ class MeasurementLog:
         """
         rest = memoryview(_line(measurement).encode())
         try:
-            while rest:  # a disk that is nearly full takes a part
+            while rest:  # a disk that is nearly full writes only a part
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise ConfigError(f"{str(self._path)!r} cannot be written: {error}.") from error
@@ -306,7 +305,7 @@ class MeasurementLog:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where it is infinite or no number: JSON has no word for either."""
+    """`value`, or None if it is infinite or NaN, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
@@ -315,7 +314,7 @@ def _line(measurement: Measurement) -> str:
 
 
 def _read(path: Path) -> list[Measurement]:
-    """The measurements in a file; a last line without an end was cut off, and is passed over."""
+    """The measurements in a file; a last line without a newline was truncated, and is ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:

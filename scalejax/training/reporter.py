@@ -1,4 +1,4 @@
-"""What a run says while it runs: a bar with the time left on a terminal, plain lines elsewhere.
+"""Progress output of a run: a bar with the time left on a terminal, plain lines elsewhere.
 
 Knows measurements and streams; no devices and no files.
 """
@@ -30,26 +30,26 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Reporter(Protocol):
-    """Tells someone how a run goes."""
+    """Reports the progress of a run."""
 
     def compiling(self) -> AbstractContextManager[None]:
-        """The programs of the run are compiled within, before the loop begins."""
+        """Context in which the programs of the run are compiled, before the loop begins."""
         ...
 
     def begin(self, step: int, total_steps: int) -> None:
-        """The loop begins after `step` of `total_steps` updates."""
+        """Report that the loop begins after `step` of `total_steps` updates."""
         ...
 
     def say(self, text: str) -> None:
-        """Something happened that is worth a line."""
+        """Report a line of text."""
         ...
 
     def measured(self, measurement: Measurement) -> None:
-        """Something was measured."""
+        """Report a measurement."""
         ...
 
     def end(self) -> None:
-        """The loop is over, however it ended."""
+        """Report that the loop has ended, normally or not."""
         ...
 
 
@@ -59,8 +59,8 @@ def reporter_for(stream: TextIO) -> Reporter:
 
 
 def statistics_in_words(measurement: TrainMeasurement) -> str:
-    """What the run measures of its gradients over its last updates, and what float16 has made of
-    it so far, to be put behind other figures; else nothing."""
+    """Gradient norm, noise scale and loss scale, as far as they are measured, as text to append to
+    other figures; empty if none is."""
     words = ""
     if measurement.gradient_norm is not None:
         words += f", gradient norm {measurement.gradient_norm:.3g}"
@@ -74,12 +74,12 @@ def statistics_in_words(measurement: TrainMeasurement) -> str:
 
 
 def unreadable_in_words(rows: int, part: str) -> str:
-    """How many examples of a part were left out."""
+    """Number of unreadable examples of a part, in words."""
     return f"{rows:,} unreadable {part} example{'' if rows == 1 else 's'} skipped"
 
 
 class Silent:
-    """Says nothing: for processes other than the first, and for tests."""
+    """Reports nothing: for processes other than the first, and for tests."""
 
     def compiling(self) -> AbstractContextManager[None]:
         """Nothing."""
@@ -113,7 +113,7 @@ class PlainLines:
         yield
 
     def begin(self, step: int, total_steps: int) -> None:
-        """Remember how far it is."""
+        """Store the progress so far."""
         self._total_steps = total_steps
         self._last_line = self._begin = time.monotonic()
         self._begin_step = step
@@ -123,7 +123,7 @@ class PlainLines:
         print(text, file=self._stream, flush=True)
 
     def measured(self, measurement: Measurement) -> None:
-        """Write a line, unless it is of an update and the last line is fresh."""
+        """Write a line; for an update only if the last line is older than a few seconds."""
         now = time.monotonic()
         if isinstance(measurement, TrainMeasurement):
             if now < self._last_line + _SECONDS_BETWEEN_LINES:
@@ -158,7 +158,7 @@ class ProgressBar:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Show for how long it has been going on, and take that away."""
+        """Show the time elapsed, and remove it at the end."""
         columns = (TextColumn("compiling"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as progress:
             progress.add_task("", total=None)
@@ -187,7 +187,7 @@ class ProgressBar:
             self.say(_sentence(measurement, self._total_steps))
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
@@ -219,7 +219,7 @@ def _figures(measurement: TrainMeasurement, *, is_short: bool = False) -> str:
 
 
 def _first_of(unreadable: UnreadableExamples) -> str:
-    """The first reason, by file and row; the record has more."""
+    """The first reason in order of file and row; the record holds the others."""
     first, *others = sorted(unreadable.reasons)
     return f"{first.rstrip('.')}; ..." if others else first.rstrip(".")
 

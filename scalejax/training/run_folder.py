@@ -1,6 +1,6 @@
-"""Opens a folder for a run: begins one, or goes on with the one that is there.
+"""Opens the folder of a run, new or to be resumed, and holds its lock.
 
-Knows what makes two configs the same run. Knows no devices and no loop.
+Knows which fields of the config may change on resume; knows no devices and no loop.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from scalejax.core.filesystem import absolute_location
 from scalejax.core.serialization import JsonValue, load, plain, save_text, save_toml
 from scalejax.simulator.predict import Prediction
 from scalejax.training.data_fingerprints import refuse_other_files, save_used_files
-from scalejax.training.multihost import first_says, is_first
+from scalejax.training.multihost import broadcast_from_first, is_first
 from scalejax.training.record import RunFolder
 
 _README = """\
 A run of scalejax.
 
-run.toml             what was asked for, as resolved on these devices
+run.toml             the config, as resolved on these devices
 data_files.json      the files trained on, if the data is files: the run resumes on no others
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
-measurements.jsonl   what was measured, a line each: kinds "train", "evaluation", "unreadable"
-                     and "status"; the last "status" line says where the run stands
-time.jsonl           where the wall time of its sessions went, a line for each stretch that ends
-                     in an evaluation or a checkpoint
+measurements.jsonl   measurements, one per line: kinds "train", "evaluation", "unreadable" and
+                     "status"; the last "status" line is the current status of the run
+time.jsonl           wall time of its sessions by what they did, a line for each interval that
+                     ends in an evaluation or a checkpoint
 checkpoints/         states to resume from, by step; the best by test accuracy is kept too
-weights/             parameters the run ended with
-traces/              what the profiler recorded, if it was asked to (--profile)
-processes/, slurm/   what each process said, if `scalejax launch` started them
+weights/             final parameters
+traces/              profiler traces, if requested (--profile)
+processes/, slurm/   output of each process, if `scalejax launch` started them
 
 Read it all as one page:  scalejax report {path}
 Go on where it stopped:   {command}
@@ -45,7 +45,7 @@ A run that a sweep trained in one program with others has neither program.json, 
 time.jsonl, checkpoints/ nor traces/: it goes on by the --resume of its sweep.
 """
 
-_FREE = {
+_CHANGEABLE = {
     "data.reading.memory_bytes",
     "data.reading.cache_folder",
     "data.reading.cache_bytes",
@@ -66,21 +66,22 @@ _FREE = {
     "train.checkpoint_every_steps",
     "train.keep_checkpoints",
 }
-"""Fields that change where and how a run is computed, and what is written of it: not what."""
+"""Fields that may change on resume: they change where and how a run is computed and what is
+logged, not its results."""
 
 
-_OF_PROGRAM = (
+_PROGRAM_PREFIXES = (
     "layout.",
     "model.",
     "input.remainder",
     "input.unreadable",
     "train.divergence.max_gradient_growth",
 )
-"""Beginnings of the fields that change the compiled step of a run that goes on."""
+"""Prefixes of the fields that change the compiled step of a resumed run."""
 
 
 def resolved_config(run: ResolvedRun) -> RunConfig:
-    """The config of `run` with the devices and batch that were worked out filled in."""
+    """The config of `run` with its resolved devices and batch filled in."""
     config, layout = run.config, run.layout
     fields: dict[str, JsonValue] = {
         "layout.data": layout.data,
@@ -115,7 +116,7 @@ def refuse_second_run(folder: RunFolder) -> NoReturn:
 
 
 def refuse_no_run(folder: RunFolder) -> NoReturn:
-    """Refuse to go on where nothing has begun.
+    """Refuse to resume in `folder`, which holds no run.
 
     Raises:
         ConfigError: always.
@@ -124,11 +125,11 @@ def refuse_no_run(folder: RunFolder) -> NoReturn:
 
 
 def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
-    """Refuse to go on with a run whose config or data give other figures than `run` would.
+    """Refuse to resume a run whose config or data would give other results than those of `run`.
 
-    Devices, and what is written how often, may change; more epochs may be asked for where the
-    learning rate does not depend on how many there are, and early stopping saw what it would have
-    seen.
+    Devices and the frequency of logging and checkpoints may change; the epochs may grow where the
+    learning rate does not depend on their number, and early stopping would have seen the same
+    evaluations.
 
     Raises:
         ConfigError: if `folder` holds no run, or naming the fields, or the first file, that differ.
@@ -138,15 +139,15 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     before = _flat(plain(load_kept_config(folder.config)))
     after = _flat(plain(resolved_config(run)))
     _refuse_other_devices(before["layout.data"], run)
-    free = set(_FREE)
+    changeable = set(_CHANGEABLE)
     if not run.config.schedule.depends_on_length:
-        free.add("train.epochs")
+        changeable.add("train.epochs")
     if run.config.train.early_stopping is None:
-        free |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
+        changeable |= {"train.evaluate_every_epochs", "train.evaluate_every_steps"}
     changed = [
         f"{name}={after.get(name)!r} (was {before.get(name)!r})"
         for name in sorted(before | after)
-        if before.get(name) != after.get(name) and name not in free
+        if before.get(name) != after.get(name) and name not in changeable
     ]
     if changed:
         raise ConfigError(
@@ -158,20 +159,19 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
 
 
 def changed_notes(folder: RunFolder, run: ResolvedRun) -> list[str]:
-    """What a run that goes on was told otherwise before, of what changes where it ends."""
+    """Changes to the length of a resumed run, in words."""
     before = load_kept_config(folder.config).train.epochs
     now = run.config.train.epochs
     return [] if now == before else [f"train.epochs is {now}, and was {before}"]
 
 
 def _refuse_other_devices(devices_before: JsonValue, run: ResolvedRun) -> None:
-    """Refuse another number of devices where it is a part of what is computed."""
+    """Refuse another number of devices where the gradient synchronisation depends on it."""
     gradient_sync, devices = run.config.gradient_sync, run.layout.data
     if gradient_sync is not None and devices != devices_before:
         accepted = (
-            f"gradient_sync.name={gradient_sync.name!r} brings together what each of "
-            f"{devices_before} devices has; on another number it is another run. "
-            f"Resume on {devices_before}"
+            f"gradient_sync.name={gradient_sync.name!r} combines the states of {devices_before} "
+            f"devices; on another number it is another run. Resume on {devices_before}"
         )
         raise ConfigError(refusal("layout.data", devices, accepted))
 
@@ -191,7 +191,7 @@ def _refuse_other_evaluations(epochs_before: JsonValue, run: ResolvedRun) -> Non
 
 
 def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
-    """Refuse to go on with a run that has gone further than it is to go.
+    """Refuse to resume a run that has already made more updates than `run` has.
 
     Raises:
         ConfigError: if `begin` updates are more than `run` has.
@@ -208,10 +208,10 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
 
 
 def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None) -> None:
-    """Write the files that say what the run is, and by which command it goes on.
+    """Write the config, the README with the resume command, and the data fingerprints of the run.
 
-    A prediction that is there for another layout or model is removed first, so that one that
-    is left is always of the config beside it, wherever a kill falls.
+    A prediction of another layout or model is removed first, so that a prediction in the folder is
+    always of the config beside it, even if the process is killed in between.
     """
     if not (_holds_same_program(folder, run) and _is_predicted(folder, run)):
         folder.prediction.unlink(missing_ok=True)
@@ -233,7 +233,7 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     return all(
         before.get(name) == after.get(name)
         for name in before | after
-        if name.startswith(_OF_PROGRAM)
+        if name.startswith(_PROGRAM_PREFIXES)
     )
 
 
@@ -243,13 +243,13 @@ def _is_predicted(folder: RunFolder, run: ResolvedRun) -> bool:
         return False
     try:
         prediction = load(Prediction, folder.prediction)
-    except ConfigError:  # of an earlier version, perhaps: it is to be made again
+    except ConfigError:  # perhaps of an earlier version: predict again
         return False
     return prediction.device_count == run.layout.device_count
 
 
 def versions() -> str:
-    """What computes the figures, so that a folder can be read years later."""
+    """Versions of scalejax, jax and Python in words."""
     ours, jax = version("scalejax"), version("jax")
     return f"scalejax {ours}, jax {jax}, Python {platform.python_version()}"
 
@@ -264,30 +264,30 @@ def _flat(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
     return {} if value is None else {prefix: value}
 
 
-# One run at a time in a folder: two would write over each other's record and checkpoints.
+# The lock of a run folder: two runs would overwrite each other's record and checkpoints.
 
 
 class RunLock:
-    """The right to write into the folder of a run."""
+    """Exclusive lock on the folder of a run."""
 
     def __init__(self) -> None:
         self._folder: int | None = None
 
     def take(self, path: Path) -> None:
-        """Hold the folder `path` until the end; every process must ask.
+        """Lock the folder `path` until `close`; every process must call it.
 
-        Where the file system knows no locks, as some network disks, nothing is held.
+        Where the file system has no locks, as on some network disks, nothing is locked.
 
         Raises:
-            ConfigError: if another run holds it.
+            ConfigError: if another run holds the lock.
         """
-        if first_says(is_first() and not self._is_taken(path)):
+        if broadcast_from_first(is_first() and not self._is_taken(path)):
             raise ConfigError(
                 f"another run trains in {str(path)!r}: wait until it has ended, or stop it."
             )
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether nobody else holds the folder: it is ours from now on."""
+        """Take the lock of the folder; whether this succeeded, or the file system has no locks."""
         if self._folder is not None:
             return True
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -302,7 +302,7 @@ class RunLock:
         return True
 
     def close(self) -> None:
-        """Let go."""
+        """Release the lock."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 os.close(self._folder)

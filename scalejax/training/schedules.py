@@ -1,4 +1,4 @@
-"""The learning rate as one pure function of the step: scaling, then warmup, then decay.
+"""Learning-rate schedules as pure functions of the step: scaling, then warmup, then decay.
 
 Knows the batch and the number of steps; nothing of optimizers.
 """
@@ -21,7 +21,7 @@ from scalejax.config.schedule import (
 )
 from scalejax.core.errors import require_at_least
 
-# The schedules of Horovod and of tf_cnn_benchmarks, to the letter, as functions of the step.
+# Exact schedules of Horovod and of tf_cnn_benchmarks, as functions of the step.
 
 _Schedule = Callable[[ArrayLike], jax.Array]
 
@@ -31,8 +31,8 @@ def horovod_schedule(config: HorovodScheduleConfig, steps_per_epoch: int) -> _Sc
 
     Warmup over E epochs of S steps and n workers, before step t: initial / n (e (n - 1) / E + 1)
     with e = (t + 1) / S, so that epochs end at round numbers; the last epoch ends at the initial
-    rate. A callback sets the rate within the epochs [start, end) alone; after them it stays what
-    it was. Where several set it before the same step, the last one counts.
+    rate. A callback sets the rate only within the epochs [start, end); after them the rate stays
+    unchanged. Where several callbacks set it before the same step, the last one wins.
 
     Source: horovod/_keras/callbacks.py, Horovod 0.28.1; its multipliers before pull request 3135
     and since 3142.

@@ -1,6 +1,6 @@
-"""What the step of a run is made of: its network, its optimizer, its schedule, for a device.
+"""The train setup of a run: network, optimizer and learning-rate schedule built from its config.
 
-Knows how a config becomes these; knows no state, no gradient and no mesh but for its device.
+Knows no state and no gradient; of a mesh only the kind of its devices.
 """
 
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ from scalejax.training.schedules import Schedule, learning_rate_schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSetup:
-    """What the step of a run is made of."""
+    """Network, optimizer and schedule of a run's training step."""
 
     run: ResolvedRun
-    """What was asked for, the kind of attention decided."""
+    """The run, with its attention implementation resolved."""
     optimizer: optax.GradientTransformation
-    """Of all parameters that learn; in float16, of the gradients of a scaled loss."""
+    """Optimizer of the trainable parameters; in float16 it takes gradients of a scaled loss."""
     schedule: optax.Schedule
     """Learning rate by updates made."""
 
@@ -44,17 +44,17 @@ class TrainSetup:
 def train_setup(
     run: ResolvedRun, mesh: Mesh | None = None, schedule: Schedule | None = None
 ) -> TrainSetup:
-    """The parts of `run`, for the devices of `mesh`; if None, in operations of JAX alone.
+    """The train setup of `run` for the devices of `mesh`; if None, with plain JAX operations only.
 
-    With `schedule`, that is the learning rate, and not what the config says of it.
+    `schedule`, if given, replaces the learning rate of the config.
 
     Raises:
         ConfigError: if its compute type is for costing only.
     """
     _require_trained_type(run.config.model)
-    # Fused attention wants the queries of all tokens, of which context leaves a device some.
+    # Fused attention needs the queries of all tokens; context parallelism leaves a device some.
     device = mesh.devices.flat[0] if mesh is not None and run.layout.context == 1 else None
-    model = attention.settled(run.config.model, device)
+    model = attention.with_resolved_attention(run.config.model, device)
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)
     stacked = network_class(run.config.model).stacked
@@ -67,7 +67,7 @@ def train_setup(
 
 
 def schedule_of(run: ResolvedRun) -> Schedule:
-    """The learning rate by updates made: of the samples that they saw, if the batch grows."""
+    """The learning rate by updates made; if the batch grows, by the samples seen so far."""
     schedule = learning_rate_schedule(
         run.config.schedule,
         global_batch=run.split.global_batch,
@@ -90,25 +90,25 @@ def schedule_of(run: ResolvedRun) -> Schedule:
 
 
 def _require_trained_type(model: ModelConfig) -> None:
-    """Refuse what can be costed but not trained."""
+    """Refuse compute types that can be costed but not trained."""
     if model.compute_dtype == "float8":
         accepted = (
             "it is for costing only: predict, explain and search know what linear layers in fp8 "
-            'take, and nothing trains in them; use "bfloat16"'
+            'cost, and nothing trains in them; use "bfloat16"'
         )
         raise ConfigError(refusal("model.compute_dtype", model.compute_dtype, accepted))
 
 
 def reads_features(config: RunConfig) -> bool:
-    """Whether a step takes features that were computed before it, in place of images."""
+    """Whether the step takes precomputed features in place of images."""
     return config.fine_tuning is not None and config.fine_tuning.cache_features
 
 
 def with_features(network: nnx.Module) -> NetworkWithFeatures:
-    """`network` as one that can be taken apart before its last layer.
+    """`network` as one whose backbone and last layer can be called separately.
 
     Raises:
-        ConfigError: if it cannot.
+        ConfigError: if they cannot.
     """
     if not isinstance(network, NetworkWithFeatures):
         accepted = (
@@ -120,10 +120,10 @@ def with_features(network: nnx.Module) -> NetworkWithFeatures:
 
 
 def feature_width(setup: TrainSetup) -> int:
-    """Features that the last layer of the network reads of an example.
+    """Number of features per example that the last layer of the network reads.
 
     Raises:
-        ConfigError: if the network cannot be taken apart before it.
+        ConfigError: if the network's last layer cannot be called separately.
     """
     if setup.run.dataset.is_text:
         accepted = "texts have targets at every place, and no features of the whole"
@@ -138,7 +138,8 @@ def feature_width(setup: TrainSetup) -> int:
 
 
 def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
-    """The network as its seed draws it; in a traced function, to be merged with other values."""
+    """The network initialised from the run's seed; in a traced function, its values are replaced
+    by merging."""
     run = setup.run
     rngs = nnx.Rngs(run.config.seed)
     network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)

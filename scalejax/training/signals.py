@@ -1,8 +1,8 @@
-"""SIGINT and SIGTERM: kept until all processes can stop at the same place, and bounded in time.
+"""Handling of SIGINT and SIGTERM: all processes stop at the same step, within a time limit.
 
 While a run is set up, a signal ends it at once: there is nothing to save. While it trains or
-evaluates, the loop asks here after every update and every batch of an evaluation; one that has
-hung is ended without its consent, if the process is there for it alone.
+evaluates, the loop polls for signals after every update and every batch of an evaluation; a loop
+that hangs is killed after the limit, if the process serves this run alone.
 """
 
 import os
@@ -22,15 +22,16 @@ from scalejax.core.heartbeat import Heartbeat
 from scalejax.core.process_group import LAUNCHER
 
 HONOUR_SECONDS = 20.0
-"""Within so many seconds of a signal the update or the batch of an evaluation that is being made
-must end, or the run ends without saving: a scheduler gives 30."""
+"""Time limit after a signal for the current update or evaluation batch; beyond it the run ends
+without saving. A scheduler gives 30 s."""
 SETUP_SECONDS = 5.0
-"""Within so many seconds of a signal a run ends that has not begun to train."""
-_EXCHANGE_SECONDS = 1.0
-"""How often processes tell each other: each time they wait for all that is queued."""
+"""Time limit after a signal for a run that has not begun to train."""
+_SYNC_SECONDS = 1.0
+"""Interval at which processes synchronise signals: each time waits for all queued work."""
 _MOST_CALLS = 50
-"""Between two exchanges, however fast they are: updates that slow down to 0.4 s are still asked
-within `HONOUR_SECONDS`. Of updates of 1 ms it makes an exchange every 50 ms."""
+"""Most calls between two synchronisations, however fast they are: updates that slow down to 0.4 s
+are still polled within `HONOUR_SECONDS`. With updates of 1 ms, processes synchronise every
+50 ms."""
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -40,18 +41,18 @@ class Interrupted(SystemExit):
 
 @dataclass(slots=True)
 class _Pace:
-    """When processes compare notes in one kind of work."""
+    """When processes synchronise signals in one kind of work."""
 
     kind: str
     last_call: float
     calls: int = 0
     every: int = 1
     slowest_seconds: float = 0.0
-    """Of the calls since the last exchange."""
+    """Slowest call since the last synchronisation."""
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish; the second one ends the process as ever."""
+    """Records the first SIGINT or SIGTERM as a request to stop; the second one ends the process."""
 
     def __init__(
         self,
@@ -60,13 +61,13 @@ class StopSignals:
         honour_seconds: float = HONOUR_SECONDS,
         leave: Callable[[int], None] | None = None,
     ) -> None:
-        """Listen to none yet.
+        """Create without installing signal handlers yet.
 
         Args:
-            heartbeat: says what the run is at, for the message.
+            heartbeat: current phase of the run, for the message.
             honour_seconds: as `HONOUR_SECONDS`.
-            leave: ends the process with a code, whatever it is doing; if None, nothing does, as
-                the process is someone else's, or `os._exit` where a launcher has started it.
+            leave: ends the process with a code at once; if None, `os._exit` where a launcher has
+                started the process, else nothing, as the process may serve others too.
         """
         self._heartbeat = heartbeat or Heartbeat(None)
         self._honour_seconds = honour_seconds
@@ -80,30 +81,31 @@ class StopSignals:
         self._previous_fd = -1
 
     def begin(self) -> None:
-        """From now on there is something to save, and the loop asks for signals.
+        """Note that training begins: there is something to save, and the loop polls for signals.
 
         Raises:
-            Interrupted: if one came before, and what was then at work caught what was raised.
+            Interrupted: if a signal came before, and the exception raised then was swallowed.
         """
         if self._received:
             raise Interrupted(128 + self._received)
         self._is_training = True
 
     def restart_pace(self) -> None:
-        """The work that follows may be slower than what was; all processes must call it."""
+        """Reset the pace, as work may get slower now; all processes must call it."""
         self._pace = None
 
     def agreed(self, kind: str) -> int:
-        """The signal that some process received, the same answer in all; 0 if none.
+        """The signal that any process received, agreed between all processes; 0 if none.
 
-        All processes must call it equally often for each `kind` of work, in the same order. Several
-        compare notes about once a second only, or every 50 calls: it takes an exchange. What the
-        slowest call of all took decides after how many; a new kind of work begins with one.
+        All processes must call it equally often for each `kind` of work, in the same order. As
+        agreeing takes an all-gather, several processes do it about once a second or every 50
+        calls. The slowest call of all processes decides after how many calls; a new kind of work
+        begins with one.
         """
-        found = self._received if jax.process_count() == 1 else self._synchronised(kind)
-        if found:
+        number = self._received if jax.process_count() == 1 else self._synchronised(kind)
+        if number:
             self._is_honoured.set()
-        return found
+        return number
 
     def _synchronised(self, kind: str) -> int:
         now = time.monotonic()
@@ -117,21 +119,21 @@ class StopSignals:
             return 0
         notes = np.array([self._received, pace.slowest_seconds], np.float32)
         signals, slowest = multihost_utils.process_allgather(notes).max(axis=0)
-        # Not at once to the full: what comes first may be faster than what follows.
-        calls = min(2 * pace.every, int(_EXCHANGE_SECONDS / max(float(slowest), 1e-9)))
+        # Grows by doubling: the first calls may be faster than those that follow.
+        calls = min(2 * pace.every, int(_SYNC_SECONDS / max(float(slowest), 1e-9)))
         every = max(1, min(calls, _MOST_CALLS))
         self._pace = _Pace(kind, time.monotonic(), every=every)
         return int(signals)
 
     def __enter__(self) -> "StopSignals":
-        # Python delivers signals to the main thread; in another, they stay with the host program.
+        # Python delivers signals to the main thread; in another thread, the caller handles them.
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in _NUMBERS:
             self._previous[number] = signal.signal(number, self._receive)
         if self._leave is None:
             return self
-        # Python's handlers wait for the main thread, which may be in XLA; this does not.
+        # Python's handlers wait for the main thread, which may be in XLA; a wakeup pipe does not.
         self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, end == self._pipe[0])
@@ -159,9 +161,8 @@ class StopSignals:
         if not self._is_training:
             words = f"interrupted while {self._phase}: the run stands where it was"
             print(words, file=sys.stderr, flush=True)
-            if (
-                self._leave and LAUNCHER in os.environ
-            ):  # no one else's process; what is raised JAX may catch
+            if self._leave and LAUNCHER in os.environ:
+                # The process serves this run alone; JAX might swallow an exception.
                 self._leave(128 + number)
             raise Interrupted(128 + number)
 
@@ -175,7 +176,7 @@ class StopSignals:
         return self._heartbeat.phase
 
     def _listen(self, pipe: int, leave: Callable[[int], None]) -> None:
-        """Keep the deadline of the first signal."""
+        """Enforce the time limit after the first signal."""
         number = 0
         while number not in _NUMBERS:
             content = os.read(pipe, 1)

@@ -1,6 +1,6 @@
-"""The state that an update changes: its parts, their shapes, and how they are spread over a mesh.
+"""The training state: its parts, their shapes, and their shardings over a mesh.
 
-Knows where parameters and optimizer state lie; nothing of losses and gradients.
+Knows how parameters and optimizer state are sharded; nothing of losses and gradients.
 """
 
 import math
@@ -21,7 +21,7 @@ from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import BatchNormScope, is_cast, network_class, param_specs, parameter_path
 from scalejax.models.sharding import also_over, split_axes
-from scalejax.training.gradient_sync import GradientSync, gradient_exchange
+from scalejax.training.gradient_sync import GradientSync, build_gradient_sync
 from scalejax.training.gradient_sync.diloco import initial_outer
 from scalejax.training.mesh import replicated
 from scalejax.training.noise_scale import NoiseAverages
@@ -40,19 +40,20 @@ class TrainState:
     step: PyTree
     """Updates made so far, int32."""
     params: PyTree
-    """Parameters, float32, by path; with local SGD, here and in the next two, those of each device
-    along data, [devices, ...]."""
+    """Parameters, float32, by path. With local SGD, this field and the next two hold one copy for
+    each device along the data axis, [devices, ...]."""
     model_state: PyTree
     """Running statistics of BatchNorm, float32, by path."""
     opt_state: PyTree
-    """State of the optimizer, of the parameters that learn."""
+    """State of the optimizer, for the trainable parameters."""
     average: PyTree = None
-    """The average of params and model_state, by these names; None if none is kept."""
+    """Weight average (EMA or SWA) {"params", "model_state"}; None if none is kept."""
     noise: PyTree = None
     """The `NoiseAverages` of the gradients, float32; None if they are not measured."""
     exchange: PyTree = None
-    """What each device along data keeps between exchanges, [devices, ...]; with local SGD, the
-    last average and what steps from it, whole; None if nothing."""
+    """State of gradient synchronisation, such as error feedback, for each device along the data
+    axis, [devices, ...]; with local SGD the outer parameters and the outer optimizer's state,
+    replicated; None if there is none."""
 
 
 def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
@@ -67,17 +68,17 @@ def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:
 
 
 def state_bytes(run: ResolvedRun, mesh: Mesh) -> int:
-    """Bytes of the state of `run`, each parameter and moment once, however they are spread; those
-    of each device where each has its own."""
+    """Bytes of the state of `run`, each parameter and moment counted once however it is sharded;
+    where every device has its own copy (local SGD), all copies."""
     leaves = jax.tree.leaves(state_shapes(train_setup(run, mesh), mesh))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def abstract_state(setup: TrainSetup) -> TrainState:
-    """Shapes and types of the state, nothing computed.
+    """Shapes and types of the state; nothing is computed.
 
     Raises:
-        ConfigError: if the network cannot be built, or is to be fine-tuned in parts it has not.
+        ConfigError: if the network cannot be built, or lacks a part named for fine-tuning.
     """
     params, model_state = jax.eval_shape(partial(initial_network, setup))
     require_known_parts(setup.run.config.fine_tuning, params)
@@ -93,10 +94,10 @@ def abstract_state(setup: TrainSetup) -> TrainState:
 
 
 def learning_count(run: ResolvedRun) -> tuple[int, int]:
-    """Parameters of `run` that learn, and all that its network has, counted in numbers.
+    """Number of trainable parameters of `run`, and of all parameters of its network.
 
     Raises:
-        ConfigError: as of `abstract_state`.
+        ConfigError: as `abstract_state`.
     """
     setup = train_setup(run)
     params = abstract_state(setup).params
@@ -108,7 +109,7 @@ def learning_count(run: ResolvedRun) -> tuple[int, int]:
 
 
 def learning_params(setup: TrainSetup, params: PyTree) -> PyTree:
-    """`params`, or a tree alike, with None in place of what does not learn."""
+    """`params`, or a tree of the same structure, with None in place of frozen parameters."""
     return trainable(setup.run.config.fine_tuning, params)
 
 
@@ -120,9 +121,9 @@ def initial_noise(setup: TrainSetup) -> NoiseAverages | None:
 
 
 def gradient_sync_of(setup: TrainSetup) -> GradientSync:
-    """How the devices of the run bring their gradients together."""
+    """The gradient synchronisation of the run."""
     run = setup.run
-    return gradient_exchange(
+    return build_gradient_sync(
         run.config.gradient_sync,
         stacked=network_class(run.config.model).stacked,
         per_device_batch=run.split.per_device_batch,
@@ -130,7 +131,7 @@ def gradient_sync_of(setup: TrainSetup) -> GradientSync:
 
 
 def initial_gradient_sync(setup: TrainSetup, params: PyTree) -> PyTree:
-    """What the devices keep for their exchange before the first update."""
+    """State of gradient synchronisation before the first update."""
     config, learning = setup.run.config.gradient_sync, learning_params(setup, params)
     if isinstance(config, LocalSgdConfig):
         return initial_outer(config, learning)
@@ -138,31 +139,31 @@ def initial_gradient_sync(setup: TrainSetup, params: PyTree) -> PyTree:
 
 
 def copies(setup: TrainSetup, tree: PyTree) -> PyTree:
-    """`tree` once for each device along data, [devices, ...]."""
+    """One copy of `tree` for each device along the data axis, [devices, ...]."""
     devices = setup.run.layout.data
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (devices, *leaf.shape)), tree)
 
 
-def own_part(parts: PyTree) -> PyTree:
-    """What one device holds of a tree of [devices, ...], inside `shard_map`."""
+def local_slice(parts: PyTree) -> PyTree:
+    """One device's slice of a tree of [devices, ...], inside `shard_map`."""
     return jax.tree.map(lambda leaf: leaf[0], parts)
 
 
-def as_part(own: PyTree) -> PyTree:
-    """The same as the device's part of [devices, ...]."""
+def as_local_slice(own: PyTree) -> PyTree:
+    """`own` with a leading axis of size 1, as this device's slice of [devices, ...]."""
     return jax.tree.map(lambda leaf: leaf[None], own)
 
 
 def _kept_average(setup: TrainSetup, params: PyTree, model_state: PyTree) -> PyTree:
-    """The tree of an average of these, if the run keeps one."""
+    """The tree of a weight average of these, if the run keeps one."""
     if setup.run.config.averaging is None:
         return None
     return {"params": params, "model_state": model_state}
 
 
 def state_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
-    """Shapes of the state with their shardings: those of `whole_shapes`, or, with local SGD, of
-    each device along data its own."""
+    """Shapes of the state with their shardings: those of `whole_shapes`, or with local SGD one
+    copy of parameters and optimizer state for each device along the data axis."""
     shapes = whole_shapes(setup, mesh)
     if not isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
         return shapes
@@ -176,10 +177,11 @@ def state_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
 
 def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
-    """Shapes of a state that all devices share: optimizer state lies where its parameters do.
+    """Shapes and shardings of a state with one copy of each parameter; optimizer state is sharded
+    as its parameters are.
 
-    With a ZeRO stage that is in parts over data, as Megatron-LM's distributed optimizer has it:
-    what the network reads is gathered from them (`gathered_params`).
+    With a ZeRO stage they are sharded over the data axis as well, as in Megatron-LM's distributed
+    optimizer; the network reads gathered parameters (`gathered_params`).
     """
     shapes = abstract_state(setup)
     whole = replicated(mesh)
@@ -212,7 +214,7 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
 
 
 def _used_shardings(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
-    """How parameters of these shapes lie while the network reads them: whole over data."""
+    """Shardings of parameters while the network reads them: replicated over the data axis."""
     specs = param_specs(
         params,
         network_class(setup.run.config.model).partition_rules(),
@@ -226,10 +228,10 @@ def _used_shardings(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
 
 
 def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
-    """The parameters that the network reads, gathered if the state keeps them in parts over data.
+    """The parameters that the network reads, all-gathered if the state shards them over data.
 
-    Those that the network uses in the compute type travel in it: half the bytes of float32, and
-    the only whole copy that a device holds.
+    Parameters that the network uses in the compute type are gathered in it: half the bytes of
+    float32, and the only full copy that a device holds.
     """
     model = setup.run.config.model
     if not setup.run.config.layout.zero_stage:
@@ -238,7 +240,7 @@ def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
 
     def gathered(path: tuple[Any, ...], leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
         if is_cast(model, parameter_path(path)):
-            # Held in its parts as what it is cast to, or the compiler would gather it before.
+            # Constrained to be sharded after the cast, or the compiler would gather before it.
             parts = _over_data(leaf, sharding)
             leaf = lax.with_sharding_constraint(leaf.astype(model.compute_dtype), parts)
         return lax.with_sharding_constraint(leaf, sharding)
@@ -248,23 +250,23 @@ def gathered_params(setup: TrainSetup, mesh: Mesh, params: PyTree) -> PyTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPart:
-    """Which part of a parameter's gradient each device along the data axis needs.
+    """Shard of a parameter's gradient that each device along the data axis needs.
 
-    A dimension that other axes divide as well is taken as (their parts, parts of the data axis,
-    rest), so that a device's own part lies within the part of the parameter that it holds.
+    A dimension that other axes shard as well is reshaped to (their shards, shards of the data
+    axis, rest), so that a device's gradient shard lies within its shard of the parameter.
     """
 
     spec: PartitionSpec
-    """How `mean` leaves the gradient over the data axis; of no dimension if it stays whole."""
+    """Sharding over the data axis of the gradient that `mean` returns; empty if replicated."""
     shape: tuple[int, ...] = ()
-    """Of the gradient with that dimension taken apart."""
+    """Shape of the gradient with that dimension split."""
     kept: PartitionSpec | None = None
-    """How the other axes divide it then."""
+    """Sharding of that shape over the other axes."""
     dimension: int | None = None
-    """The one over which it is scattered; None if it stays whole."""
+    """Dimension that is reduce-scattered; None if the gradient is all-reduced."""
 
     def mean(self, gradient: jax.Array) -> jax.Array:
-        """The device's part of the mean of `gradient` over the data axis."""
+        """This device's shard of the mean of `gradient` over the data axis."""
         dimension = self.dimension
         if dimension is None:
             return lax.pmean(gradient, DATA)
@@ -273,7 +275,7 @@ class DataPart:
             part = lax.psum_scatter(apart, DATA, scatter_dimension=dimension, tiled=True)
             return part / lax.axis_size(DATA)
 
-        # Each device for what it holds of it: left to the compiler, the other axes are gathered.
+        # In a `shard_map` over the other axes: the compiler by itself would gather over them.
         others = set(jax.sharding.get_abstract_mesh().axis_names) - {DATA}
         return jax.shard_map(
             scattered,
@@ -285,8 +287,7 @@ class DataPart:
 
 
 def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
-    """A `DataPart` for each parameter that learns: whole, but for what the layout's ZeRO stage
-    keeps apart."""
+    """A `DataPart` for each trainable parameter: replicated, or sharded over data with ZeRO."""
     params = abstract_state(setup).params
 
     def part(leaf: jax.ShapeDtypeStruct, used: NamedSharding) -> DataPart:
@@ -310,11 +311,11 @@ def data_parts(setup: TrainSetup, mesh: Mesh) -> PyTree:
 
 
 def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
-    """`sharding` with one dimension of `leaf` split over the data axis as well; the same where no
-    dimension is divisible.
+    """`sharding` with one dimension of `leaf` sharded over the data axis as well; unchanged where
+    no dimension is divisible.
 
-    The largest that nothing splits yet, or else the largest: one that most numbers of devices
-    divide, which the number of layers is not.
+    Takes the largest unsharded dimension, or else the largest: most device counts divide it,
+    unlike the number of layers.
     """
     mesh, spec = sharding.mesh, sharding.spec
     split = split_axes(spec, leaf.ndim)
@@ -325,5 +326,5 @@ def _over_data(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) 
 
 
 def shardings_of(shapes: PyTree) -> PyTree:
-    """Where each leaf of a tree of shapes lies."""
+    """The sharding of each leaf of a tree of shapes."""
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)

@@ -45,18 +45,20 @@ from scalejax.training.state import (
     whole_shapes,
 )
 
-# What a global batch of a run consists of: shapes, types and shardings.
+# Shapes, types and shardings of a global batch.
 
 
 def batch_shapes(run: ResolvedRun, mesh: Mesh) -> Batch:
-    """Shapes of one global batch of `run`: uint8 images or float32 numbers and int32 classes, or
-    int32 tokens; float32 weights of the rows, where not all of them count; float32 "mix" of pairs
-    of rows, if they are mixed."""
+    """Shapes of one global batch of `run`, sharded over the batch axes of `mesh`.
+
+    Inputs are uint8 images, float32 numbers or int32 tokens; targets are int32. Besides, float32
+    "weights" of the rows where not all of them count, and float32 "mix" of pairs for mixup.
+    """
     return batch_shapes_on(run, batch_sharding(mesh))
 
 
 def batch_shapes_on(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
-    """Likewise, on whatever `sharding` names; on nothing if it is None."""
+    """Shapes of one global batch of `run` with `sharding`; without any if it is None."""
     dataset = run.dataset
     parts: dict[str, tuple[tuple[int, ...], Any]]
     parts = {"inputs": (dataset.input_shape, input_dtype(dataset))}
@@ -75,7 +77,7 @@ def batch_shapes_on(run: ResolvedRun, sharding: NamedSharding | None) -> Batch:
 
 
 def input_dtype(dataset: DatasetFacts) -> Any:
-    """Of the examples of a data set, before any network."""
+    """Data type of the inputs of a data set, before any network."""
     image_dtype = jnp.float32 if dataset.is_table else jnp.uint8
     return jnp.int32 if dataset.is_text else image_dtype
 
@@ -95,8 +97,10 @@ class Step:
 def build_step(
     run: ResolvedRun, mesh: Mesh, *, phase: int = 0, schedule: Schedule | None = None
 ) -> Step:
-    """The update of `run` over `mesh`: gradient of the mean loss of the global batch, applied;
-    or what the run's exchange makes of the gradients of its devices.
+    """The training step of `run` over `mesh`, jitted but not compiled.
+
+    It applies the gradient of the mean loss of the global batch, or the gradient that the run's
+    gradient synchronisation makes of those of its devices.
 
     The loss is the mean over all samples of all devices that count, however they are split over
     devices and microbatches, so that splits change nothing but rounding (Goyal et al. 2017,
@@ -107,7 +111,7 @@ def build_step(
     Args:
         run: the run.
         mesh: its devices.
-        phase: which of the batches of the run, if it grows.
+        phase: index of the batch-size phase, if the batch grows.
         schedule: the learning rate by step; if None, that of the config.
 
     Raises:
@@ -131,11 +135,11 @@ def build_step(
 
 
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
-    """The state before the first update, drawn from the run's seed, or read from the weights that
-    the model begins with; the same on any mesh.
+    """The state before the first update: initialised from the run's seed, or loaded from the
+    model's pretrained weights; the same on any mesh.
 
     Raises:
-        ConfigError: if such weights are not there.
+        ConfigError: if those weights are missing.
     """
     setup = train_setup(run, mesh)
     shapes = whole_shapes(setup, mesh)
@@ -149,14 +153,17 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
         step=step, params=params, model_state=model_state, opt_state=opt_state, noise=noise
     )
     if run.config.gradient_sync is not None:
-        kept = jax.jit(partial(initial_gradient_sync, setup), out_shardings=shardings.exchange)
-        state = replace(state, exchange=kept(params))
+        init_sync = jax.jit(partial(initial_gradient_sync, setup), out_shardings=shardings.exchange)
+        state = replace(state, exchange=init_sync(params))
     if isinstance(run.config.gradient_sync, LocalSgdConfig):
-        spread = shardings_of(state_shapes(setup, mesh))
-        own, lies = ((of.params, of.model_state, of.opt_state) for of in (state, spread))
-        params, model_state, opt_state = jax.jit(partial(copies, setup), out_shardings=lies)(own)
+        per_device = shardings_of(state_shapes(setup, mesh))
+        one, out_shardings = (
+            (tree.params, tree.model_state, tree.opt_state) for tree in (state, per_device)
+        )
+        replicate = jax.jit(partial(copies, setup), out_shardings=out_shardings)
+        params, model_state, opt_state = replicate(one)
         state = replace(state, params=params, model_state=model_state, opt_state=opt_state)
-    if run.config.averaging is not None:  # of its own: the update may write over either
+    if run.config.averaging is not None:  # a copy: the update may write over either
         copied = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings.average)
         average = copied({"params": params, "model_state": model_state})
         state = replace(state, average=average)
@@ -164,31 +171,36 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
 
 
 def initial_weights(setup: TrainSetup, shapes: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    """Parameters and statistics of these shapes: those that the model begins with, or drawn."""
-    read = tuple(pretrained_weights(setup.run.config.model, tree) for tree in shapes)
-    is_read = jax.tree.map(lambda leaf: leaf is not None, read, is_leaf=lambda leaf: leaf is None)
+    """Parameters and statistics of these shapes: pretrained ones where given, else random ones."""
+    loaded = tuple(pretrained_weights(setup.run.config.model, tree) for tree in shapes)
+    is_loaded = jax.tree.map(
+        lambda leaf: leaf is not None, loaded, is_leaf=lambda leaf: leaf is None
+    )
 
-    def drawn() -> PyTree:  # only what is missing: to draw all takes seconds to compile
+    def initialised() -> PyTree:  # only what is missing: initialising all takes seconds to compile
         weights = initial_network(setup)
-        return jax.tree.map(lambda leaf, has: None if has else leaf, weights, is_read)
+        return jax.tree.map(lambda leaf, has: None if has else leaf, weights, is_loaded)
 
-    shardings = jax.tree.map(lambda leaf, has: None if has else leaf.sharding, shapes, is_read)
-    return updated(read, jax.jit(drawn, out_shardings=shardings)())
+    shardings = jax.tree.map(lambda leaf, has: None if has else leaf.sharding, shapes, is_loaded)
+    return updated(loaded, jax.jit(initialised, out_shardings=shardings)())
 
 
 def forward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-    """The loss of one global batch on one device, and the shapes to trace it with.
+    """The loss of one global batch on one device as a function, and the shapes to trace it with.
 
-    For counting what the model itself needs: no mesh, no gradient, no recompute, and no call of
-    a library that a trace does not see into.
+    For counting the FLOP of the model itself: no mesh, no gradient, no recompute, and no library
+    call that is opaque to a trace.
     """
     setup = train_setup(run)
     return partial(mean_loss, setup, BatchNormScope()), _traced(setup)
 
 
 def forward_and_backward(run: ResolvedRun) -> tuple[Callable[..., PyTree], tuple[PyTree, ...]]:
-    """Likewise the loss and its gradient by the parameters that learn, with what the model
-    recomputes: where few learn, the backward pass is less than twice the forward pass."""
+    """The loss and its gradient on one device as a function, and the shapes to trace it with.
+
+    The gradient is by the trainable parameters, recomputation included: where few of them learn,
+    the backward pass is less than twice the forward pass.
+    """
     setup = train_setup(run)
     return partial(gradients, setup, BatchNormScope(), scale=None), _traced(setup)
 
@@ -200,10 +212,10 @@ def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
 
 
 def _evenly_weighted(batch: Batch) -> Batch:
-    """`batch` with the weights of its rows, if it has any, made to be 1 in the mean of all devices.
+    """`batch` with its row weights, if it has any, scaled to mean 1 over all devices.
 
-    Here, and not where the losses are: parts of a batch cannot know how many rows count in others.
-    If no row counts, no weight is above 0, and the gradient is 0.
+    Done here, not where losses are computed: a shard cannot know how many rows count in others.
+    If no row counts, all weights are 0, and so is the gradient.
     """
     if "weights" not in batch:
         return batch
@@ -221,10 +233,10 @@ def _update(
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
     params = gathered_params(setup, mesh, state.params)
-    gradient, model_state, metrics, kept = combined_gradients(setup, mesh)(
+    gradient, model_state, metrics, sync_state = combined_gradients(setup, mesh)(
         params, state.model_state, batch, scale, state.exchange
     )
-    noise, metrics = _measured(setup, state, gradient, metrics, scale)
+    noise, metrics = _gradient_metrics(setup, state, gradient, metrics, scale)
     learning = learning_params(setup, state.params)
     updates, opt_state = setup.optimizer.update(gradient, state.opt_state, learning)
     step = state.step + 1
@@ -237,23 +249,24 @@ def _update(
         opt_state=opt_state,
         average=averaged(setup.run, step, state.average, weights),
         noise=noise,
-        exchange=kept,
+        exchange=sync_state,
     )
     learning_rate = jnp.asarray(setup.schedule(state.step), jnp.float32)
     metrics = {**metrics, "learning_rate": learning_rate}
     if isinstance(before, LossScaled):
-        return _unless_skipped(state, new_state, metrics)
+        return _select_unless_skipped(state, new_state, metrics)
     return new_state, metrics
 
 
-def _measured(
+def _gradient_metrics(
     setup: TrainSetup,
     state: TrainState,
     gradient: PyTree,
     metrics: dict[str, jax.Array],
     scale: jax.Array | None,
 ) -> tuple[NoiseAverages | None, dict[str, jax.Array]]:
-    """What the run measures of its gradient: averages for the noise scale, and metrics."""
+    """Moving averages for the gradient noise scale, and `metrics` with the gradient's norm and
+    noise scale added, each if the run measures it."""
     run, wanted = setup.run, setup.run.config.train.noise_scale
     if not run.config.train.measures_gradient_norm:
         return None, metrics
@@ -263,13 +276,13 @@ def _measured(
     if wanted is None:
         return None, metrics
     parts = _part_count(run, state.model_state)
-    found = estimates(
+    variance, true_squared_norm = estimates(
         metrics.pop("small_squared_norm") * unscaled,
         squared_norm,
         small_batch=run.split.global_batch / parts,
         big_batch=run.split.global_batch,
     )
-    noise = state.noise.updated(wanted.decay, *found)
+    noise = state.noise.updated(wanted.decay, variance, true_squared_norm)
     return noise, {**metrics, "noise_scale": noise.noise_scale}
 
 
@@ -278,11 +291,15 @@ def _part_count(run: ResolvedRun, model_state: PyTree) -> int:
     return require_noise_scale_parts(run.split, mode=mode, has_batch_norm=has_batch_norm)
 
 
-def _unless_skipped(
+def _select_unless_skipped(
     state: TrainState, new_state: TrainState, metrics: dict[str, jax.Array]
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """`new_state`, of which the optimizer has left parameters and moments as they were where a
-    gradient overflowed, with the rest likewise; and the metrics of the loss as it is."""
+    """`new_state`, or `state` with only the loss scale updated if the gradient overflowed; and
+    metrics with the unscaled loss.
+
+    Parameters and optimizer state were already left unchanged by the optimizer; this restores the
+    step count, running statistics, average and noise averages.
+    """
     before, after = state.opt_state, new_state.opt_state
     is_skipped = after.skipped_updates > before.skipped_updates
     step, model_state, average, noise = jax.tree.map(

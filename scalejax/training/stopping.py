@@ -1,7 +1,7 @@
-"""What a run has shown so far, and with what words it ends.
+"""Run status: whether a run has diverged or stops early, and the message that it ends with.
 
-Follows from the record alone: a resumed run is told its record again, and need store nothing.
-Knows lines of the record and the rules that end a run; neither devices nor files.
+Depends on the record alone: a resumed run replays its record, and stores no other state. Knows
+lines of the record and the rules that end a run; neither devices nor files.
 """
 
 import math
@@ -26,31 +26,31 @@ from scalejax.training.record import (
 )
 from scalejax.training.reporter import statistics_in_words
 
-# When a run will not learn any more, and why: rules over what is measured of it.
+# Divergence: rules over measurements that tell when a run will not learn any more.
 
 _MIN_LOSS_SCALE = 1.0
 """DeepSpeed, fp16 options, `min_loss_scale`."""
 
 
 def is_skipped(value: float | None, loss_scale: float | None) -> bool:
-    """Whether an update of float16 was not made, so that a `value` of it that is not finite (None),
-    its loss or the norm of its gradient, tells nothing of the run."""
+    """Whether dynamic loss scaling skipped the update: its `value` (loss or gradient norm) is not
+    finite (None) only because float16 overflowed."""
     return value is None and loss_scale is not None and loss_scale >= _MIN_LOSS_SCALE
 
 
 class Divergence:
-    """Follows the record of a run until a rule ends it."""
+    """Watches the measurements of a run until a rule finds that it diverged."""
 
     def __init__(self, config: DivergenceConfig) -> None:
         self._config = config
         self._norms: list[float] = []
         self.cause: DivergenceCause | None = None
-        """What ends the run; None while nothing does."""
+        """Rule that ended the run; None while none did."""
         self.message = ""
-        """The same for people, with the figures that show it."""
+        """Explanation of the cause, with the figures that show it."""
 
     def update(self, measurement: Measurement) -> None:
-        """Take in a line of the record; the first cause stays."""
+        """Check a line of the record; the first cause found is kept."""
         if self.cause is not None:
             return
         if isinstance(measurement, TrainMeasurement):
@@ -60,12 +60,12 @@ class Divergence:
             self._watch_outputs(measurement)
 
     def see_loss(self, step: int, loss: float | None, loss_scale: float | None) -> None:
-        """Take in a training loss that the record has no line of; the first cause stays.
+        """Check a training loss that is not logged; the first cause found is kept.
 
         Args:
             step: updates made.
-            loss: of the last one; None if it is not finite.
-            loss_scale: of float16; None of other types.
+            loss: loss of the last update; None if it is not finite.
+            loss_scale: loss scale in float16; None in other types.
         """
         is_lost = loss is None and not is_skipped(loss, loss_scale)
         if self._config.stops_not_finite and is_lost and self.cause is None:
@@ -101,11 +101,11 @@ def _is_beyond(norms: Sequence[float], limit: float) -> bool:
     return min(norms) > limit
 
 
-# When to stop before the last epoch, and which epoch was best: the rules of Keras 3, exactly.
+# Early stopping, with exactly the rules of Keras 3.
 
 
 class EarlyStopping:
-    """Follows one metric over the epochs of a run."""
+    """Watches one metric over the epochs of a run, and stops it when the metric stagnates."""
 
     def __init__(self, config: EarlyStoppingConfig) -> None:
         self._config = config
@@ -115,10 +115,10 @@ class EarlyStopping:
         self.best_epoch: int | None = None
         """Epoch whose weights are the best, counted from 0; None before any was watched."""
         self.has_stopped = False
-        """Whether the epoch last told is the last one."""
+        """Whether the run stops after the latest epoch."""
 
     def update(self, epoch: int, value: float) -> None:
-        """Take in the metric after an epoch.
+        """Update with the metric after an epoch.
 
         Args:
             epoch: counted from 0.
@@ -149,7 +149,7 @@ class EarlyStopping:
 
 
 class RunStatus:
-    """Takes in the record of a run, line by line; says when the run is to end, and how it did."""
+    """Status of a run, updated line by line of its record: whether it is to end, and how."""
 
     def __init__(self, run: ResolvedRun) -> None:
         self._run = run
@@ -167,7 +167,7 @@ class RunStatus:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether a rule says that the run will not learn any more."""
+        """Whether a divergence rule ends the run."""
         return self._divergence.cause is not None
 
     @property
@@ -177,17 +177,17 @@ class RunStatus:
 
     @property
     def has_ended_early(self) -> bool:
-        """Whether anything does."""
+        """Whether the run ends here, by early stopping or divergence."""
         return self.has_stopped_early or self.has_diverged
 
     def see_loss(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in the metrics of update `step`, which the record has no line of."""
+        """Update with the metrics of update `step`, which is not logged."""
         loss, loss_scale = finite(float(metrics["loss"])), metrics.get("loss_scale")
         self._keep_loss(loss, loss_scale)
         self._divergence.see_loss(step, loss, loss_scale)
 
     def note(self, measurement: Measurement) -> None:
-        """Take in a line of the record."""
+        """Update with a line of the record."""
         self._divergence.update(measurement)
         if isinstance(measurement, TrainMeasurement):
             self._keep_loss(measurement.loss, measurement.loss_scale)
@@ -201,12 +201,12 @@ class RunStatus:
     def ending(
         self, step: int, elapsed_seconds: float, remarks: str, *, is_tuned: bool
     ) -> tuple[Status, str, DivergenceCause | None]:
-        """How the run ended, the same in words, and why if it diverged.
+        """Final status of the run, its message, and the cause if it diverged.
 
         Args:
             step: updates made.
-            elapsed_seconds: that they took, over all sessions.
-            remarks: of others, to be put behind the figures.
+            elapsed_seconds: training time over all sessions.
+            remarks: text to append to the figures.
             is_tuned: whether the number of input workers was chosen by measuring.
         """
         took = f"{counted(step, 'step')} in {format_seconds(elapsed_seconds)}"

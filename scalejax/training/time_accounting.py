@@ -1,9 +1,9 @@
-"""Where the wall time of a run went, over all its sessions, with nothing left over.
+"""Wall-time accounting of a run: each second of all its sessions attributed to one activity.
 
-A session is one start of the run's processes. While it lasts, the first of them writes where its
-time goes, a line for each stretch of it that ends in a pause (an evaluation, a checkpoint); the
-sums of the lines and of the time between sessions are the ledger. Knows lines and their sums; no
-clock and no loop.
+A session is one start of the run's processes. While it runs, its first process writes one line
+for each interval that ends in a pause (an evaluation or a checkpoint). The sums of these lines and
+the time between sessions are the time account, and give the goodput. `RunClock` at the end of the
+file measures and writes the intervals of a session; the rest is arithmetic on them.
 """
 
 import contextlib
@@ -25,44 +25,44 @@ from scalejax.core.serialization import build, plain
 from scalejax.core.units import UNKNOWN, counted, format_fraction, format_seconds
 
 Part = Literal["startup", "compile", "input_wait", "step", "evaluation", "checkpoint"]
-"""What a session can be at."""
+"""Activities of a session."""
 PARTS: tuple[Part, ...] = ("startup", "compile", "input_wait", "step", "evaluation", "checkpoint")
 
 LINE_BYTES = 512
-"""Length of every line: the last is written anew in its place as time passes. A whole number of
-them fills a page of memory, so that none lies in two: the system writes a page whole, or not."""
+"""Length of every line: the last one is rewritten in place as time passes. It divides the page
+size, so that no line crosses a page boundary: the system writes a page whole, or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """What a session did from one pause to the end of the next, or until it was last seen."""
+    """Time of a session from one pause to the end of the next, or until its last write."""
 
     session: int
     """Sessions of the run before this one."""
     began_unix_seconds: float
-    """When the session began, by the clock of the system."""
+    """When the session began, by the system's clock."""
     boot_id: str | None = None
-    """Which start of which machine the session ran in, by Linux; None if it is not known."""
+    """Linux's id of the boot of the machine that the session ran in; None if unknown."""
     began_boot_seconds: float | None = None
-    """When the session began, since then: by a clock that nobody sets."""
+    """When the session began, in seconds since boot: a monotonic clock."""
     first_step: int | None = None
-    """Updates of the run that the session began with; None until it knows."""
+    """Updates of the run at the start of the session; None until known."""
     step: int = 0
-    """Updates of the run that were made, this stretch included."""
+    """Updates of the run so far, this interval included."""
     is_finished: bool = False
-    """Whether it ended in a pause, or the session by itself; else it goes on, or was cut off."""
+    """Whether it ended in a pause or with its session; else it is open, or was cut off."""
     startup_seconds: float = 0.0
-    """Start of the process, imports, meeting the other processes, opening and restoring."""
+    """Process start, imports, connecting to the other processes, opening and restoring."""
     compile_seconds: float = 0.0
     """Compiling the programs."""
     input_wait_seconds: float = 0.0
-    """For which devices had nothing to do, for want of a batch."""
+    """Time that devices waited for a batch."""
     step_seconds: float = 0.0
-    """Updates, their waiting for input left out."""
+    """Updates, without their waits for input."""
     evaluation_seconds: float = 0.0
     """Evaluations."""
     checkpoint_seconds: float = 0.0
-    """For which training stood still for a checkpoint, or for the last of them at the end."""
+    """Time that training was blocked by a checkpoint, or by the last one at the end."""
 
     def __post_init__(self) -> None:
         for name, value in ((field.name, getattr(self, field.name)) for field in fields(self)):
@@ -71,56 +71,56 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """The whole stretch."""
+        """Duration of the interval."""
         return math.fsum(getattr(self, f"{part}_seconds") for part in PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeAccount:
-    """The wall time of a run, each second of it in one place."""
+    """Wall time of a run by activity; each second is counted once."""
 
     sessions: int
     """How often the run's processes were started."""
     repeated_steps: int
-    """Updates that were made for nothing: those after the step at which a later session began."""
+    """Updates that were lost and repeated: those after the step at which a later session began."""
     startup_seconds: float
-    """Starting processes, imports, meeting the others, opening and restoring."""
+    """Process starts, imports, connecting to the other processes, opening and restoring."""
     compile_seconds: float
     """Compiling the programs."""
     input_wait_seconds: float
-    """Of updates that counted: devices had nothing to do, for want of a batch."""
+    """Time that devices waited for a batch, in updates that counted."""
     step_seconds: float
-    """Updates that counted, their waiting for input left out."""
+    """Updates that counted, without their waits for input."""
     evaluation_seconds: float
-    """Evaluations, but those made for nothing."""
+    """Evaluations, except lost ones."""
     checkpoint_seconds: float
-    """For which training stood still for checkpoints, but those made for nothing."""
+    """Time that training was blocked by checkpoints, except lost ones."""
     wasted_seconds: float
-    """All that sessions did after the step at which a later one began: updates, their waiting,
-    evaluations and checkpoints."""
+    """Lost time: updates, waits for input, evaluations and checkpoints after the step at which a
+    later session began."""
     down_seconds: float
-    """Between the last sign of one session and the start of the next. So is what a session did
-    that was killed before it came to train: one that is refused writes nothing."""
+    """Time between the last write of one session and the start of the next. It includes sessions
+    that were killed before training: they have written nothing."""
 
     @property
     def seconds(self) -> float:
-        """From the start of the first session to the last sign of the last one."""
+        """Time from the start of the first session to the last write of the last one."""
         return math.fsum(seconds for _, seconds in self.parts)
 
     @property
     def goodput(self) -> float | None:
-        """Share of the time that went into steps that count, 0..1; None if no time has passed.
+        """Fraction of the time spent in steps that counted, 0..1; None if no time has passed.
 
-        A step holds its waiting for input, as `step_seconds` does in a record, a prediction and
-        the failure model (`simulator.reliability.goodput`), whose share this is. That model
-        knows no evaluations: they are lost time here.
+        A step includes its wait for input, as `step_seconds` does in a record, a prediction and
+        the failure model (`simulator.reliability.goodput`), which predicts this fraction. That
+        model has no evaluations: they are lost time here.
         """
         counted_seconds = self.step_seconds + self.input_wait_seconds
         return counted_seconds / self.seconds if self.seconds else None
 
     @property
     def parts(self) -> tuple[tuple[str, float], ...]:
-        """Names of the parts in words and their seconds, what counts first."""
+        """Name and seconds of each activity, useful ones first."""
         return (
             ("steps", self.step_seconds),
             ("input wait", self.input_wait_seconds),
@@ -134,11 +134,11 @@ class TimeAccount:
 
 
 def time_account(intervals: Sequence[Interval]) -> TimeAccount:
-    """The sums of the stretches of a run, in their order; there must be one at least.
+    """The time account of a run from its intervals, at least one, in their order.
 
-    The time between two sessions is by a clock that nobody sets, where the machine was not started
-    anew between them; else by the clock of the system. Where a session began before the end of an
-    earlier one by that, which someone has set back then, no time has passed between the two.
+    The time between two sessions is by the monotonic clock, if the machine was not rebooted
+    between them; else by the system's clock. If by the latter a session began before the end of an
+    earlier one, because the clock was set back, the time between them is 0.
     """
     kept = dict.fromkeys(PARTS, 0.0)
     wasted_seconds, repeated_steps = 0.0, 0
@@ -162,9 +162,9 @@ def time_account(intervals: Sequence[Interval]) -> TimeAccount:
 
 
 def which_counted(intervals: Sequence[Interval]) -> list[bool]:
-    """Whether the updates of each stretch counted: no later session began before its end.
+    """Whether the updates of each interval counted: no later session began before its end.
 
-    One that was cut off counts neither, however few updates it had finished.
+    An interval that was cut off does not count either, however few updates it had made.
     """
     resumed_at, counted_ones = math.inf, []
     for index in range(len(intervals) - 1, -1, -1):
@@ -178,7 +178,7 @@ def which_counted(intervals: Sequence[Interval]) -> list[bool]:
 
 
 def steps_made(intervals: Sequence[Interval]) -> list[int]:
-    """Updates that were made in each stretch."""
+    """Number of updates made in each interval."""
     made = []
     for before, each in zip((None, *intervals), intervals, strict=False):
         is_same = before is not None and before.session == each.session
@@ -200,7 +200,7 @@ def _down_times(intervals: Sequence[Interval]) -> list[float]:
 
 
 def _between(earlier: Interval, later: Interval) -> float:
-    """Seconds from the begin of one session to that of another."""
+    """Seconds from the start of one session to that of another."""
     begins = earlier.began_boot_seconds, later.began_boot_seconds
     is_same_boot = earlier.boot_id is not None and earlier.boot_id == later.boot_id
     if is_same_boot and begins[0] is not None and begins[1] is not None:
@@ -208,22 +208,22 @@ def _between(earlier: Interval, later: Interval) -> float:
     return later.began_unix_seconds - earlier.began_unix_seconds
 
 
-def ledger_in_words(ledger: TimeAccount) -> str:
-    """The ledger on one line, parts that are next to nothing left out."""
+def time_account_in_words(account: TimeAccount) -> str:
+    """The time account on one line, without parts below 0.1 %."""
     shares = [
-        f"{name} {format_fraction(seconds / ledger.seconds)}"
-        for name, seconds in ledger.parts
-        if seconds > 0 and seconds >= 0.001 * ledger.seconds
+        f"{name} {format_fraction(seconds / account.seconds)}"
+        for name, seconds in account.parts
+        if seconds > 0 and seconds >= 0.001 * account.seconds
     ]
-    again = f", {counted(ledger.repeated_steps, 'step')} again" if ledger.repeated_steps else ""
+    again = f", {counted(account.repeated_steps, 'step')} again" if account.repeated_steps else ""
     return (
-        f"goodput {format_fraction(ledger.goodput)} of {format_seconds(ledger.seconds)} in "
-        f"{counted(ledger.sessions, 'session')}{again}: {', '.join(shares) or UNKNOWN}"
+        f"goodput {format_fraction(account.goodput)} of {format_seconds(account.seconds)} in "
+        f"{counted(account.sessions, 'session')}{again}: {', '.join(shares) or UNKNOWN}"
     )
 
 
 def load_intervals(path: Path) -> tuple[Interval, ...]:
-    """The lines of a file; a last line that was cut off is passed over, and no file has none.
+    """The intervals in a file, none if it does not exist; a truncated last line is ignored.
 
     Raises:
         ConfigError: if a line is damaged (with its number).
@@ -239,8 +239,8 @@ def load_intervals(path: Path) -> tuple[Interval, ...]:
     )
 
 
-def load_ledger(path: Path) -> TimeAccount | None:
-    """The ledger of the lines in a file; None if it has none.
+def load_time_account(path: Path) -> TimeAccount | None:
+    """The time account of the intervals in a file; None if it has none.
 
     Raises:
         ConfigError: if a line is damaged (with its number).
@@ -250,7 +250,7 @@ def load_ledger(path: Path) -> TimeAccount | None:
 
 
 def line_of(interval: Interval) -> bytes:
-    """A stretch as its line: JSON, filled with blanks."""
+    """An interval as a line of JSON, padded with blanks."""
     values = {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in plain(interval).items()  # type: ignore[union-attr]  a dataclass is a table
@@ -270,20 +270,20 @@ def _parse(line: bytes, where: str) -> Interval:
         raise ConfigError(f"{where}: {error}") from error
 
 
-# Tells where the time of a session goes, and writes it down while it passes.
+# The clock of a session, which writes its intervals while they run.
 
 _SECONDS_BETWEEN_WRITES = 0.5
 _IMPORTED = time.perf_counter()
 
 
 class RunClock:
-    """The parts of one session, one at a time, and the file of the run where they go."""
+    """Attributes the time of one session to its current activity, and writes it to a file."""
 
     def __init__(self, began_seconds_ago: float = 0.0) -> None:
-        """Begin a session, at its start-up.
+        """Begin a session, with start-up as its activity.
 
         Args:
-            began_seconds_ago: how long its start-up has taken already.
+            began_seconds_ago: time that its start-up has taken already.
         """
         boot_id, boot_seconds = _boot()
         self._blank = Interval(
@@ -306,7 +306,7 @@ class RunClock:
         self._thread = threading.Thread(target=self._write_often, name="run clock", daemon=True)
 
     def open(self, path: Path) -> None:
-        """Write to `path` from now on, behind what earlier sessions of the run have written.
+        """Append to `path` from now on, after the lines of earlier sessions of the run.
 
         Raises:
             ConfigError: if the file is damaged or cannot be written.
@@ -317,22 +317,22 @@ class RunClock:
         self._line, self._path = len(earlier), path
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._file, self._line * LINE_BYTES)  # of a line that was cut off
+            os.ftruncate(self._file, self._line * LINE_BYTES)  # drops a truncated line
             self._write(time.perf_counter())
         except OSError as error:
             raise ConfigError(f"{str(path)!r} cannot be written: {error}.") from error
         self._thread.start()
 
     def begin(self, step: int) -> None:
-        """The session goes on after `step` updates of the run."""
+        """Note that the session begins after `step` updates of the run."""
         self._first_step = self._step = step
 
     def at(self, step: int) -> None:
-        """So many updates of the run are made."""
+        """Note that `step` updates of the run are made."""
         self._step = step
 
     def enter(self, part: Part) -> Part:
-        """From now on the session is at `part`; returns what it was at."""
+        """Switch to the activity `part`; returns the previous one."""
         with self._lock:
             now, before = time.perf_counter(), self._part
             self._seconds[before] += now - self._since
@@ -341,7 +341,7 @@ class RunClock:
 
     @contextmanager
     def within(self, part: Part) -> Iterator[None]:
-        """The session is at `part` within, and then at what it was at before."""
+        """Context in which the activity is `part`; then the previous one again."""
         before = self.enter(part)
         try:
             yield
@@ -349,13 +349,13 @@ class RunClock:
             self.enter(before)
 
     def waited(self, seconds: float) -> None:
-        """So much of the time since the steps began was a wait for input."""
+        """Move `seconds` of the step time to input wait."""
         with self._lock:
             self._seconds["step"] -= seconds
             self._seconds["input_wait"] += seconds
 
     def finish_interval(self) -> None:
-        """End a stretch, in a pause; the next one begins.
+        """End the interval, in a pause, and begin the next.
 
         Raises:
             ConfigError: if it cannot be written.
@@ -367,7 +367,7 @@ class RunClock:
         """End the session.
 
         Raises:
-            ConfigError: if its last stretch cannot be written.
+            ConfigError: if its last interval cannot be written.
         """
         self._end.set()
         if self._thread.is_alive():
@@ -393,7 +393,7 @@ class RunClock:
         try:
             self.close()
         except ConfigError:
-            if error is None:  # else that is told, which is often the same
+            if error is None:  # else the first error is reported, often of the same cause
                 raise
 
     def _close_interval(self) -> None:
@@ -408,11 +408,11 @@ class RunClock:
 
     def _write_often(self) -> None:
         while not self._end.wait(_SECONDS_BETWEEN_WRITES):
-            with self._lock, contextlib.suppress(OSError):  # the loop's own writes will say so
+            with self._lock, contextlib.suppress(OSError):  # the loop's own writes report it
                 self._write(time.perf_counter())
 
     def _write(self, now: float, *, is_finished: bool = False) -> None:
-        """Write the stretch as it is at `now`, in its place."""
+        """Write the interval as of `now`, in place."""
         if self._file is None:
             return
         seconds = dict(self._seconds)
@@ -428,7 +428,7 @@ class RunClock:
 
 
 def _boot() -> tuple[str | None, float | None]:
-    """Which start of which machine this is, and the seconds since; unknown but on Linux."""
+    """Linux's boot id and the seconds since boot; None on other systems."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return boot_id, time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -437,7 +437,7 @@ def _boot() -> tuple[str | None, float | None]:
 
 
 def process_seconds() -> float:
-    """How long ago this process was started; or this module imported, where there is no /proc."""
+    """Seconds since this process was started; since this module was imported, without /proc."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as file:
             started_ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime

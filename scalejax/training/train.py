@@ -1,7 +1,7 @@
-"""A run from its config to its record: refused, compiled, predicted, then trained.
+"""Runs a config to its record: checks it, compiles it, predicts its time, then trains.
 
-The step is compiled once, ahead of time; what is costed for `prediction.json` is the very
-program that is then run.
+The step is compiled once, ahead of time; `prediction.json` is of the same program that is then
+run.
 """
 
 import sys
@@ -26,7 +26,7 @@ from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
 from scalejax.training.mesh import build_mesh
 from scalejax.training.multihost import (
-    first_says,
+    broadcast_from_first,
     is_first,
     require_same_checkpoint,
     require_same_run,
@@ -46,7 +46,7 @@ from scalejax.training.run_folder import (
 from scalejax.training.signals import StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import init_state
-from scalejax.training.time_accounting import RunClock, ledger_in_words, load_ledger
+from scalejax.training.time_accounting import RunClock, load_time_account, time_account_in_words
 
 
 def train(
@@ -61,21 +61,21 @@ def train(
     startup_seconds: float = 0.0,
     leave: Callable[[int], None] | None = None,
 ) -> RunRecord:
-    """The record of the run that `config` describes, made here and now.
+    """Train the run that `config` describes, and return its record.
 
-    The order counts: what may be refused comes before what is written.
+    Everything that may be refused is checked before any file is written.
 
     Args:
         config: the run.
         folder: where its files go; it may hold a run only with `resume`.
         device_count: devices to use; if None, those that the config's layout asks for, or all.
-        resume: go on at the latest checkpoint of the run in `folder`.
-        reporter: whom to tell how it goes; if None, standard error.
+        resume: continue from the latest checkpoint of the run in `folder`.
+        reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
         predicts: write a prediction first, for which these devices are measured for a second.
-        startup_seconds: that the start of this session has taken before, for its time ledger.
+        startup_seconds: time this session has taken so far, for its time accounting.
         leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
-            before training; if None, the process goes on, as it is there for other things too.
+            before training; if None, the process is never ended, as it serves others too.
 
     Raises:
         ConfigError: if the config cannot work here, or the folder holds another run or cannot
@@ -94,23 +94,23 @@ def train(
         heartbeat.at("compiling", 0)
         reporter = (reporter or reporter_for(sys.stderr)) if is_first() else Silent()
         serialization.require_writable_folder("folder", folder)
-        there_are = jax.device_count() if device_count is None else device_count
+        available = jax.device_count() if device_count is None else device_count
         if device_count is None and config.layout.data is None:
-            device_count = there_are
+            device_count = available
         run = resolve(config, device_count)
         require_same_run(run, resume=resume)
         mesh = build_mesh(run.layout)
-        files = _admitted(folder, run, resume=resume)
-        notes = (*notes_of(run), *idle_notes(run, there_are))
+        files = _open_run_folder(folder, run, resume=resume)
+        notes = (*notes_of(run), *idle_notes(run, available))
         for note in (*notes, *(changed_notes(files, run) if resume else ())):
             reporter.say(f"Note: {note}.")
-        if resume:  # before checkpoints are opened, which tidies up
+        if resume:  # before checkpoints are opened, which removes unfinished ones
             lock.take(folder)
         with reporter.compiling(), clock.within("compile"):
             programs = compile_run(run, mesh)  # refuses what cannot work before a file is written
         with Checkpoints(files.checkpoints, keep=config.train.keep_checkpoints) as checkpoints:
-            state, begin = _beginning(run, mesh, programs, checkpoints, traces)
-            if is_first():  # after the last that may be refused
+            state, begin = _first_state(run, mesh, programs, checkpoints, traces)
+            if is_first():  # after the last check that may refuse the run
                 describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
             lock.take(folder)
@@ -124,43 +124,43 @@ def train(
                     MetricsLogger(files, reporter, heartbeat, clock, after_step=begin)
                 ) as logger,
                 closing(StepTraces(files.traces, traces)) as recorder,
-                _naming_the_way_out(),
+                _suggesting_to_skip(),
             ):
                 loop = TrainingLoop(run, programs, checkpoints, logger, signals, recorder)
                 loop.train(state, begin, tuned)
-    if is_first() and (ledger := load_ledger(files.time)) and ledger.sessions > 1:
-        reporter.say(ledger_in_words(ledger))
+    if is_first() and (account := load_time_account(files.time)) and account.sessions > 1:
+        reporter.say(time_account_in_words(account))
     sync_global_devices("the record is whole")
     return RunRecord.load(folder)
 
 
-def _admitted(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
+def _open_run_folder(folder: Path, run: ResolvedRun, *, resume: bool) -> RunFolder:
     """The folder of the run.
 
     Raises:
-        ConfigError: if it holds a run that this one does not go on with.
+        ConfigError: if it holds another run, or one without `resume`.
     """
     files = RunFolder(path=folder)
-    if first_says(files.holds_run) and not resume:
+    if broadcast_from_first(files.holds_run) and not resume:
         refuse_second_run(files)
     if resume:
         refuse_other_run(files, run)
-    else:  # a checkpoint has its own
+    else:  # a checkpoint has its own weights
         require_weights(run.config.model)
     return files
 
 
-def _beginning(
+def _first_state(
     run: ResolvedRun,
     mesh: Mesh,
     programs: RunPrograms,
     checkpoints: Checkpoints,
     traces: TraceSchedule | None,
 ) -> tuple[TrainState, int]:
-    """The state to go on with, and how many updates have made it.
+    """The state to train from, restored or initial, and its number of updates.
 
     Raises:
-        ConfigError: if too few updates are left to make.
+        ConfigError: if too few updates are left.
         CheckpointMismatch: if the latest checkpoint cannot be read.
     """
     begin = checkpoints.latest_step or 0
@@ -174,8 +174,8 @@ def _beginning(
 
 
 @contextmanager
-def _naming_the_way_out() -> Iterator[None]:
-    """Say what leaves out examples that cannot be read, where one is met."""
+def _suggesting_to_skip() -> Iterator[None]:
+    """Add to the error of an unreadable example the field that skips such examples."""
     try:
         yield
     except UnreadableExample as error:

@@ -1,6 +1,6 @@
-"""What a run left out because it could not be read: counted over its processes, told in lines.
+"""Unreadable examples of a run, counted over its processes and logged.
 
-Knows counts and reasons; not what reads, nor what is wrong with a row.
+Knows counts and reasons; nothing of readers and of how a row is damaged.
 """
 
 import json
@@ -11,26 +11,26 @@ from scalejax.config.run import ResolvedRun
 from scalejax.data.loader.skip_unreadable import Skipped
 from scalejax.data.source import Split
 from scalejax.training.logger import MetricsLogger
-from scalejax.training.multihost import all_say
+from scalejax.training.multihost import all_gather_text
 from scalejax.training.record import Measurement, UnreadableExamples
 from scalejax.training.reporter import unreadable_in_words
 
 
 class SkippedExamples:
-    """Of one run, both of its parts, over all of its sessions."""
+    """Counts the unreadable examples of a run, in both parts of its data, over all sessions."""
 
     def __init__(self, run: ResolvedRun) -> None:
         self._run = run
         self._trained_rows = 0
         self.of: dict[Split, Skipped] = {"train": Skipped(), "test": Skipped()}
-        """What this process found, by part, since the last line."""
+        """Unreadable examples that this process found since the last logged line, by part."""
 
     def tell(self, part: Split, logger: MetricsLogger, *, step: int) -> None:
-        """Put down what all processes found since the last line, if there is something to say;
-        every process must ask."""
+        """Log the unreadable examples of all processes since the last line, if there are any;
+        every process must call it."""
         if self._run.config.input.unreadable == "refuse":
             return
-        found = [json.loads(said) for said in all_say(json.dumps(self.of[part].taken()))]
+        found = [json.loads(said) for said in all_gather_text(json.dumps(self.of[part].taken()))]
         line = unreadable_examples(
             self._run, part, found, step=step, elapsed_seconds=logger.elapsed_seconds
         )
@@ -39,13 +39,13 @@ class SkippedExamples:
             self.note(line)
 
     def note(self, measurement: Measurement) -> None:
-        """Count what a line of the record says."""
+        """Add the examples of a line of the record."""
         if isinstance(measurement, UnreadableExamples) and measurement.part == "train":
             self._trained_rows += measurement.rows
 
     @property
     def in_words(self) -> str:
-        """What was left out of training, to be put behind other figures; nothing if nothing was."""
+        """Number of unreadable training examples as text to append; empty if there are none."""
         rows = self._trained_rows
         return f", {unreadable_in_words(rows, 'training')} in all epochs together" if rows else ""
 
@@ -58,14 +58,14 @@ def unreadable_examples(
     step: int,
     elapsed_seconds: float,
 ) -> UnreadableExamples | None:
-    """The line of what could not be read; None if there is nothing to say.
+    """The line of the record for unreadable examples; None if there are none.
 
     Args:
-        run: what trains.
-        part: of the data.
-        found: by each process: rows left out, and what is wrong with the first few.
+        run: the run that trains.
+        part: part of the data.
+        found: for each process, rows skipped and the errors of the first few.
         step: updates made.
-        elapsed_seconds: since training began.
+        elapsed_seconds: time since training began.
     """
     rows = sum(count for count, _ in found)
     if not rows:

@@ -18,7 +18,7 @@ from scalejax.config.run import load_config
 from scalejax.launch import LOST, Launch
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import Silent
-from scalejax.training.time_accounting import load_intervals, load_ledger
+from scalejax.training.time_accounting import load_intervals, load_time_account
 from scalejax.training.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -177,7 +177,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on_to_the_same_end(start, tm
     assert code == 0, said
     files = RunFolder(path=folder)
     intervals = load_intervals(files.time)
-    ledger, last_line = load_ledger(files.time), intervals[-1]
+    ledger, last_line = load_time_account(files.time), intervals[-1]
     assert ledger is not None
     assert last_line.first_step is not None
     assert ledger.goodput is not None

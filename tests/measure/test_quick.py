@@ -61,7 +61,7 @@ def test_all_measure_if_one_has_no_calibration(monkeypatch, tmp_path, calibrated
 
     others = ("yes", "no")
     monkeypatch.setattr(compile, "calibrated_cluster", lambda mesh: calibrated)
-    monkeypatch.setattr(compile, "all_say", lambda said: (*others, said))
+    monkeypatch.setattr(compile, "all_gather_text", lambda said: (*others, said))
     monkeypatch.setattr(compile, "local_cluster", measure)
     predict_run: Any = compile.predict_run  # what it is not asked for is not given
     files = SimpleNamespace(prediction=tmp_path / "prediction.json")

@@ -30,7 +30,7 @@ from scalejax.training.evaluation import build_evaluation
 from scalejax.training.features import open_examples
 from scalejax.training.logger import evaluation_measurement
 from scalejax.training.mesh import build_mesh, replicated
-from scalejax.training.multihost import all_say, require_same_checkpoint, require_same_state
+from scalejax.training.multihost import all_gather_text, require_same_checkpoint, require_same_state
 from scalejax.training.reporter import Silent
 from scalejax.training.state import TrainState, shardings_of
 from scalejax.training.step import build_step, init_state
@@ -300,7 +300,7 @@ def refusal_of(ask: Callable[[], object]) -> str:
     try:
         ask()
     except ScalejaxError as error:
-        return "; ".join(dict.fromkeys(all_say(f"{type(error).__name__}: {error}")))
+        return "; ".join(dict.fromkeys(all_gather_text(f"{type(error).__name__}: {error}")))
     return "nothing was refused"
 
 
@@ -368,7 +368,7 @@ def watched_run(folder: Path) -> list[list[str]]:
     config = Case(model="mlp", layout={"data": 4}).run.config
     train(with_fields(config, {"train.epochs": 3, "train.log_every_steps": 1}), folder)
     here = [path.removeprefix(f"{folder}/") for path in written if path.startswith(f"{folder}/")]
-    return [json.loads(said) for said in all_say(json.dumps(here))]
+    return [json.loads(said) for said in all_gather_text(json.dumps(here))]
 
 
 def is_for_writing(mode: str | None, flags: int) -> bool:

@@ -178,7 +178,7 @@ def test_features_of_images_written_anew_are_computed_again(tmp_path):
     # images 0, 2, 4 of one class and 1, 3, 5 of the other have changed places
     np.testing.assert_allclose(after, before[::-1], rtol=1e-5, atol=1e-6)
     assert not np.allclose(after, before)
-    with pytest.raises(ConfigError, match=r"cache_features=True is refused: the store of"):
+    with pytest.raises(ConfigError, match=r"cache_features=True is refused: the storage of"):
         opened("memory://frozen")
 
 

@@ -24,12 +24,12 @@ from scalejax.training.time_accounting import (
     PARTS,
     Interval,
     RunClock,
-    ledger_in_words,
     line_of,
     load_intervals,
-    load_ledger,
+    load_time_account,
     process_seconds,
     time_account,
+    time_account_in_words,
 )
 from scalejax.training.train import train
 
@@ -96,7 +96,7 @@ def test_ledger_of_a_run_that_was_killed_and_went_on():
     assert ledger.down_seconds == 40 - 34.25
     assert ledger.seconds == 40 + 16.75
     assert ledger.goodput == (18.25 + 1) / 56.75
-    assert ledger_in_words(ledger) == (
+    assert time_account_in_words(ledger) == (
         "goodput 33.9 % of 56.8 s in 2 sessions, 130 steps again: steps 32.2 %, input wait 1.8 %, "
         "checkpoint 1.8 %, start-up 19.4 %, compile 8.8 %, wasted 26.0 %, down 10.1 %"
     )
@@ -159,7 +159,7 @@ def test_a_session_knows_when_it_began_by_a_clock_that_nobody_sets(tmp_path, mon
         with RunClock() as clock:
             clock.open(path)
 
-    ledger = load_ledger(path)
+    ledger = load_time_account(path)
 
     assert ledger is not None
     assert ledger.seconds <= time.perf_counter() - begin + 0.1
@@ -266,7 +266,7 @@ def test_a_kill_leaves_all_but_the_last_half_second(tmp_path):
             killed.wait()
     wall = time.time() - begin
 
-    ledger = load_ledger(path)
+    ledger = load_time_account(path)
 
     assert ledger is not None
     assert ledger.sessions == 2
@@ -316,7 +316,7 @@ def test_the_ledger_of_a_run_is_its_wall_time(tmp_path):
         *((0, step) for step in (4, 8, 10, 12, 16, 20, 20)),
         *((1, step) for step in (24, 28, 30, 30)),
     ]
-    assert said[-1] == ledger_in_words(ledger)
+    assert said[-1] == time_account_in_words(ledger)
 
 
 def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
@@ -331,17 +331,17 @@ def test_a_line_that_was_cut_off_is_written_anew(tmp_path):
 
     path.write_bytes(b"x" * LINE_BYTES)
     with pytest.raises(ConfigError, match=r"time.jsonl, line 1 is damaged .* delete that file"):
-        load_ledger(path)
+        load_time_account(path)
     with pytest.raises(ConfigError, match="line 1 is damaged"), RunClock() as clock:
         clock.open(path)
 
     for damage in (b"[]", b'{"session": 0}', b'{"session": 0, "began_unix_seconds": NaN}'):
         path.write_bytes(damage.ljust(LINE_BYTES))
         with pytest.raises(ConfigError, match=r"time.jsonl, line 1"):
-            load_ledger(path)
+            load_time_account(path)
     path.write_bytes(line_of(interval(0, 5, step=1.5)).replace(b" 1.5", b"-1.5"))
     with pytest.raises(ConfigError, match=r"time.jsonl, line 1: step_seconds=-1.5 is refused"):
-        load_ledger(path)
+        load_time_account(path)
 
 
 def test_no_time_has_no_goodput():
@@ -349,7 +349,7 @@ def test_no_time_has_no_goodput():
     ledger = time_account([interval(0, 0)])
 
     assert ledger.goodput is None
-    assert ledger_in_words(ledger) == "goodput n/a of 0 us in 1 session: n/a"
+    assert time_account_in_words(ledger) == "goodput n/a of 0 us in 1 session: n/a"
 
 
 def test_a_line_is_never_longer_than_its_place():

@@ -27,7 +27,7 @@ from scalejax.measure.bench.results import BenchResult
 from scalejax.simulator.program import Program
 from scalejax.training.features import open_examples
 from scalejax.training.mesh import build_mesh
-from scalejax.training.multihost import all_say, is_first
+from scalejax.training.multihost import all_gather_text, is_first
 from scalejax.training.reporter import Silent
 from scalejax.training.run_folder import versions
 from scalejax.training.state import TrainState
@@ -142,7 +142,7 @@ def _timed(
 
 
 def _of_all_processes(usage: tuple[Usage, ...]) -> tuple[Usage, ...]:
-    said = all_say(json.dumps([plain(each) for each in usage]))
+    said = all_gather_text(json.dumps([plain(each) for each in usage]))
     return tuple(build(Usage, each) for one in said for each in json.loads(one))
 
 

@@ -164,6 +164,6 @@ def _of_all(mine: Iterable[Finding], processes: int) -> list[list[Finding]]:
 def _said_by_all(text: str, processes: int) -> tuple[str, ...]:
     if processes == 1:
         return (text,)
-    from scalejax.training.multihost import all_say
+    from scalejax.training.multihost import all_gather_text
 
-    return all_say(text)
+    return all_gather_text(text)

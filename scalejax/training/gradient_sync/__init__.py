@@ -1,10 +1,10 @@
-"""How devices along the data axis bring their gradients together: one file for each way.
+"""Gradient synchronisation along the data axis, one module for each method.
 
-Each is a pair of functions that run on one device inside `shard_map`: what it keeps of its own
-between steps, and from its gradient the one that all devices go on with. Knows trees of arrays;
-no networks, no optimizers and no config beyond its own.
+Each method is a pair of functions that run per device inside `shard_map`: the initial state of a
+device, and the map from its local gradient and state to the synchronised gradient and new state.
+Knows trees of arrays; no networks, no optimizers and no config beyond its own.
 
-`local_sgd` brings parameters together in place of gradients, and so has an update of its own.
+`local_sgd` averages parameters in place of gradients, and so has an update of its own.
 """
 
 from collections.abc import Callable
@@ -34,23 +34,23 @@ PyTree = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSync:
-    """From the gradients of the devices to one."""
+    """A method to combine the gradients of all devices into one."""
 
     init: Callable[[PyTree], PyTree]
-    """From the parameters that learn to what each device keeps at first; None if nothing."""
+    """Maps the trainable parameters to the initial state of a device; None if it has none."""
     combine: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-    """From a device's gradient and what it kept to the gradient of all and what it keeps."""
+    """Maps a device's gradient and state to the synchronised gradient and the new state."""
 
 
-def gradient_exchange(
+def build_gradient_sync(
     config: GradientSyncConfig | None, *, stacked: tuple[str, ...], per_device_batch: int
 ) -> GradientSync:
-    """The exchange of gradients that `config` names.
+    """The gradient synchronisation that `config` names.
 
     Args:
-        config: which; None, and one of parameters, for the mean of gradients.
+        config: the method; None and local SGD give the mean of the gradients.
         stacked: `Network.stacked`: parts whose first dimension counts layers.
-        per_device_batch: samples whose mean gradient a device has.
+        per_device_batch: samples per device, over which its gradient is a mean.
     """
     match config:
         case None | LocalSgdConfig():

@@ -1,17 +1,17 @@
-"""Adasum: gradients of pairs of devices, of pairs of pairs, and so on, each layer by itself.
+"""Adasum: combines gradients pairwise in a tree over devices, separately for each layer.
 
     Adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b,
 
 which is a + b for orthogonal gradients and (a + b) / 2 for equal ones.
 
-Recursive vector halving: in level l of log2(devices), devices 2^l apart exchange halves of what
-each holds, and combine what they hold of the same entries; a gather ends it. So each sends about
-what a ring's all-reduce sends, and not the whole gradient in every level. Of the products a.b,
-|a|^2 and |b|^2 each has a part, and their sums over the 2^(l + 1) devices of both sides are three
-numbers a layer.
+Recursive vector halving: in level l of log2(devices), devices 2^l apart swap halves of their
+entries and combine the halves they then both have; an all-gather ends it. Each device sends about
+as much as in a ring all-reduce, not the whole gradient in every level. Each holds a part of the
+products a.b, |a|^2 and |b|^2; their sums over the 2^(l + 1) devices of both sides are three numbers
+per layer.
 
-Source: Maleki et al. 2020, arXiv 2006.02924, sections 3 and 4 (algorithm AdasumRVH); layers each by
-itself, as there and in Horovod.
+Source: Maleki et al. 2020, arXiv 2006.02924, sections 3 and 4 (algorithm AdasumRVH); separately for
+each layer, as there and in Horovod.
 """
 
 from typing import Any, NamedTuple
@@ -30,9 +30,9 @@ class _Block(NamedTuple):
     """Columns of the matrix of all layers that belong to one parameter."""
 
     layers: int
-    """Layers that it holds."""
+    """Layers in the block."""
     entries: int
-    """Of one layer."""
+    """Entries of one layer."""
     width: int
     """Columns of one layer: its entries over the devices, rounded up."""
 
@@ -53,7 +53,7 @@ def combined(gradient: PyTree, stacked: tuple[str, ...]) -> PyTree:
     )
     level = 1
     while level < devices:
-        held = _of_pair(held, blocks, level, devices, rank)
+        held = _combined_with_partner(held, blocks, level, devices, rank)
         level *= 2
     rows = lax.all_gather(held, DATA, tiled=True)
     rows = rows[jnp.array([_reversed_bits(row, devices) for row in range(devices)])]
@@ -67,12 +67,12 @@ def _rows(layer: jax.Array, block: _Block, devices: int) -> jax.Array:
 
 
 def _layers(rows: jax.Array, blocks: list[_Block]) -> list[jax.Array]:
-    """What `_rows` made rows of, of each block."""
-    found = []
+    """The inverse of `_rows` for each block: [layers, entries]."""
+    layers = []
     for columns, block in zip(_columns(rows, blocks), blocks, strict=True):
-        apart = columns.reshape(len(rows), block.layers, block.width).swapaxes(0, 1)
-        found.append(apart.reshape(block.layers, -1)[:, : block.entries])
-    return found
+        split = columns.reshape(len(rows), block.layers, block.width).swapaxes(0, 1)
+        layers.append(split.reshape(block.layers, -1)[:, : block.entries])
+    return layers
 
 
 def _columns(rows: jax.Array, blocks: list[_Block]) -> list[jax.Array]:
@@ -83,15 +83,15 @@ def _columns(rows: jax.Array, blocks: list[_Block]) -> list[jax.Array]:
     return jnp.split(rows, ends[:-1], axis=1)
 
 
-def _of_pair(
+def _combined_with_partner(
     held: jax.Array, blocks: list[_Block], level: int, devices: int, rank: jax.Array
 ) -> jax.Array:
-    """Half of the rows that this device holds, combined with those of the device `level` apart."""
+    """Half of this device's rows, combined with those of its partner, `level` devices apart."""
     half, is_right = len(held) // 2, (rank // level) % 2
     own = lax.dynamic_slice_in_dim(held, is_right * half, half)
-    given = lax.dynamic_slice_in_dim(held, (1 - is_right) * half, half)
+    sent = lax.dynamic_slice_in_dim(held, (1 - is_right) * half, half)
     pairs = [(device, device ^ level) for device in range(devices)]
-    received = lax.ppermute(given, DATA, pairs)
+    received = lax.ppermute(sent, DATA, pairs)
     left = jnp.where(is_right == 0, own, received)
     right = jnp.where(is_right == 0, received, own)
     sides = ((left, right), (left, left), (right, right))
@@ -99,35 +99,35 @@ def _of_pair(
     both = 2 * level
     groups = [list(range(first, first + both)) for first in range(0, devices, both)]
     product, left_norm, right_norm = lax.psum(products, DATA, axis_index_groups=groups)
-    of_left = _spread(_share(product, left_norm), blocks)
-    of_right = _spread(_share(product, right_norm), blocks)
-    return of_left * left + of_right * right
+    left_factor = _per_column(_coefficient(product, left_norm), blocks)
+    right_factor = _per_column(_coefficient(product, right_norm), blocks)
+    return left_factor * left + right_factor * right
 
 
-def _share(product: jax.Array, squared_norm: jax.Array) -> jax.Array:
-    """What is kept of a side, of each layer; all of it if it is 0."""
+def _coefficient(product: jax.Array, squared_norm: jax.Array) -> jax.Array:
+    """1 - a.b / (2 |a|^2) of each layer; 1 if a is 0."""
     is_zero = squared_norm == 0
     return jnp.where(is_zero, 1.0, 1 - product / (2 * jnp.where(is_zero, 1.0, squared_norm)))
 
 
 def _products(left: jax.Array, right: jax.Array, blocks: list[_Block]) -> jax.Array:
-    """Sums over the entries of each layer of `left` times `right`, [layers of all blocks]."""
-    found = [
+    """Dot products of `left` and `right` of each layer, [layers of all blocks]."""
+    sums = [
         columns.reshape(len(left), block.layers, block.width).sum(axis=(0, 2))
         for columns, block in zip(_columns(left * right, blocks), blocks, strict=True)
     ]
-    return jnp.concatenate(found)
+    return jnp.concatenate(sums)
 
 
-def _spread(of_layers: jax.Array, blocks: list[_Block]) -> jax.Array:
-    """A number of each layer for each of its columns, [1, columns]."""
+def _per_column(per_layer: jax.Array, blocks: list[_Block]) -> jax.Array:
+    """One number per layer repeated for each of its columns, [1, columns]."""
     widths = [block.width for block in blocks for _ in range(block.layers)]
     total = sum(widths)
-    return jnp.repeat(of_layers, jnp.array(widths), total_repeat_length=total)[None]
+    return jnp.repeat(per_layer, jnp.array(widths), total_repeat_length=total)[None]
 
 
 def _reversed_bits(number: int, count: int) -> int:
-    """`number` with its bits, as many as count up to `count`, in reverse: the device that holds
-    the row of that number, as the first level decides over the largest part of it."""
+    """`number` with its log2(count) bits reversed: the device that holds the row of that number,
+    as the first level splits the rows into the largest parts."""
     width = count.bit_length() - 1
     return int(f"{number:0{width}b}"[::-1], 2) if width else 0

@@ -1,7 +1,7 @@
-"""Gradients in half the bytes: cast to float16, added up in it, divided after.
+"""Float16 compression: gradients are cast to float16, all-reduced in it, then divided.
 
-Source: Horovod's `Compression.fp16`; the sum is of float16 there too, so that the devices'
-gradients together must stay below 65504.
+Source: Horovod's `Compression.fp16`; the sum is in float16 there too, so that the sum of the
+devices' gradients must stay below 65504.
 """
 
 from typing import Any

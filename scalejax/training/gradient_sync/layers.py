@@ -1,4 +1,4 @@
-"""A tree of gradients as its layers: what exchanges that work layer by layer see of it."""
+"""A tree of gradients as a list of layers, for methods that work layer by layer."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def layers_of(tree: PyTree, stacked: tuple[str, ...]) -> list[jax.Array]:
 
 
 def from_layers(layers: list[jax.Array], like: PyTree) -> PyTree:
-    """The tree of the shapes of `like` that has these layers."""
+    """The inverse of `layers_of`: a tree with the structure and shapes of `like`."""
     leaves, structure = jax.tree.flatten(like)
     shaped = [layer.reshape(leaf.shape) for layer, leaf in zip(layers, leaves, strict=True)]
     return tree_unflatten(structure, shaped)

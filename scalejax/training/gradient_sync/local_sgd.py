@@ -1,7 +1,7 @@
-"""Local SGD: the update in which each device goes on by itself, and now and then all average.
+"""Local SGD: each device updates its own parameters, and all average them every few steps.
 
-One program holds both: a step without an average runs past it. What its conditions stand for in the
-mean of a run, `gradient_sync_shares` tells whoever costs it, by their scopes.
+One program has both, the average behind a condition. How often each condition holds in the mean of
+a run, `gradient_sync_shares` gives for costing, by named scope.
 
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
 arXiv 2311.08105.
@@ -21,19 +21,19 @@ from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
 from scalejax.models import BatchNormScope
-from scalejax.training.gradient_sync.diloco import after_average
+from scalejax.training.gradient_sync.diloco import outer_step
 from scalejax.training.gradients import Batch, gradients
 from scalejax.training.optimizers.fine_tuning import updated
 from scalejax.training.setup import TrainSetup
-from scalejax.training.state import PyTree, TrainState, as_part, learning_params, own_part
+from scalejax.training.state import PyTree, TrainState, as_local_slice, learning_params, local_slice
 
 
 def local_update(
     setup: TrainSetup, config: LocalSgdConfig, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after an update of each device by its own samples, and the metrics of all.
+    """The state after each device's update by its own samples, and the mean metrics.
 
-    Loss and accuracy are the mean over all devices in every step: a few bytes.
+    Loss and accuracy are averaged over all devices in every step: a few bytes.
 
     Raises:
         ConfigError: if the network has BatchNorm over all devices.
@@ -45,7 +45,7 @@ def local_update(
         mesh=mesh,
         in_specs=(split, whole, whole, split),
         out_specs=(split, whole, whole),
-        check_vma=False,  # JAX does not see that an average behind a condition is the same on all
+        check_vma=False,  # JAX cannot infer that an average behind a condition is replicated
     )
     (params, model_state, opt_state), outer, metrics = on_device(
         copies, state.exchange, state.step, batch
@@ -69,10 +69,10 @@ def _on_device(
     step: jax.Array,
     batch: Batch,
 ) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, dict[str, jax.Array]]:
-    """An update of one device, from and to its part of [devices, ...]."""
+    """The update of one device, on its slice of [devices, ...]."""
     run, begin = setup.run, begin_step(setup.run, config)
-    params, model_state, opt_state = own_part(copies)
-    if jax.tree.leaves(model_state):  # of a user's own network, nobody else knows
+    params, model_state, opt_state = local_slice(copies)
+    if jax.tree.leaves(model_state):  # only known here for a user's own network
         require_local_batch_norm(run.config.layout)
     bn = BatchNormScope(groups=max(1, run.bn_groups // run.layout.data))
     gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, None)
@@ -84,13 +84,13 @@ def _on_device(
     learning = learning_params(setup, params)
     updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)
     learning = optax.apply_updates(learning, updates)
-    if begin and outer is not None:  # all devices are where the last average would be
+    if begin and outer is not None:  # while synchronous, the outer parameters follow all devices
         last = jax.tree.map(partial(jnp.where, step < begin), learning, outer["params"])
         outer = {**outer, "params": last}
 
     def averaged(learning: PyTree, model_state: PyTree, outer: PyTree) -> tuple[Any, Any, Any]:
         learning, model_state = _mean((learning, model_state))
-        learning, outer = after_average(config, learning, outer)
+        learning, outer = outer_step(config, learning, outer)
         return learning, model_state, outer
 
     made = step + 1 - begin
@@ -102,7 +102,7 @@ def _on_device(
     metrics = _mean(metrics)
     if "gradient_norm" in metrics:
         metrics["gradient_norm"] = jnp.sqrt(metrics["gradient_norm"])
-    return as_part((updated(params, learning), model_state, opt_state)), outer, metrics
+    return as_local_slice((updated(params, learning), model_state, opt_state)), outer, metrics
 
 
 def _mean(tree: PyTree) -> PyTree:

@@ -1,7 +1,7 @@
-"""The largest entries of each layer's gradient, with their places; all others are 0.
+"""Top-k sparsification: the largest entries of each layer's gradient are sent with their indices.
 
-Every device receives the entries of all others, in one exchange of all layers, and adds them up in
-the order of the devices: in any other, devices could come to differ in the last bit.
+Every device receives the entries of all others, in one all-gather for all layers, and adds them in
+the order of the devices: in any other order, devices could differ in the last bit.
 
 Source: Lin et al. 2017, arXiv 1712.01887, section 3 (the selection alone, layer by layer; not its
 momentum correction, clipping and warmup); Stich et al. 2018, arXiv 1809.07599.
@@ -21,7 +21,7 @@ from scalejax.training.gradient_sync.layers import from_layers, layers_of
 PyTree = Any
 
 _MOST_ENTRIES = 2**31 - 1
-"""Places are int32."""
+"""Indices are int32."""
 
 
 def synchronised(
@@ -31,20 +31,20 @@ def synchronised(
 
     Args:
         gradient: of this device, float32.
-        fraction: part of the entries of each layer that is sent; of each layer at least one.
+        fraction: fraction of the entries of each layer that is sent; at least one entry.
         stacked: first parts of the paths of parameters whose first dimension counts layers.
 
     Raises:
-        ConfigError: if places in the gradient cannot be counted in 32 bits.
+        ConfigError: if indices into the gradient do not fit into 32 bits.
     """
     layers = layers_of(gradient, stacked)
     size = sum(layer.size for layer in layers)
     if size > _MOST_ENTRIES:
-        accepted = f"of {size} parameters, places do not fit into 32 bits; use another exchange"
+        accepted = f"indices of {size} parameters do not fit into 32 bits; use another compression"
         raise ConfigError(refusal("gradient_sync.name", "top_k", accepted))
     places, values = _largest(layers, fraction)
     kept = places.size
-    # One exchange, of places and of the bits of values: a collective has a latency of its own.
+    # One all-gather of indices and of the bits of values: each collective has its own latency.
     sent = jnp.concatenate([places, lax.bitcast_convert_type(values, jnp.int32)])
     gathered = lax.all_gather(sent, DATA)
 
@@ -59,7 +59,7 @@ def synchronised(
 
 
 def _largest(layers: list[jax.Array], fraction: float) -> tuple[jax.Array, jax.Array]:
-    """Places in all layers one after another, int32, and values of the largest entries of each."""
+    """Indices into all layers concatenated, int32, and values of the largest entries of each."""
     places, values, begin = [], [], 0
     for layer in layers:
         count, entries = layer.shape

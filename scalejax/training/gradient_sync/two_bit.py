@@ -1,7 +1,7 @@
-"""Gradients in a sixteenth of the bytes: threshold, 0 or -threshold, 16 of them in a word.
+"""Two-bit compression: entries are sent as threshold, 0 or -threshold, 16 in a 32-bit word.
 
-Every device receives the words of all others and adds up what they stand for; the sums have more
-values than two bits hold, so that no all-reduce can make them on the way.
+Every device receives the words of all others and adds the decoded values; the sums do not fit into
+two bits, so that an all-reduce is impossible.
 
 Source: MXNet's kvstore, `set_gradient_compression({"type": "2bit"})` (apache/incubator-mxnet#8662).
 """
@@ -19,7 +19,7 @@ PyTree = Any
 
 _PER_WORD = 16
 _UP, _DOWN = 1, 2
-"""Codes of threshold and -threshold; 0 is that of 0."""
+"""Codes of threshold and -threshold; the code of 0 is 0."""
 
 
 def synchronised(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
@@ -27,7 +27,7 @@ def synchronised(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
 
     Args:
         gradient: of this device, float32.
-        threshold: from which size on an entry is sent, and as which.
+        threshold: smallest magnitude of an entry that is sent, and the magnitude it is sent as.
     """
     entries, shaped = ravel_pytree(gradient)
     codes = jnp.where(entries >= threshold, _UP, jnp.where(entries <= -threshold, _DOWN, 0))
@@ -50,7 +50,7 @@ def _packed(codes: jax.Array) -> jax.Array:
     """Words, uint32 [entries / 16 rounded up], of codes [entries]."""
     padded = jnp.pad(codes.astype(jnp.uint32), (0, -codes.size % _PER_WORD))
     places = padded.reshape(-1, _PER_WORD) << _shifts()[None]
-    return places.sum(axis=1, dtype=jnp.uint32)  # of bits apart: no carry
+    return places.sum(axis=1, dtype=jnp.uint32)  # the bits are disjoint: no carry
 
 
 def _unpacked(words: jax.Array) -> jax.Array:

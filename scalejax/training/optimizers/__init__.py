@@ -1,4 +1,4 @@
-"""How a gradient becomes an update: Optax chains, with masks by the paths of parameters.
+"""Optimizers: Optax chains from a gradient to an update, with masks by parameter path.
 
 Knows paths and which parameters are stacked over layers; nothing of networks.
 """
@@ -29,7 +29,7 @@ DECAYED = ("kernel", "embedding")
 """Last parts of the paths of weights; all other parameters are biases and normalisation."""
 
 Mask = Callable[[Any], Any]
-"""From a tree of parameters to the tree that says which of them are meant."""
+"""Function from a tree of parameters to a tree of booleans that select them."""
 
 
 def build_optimizer(
@@ -64,7 +64,7 @@ def build_optimizer(
 
 
 def evaluated_params(config: OptimizerConfig, opt_state: optax.OptState, params: Any) -> Any:
-    """The parameters that an optimizer means to be used, from those that it trains."""
+    """The parameters to evaluate, which for schedule-free optimizers differ from the trained."""
     if not isinstance(config, ScheduleFreeConfig):
         return params
     inner = opt_state.inner if isinstance(opt_state, LossScaled) else opt_state
@@ -87,7 +87,7 @@ def _lars(
     if config.variant == "optax":
         scaled = (decayed, optax.masked(scale_by_layer(ratio, stacked), mask))
     else:
-        # The ratio is of the gradient alone, and the decay that joins it here has it too.
+        # The ratio uses the gradient alone, and also scales the weight decay added here.
         ratio = Ratio(coefficient=config.trust_coefficient, decay=config.weight_decay)
         scaled = (optax.masked(scale_by_layer(ratio, stacked), mask),)
     return optax.chain(*scaled, *_momentum(config, schedule))
@@ -111,7 +111,7 @@ def _lamb(
 def _without_momentum(
     config: ScheduleFreeConfig, schedule: Schedule
 ) -> optax.GradientTransformation:
-    """What steps beneath the averaging, which is all the momentum there is."""
+    """The base optimizer of schedule-free training, without momentum: averaging replaces it."""
     adapted = optax.scale_by_rms(
         config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
     )
@@ -128,7 +128,7 @@ def _without_momentum(
 def _momentum(
     config: SgdConfig | LarsConfig, schedule: Schedule
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """The buffer and the learning rate, in the order that the form calls for."""
+    """The momentum buffer and the learning rate, in the order of the config's form."""
     buffer = optax.trace(config.momentum, config.nesterov)
     rate = optax.scale_by_learning_rate(schedule)
     match config.momentum_form:
@@ -148,10 +148,10 @@ class _CorrectedState(NamedTuple):
 def _corrected(
     buffer: optax.GradientTransformation, schedule: Schedule
 ) -> optax.GradientTransformation:
-    """`buffer`, an `optax.trace`, whose content is first brought to the rate of this step.
+    """`buffer`, an `optax.trace`, with momentum correction for a changed learning rate.
 
-    Its content times r / r_before, so that equation 10 of Goyal et al. 2017 (section 3, remark 2,
-    arXiv 1706.02677) gives what equation 9 gives. After a rate of 0 nothing is left to correct.
+    The buffer is multiplied by r / r_before, so that equation 10 of Goyal et al. 2017 (section 3,
+    remark 2, arXiv 1706.02677) equals equation 9. After a rate of 0 the buffer is 0 anyway.
     """
 
     def init(params: Any) -> _CorrectedState:
@@ -162,8 +162,8 @@ def _corrected(
         ratio = jnp.where(
             before == 0, 1.0, schedule(state.updates_made) / jnp.where(before, before, 1)
         )
-        brought = jax.tree.map(lambda leaf: leaf * ratio, state.buffer)
-        updates, new_buffer = buffer.update(updates, brought, params)
+        corrected = jax.tree.map(lambda leaf: leaf * ratio, state.buffer)
+        updates, new_buffer = buffer.update(updates, corrected, params)
         return updates, _CorrectedState(state.updates_made + 1, new_buffer)
 
     return optax.GradientTransformation(init, update)

@@ -1,7 +1,7 @@
-"""Averages of parameters along a run: exponential (EMA) and equal (SWA), one update at a time.
+"""Weight averages over a run: exponential (EMA) and uniform (SWA), one update at a time.
 
-A pure function of the step and of two trees, element by element: an average lies on devices as
-its parameters do. Knows no networks and no meshes.
+A pure elementwise function of the step and two trees: an average is sharded as its parameters
+are. Knows no networks and no meshes.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ def averaged(run: ResolvedRun, step: jax.Array, average: Any, weights: Any) -> A
     ...: the mean of the weights after each; until S the weights themselves.
 
     Args:
-        run: which average, and the steps of its epochs.
+        run: the run, with its averaging config and steps per epoch.
         step: updates made, this one included.
         average: before the update.
-        weights: after the update, a tree alike.
+        weights: after the update, a tree of the same structure.
 
     Source: Polyak & Juditsky 1992, SIAM J. Control Optim. 30(4), for EMA in its usual form;
         Izmailov et al. 2018, algorithm 1, arXiv 1803.05407.

@@ -1,8 +1,8 @@
-"""Which parameters of a network learn: trees without the others, and rates of their own.
+"""Fine-tuning: which parameters of a network are trainable, and learning-rate factors of parts.
 
-Knows paths of parameters; nothing of gradients, meshes and optimizers. A parameter that does not
-learn is None in the trees here, which JAX takes for nothing at all: no gradient is computed for
-it, reduced or kept.
+Knows paths of parameters; nothing of gradients, meshes and optimizers. A frozen parameter is None
+in the trees here, which JAX treats as an empty subtree: its gradient is not computed, reduced or
+stored.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from scalejax.models import BatchNorm, parameter_path
 
 
 def trainable(config: FineTuningConfig | None, params: Any) -> Any:
-    """`params`, or a tree alike, with None in place of what does not learn."""
+    """`params`, or a tree of the same structure, with None in place of frozen parameters."""
     if config is None or not config.trainable:
         return params
     return tree_map_with_path(
@@ -27,14 +27,14 @@ def trainable(config: FineTuningConfig | None, params: Any) -> Any:
 
 
 def updated(params: Any, learned: Any) -> Any:
-    """`params` with those of `learned` that are not None in place of its own."""
+    """`params` with the leaves of `learned` that are not None replacing its own."""
     return jax.tree.map(
         lambda new, old: old if new is None else new, learned, params, is_leaf=lambda x: x is None
     )
 
 
 def freeze_norms(config: FineTuningConfig | None, network: nnx.Module) -> None:
-    """Let every BatchNorm of `network` whose scale does not learn use its running statistics."""
+    """Make every BatchNorm of `network` with a frozen scale use its running statistics."""
     if config is None or not config.trainable:
         return
     for path, module in nnx.iter_modules(network):
@@ -45,10 +45,10 @@ def freeze_norms(config: FineTuningConfig | None, network: nnx.Module) -> None:
 def with_rate_factors(
     config: FineTuningConfig | None, optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """`optimizer` with updates times the factors of `config`.
+    """`optimizer` with updates multiplied by the learning-rate factors of `config`.
 
-    Every update is the learning rate times what does not depend on it, so that this is to train
-    each part with a rate of its own.
+    Every update is proportional to the learning rate, so that this trains each part with its own
+    rate.
     """
     if config is None or not config.rate_factors:
         return optimizer
@@ -62,10 +62,10 @@ def with_rate_factors(
 
 
 def require_known_parts(config: FineTuningConfig | None, params: Any) -> None:
-    """Refuse names of parts of which the network has none.
+    """Refuse names of parts that the network does not have.
 
     Raises:
-        ConfigError: naming those that it has.
+        ConfigError: naming the parts that it has.
     """
     if config is None:
         return
@@ -94,5 +94,5 @@ def _learns(config: FineTuningConfig, path: str) -> bool:
 
 
 def _is_within(path: str, part: str) -> bool:
-    """Whether `path` is `part` or begins with it, names taken whole."""
+    """Whether `path` is `part` or lies below it."""
     return path == part or path.startswith(f"{part}/")

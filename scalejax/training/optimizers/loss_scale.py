@@ -1,14 +1,14 @@
-"""Dynamic loss scaling: gradients that float16 can hold, and updates that are made without them.
+"""Dynamic loss scaling for float16: scales the loss, and skips updates whose gradients overflow.
 
 The loss is multiplied by a power of two, so that small gradients do not vanish in the 5 bits of
-float16's exponent; the gradient, which is float32 from the parameter's cast on, is divided by it
-again. Where some of it overflowed, nothing is updated and the scale is halved; after enough
-updates in a row it is doubled (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2; numbers
-as in PyTorch's GradScaler).
+float16's exponent; the gradient, float32 after the backward pass of the parameter's cast, is
+divided by it again. Where it overflowed, the update is skipped and the scale is halved; after
+enough finite updates in a row it is doubled (Micikevicius et al. 2018, arXiv 1710.03740, section
+3.2; numbers as in PyTorch's GradScaler).
 
-Wraps an optimizer, so that scale and counts are a part of its state: saved and restored with it,
-and not there in other types. Flax's `DynamicScale` differentiates and settles in one call: with
-microbatches, it would settle for each of them and never for the update that they make together.
+Wraps an optimizer, so that scale and counts are part of its state: saved and restored with it, and
+absent in other types. Flax's `DynamicScale` differentiates and updates the scale in one call: with
+microbatches, it would do so for each of them and never for their accumulated gradient.
 """
 
 from typing import Any, NamedTuple
@@ -29,11 +29,11 @@ class LossScaled(NamedTuple):
     """State of an optimizer whose gradients are of a scaled loss."""
 
     scale: jax.Array
-    """By which the next loss is multiplied, float32."""
+    """Factor of the next loss, float32."""
     finite_updates: jax.Array
     """Updates made since the scale last changed, int32."""
     skipped_updates: jax.Array
-    """Updates of the run that were not made, int32."""
+    """Updates of the run that were skipped, int32."""
     inner: optax.OptState
     """State of the optimizer itself."""
 
@@ -83,5 +83,5 @@ def _is_finite(gradient: optax.Updates) -> jax.Array:
 
 
 def _chosen(is_first: jax.Array, first: Any, second: Any) -> Any:
-    """One of two trees, not mixed: `where` passes no infinity of the other on."""
+    """`first` if `is_first`, else `second`; `where` drops infinities of the tree not chosen."""
     return jax.tree.map(lambda a, b: jnp.where(is_first, a, b), first, second)

@@ -1,8 +1,7 @@
-"""Trust ratios: how far a layer may move, as a part of the norm of its weights (LARS, LAMB).
+"""Layer-wise trust ratios: the norm of a layer's update relative to its weights (LARS, LAMB).
 
 Knows norms, and which parameters are stacked over layers; nothing of momentum and rates. Norms
-are of whole arrays, however they lie on devices, so these belong in a traced update outside of
-`shard_map`.
+are of whole arrays, however they are sharded, so this must be traced outside of `shard_map`.
 """
 
 from dataclasses import dataclass
@@ -18,24 +17,24 @@ from scalejax.models import parameter_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """What the update u of weights w is multiplied by.
+    """The trust ratio of a layer, which multiplies its update u of weights w.
 
     coefficient min(|w|, bound) / (|u| + decay |w|), at most `clip`; 1 where either norm is 0. With
-    a decay, what is scaled is u + decay w.
+    a decay, u + decay w is scaled.
     """
 
     coefficient: float = 1.0
-    """Step size as a part of the norm."""
+    """Trust coefficient: step size relative to the norm of the weights."""
     decay: float | None = None
-    """Weight decay that joins the update here, its norm added to that of the update (You et al.
-    2017, algorithm 1, arXiv 1708.03888); None if it is in the update already."""
+    """Weight decay that is added to the update here, and its norm to that of the update (You et
+    al. 2017, algorithm 1, arXiv 1708.03888); None if the update already includes it."""
     weight_norm_bound: float | None = None
-    """Largest norm of weights that counts: phi of You et al. 2019, arXiv 1904.00962."""
+    """Upper bound on the norm of weights: phi of You et al. 2019, arXiv 1904.00962."""
     clip: float | None = None
     """Largest ratio."""
 
     def scaled(self, update: jax.Array, param: jax.Array) -> jax.Array:
-        """`update` of one layer, multiplied."""
+        """`update` of one layer, multiplied by its trust ratio."""
         if self == Ratio(coefficient=self.coefficient):
             whole = optax.scale_by_trust_ratio(trust_coefficient=self.coefficient)
             scaled, _ = whole.update(update, optax.EmptyState(), param)
@@ -55,10 +54,10 @@ class Ratio:
 
 
 def scale_by_layer(ratio: Ratio, stacked: tuple[str, ...]) -> optax.GradientTransformation:
-    """Every layer scaled by its ratio, each layer of a stacked parameter by itself.
+    """Transformation that multiplies each layer by its trust ratio, also within stacked parameters.
 
     Args:
-        ratio: how.
+        ratio: the trust ratio.
         stacked: first parts of the paths of parameters whose first dimension counts layers.
     """
 

@@ -1,4 +1,4 @@
-"""The networks: one file each, with the rules by which a mesh splits it."""
+"""The networks, one module each, with their partition rules over a mesh."""
 
 from flax import nnx
 
@@ -118,11 +118,11 @@ def build_network(
 
 
 def is_cast(model: ModelConfig, path: str) -> bool:
-    """Whether the network uses a parameter in the compute type only, so that each device may be
-    sent it in that; of a user's own network that is not known.
+    """Whether the network uses a parameter only in the compute type, so that it may be gathered in
+    that type; False for a user's own network, where this is unknown.
 
     Args:
         model: the network.
-        path: of the parameter.
+        path: path of the parameter.
     """
     return not isinstance(model, CustomConfig) and path.endswith(("kernel", "embedding"))

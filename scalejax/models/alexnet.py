@@ -9,7 +9,7 @@ from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 CHANNELS = (64, 192, 384, 384, 256)
 """Channels of each convolution."""
@@ -71,7 +71,7 @@ class AlexNet(Network):
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = inputs
         for index, layer in enumerate(self.convolutions):
-            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
+            hidden = jax.nn.relu(constrained_by_row(layer(hidden)))
             if index in POOLED:
                 hidden = max_pool(hidden, size=3, stride=2)
         return self.linear(hidden)

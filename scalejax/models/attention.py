@@ -1,11 +1,11 @@
-"""Attention, fused into one kernel where the device has it, and which one a run takes.
+"""Attention, fused into one kernel or unfused, and the choice between them for a device.
 
-Fused is cuDNN's: the scores [B, H, S, S] are never written to memory, neither forward nor
-backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused is the reference: products
-and softmax apart, on any device and in any type.
+Fused attention is cuDNN's: the scores [B, H, S, S] are never written to memory, neither forward nor
+backward (Dao et al. 2022, "FlashAttention", arXiv 2205.14135). Unfused attention is the reference:
+separate matrix products and softmax, on any device and in any type.
 
-Shapes: B batch, S tokens that look, T tokens looked at, H heads, G heads of keys and values,
-R heads of queries for each of those, K size of a head.
+Shapes: B batch, S query tokens, T key tokens, H heads of queries, G heads of keys and values,
+R heads of queries per head of keys and values, K size of a head.
 """
 
 from dataclasses import replace
@@ -20,26 +20,26 @@ from scalejax.config.model import ELEMENT_BYTES, AttentionKind, CausalConfig, Mo
 from scalejax.config.parallelism import DATA, FSDP, TENSOR
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models.remat import kept
-from scalejax.models.sharding import is_data_manual, placed_keys
+from scalejax.models.sharding import constrained_keys, is_data_manual
 
 FUSED_CAPABILITY = (8, 0)
 """Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""
 _HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
-"""Largest head by oldest compute capability; all are multiples of 8 (the same)."""
+"""Largest head by oldest compute capability; all are multiples of 8 (cuDNN's support matrix)."""
 
 
-def settled(model: ModelConfig, device: Any | None) -> ModelConfig:
-    """`model` with its kind of attention decided for `device`.
+def with_resolved_attention(model: ModelConfig, device: Any | None) -> ModelConfig:
+    """`model` with attention "auto" resolved to "fused" or "unfused" for `device`.
 
-    Fused needs an NVIDIA GPU of compute capability 8.0 or later, 16-bit activations and heads of
-    a multiple of 8, at most 128 wide (256 from 9.0 on).
+    Fused attention needs an NVIDIA GPU of compute capability 8.0 or later, 16-bit activations and
+    heads of a multiple of 8, at most 128 wide (256 from 9.0 on).
 
     Args:
         model: any network; only one with attention changes.
-        device: of JAX, here or only described; if None, attention is unfused.
+        device: a JAX device, real or described; if None, attention is unfused.
 
     Raises:
-        ConfigError: if fused attention is asked for by name and the device does not have it.
+        ConfigError: if the config requires fused attention and the device does not have it.
     """
     if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return model
@@ -53,7 +53,7 @@ def settled(model: ModelConfig, device: Any | None) -> ModelConfig:
 
 
 def _missing(model: CausalConfig, device: Any) -> str | None:
-    """What keeps `model` from fused attention on `device`; None if nothing."""
+    """Why `model` cannot use fused attention on `device`; None if it can."""
     capability = _capability(device)
     if capability is None or capability < FUSED_CAPABILITY:
         return "an NVIDIA GPU of compute capability 8.0 or later"
@@ -67,7 +67,7 @@ def _missing(model: CausalConfig, device: Any) -> str | None:
 
 
 def _capability(device: Any) -> tuple[int, int] | None:
-    """(major, minor) of an NVIDIA GPU; None of anything else."""
+    """Compute capability (major, minor) of an NVIDIA GPU; None for other devices."""
     text = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda") or not text:
         return None
@@ -83,22 +83,22 @@ def causal_attention(
     *,
     remat: Remat = "none",
 ) -> jax.Array:
-    """What every token takes from itself and those before it, [B, S, H, K].
+    """Causal attention of every token over itself and those before it, [B, S, H, K].
 
-    The softmax is in float32 either way; unfused, scores are rounded to their type before it.
-    "auto" that nobody has settled is unfused. Over the context axis, queries stay where they are
-    and keys and values of all tokens are gathered.
+    The softmax is in float32 in both kinds; unfused, scores are rounded to their type before it.
+    An unresolved "auto" is unfused. Over the context axis, queries stay sharded, and keys and
+    values of all tokens are gathered.
 
     Args:
         q_BSHK: queries.
-        k_BSGK: keys, for each of which there are as many queries: H is a multiple of G.
+        k_BSGK: keys, each shared by H / G heads of queries: H is a multiple of G.
         v_BSGK: values.
-        kind: one kernel, or products and softmax apart.
-        remat: "selective" and "selective_op" keep only queries, keys and values for the backward
+        kind: fused or unfused.
+        remat: "selective" and "selective_op" save only queries, keys and values for the backward
             pass.
     """
-    k_BSGK, v_BSGK = placed_keys(k_BSGK), placed_keys(v_BSGK)
-    if kind == "fused":  # keeps no more than that in any case
+    k_BSGK, v_BSGK = constrained_keys(k_BSGK), constrained_keys(v_BSGK)
+    if kind == "fused":  # saves no more than that in any case
         return _fused(q_BSHK, k_BSGK, v_BSGK)
     unfused = _unfused if k_BSGK.shape[2] == q_BSHK.shape[2] else _grouped
     if remat in ("selective", "selective_op"):
@@ -109,7 +109,7 @@ def causal_attention(
 def full_attention(
     q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array, *, remat: Remat
 ) -> jax.Array:
-    """What every token takes from all of them, [B, S, H, K]; `remat` as for `causal_attention`."""
+    """Attention of every token over all tokens, [B, S, H, K]; `remat` as for `causal_attention`."""
     attend = jax.nn.dot_product_attention
     if remat in ("selective", "selective_op"):
         attend = jax.checkpoint(attend, prevent_cse=False)
@@ -123,10 +123,8 @@ def _unfused(q_BSHK: jax.Array, k_BSHK: jax.Array, v_BSHK: jax.Array) -> jax.Arr
 
 
 def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    """cuDNN's kernel; each device for its own rows and heads where it cannot be left to JAX.
-
-    JAX's own partitioning of it does not expect a data axis that is `shard_map`'s.
-    """
+    """Attention by cuDNN's kernel; in a `shard_map` over rows and heads if the data axis is manual,
+    which JAX's own partitioning of the kernel does not support."""
     attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     if not is_data_manual():
         return attend(q_BSHK, k_BSGK, v_BSGK)
@@ -138,7 +136,7 @@ def _fused(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array
 
 
 def _grouped(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    """Several heads of queries for each of keys and values, of which no copies are made."""
+    """Grouped-query attention without copies of keys and values."""
     batch, tokens, heads, size = q_BSHK.shape
     groups = k_BSGK.shape[2]
     q_BSGRK = q_BSHK.reshape(batch, tokens, groups, heads // groups, size)
@@ -151,10 +149,10 @@ def _grouped(q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Arr
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _causal_softmax(scores_BHST: jax.Array, scale: float) -> jax.Array:
-    """The softmax of scaled scores, masked; in float32, its input and result in their own type.
+    """The causally masked softmax of scaled scores; computed in float32, returned in their type.
 
-    Its result is all that it keeps for its backward pass. Left to JAX, two arrays of all scores
-    in float32 would be kept, and their traffic is what unfused attention waits for.
+    Only the result is saved for the backward pass. By default JAX would save two arrays of all
+    scores in float32, whose memory traffic limits unfused attention.
     """
     scaled_BHST = scores_BHST.astype(jnp.float32) * scale + _causal_bias(scores_BHST.shape[-1])
     return jax.nn.softmax(scaled_BHST, axis=-1).astype(scores_BHST.dtype)
@@ -182,10 +180,10 @@ def _shares(scores_BHST: jax.Array, scale: float) -> jax.Array:
 
 
 def _causal_bias(tokens: int) -> jax.Array:
-    """[1, 1, S, S]: nothing for a token and those before it, the least number for those after.
+    """Bias [1, 1, S, S]: 0 for a token and those before it, the lowest float for those after.
 
-    Added and not selected by a mask: XLA hoists the broadcast mask out of the scan at the full
-    size [B, H, S, S], and every block would then read it.
+    Added, not selected by a mask: XLA would hoist the broadcast mask out of the scan at the full
+    size [B, H, S, S], and every block would read it.
     """
     place = jnp.arange(tokens)
     is_seen = place[:, None] >= place[None, :]

@@ -17,7 +17,7 @@ from scalejax.models.attention import full_attention
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept, recomputed
-from scalejax.models.sharding import placed, placed_by_row
+from scalejax.models.sharding import constrained, constrained_by_row
 
 INIT = nnx.initializers.truncated_normal(0.02)
 """Of all weights: deviation 0.02, cut off at two (google-research/bert, modeling.py)."""
@@ -67,9 +67,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The tokens after this block, [B, S, D]."""
-        summed_BSD = placed_by_row(x_BSD + self.attention(x_BSD))
+        summed_BSD = constrained_by_row(x_BSD + self.attention(x_BSD))
         x_BSD = normalised(self.attention_norm, summed_BSD)
-        summed_BSD = placed_by_row(x_BSD + self.down(_gelu(kept(self.up(x_BSD)))))
+        summed_BSD = constrained_by_row(x_BSD + self.down(_gelu(kept(self.up(x_BSD)))))
         return normalised(self.feed_forward_norm, summed_BSD)
 
 
@@ -86,7 +86,7 @@ class MaskedWordHead(nnx.Module):
     def __call__(self, x_BPD: jax.Array, words_VD: jax.Array) -> jax.Array:
         """Logits [B, P, V], float32, by the token embedding `words_VD`."""
         x_BPD = self.norm(_gelu(self.transform(x_BPD)))
-        logits_BPV = placed_by_row(jnp.einsum("bpd,vd->bpv", x_BPD, words_VD))
+        logits_BPV = constrained_by_row(jnp.einsum("bpd,vd->bpv", x_BPD, words_VD))
         return logits_BPV.astype(jnp.float32) + self.bias[None, None]
 
 
@@ -126,7 +126,7 @@ class Bert(Network):
     ) -> jax.Array:
         """Logits [B, P, V] of the words that `inputs` [B, S] hides at `places` [B, P]."""
         # Gathered over fsdp here, once: both ends of the network use the token embedding.
-        words_VD = placed(self.tokens.embedding.astype(self.dtype), P(TENSOR, None))
+        words_VD = constrained(self.tokens.embedding.astype(self.dtype), P(TENSOR, None))
         x_BSD = self.norm(self._embedded(inputs, words_VD))
         structure, stacked = nnx.split(self.blocks)
 
@@ -136,12 +136,12 @@ class Bert(Network):
         block = recomputed(block, self.remat)
         x_BSD, _ = jax.lax.scan(block, x_BSD, stacked)
         x_BPD = jnp.take_along_axis(x_BSD, places[:, :, None], axis=1, mode="clip")
-        return self.head(placed_by_row(x_BPD), words_VD)
+        return self.head(constrained_by_row(x_BPD), words_VD)
 
     def _embedded(self, inputs: jax.Array, words_VD: jax.Array) -> jax.Array:
         """The sum of the three embeddings, [B, S, D]."""
-        places_SD = placed(self.places.embedding.astype(self.dtype), P(None, None))
-        segments_2D = placed(self.segments.embedding.astype(self.dtype), P(None, None))
+        places_SD = constrained(self.places.embedding.astype(self.dtype), P(None, None))
+        segments_2D = constrained(self.segments.embedding.astype(self.dtype), P(None, None))
         separators_BS = (inputs == SEPARATOR_TOKEN).astype(jnp.int32)
         # A separator ends its segment: only what comes after it is of the second.
         is_second_BS = separators_BS.cumsum(axis=1) > separators_BS
@@ -150,7 +150,7 @@ class Bert(Network):
         segment_BSD = jnp.where(
             is_second_BS[:, :, None], segments_2D[None, 1:], segments_2D[None, :1]
         )
-        return placed_by_row(x_BSD + segment_BSD)
+        return constrained_by_row(x_BSD + segment_BSD)
 
     @staticmethod
     def partition_rules() -> PartitionRules:

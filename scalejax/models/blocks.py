@@ -1,6 +1,6 @@
-"""Equal blocks, one after the other, their parameters stacked on a first dimension.
+"""Sequences of equal blocks, their parameters stacked on a first dimension and scanned.
 
-Knows how activations pass through a block and on to the next; nothing of what its layers do.
+Knows how activations pass through a block and to the next; nothing of what its layers compute.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from scalejax.models.network import parameter_path
 from scalejax.models.normalization import normalised
 from scalejax.models.pipeline import through_stages
 from scalejax.models.remat import kept, recomputed
-from scalejax.models.sharding import axis_size, placed_for_layer, placed_residual
+from scalejax.models.sharding import axis_size, constrained_for_layer, constrained_residual
 
 _Block = TypeVar("_Block", bound=nnx.Module)
 
@@ -40,10 +40,10 @@ class PreNormBlock(nnx.Module):
             (self.attention_norm, self.attention),
             (self.feed_forward_norm, self.feed_forward),
         ):
-            normalised_BSD = placed_for_layer(normalised(norm, x_BSD))
-            x_BSD = placed_residual(x_BSD + layer(normalised_BSD))  # type: ignore[operator]
+            normalised_BSD = constrained_for_layer(normalised(norm, x_BSD))
+            x_BSD = constrained_residual(x_BSD + layer(normalised_BSD))  # type: ignore[operator]
             if axis_size(TENSOR) > 1:
-                x_BSD = kept(x_BSD)  # else its sum over tensor would be exchanged again
+                x_BSD = kept(x_BSD)  # else its all-reduce over tensor would be repeated
         return x_BSD
 
 
@@ -62,8 +62,8 @@ def through_blocks(
     Args:
         blocks: made by `stacked_blocks`; a block maps [B, S, D] to [B, S, D].
         x_BSD: the residual stream before the first.
-        dtype: in which matrices are multiplied.
-        remat: what the backward pass computes again; "selective" is the business of a block.
+        dtype: type in which matrices are multiplied.
+        remat: what the backward pass recomputes; "selective" is implemented by the block.
     """
     structure, stacked = nnx.split(blocks)
     # Before the scan: once, and not for every pass over a block; gradients of all blocks
@@ -85,6 +85,6 @@ def through_blocks(
 
 
 def _cast_kernel(dtype: jnp.dtype, path: tuple, leaf: jax.Array) -> jax.Array:
-    """A matrix in the type that it is multiplied in; biases and norms as they are."""
+    """A matrix cast to the type of its products; biases and norms unchanged."""
     is_kernel = "kernel" in parameter_path(path).split("/")
     return leaf.astype(dtype) if is_kernel else leaf

@@ -13,7 +13,7 @@ from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import classified, classifier, convolution
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 
 class Cnn(Network):
@@ -38,7 +38,7 @@ class Cnn(Network):
         """Logits [batch, classes] of images [batch, height, width, channels]."""
         hidden = inputs
         for layer, norm in zip(self.convolutions, self.norms, strict=True):
-            hidden = placed_by_row(layer(hidden))
+            hidden = constrained_by_row(layer(hidden))
             hidden = jax.nn.relu(norm(hidden, is_training=is_training))
         return classified(self.head, hidden)
 

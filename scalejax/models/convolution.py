@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 HE_NORMAL = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 """He's initialisation by outgoing connections, not truncated: that of Goyal et al. 2017
@@ -75,7 +75,7 @@ class Unit(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """The normalised convolution of `inputs`."""
-        return self.norm(placed_by_row(self.convolution(inputs)), is_training=is_training)
+        return self.norm(constrained_by_row(self.convolution(inputs)), is_training=is_training)
 
 
 def max_pool(images: jax.Array, *, size: int, stride: int, padding: int = 0) -> jax.Array:
@@ -109,7 +109,7 @@ def classifier(width: int, classes: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) ->
 
 def classified(head: nnx.Linear, hidden: jax.Array) -> jax.Array:
     """Logits, float32 [batch, classes], of the mean of `hidden` over its places."""
-    return placed_by_row(head(placed_by_row(hidden.mean((1, 2)))))
+    return constrained_by_row(head(constrained_by_row(hidden.mean((1, 2)))))
 
 
 class Perceptron(nnx.Module):
@@ -133,10 +133,10 @@ class Perceptron(nnx.Module):
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Logits, float32 [batch, classes], of activations [batch, height, width, channels]."""
-        hidden = placed_by_row(images.reshape(images.shape[0], -1))
+        hidden = constrained_by_row(images.reshape(images.shape[0], -1))
         for layer in (self.first, self.second):
-            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
-        return placed_by_row(self.head(hidden))
+            hidden = jax.nn.relu(constrained_by_row(layer(hidden)))
+        return constrained_by_row(self.head(hidden))
 
 
 CONVOLUTION_RULES = (

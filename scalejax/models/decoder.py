@@ -1,6 +1,6 @@
-"""What decoder-only transformers share: the way from tokens to the logits of the next ones.
+"""The base of decoder-only transformers: embedding, blocks, final norm and output layer.
 
-Knows both ends, and that there are blocks between them; not what a block is made of.
+Knows the layers before and after the blocks; not what a block consists of.
 Shapes: B batch, S tokens, D hidden, V vocabulary.
 """
 
@@ -14,16 +14,19 @@ from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.blocks import through_blocks
 from scalejax.models.fsdp import gathered, looked_up
 from scalejax.models.network import Network
-from scalejax.models.sharding import placed_for_head, placed_for_layer, placed_residual
+from scalejax.models.sharding import (
+    constrained_for_head,
+    constrained_for_layer,
+    constrained_residual,
+)
 
 TOKENS = P(TENSOR, FSDP)
-"""How the embedding of tokens is split: over tensor the vocabulary, as in Megatron (arXiv
-1909.08053); over fsdp the width, which is more often divisible."""
+"""Sharding of the token embedding: the vocabulary over tensor, as in Megatron (arXiv 1909.08053);
+the width, which is more often divisible, over fsdp."""
 
 
 class CausalNetwork(Network):
-    """Embeddings of tokens, blocks, a norm, and the token embedding again as output layer, or one
-    of its own."""
+    """Token embedding, blocks, final norm, and an output layer, tied to the embedding or not."""
 
     stacked = ("blocks",)
 
@@ -46,19 +49,19 @@ class CausalNetwork(Network):
         """Logits [B, S, V] of the token after each of `inputs` [B, S]."""
         # Gathered over fsdp here, once: both ends of the network may use the token embedding.
         tokens_VD = self._table(self.tokens, TOKENS)
-        x_BSD = placed_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
-        x_BSD = placed_residual(self._positioned(x_BSD))
+        x_BSD = constrained_for_layer(looked_up(tokens_VD, inputs, P(TENSOR, None)))
+        x_BSD = constrained_residual(self._positioned(x_BSD))
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
         output_VD = tokens_VD if self.is_tied else self._table(self.output, TOKENS)
-        # In the compute type, and widened for the loss: so are the products of their gradients.
-        normalised_BSD = placed_for_head(self.norm(x_BSD))
+        # In the compute type, then cast up for the loss: so are the products of their gradients.
+        normalised_BSD = constrained_for_head(self.norm(x_BSD))
         logits_BSV = jnp.einsum("bsd,vd->bsv", normalised_BSD, output_VD)
-        return placed_for_head(logits_BSV).astype(jnp.float32)
+        return constrained_for_head(logits_BSV).astype(jnp.float32)
 
     def _positioned(self, x_BSD: jax.Array) -> jax.Array:
-        """Embedded tokens, with what says where they are if blocks do not see to that."""
+        """Embedded tokens plus position embeddings, if blocks do not encode positions."""
         return x_BSD
 
     def _table(self, embedding: nnx.Embed, kept: P) -> jax.Array:
-        """An embedding, whole over fsdp, in the type in which it is used."""
+        """An embedding, gathered over fsdp, in the compute type."""
         return gathered(embedding.embedding[...].astype(self.dtype), kept)

@@ -14,7 +14,7 @@ from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import HE_NORMAL, classifier
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 STEM, TAIL = 32, 1280
 """Channels after the first convolution and after the last."""
@@ -139,7 +139,7 @@ class Unit(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """The normalised outputs of the layer."""
-        return self.norm(placed_by_row(self.layer(inputs)), is_training=is_training)
+        return self.norm(constrained_by_row(self.layer(inputs)), is_training=is_training)
 
 
 def pointwise(
@@ -252,7 +252,7 @@ class EfficientNetLite(Network):
 
     def classified(self, features: jax.Array) -> jax.Array:
         """Logits [batch, classes] of features."""
-        return placed_by_row(self.head(placed_by_row(features)))
+        return constrained_by_row(self.head(constrained_by_row(features)))
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -1,9 +1,9 @@
-"""Parameters that are kept in parts over fsdp: gathered where they are used, and never kept whole.
+"""Fully sharded data parallelism (FSDP): parameters are all-gathered where they are used.
 
 The compiler may move either the parameters to the rows of the batch or the rows to the
-parameters. A network settles here for the first, and for when: a matrix is gathered for the
-forward pass, gathered again for the backward pass, and its gradient is summed to where the
-parameter is kept (ZeRO 3; Rajbhandari et al. 2020, arXiv 1910.02054). All of it travels in the
+parameters. These functions enforce the first, and its schedule: a matrix is all-gathered for the
+forward pass and again for the backward pass, and its gradient is reduce-scattered to the shards of
+the parameter (ZeRO 3; Rajbhandari et al. 2020, arXiv 1910.02054). All communication is in the
 compute type.
 """
 
@@ -19,21 +19,21 @@ from scalejax.config.model import Remat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.sharding import (
     axis_size,
+    constrained,
+    constrained_for_layer,
     constraints,
     is_data_manual,
-    placed,
-    placed_for_layer,
 )
 
 
 def _brought(parameter: jax.Array, kept: PartitionSpec) -> jax.Array:
-    """`parameter` where it is used; held in its parts first, so that it travels as it is here and
-    not as what it was converted from."""
-    return placed(placed(parameter, kept), _whole(kept))
+    """`parameter`, all-gathered over fsdp; constrained to its shards first, so that it is gathered
+    in its present type, not in the one it was cast from."""
+    return constrained(constrained(parameter, kept), _whole(kept))
 
 
 def _whole(kept: PartitionSpec) -> PartitionSpec:
-    """`kept` without fsdp: how the parameter lies where it is used."""
+    """`kept` without fsdp: the sharding of the parameter where it is used."""
     used = []
     for entry in kept:
         names = entry if isinstance(entry, tuple) else (entry,)
@@ -43,11 +43,11 @@ def _whole(kept: PartitionSpec) -> PartitionSpec:
 
 
 def gathered(table: jax.Array, kept: PartitionSpec) -> jax.Array:
-    """`table`, gathered over fsdp, for a use that keeps it until the backward pass.
+    """`table`, all-gathered over fsdp once for the forward and the backward pass.
 
     Args:
         table: a parameter in the compute type.
-        kept: how the parameter is split.
+        kept: sharding of the parameter.
     """
     return _gathered(table, kept)  # type: ignore[return-value]  custom_vjp forgets the type
 
@@ -62,21 +62,21 @@ def _gathered_forward(table: jax.Array, kept: PartitionSpec) -> tuple[jax.Array,
 
 
 def _gathered_backward(kept: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (placed(gradient, kept),)
+    return (constrained(gradient, kept),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def looked_up(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.Array:
-    """Rows of `table`, one per index; the gradient is a sum over rows of the batch.
+    """Embedding lookup: rows of `table`, one per index; its gradient sums over rows of the batch.
 
-    Left to itself, the compiler would move the gradients of the rows instead, all to all.
+    The compiler by itself would send the gradients of the rows instead, in an all-to-all.
 
     Args:
         table: an embedding [rows, width], gathered.
-        indices: of any shape; those beyond the table mean its last row.
-        used: how the gathered table is split.
+        indices: of any shape; those beyond the table are clipped to its last row.
+        used: sharding of the gathered table.
     """
     if is_data_manual() and (parts := axis_size(TENSOR)) > 1 and table.shape[0] % parts == 0:
         return _looked_up_by_part(table, indices, used)  # type: ignore[return-value]  likewise
@@ -88,9 +88,9 @@ _TABLE, _WHOLE = PartitionSpec(TENSOR, None), PartitionSpec()
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _looked_up_by_part(table: jax.Array, indices: jax.Array, used: PartitionSpec) -> jax.Array:
-    """Every device along tensor looks up what its part of the table holds, and all add up.
+    """Vocabulary-parallel lookup: each device along tensor looks up its shard; the sum is returned.
 
-    It is what the compiler makes of a lookup too; beside a data axis of our own and two others
+    The compiler partitions a lookup in this way too, but with a manual data axis and two others
     its partitioner aborts (XLA's spmd_partitioner_util.cc:497, jax 0.10.2).
     """
 
@@ -119,14 +119,14 @@ def _looked_up_backward(
         return jnp.zeros_like(table).at[place].add(own)
 
     specs = (_TABLE, _WHOLE, _WHOLE)
-    return placed(_over_tensor(part, specs, _TABLE)(table, indices, gradient), used), None
+    return constrained(_over_tensor(part, specs, _TABLE)(table, indices, gradient), used), None
 
 
 _looked_up_by_part.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def _places(rows: int, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which of `indices` a device's `rows` of the table hold, and where; 0 for the others."""
+    """Which of `indices` are in a device's `rows` of the table, and their local row, else 0."""
     place = jnp.minimum(indices, rows * jax.lax.axis_size(TENSOR) - 1)
     place -= rows * jax.lax.axis_index(TENSOR)
     is_here = (place >= 0) & (place < rows)
@@ -136,29 +136,29 @@ def _places(rows: int, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _over_tensor(
     part: Callable[..., jax.Array], specs: tuple[PartitionSpec, ...], out: PartitionSpec
 ) -> Callable[..., jax.Array]:
-    """`part`, run by each device along tensor for itself; the other axes as they are."""
+    """`part` in a `shard_map` over the tensor axis; the other axes are left to the compiler."""
     return jax.shard_map(part, in_specs=specs, out_specs=out, axis_names={TENSOR}, check_vma=False)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _summed(table: jax.Array, used: PartitionSpec) -> jax.Array:
-    """`table`, whose gradient is held as the table is before it is added to others."""
+    """`table`, whose gradient is constrained to the table's sharding before accumulation."""
     return table
 
 
 _summed.defvjp(
-    lambda table, used: (table, None), lambda used, _, gradient: (placed(gradient, used),)
+    lambda table, used: (table, None), lambda used, _, gradient: (constrained(gradient, used),)
 )
 
 
 def product(
     equation: str, kept: PartitionSpec, activations: jax.Array, kernel: jax.Array
 ) -> jax.Array:
-    """The `einsum` of activations and a matrix that is gathered for it, forward and backward.
+    """The `einsum` of activations and a matrix that is all-gathered for it, forward and backward.
 
     Args:
-        equation: of the einsum.
-        kept: how the matrix is split.
+        equation: equation of the einsum.
+        kept: sharding of the matrix.
         activations: rows of the batch.
         kernel: the matrix, in the type of the activations.
     """
@@ -190,31 +190,31 @@ def _product_backward(
     to_activations = jax.linear_transpose(lambda x: jnp.einsum(equation, x, whole), activations)
     to_kernel = jax.linear_transpose(lambda w: jnp.einsum(equation, activations, w), whole)
     (of_activations,), (of_kernel,) = to_activations(gradient), to_kernel(gradient)
-    return of_activations, placed(of_kernel, kept)
+    return of_activations, constrained(of_kernel, kept)
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
 def _is_summed(kept: PartitionSpec) -> bool:
-    """Whether devices along tensor each make a summand of the product, not a part of it."""
+    """Whether the contraction is sharded over tensor, so that devices hold partial sums."""
     return TENSOR in (kept[0] if isinstance(kept[0], tuple) else (kept[0],))
 
 
 @jax.custom_vjp
 def _with_whole_gradient(product_BSD: jax.Array) -> jax.Array:
-    """`product_BSD`, whose gradient each device along tensor has for all tokens.
+    """`product_BSD`, whose gradient is gathered over tensor for all tokens.
 
-    In a sequence-parallel run the sum is scattered over tokens. Its gradient is gathered here,
-    once, for the gradients of both operands; left to itself the compiler gathers the operand
-    for that of the kernel, and computes the whole of it everywhere.
+    With sequence parallelism the product is reduce-scattered over tokens. Its gradient is gathered
+    here once, for the gradients of both operands; the compiler by itself would gather the operand
+    for that of the kernel, and compute all of it on every device.
     """
     return product_BSD
 
 
 _with_whole_gradient.defvjp(
     lambda product_BSD: (product_BSD, None),
-    lambda _, gradient_BSD: (placed_for_layer(gradient_BSD),),
+    lambda _, gradient_BSD: (constrained_for_layer(gradient_BSD),),
 )
 
 
@@ -225,17 +225,17 @@ def linear(
     x: jax.Array,
     remat: Remat,
 ) -> jax.Array:
-    """`layer` applied to `x` in its type, the kernel being kept in parts.
+    """`layer` applied to `x` in its type, with a kernel sharded over fsdp.
 
-    Where the block is computed again in its backward pass, the kernel that is gathered for that
-    serves both; else it is gathered for each, and not kept in between.
+    Where the block is recomputed in its backward pass, one all-gather serves recomputation and
+    gradients; else the kernel is gathered in each pass, and not saved in between.
 
     Args:
-        layer: a kernel, and maybe a bias.
-        equation: of the einsum of `x` and the kernel.
-        kept: how the kernel is split.
+        layer: a kernel and an optional bias.
+        equation: equation of the einsum of `x` and the kernel.
+        kept: sharding of the kernel.
         x: rows of the batch, [B, S, ...].
-        remat: what the backward pass of the block computes again.
+        remat: what the backward pass of the block recomputes.
     """
     bias = None if layer.bias is None else layer.bias[...].astype(x.dtype)
     result = multiplied(layer.kernel[...], equation, kept, x, remat)
@@ -245,7 +245,7 @@ def linear(
 def multiplied(
     kernel: jax.Array, equation: str, kept: PartitionSpec, x: jax.Array, remat: Remat
 ) -> jax.Array:
-    """The product of `x` and a kernel that is kept in parts; the rest as for `linear`."""
+    """The product of `x` and a kernel sharded over fsdp; arguments as for `linear`."""
     kernel = kernel.astype(x.dtype)
     if remat in ("selective_op", "full"):
         result = jnp.einsum(equation, x, gathered(kernel, kept))

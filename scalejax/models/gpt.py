@@ -20,7 +20,7 @@ from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
-from scalejax.models.sharding import placed_between
+from scalejax.models.sharding import constrained_between
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018; GPT-2's published code)."""
@@ -61,9 +61,9 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """What every token takes from itself and those before it, [B, S, D]."""
         qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
-        q_BSHK, k_BSHK, v_BSHK = map(placed_between, jnp.unstack(qkv_BSNHK, axis=2))
+        q_BSHK, k_BSHK, v_BSHK = map(constrained_between, jnp.unstack(qkv_BSNHK, axis=2))
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
-        mixed_BSHK = placed_between(mixed_BSHK)
+        mixed_BSHK = constrained_between(mixed_BSHK)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
         return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
 
@@ -91,7 +91,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        inner_BSF = kept(placed_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
+        inner_BSF = kept(constrained_between(linear(self.up, "bsd,df->bsf", UP, x_BSD, self.remat)))
 
         def narrowed(inner_BSF: jax.Array) -> jax.Array:
             return linear(self.down, "bsf,fd->bsd", DOWN, _gelu(inner_BSF), self.remat)

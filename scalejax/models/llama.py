@@ -22,7 +22,7 @@ from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear, multiplied
 from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
-from scalejax.models.sharding import placed_between
+from scalejax.models.sharding import constrained_between
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (`initializer_range` of the published checkpoints'
@@ -56,10 +56,10 @@ class Attention(nnx.Module):
         batch, tokens, _, _, size = qkv_BSGNK.shape
         q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
         every = (q_BSHK, qkv_BSGNK[:, :, :, -2], qkv_BSGNK[:, :, :, -1])
-        q_BSHK, k_BSGK, v_BSGK = map(placed_between, every)
+        q_BSHK, k_BSGK, v_BSGK = map(constrained_between, every)
         q_BSHK, k_BSGK = (_rotated(heads, self.theta) for heads in (q_BSHK, k_BSGK))
         mixed_BSHK = causal_attention(q_BSHK, k_BSGK, v_BSGK, self.kind, remat=self.remat)
-        mixed_BSHK = placed_between(mixed_BSHK)
+        mixed_BSHK = constrained_between(mixed_BSHK)
         mixed_BSD = mixed_BSHK.reshape(x_BSD.shape)
         return linear(self.projection, "bsf,fd->bsd", PROJECTION, mixed_BSD, self.remat)
 
@@ -95,7 +95,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Each token by itself, [B, S, D]."""
-        gate_BSF, up_BSF = map(placed_between, self._gate_and_up(x_BSD))
+        gate_BSF, up_BSF = map(constrained_between, self._gate_and_up(x_BSD))
         gate_BSF = kept(gate_BSF)
 
         def narrowed(gate_BSF: jax.Array, up_BSF: jax.Array) -> jax.Array:

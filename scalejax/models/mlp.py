@@ -12,7 +12,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.config.model import MlpConfig
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.network import Network, PartitionRules
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 
 class Mlp(Network):
@@ -35,8 +35,8 @@ class Mlp(Network):
         """Logits [batch, classes] of images [batch, height, width, channels] or numbers."""
         hidden = inputs.reshape(inputs.shape[0], -1)
         for layer in self.layers[:-1]:
-            hidden = jax.nn.relu(placed_by_row(layer(hidden)))
-        return placed_by_row(self.layers[-1](hidden).astype(jnp.float32))
+            hidden = jax.nn.relu(constrained_by_row(layer(hidden)))
+        return constrained_by_row(self.layers[-1](hidden).astype(jnp.float32))
 
     @staticmethod
     def partition_rules() -> PartitionRules:

@@ -1,7 +1,7 @@
-"""What a network is to the rest of scalejax, and how one is built and split.
+"""The interface of networks, their partition specs, and the import of a user's own network.
 
-A network is a `flax.nnx` module over one batch. It knows its layers, and by which rules its
-parameters are split over a mesh; it knows no mesh, no batch size and no optimizer.
+A network is a `flax.nnx` module over one batch. It knows its layers and the partition rules of its
+parameters; it knows no mesh, no batch size and no optimizer.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import also_over, divisible, split_axes
 
 PartitionRules = tuple[tuple[str, PartitionSpec], ...]
-"""Regular expressions on paths of parameters, and the mesh axes that split each dimension."""
+"""Regular expressions on parameter paths, with the mesh axes that shard each dimension."""
 
 
 class Network(nnx.Module):
@@ -37,16 +37,16 @@ class Network(nnx.Module):
     A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
     with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
     its `BatchNorm` layers, and `options` those of the `run.toml`. It is called as
-    `network(inputs, is_training=...)` and returns logits (see `__call__`); for data that hides
-    words, `places=` is given besides, int32 [batch, hidden words], and logits are of those places.
+    `network(inputs, is_training=...)` and returns logits (see `__call__`); for masked language
+    modelling `places=` is passed too, int32 [batch, masked tokens], and logits are of those places.
 
     Paths of parameters join attribute names with "/" ("layers/0/kernel"). Weight decay, and the
-    trust ratios of LARS and LAMB, hold for those that end in "kernel" or "embedding".
+    trust ratios of LARS and LAMB, apply to those that end in "kernel" or "embedding".
     """
 
     stacked: ClassVar[tuple[str, ...]] = ()
-    """First parts of the paths whose parameters hold all layers, one per index of their first
-    dimension: optimizers that treat layers one by one look there."""
+    """First parts of the paths of stacked parameters, whose first dimension counts layers:
+    layer-wise optimizers treat each index as a layer."""
 
     @abstractmethod
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
@@ -60,19 +60,19 @@ class Network(nnx.Module):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """By which mesh axes parameters are split: the first rule found in a path holds, and a
-        parameter without one is whole on every device."""
+        """Sharding of parameters over mesh axes: the first rule that matches a path applies; a
+        parameter without one is replicated."""
         return ()
 
 
 @runtime_checkable
 class NetworkWithFeatures(Protocol):
-    """A network that can be taken apart before its last layer, `head`: the logits are
-    `classified(features(inputs, is_training=...))`, and only the parameters of `head` are read
-    after the features."""
+    """A network split into a backbone and a last layer, `head`: the logits are
+    `classified(features(inputs, is_training=...))`, and `classified` reads only the parameters of
+    `head`."""
 
     def features(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """What the last layer reads, [batch, width]."""
+        """The input of the last layer, [batch, width]."""
         ...
 
     def classified(self, features: jax.Array) -> jax.Array:
@@ -86,14 +86,14 @@ def parameter_path(path: tuple[Any, ...]) -> str:
 
 
 def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[str, int]) -> Any:
-    """The tree of `PartitionSpec`s by which `rules` split a tree of parameters.
+    """The tree of `PartitionSpec`s of a tree of parameters by `rules`.
 
-    A dimension that its axes do not divide stays whole; the stages of a pipeline that do not divide
-    the layers divide another dimension then, so that each still holds no more than its share.
+    A dimension that its axes do not divide is not sharded; where pipeline stages do not divide the
+    layers, they shard another dimension, so that each still holds no more than its share.
 
     Args:
         params_shapes: tree of arrays or of their shapes.
-        rules: of the network; see `Network.partition_rules`.
+        rules: partition rules of the network; see `Network.partition_rules`.
         axis_sizes: devices along each mesh axis.
 
     Raises:
@@ -116,8 +116,8 @@ def param_specs(params_shapes: Any, rules: PartitionRules, axis_sizes: Mapping[s
 def _over_stages(
     kept: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """`kept`, the first dimension that the stages of a pipeline divide further split over them
-    too; one that is whole, if there is one."""
+    """`kept` with the first divisible dimension sharded over the pipeline axis too, preferably an
+    unsharded one."""
     parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split_axes(kept, len(shape))]
     order = sorted(range(len(shape)), key=lambda index: parts[index] > 1)
     return also_over(PIPELINE, kept, shape, axis_sizes, order)

@@ -1,5 +1,4 @@
-"""Batch normalisation whose statistics cover the samples one asks for, in every mode of a step,
-and how the norms of transformers are applied.
+"""Batch normalisation with a chosen scope of its statistics, and the norms of transformers.
 
 Knows groups of samples and the name of a mesh axis; nothing of meshes, layouts or steps.
 """
@@ -14,7 +13,7 @@ from flax.typing import Initializer
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
 
 MOMENTUM = 0.9
-"""Part of a running statistic that one step keeps (torchvision's 0.1 is the other part)."""
+"""Fraction of a running statistic that one step retains (torchvision's 0.1 is 1 minus it)."""
 EPSILON = 1e-5
 """Added to a variance before its root (torchvision's default)."""
 
@@ -24,10 +23,10 @@ class BatchNormScope:
     """Which samples share one mean and one variance in training."""
 
     groups: int = 1
-    """Equal parts, of neighbouring rows, into which the batch is cut; each has its own statistics.
-    Rows of one device are neighbours, so as many groups as devices is BatchNorm per device."""
+    """Number of equal groups of contiguous rows of the batch, each with its own statistics. Rows of
+    one device are contiguous, so as many groups as devices is BatchNorm per device."""
     is_in_turn: bool = False
-    """Whether running statistics take in the groups one after the other, and not their mean."""
+    """Whether running statistics are updated by each group in sequence, not by their mean."""
     axis_name: str | None = None
     """Inside `shard_map`: mesh axis whose devices share their statistics; None for no sharing."""
 
@@ -111,8 +110,8 @@ class BatchNorm(nnx.Module):
 
 
 def normalised(norm: nnx.LayerNorm | nnx.RMSNorm, x: jax.Array) -> jax.Array:
-    """`norm` of `x`, whose backward pass computes it again from `x`: it would keep six
-    intermediate results otherwise, half of them in float32."""
+    """`norm(x)`, recomputed from `x` in the backward pass: it would save six intermediate results
+    otherwise, half of them in float32."""
     structure, params = nnx.split(norm)
 
     def apply(params: nnx.State, x: jax.Array) -> jax.Array:

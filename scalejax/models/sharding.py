@@ -1,7 +1,7 @@
-"""Where activations lie on the mesh while a network is computed.
+"""Sharding constraints of activations while a network is computed.
 
-A network says here what of its activations is split over which axes; the mesh, and how the run
-divides tokens and microbatches, are in the context. Without a mesh nothing here does anything.
+A network states here over which axes its activations are sharded; the mesh, and how the run
+divides tokens and microbatches, are in the context. Without a mesh these functions do nothing.
 """
 
 import math
@@ -21,54 +21,54 @@ from scalejax.core.errors import ConfigError, refusal, unknown_name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingConstraints:
-    """What a network must know of its run besides the mesh."""
+    """How a run divides tokens and microbatches, as far as a network must know it."""
 
     is_sequence_parallel: bool = False
-    """Whether devices along tensor each hold a part of the tokens between layers."""
+    """Whether tokens are sharded over the tensor axis between layers (sequence parallelism)."""
     microbatches: int = 1
-    """Parts of the rows that the stages of a pipeline take in turn."""
+    """Microbatches that a pipeline splits the rows into."""
     chunks: int = 1
-    """Parts of the blocks of one stage."""
+    """Pipeline chunks (virtual stages) per stage."""
 
 
-_ARRANGEMENT: ContextVar[ShardingConstraints | None] = ContextVar("arrangement", default=None)
+_CONSTRAINTS: ContextVar[ShardingConstraints | None] = ContextVar("constraints", default=None)
 
 
 @contextmanager
-def arranged(mesh: AbstractMesh, constraints: ShardingConstraints) -> Iterator[None]:
-    """A context in which networks are traced for `mesh`."""
-    token = _ARRANGEMENT.set(constraints)
+def sharding_context(mesh: AbstractMesh, constraints: ShardingConstraints) -> Iterator[None]:
+    """Context in which networks are traced for `mesh` and `constraints`."""
+    token = _CONSTRAINTS.set(constraints)
     try:
         with jax.sharding.use_abstract_mesh(mesh):
             yield
     finally:
-        _ARRANGEMENT.reset(token)
+        _CONSTRAINTS.reset(token)
 
 
 def constraints() -> ShardingConstraints:
-    """That of the context."""
-    return _ARRANGEMENT.get() or ShardingConstraints()
+    """The sharding constraints of the context; the defaults outside of one."""
+    return _CONSTRAINTS.get() or ShardingConstraints()
 
 
 def axis_size(axis: str) -> int:
-    """Devices along `axis` of the mesh in the context; 1 where there is none of ours."""
+    """Devices along `axis` of the mesh in the context; 1 without such a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.shape[axis] if _is_ours(mesh) else 1
 
 
 def is_data_manual() -> bool:
-    """Whether the network is traced for the rows of one part of the data axis."""
+    """Whether the data axis is manual: the network is traced in a `shard_map` over it."""
     return DATA in jax.sharding.get_abstract_mesh().manual_axes
 
 
-def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """`array`, held as `spec` says (a dimension that its axes do not divide stays whole).
+def constrained(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`array` constrained to `spec`; a dimension that its axes do not divide is not sharded.
 
-    Where parameters are split over fsdp, the compiler may move either the parameters to the rows
-    of the batch or the rows to the parameters; a network settles here for the first. It needs
-    the mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing where there
-    is none of ours, or where its axes are `shard_map`'s. The data axis alone may be
-    `shard_map`'s: each part of the batch is then placed on the axes that are left.
+    Where parameters are sharded over fsdp, the compiler may move either the parameters to the rows
+    of the batch or the rows to the parameters; this constraint enforces the first. It needs the
+    mesh in the context (`jax.sharding.use_abstract_mesh`), and changes nothing without a mesh of a
+    `Layout`, or where its axes are manual (`shard_map`). The data axis alone may be manual: each
+    shard of the batch is then constrained over the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _is_ours(mesh):
@@ -81,7 +81,7 @@ def placed(array: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 
 def _without(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """`spec`, with nothing split over `axis`."""
+    """`spec` without `axis`."""
     return PartitionSpec(
         *(
             tuple(name for name in entry if name != axis)
@@ -95,11 +95,11 @@ def _without(axis: str, spec: PartitionSpec) -> PartitionSpec:
 
 
 def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
-    """`layer` of `rows` [batch, ...], computed by every device for its own rows, its parameters
-    whole everywhere; where `placed` changes nothing, `layer(rows)`.
+    """`layer(rows)` for `rows` [batch, ...], computed in a `shard_map` by every device for its own
+    rows, with replicated parameters; plain `layer(rows)` where `constrained` changes nothing.
 
-    For what XLA cannot divide: of a depthwise convolution whose rows are split over data, and
-    which devices along tensor repeat, it adds the repetitions to the gradient of the kernel.
+    For layers that XLA cannot partition: in a depthwise convolution whose rows are sharded over
+    data and replicated over tensor, it adds the replicas to the gradient of the kernel.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not _is_ours(mesh) or mesh.manual_axes:
@@ -115,60 +115,59 @@ def per_device(layer: nnx.Module, rows: jax.Array) -> jax.Array:
 
 
 def _is_ours(mesh: jax.sharding.AbstractMesh) -> bool:
-    """Whether `mesh` has the axes of a layout, and leaves all, or all but data, to the compiler."""
+    """Whether `mesh` has the axes of a `Layout`, all of type Auto, or all but data."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if kinds.get(DATA) == AxisType.Manual:
         kinds[DATA] = AxisType.Auto
     return all(kinds.get(axis) == AxisType.Auto for axis in AXES)
 
 
-def placed_by_row(activations: jax.Array) -> jax.Array:
-    """`activations` [batch, ...], rows divided over the axes that divide the batch; the other
-    dimensions as the compiler sees fit."""
+def constrained_by_row(activations: jax.Array) -> jax.Array:
+    """`activations` [batch, ...] with rows sharded over the batch axes; the other dimensions are
+    left to the compiler."""
     rest = (PartitionSpec.UNCONSTRAINED,) * (activations.ndim - 1)
-    return placed(activations, PartitionSpec(BATCH_AXES, *rest))
+    return constrained(activations, PartitionSpec(BATCH_AXES, *rest))
 
 
-def placed_residual(x_BSD: jax.Array) -> jax.Array:
-    """Activations between layers [batch, tokens, width]: rows over the axes that divide the batch,
-    tokens over context, and over tensor too where the run is sequence-parallel."""
+def constrained_residual(x_BSD: jax.Array) -> jax.Array:
+    """Activations between layers [batch, tokens, width]: rows sharded over the batch axes, tokens
+    over context, and over tensor too with sequence parallelism."""
     axes = _token_axes(is_shared=constraints().is_sequence_parallel)
-    return _placed_tokens(x_BSD, axes)
+    return _constrained_tokens(x_BSD, axes)
 
 
-def placed_for_layer(x_BSD: jax.Array) -> jax.Array:
-    """The input of a layer that devices along tensor share, each of which needs all the tokens
-    of its part of the context; unchanged where they hold them anyway."""
+def constrained_for_layer(x_BSD: jax.Array) -> jax.Array:
+    """The input of a tensor-parallel layer, with the tokens of each context shard gathered over
+    tensor; unchanged without sequence parallelism."""
     if not constraints().is_sequence_parallel:
         return x_BSD
-    return _placed_tokens(x_BSD, _token_axes(is_shared=False))
+    return _constrained_tokens(x_BSD, _token_axes(is_shared=False))
 
 
-def placed_for_head(activations: jax.Array) -> jax.Array:
-    """What the output layer reads and makes [batch, tokens, width or vocabulary]: rows over the
-    axes that divide the batch, tokens over context and over the stages of a pipeline, none of
-    which has the layer for itself."""
+def constrained_for_head(activations: jax.Array) -> jax.Array:
+    """Input or output of the output layer [batch, tokens, width or vocabulary]: rows sharded over
+    the batch axes, tokens over context and over the pipeline, whose stages share the layer."""
     axes = _token_axes(is_shared=False)
-    return _placed_tokens(activations, (*axes, PIPELINE) if axis_size(PIPELINE) > 1 else axes)
+    return _constrained_tokens(activations, (*axes, PIPELINE) if axis_size(PIPELINE) > 1 else axes)
 
 
-def placed_between(activations: jax.Array) -> jax.Array:
-    """What a layer that devices along tensor share makes on its way [batch, tokens, heads or
-    inner width, ...], divided over tensor; unchanged but in a sequence-parallel run, where the
-    compiler could as well divide the tokens."""
+def constrained_between(activations: jax.Array) -> jax.Array:
+    """Intermediate activations of a tensor-parallel layer [batch, tokens, heads or inner width,
+    ...], sharded over tensor; unchanged without sequence parallelism, in which the compiler might
+    shard the tokens instead."""
     if not constraints().is_sequence_parallel:
         return activations
     rest = (None,) * (activations.ndim - 3)
     axes = _token_axes(is_shared=False) or None
-    return placed(activations, PartitionSpec(BATCH_AXES, axes, TENSOR, *rest))
+    return constrained(activations, PartitionSpec(BATCH_AXES, axes, TENSOR, *rest))
 
 
-def placed_keys(k_BTHK: jax.Array) -> jax.Array:
-    """Keys or values [batch, tokens, heads, size], all tokens of a sample on every device along
-    context; unchanged where nothing divides them."""
+def constrained_keys(k_BTHK: jax.Array) -> jax.Array:
+    """Keys or values [batch, tokens, heads, size] gathered over context; unchanged without context
+    parallelism."""
     if axis_size(CONTEXT) == 1:
         return k_BTHK
-    return placed(k_BTHK, PartitionSpec(BATCH_AXES, None, TENSOR, None))
+    return constrained(k_BTHK, PartitionSpec(BATCH_AXES, None, TENSOR, None))
 
 
 def _token_axes(*, is_shared: bool) -> tuple[str, ...]:
@@ -176,17 +175,17 @@ def _token_axes(*, is_shared: bool) -> tuple[str, ...]:
     return (*axes, TENSOR) if is_shared else axes
 
 
-def _placed_tokens(activations: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _constrained_tokens(activations: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     if not axes and not constraints().is_sequence_parallel:
-        return placed_by_row(activations)
+        return constrained_by_row(activations)
     rest = (PartitionSpec.UNCONSTRAINED,) * (activations.ndim - 2)
-    return placed(activations, PartitionSpec(BATCH_AXES, axes or None, *rest))
+    return constrained(activations, PartitionSpec(BATCH_AXES, axes or None, *rest))
 
 
 def divisible(
     name: str, rule: PartitionSpec, shape: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> PartitionSpec:
-    """`rule`, without the axes that do not divide their dimension: of several, the minor first."""
+    """`rule` without axes that do not divide their dimension; of several, minor ones go first."""
     if len(rule) > len(shape):
         accepted = f"the parameter has {len(shape)} dimensions, its partition rule {len(rule)}"
         raise ConfigError(refusal(name, shape, accepted))
@@ -199,14 +198,14 @@ def divisible(
         while size % math.prod(axis_sizes[axis] for axis in names):
             names = names[:-1]
         if names == _axis_names(axes):
-            kept.append(axes)  # also None, and "as the compiler sees fit"
+            kept.append(axes)  # also None and UNCONSTRAINED
         else:
             kept.append(names or None)
     return PartitionSpec(*kept)
 
 
 def split_axes(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
-    """The axes over which `spec` splits each of so many dimensions."""
+    """The axes over which `spec` shards each of `dimensions` dimensions."""
     return [_axis_names(entry) for entry in (*spec, *[None] * (dimensions - len(spec)))]
 
 
@@ -217,14 +216,15 @@ def also_over(
     axis_sizes: Mapping[str, int],
     order: Iterable[int],
 ) -> PartitionSpec:
-    """`spec` with one dimension of `shape` split over `axis` as well; as it is where none divides.
+    """`spec` with one dimension of `shape` sharded over `axis` as well; unchanged if none is
+    divisible.
 
     Args:
-        axis: of the mesh.
-        spec: what is split over other axes.
-        shape: of the parameter.
+        axis: axis of the mesh.
+        spec: sharding over other axes.
+        shape: shape of the parameter.
         axis_sizes: devices along each mesh axis.
-        order: dimensions, the one to take if it divides first.
+        order: dimensions in order of preference.
     """
     split = split_axes(spec, len(shape))
     for index in order:

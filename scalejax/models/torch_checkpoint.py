@@ -1,8 +1,8 @@
-"""Arrays in files of PyTorch's format from before 1.6, read without PyTorch and without trust.
+"""Reads PyTorch checkpoints of the format before 1.6, without PyTorch and without trusting them.
 
-Such a file is five pickles and then the bytes of each storage. A pickle may call whatever it
-names: here it may name the few classes that a dictionary of tensors is made of, for each of
-which something of ours stands, and all else is refused. Knows no networks.
+Such a file is five pickles and then the bytes of each storage. A pickle may call any function that
+it names: here it may name only the few classes of a dictionary of tensors, each replaced by a
+substitute of this module, and everything else is refused. Knows no networks.
 
 Source: torch/serialization.py, `_legacy_save` (tag v1.5.0).
 """
@@ -24,12 +24,12 @@ from scalejax.core.errors import ConfigError, refusal
 MAGIC_NUMBER, PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
 """The first two pickles of every such file (`MAGIC_NUMBER`, `PROTOCOL_VERSION`)."""
 _ELEMENT_TYPES = {"FloatStorage": np.dtype("<f4"), "LongStorage": np.dtype("<i8")}
-"""By the class of a storage; its bytes are little-endian."""
+"""Data types by class of a storage; its bytes are little-endian."""
 
 
 @dataclass(slots=True)
 class _Storage:
-    """Numbers that tensors are views of; they come after the pickles that name them."""
+    """The values that tensors are views of; stored after the pickles that refer to them."""
 
     dtype: np.dtype
     length: int
@@ -46,10 +46,10 @@ class _View:
     strides: tuple[int, ...]
 
     def array(self) -> np.ndarray:
-        """A copy of the numbers seen.
+        """A copy of the values of the view.
 
         Raises:
-            ValueError: if it would see others than those of its storage.
+            ValueError: if the view exceeds its storage.
         """
         values, counts = self.storage.values, (*self.shape, *self.strides, self.offset)
         furthest = self.offset + sum(
@@ -65,7 +65,7 @@ class _View:
 
 
 def _rebuilt(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> _View:
-    """What stands for `torch._utils._rebuild_tensor_v2`; gradients and hooks are left out."""
+    """Substitute for `torch._utils._rebuild_tensor_v2`, without gradients and hooks."""
     if not isinstance(storage, _Storage):
         raise pickle.UnpicklingError("a tensor has no storage")
     return _View(storage, offset, tuple(shape), tuple(strides))
@@ -76,7 +76,7 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor_v2"): _rebuilt,
     **{("torch", name): name for name in _ELEMENT_TYPES},
 }
-"""All that a pickle may name."""
+"""Everything that a pickle may refer to."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -134,7 +134,7 @@ def read_torch_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def _require_format(unpickled: Callable[[], Any]) -> None:
-    """Go past the three pickles in front, which say what the file is."""
+    """Check the three leading pickles, which identify the format."""
     magic_number, protocol_version, machine = unpickled(), unpickled(), unpickled()
     if (magic_number, protocol_version) != (MAGIC_NUMBER, PROTOCOL_VERSION):
         raise ValueError("it begins otherwise")
@@ -143,7 +143,7 @@ def _require_format(unpickled: Callable[[], Any]) -> None:
 
 
 def _read(file: BinaryIO, storage: _Storage) -> None:
-    """Fill `storage` with the numbers that come next, after how many they are."""
+    """Fill `storage` with the values that follow in the file, prefixed by their count."""
     (length,) = struct.unpack("<q", file.read(8))
     left = (os.fstat(file.fileno()).st_size - file.tell()) // storage.dtype.itemsize
     if length != storage.length or not 0 <= length <= left:

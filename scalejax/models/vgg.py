@@ -9,7 +9,7 @@ from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and convolutions of each stage: configuration D."""
@@ -60,7 +60,7 @@ class Vgg(Network):
         hidden, layers = inputs, iter(self.convolutions)
         for _, count in STAGES:
             for _ in range(count):
-                hidden = jax.nn.relu(placed_by_row(next(layers)(hidden)))
+                hidden = jax.nn.relu(constrained_by_row(next(layers)(hidden)))
             hidden = max_pool(hidden, size=2, stride=2)
         return self.linear(hidden)
 

@@ -20,7 +20,7 @@ from scalejax.models.fsdp import gathered, linear
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 
 INIT = nnx.initializers.xavier_uniform()
 """Of the matrices of blocks (google-research/vision_transformer, models_vit.py)."""
@@ -92,9 +92,9 @@ class Block(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """The residual stream after this block, [B, S, D]."""
         x_BSD = x_BSD + self.attention(normalised(self.attention_norm, x_BSD))
-        x_BSD = placed_by_row(x_BSD)
+        x_BSD = constrained_by_row(x_BSD)
         normalised_BSD = normalised(self.feed_forward_norm, x_BSD)
-        return placed_by_row(x_BSD + self.feed_forward(normalised_BSD))
+        return constrained_by_row(x_BSD + self.feed_forward(normalised_BSD))
 
 
 class Vit(Network):
@@ -134,9 +134,9 @@ class Vit(Network):
         class_B1D = jnp.broadcast_to(class_1D[None], (len(inputs), *class_1D.shape))
         places_SD = gathered(self.places.embedding[...].astype(self.dtype), PLACES)
         x_BSD = jnp.concatenate([class_B1D, x_BND], axis=1) + places_SD[None]
-        x_BSD = placed_by_row(x_BSD)
+        x_BSD = constrained_by_row(x_BSD)
         x_BSD = through_blocks(self.blocks, x_BSD, dtype=self.dtype, remat=self.remat)
-        return placed_by_row(self.head(self.norm(x_BSD[:, 0]))).astype(jnp.float32)
+        return constrained_by_row(self.head(self.norm(x_BSD[:, 0]))).astype(jnp.float32)
 
     def _cut(self, images: jax.Array) -> jax.Array:
         """The patches of images, row by row, each with its pixels row by row, [B, N, F]."""

@@ -9,7 +9,7 @@ from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
 from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
-from scalejax.models.sharding import per_device, placed_by_row
+from scalejax.models.sharding import constrained_by_row, per_device
 
 STEM = (32, 64)
 """Channels of the two whole convolutions at the entry."""
@@ -45,7 +45,7 @@ class SeparableUnit(nnx.Module):
 
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """The normalised convolution of `inputs`."""
-        hidden = placed_by_row(per_device(self.depthwise, inputs))
+        hidden = constrained_by_row(per_device(self.depthwise, inputs))
         return self.pointwise(hidden, is_training=is_training)
 
 

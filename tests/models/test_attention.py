@@ -9,7 +9,7 @@ import pytest
 
 from scalejax.config.model import AttentionKind, ComputeType, GptConfig, LlamaConfig, MlpConfig
 from scalejax.core.errors import ConfigError
-from scalejax.models.attention import causal_attention, settled
+from scalejax.models.attention import causal_attention, with_resolved_attention
 
 H100 = SimpleNamespace(platform="gpu", compute_capability="9.0")
 A100 = SimpleNamespace(platform="gpu", compute_capability="8.0")
@@ -26,43 +26,43 @@ def gpt(
 
 def test_auto_is_fused_where_cudnn_has_it():
     """From compute capability 8.0 on, in 16 bits."""
-    assert settled(gpt(), H100) == gpt("fused")
-    assert settled(gpt(), A100) == gpt("fused")
-    assert settled(gpt(dtype="float16"), A100) == gpt("fused", dtype="float16")
-    assert settled(gpt(), V100) == gpt("unfused")
-    assert settled(gpt(), MI300X) == gpt("unfused")
-    assert settled(gpt(dtype="float32"), H100) == gpt("unfused", dtype="float32")
+    assert with_resolved_attention(gpt(), H100) == gpt("fused")
+    assert with_resolved_attention(gpt(), A100) == gpt("fused")
+    assert with_resolved_attention(gpt(dtype="float16"), A100) == gpt("fused", dtype="float16")
+    assert with_resolved_attention(gpt(), V100) == gpt("unfused")
+    assert with_resolved_attention(gpt(), MI300X) == gpt("unfused")
+    assert with_resolved_attention(gpt(dtype="float32"), H100) == gpt("unfused", dtype="float32")
 
 
 def test_auto_is_unfused_on_a_cpu_and_without_a_device():
     """What trains here, and what counts FLOP, stays in JAX's own operations."""
-    assert settled(gpt(), jax.devices("cpu")[0]) == gpt("unfused")
-    assert settled(gpt(), None) == gpt("unfused")
-    assert settled(gpt("fused"), None) == gpt("unfused")
+    assert with_resolved_attention(gpt(), jax.devices("cpu")[0]) == gpt("unfused")
+    assert with_resolved_attention(gpt(), None) == gpt("unfused")
+    assert with_resolved_attention(gpt("fused"), None) == gpt("unfused")
 
 
 def test_wide_heads_are_fused_on_newer_chips_only():
     """At most 128 wide on Ampere and 256 from Hopper on, a multiple of 8 on both."""
-    assert settled(gpt(hidden=4 * 192), H100) == gpt("fused", hidden=4 * 192)
-    assert settled(gpt(hidden=4 * 192), A100) == gpt("unfused", hidden=4 * 192)
-    assert settled(gpt(hidden=4 * 100), H100) == gpt("unfused", hidden=4 * 100)
+    assert with_resolved_attention(gpt(hidden=4 * 192), H100) == gpt("fused", hidden=4 * 192)
+    assert with_resolved_attention(gpt(hidden=4 * 192), A100) == gpt("unfused", hidden=4 * 192)
+    assert with_resolved_attention(gpt(hidden=4 * 100), H100) == gpt("unfused", hidden=4 * 100)
 
 
 def test_llama_takes_what_gpt_takes():
     """By the size of a head, and whatever its heads of keys."""
     small = LlamaConfig(hidden=512, heads=4, kv_heads=2, compute_dtype="bfloat16")
 
-    assert settled(small, H100) == replace(small, attention="fused")
-    assert settled(small, V100) == replace(small, attention="unfused")
-    assert settled(small, None) == replace(small, attention="unfused")
+    assert with_resolved_attention(small, H100) == replace(small, attention="fused")
+    assert with_resolved_attention(small, V100) == replace(small, attention="unfused")
+    assert with_resolved_attention(small, None) == replace(small, attention="unfused")
     with pytest.raises(ConfigError, match="multiple of 8 and at most 128, not 192"):
-        settled(replace(small, hidden=768, attention="fused"), A100)
+        with_resolved_attention(replace(small, hidden=768, attention="fused"), A100)
 
 
 def test_unfused_stays_unfused():
     """Asked for by name, on any device; and other networks have no attention."""
-    assert settled(gpt("unfused"), H100) == gpt("unfused")
-    assert settled(MlpConfig(), H100) == MlpConfig()
+    assert with_resolved_attention(gpt("unfused"), H100) == gpt("unfused")
+    assert with_resolved_attention(MlpConfig(), H100) == MlpConfig()
 
 
 @pytest.mark.parametrize("pairs", [6, 2, 1])
@@ -95,8 +95,8 @@ def test_unfused_attention_is_jax_s_own(pairs):
 def test_fused_by_name_is_refused_where_there_is_none():
     """With what is missing."""
     with pytest.raises(ConfigError, match=r"model.attention='fused'.*capability 8.0 or later"):
-        settled(gpt("fused"), jax.devices("cpu")[0])
+        with_resolved_attention(gpt("fused"), jax.devices("cpu")[0])
     with pytest.raises(ConfigError, match=r"model\.compute_dtype=.bfloat16"):
-        settled(gpt("fused", dtype="float32"), H100)
+        with_resolved_attention(gpt("fused", dtype="float32"), H100)
     with pytest.raises(ConfigError, match="multiple of 8 and at most 128, not 192"):
-        settled(gpt("fused", hidden=4 * 192), A100)
+        with_resolved_attention(gpt("fused", hidden=4 * 192), A100)

@@ -41,7 +41,7 @@ from scalejax.models import (
     param_specs,
     parameter_path,
 )
-from scalejax.models.sharding import placed_by_row
+from scalejax.models.sharding import constrained_by_row
 from scalejax.training.mesh import build_mesh
 
 FASHION = facts(FashionMnistConfig(edition="embedded"))
@@ -203,10 +203,10 @@ def test_rows_are_placed_only_where_the_mesh_is_known():
 
     def under_mesh(rows):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return placed_by_row(rows)
+            return constrained_by_row(rows)
 
     assert "sharding_constraint" in str(jax.make_jaxpr(under_mesh)(rows))
-    assert "sharding_constraint" not in str(jax.make_jaxpr(placed_by_row)(rows))
+    assert "sharding_constraint" not in str(jax.make_jaxpr(constrained_by_row)(rows))
 
 
 CUSTOM_MODULE = """

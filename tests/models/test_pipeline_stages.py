@@ -15,7 +15,7 @@ from scalejax.config.run import RunConfig, resolve
 from scalejax.core.serialization import build
 from scalejax.models.pipeline import through_stages
 from scalejax.models.remat import kept, recomputed
-from scalejax.models.sharding import ShardingConstraints, arranged, constraints
+from scalejax.models.sharding import ShardingConstraints, constraints, sharding_context
 from scalejax.training.mesh import build_mesh, replicated
 from scalejax.training.step import build_step
 
@@ -37,7 +37,7 @@ def staged(stages: int, chunks: int, microbatches: int):
     constraints = ShardingConstraints(microbatches=microbatches, chunks=chunks)
 
     def function(factors, x_BSD):
-        with arranged(mesh.abstract_mesh, constraints):
+        with sharding_context(mesh.abstract_mesh, constraints):
             return through_stages(blocks, factors, x_BSD, stages, "none")
 
     return function
@@ -115,7 +115,7 @@ def test_a_tick_keeps_no_copy_of_the_parameters_it_picked(remat):
 
     def gradient(chunks: int):
         def loss(matrices):
-            with arranged(
+            with sharding_context(
                 mesh.abstract_mesh, ShardingConstraints(microbatches=microbatches, chunks=chunks)
             ):
                 return jnp.sum(through_stages(through, matrices, x_BSD, 2, remat) ** 2)
@@ -169,7 +169,7 @@ def step_of_gpt(layers: int):
 
 def test_an_arrangement_ends_with_its_context():
     """Networks that are built afterwards know nothing of it."""
-    with arranged(build_mesh(Layout()).abstract_mesh, ShardingConstraints(chunks=2)):
+    with sharding_context(build_mesh(Layout()).abstract_mesh, ShardingConstraints(chunks=2)):
         assert constraints().chunks == 2
 
     assert constraints() == ShardingConstraints()

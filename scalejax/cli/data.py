@@ -116,10 +116,12 @@ class DataConvert:
 
     def execute(self) -> None:
         """Convert, and print a summary."""
-        from scalejax.data.convert import RowsOptions, Wanted, convert
+        from scalejax.data.convert import ConvertOptions, RowsOptions, convert
         from scalejax.data.inspect import written_order_advice
 
-        wanted = Wanted(**{each.name: getattr(self, each.name) for each in fields(Wanted)})
+        wanted = ConvertOptions(
+            **{each.name: getattr(self, each.name) for each in fields(ConvertOptions)}
+        )
         chosen = {each.name: getattr(self, each.name) for each in fields(RowsOptions)}
         try:
             done = convert(

@@ -1,1 +1,1 @@
-"""Data sets as examples by index, and the global batches made of them."""
+"""Data sets as examples by index, and their global batches."""

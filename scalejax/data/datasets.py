@@ -1,6 +1,6 @@
-"""The data set that a config names, opened as examples by index, here or in another process.
+"""Opens the data set that a config names as examples by index, in this or another process.
 
-Knows which file reads which data set. Knows no batches, no order and no devices.
+Knows which reader reads which data set. Knows no batches, no sampler and no devices.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ from scalejax.data.source import Shared, Source, Split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """How to open a source again, in any process: one whose examples are made, or come with an
-    installation, and are large. Files that a user names are listed once for all processes."""
+    """Arguments to open a source again in another process, for synthetic or installed data sets,
+    which are large to pickle. Files that a user names are listed once for all processes."""
 
     config: DataConfig
     """The data set."""
     split: Split
-    """Which part of it."""
+    """Part of the data set."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     augmentation: AugmentationConfig | None
     """How images are changed."""
 
     def open(self) -> Source:
-        """The same examples.
+        """Open the source.
 
         Raises:
             ConfigError: if a file of the data set is missing or damaged.
@@ -47,10 +47,10 @@ class Origin:
 
 
 def for_process(source: Source, processes: int) -> Source | Origin:
-    """`source` as one of `processes` that share its memory takes examples of it; can be pickled.
+    """`source` for one of `processes` that share its memory; can be pickled.
 
     Raises:
-        ConfigError: if the memory is too small for so many.
+        ConfigError: if the memory is too small for that many.
     """
     if isinstance(source, Shared):
         return source.share_of(processes)
@@ -69,8 +69,8 @@ def open_source(
     Args:
         config: the data set.
         split: which part of it.
-        seed: decides what synthetic examples hold, and what is random of real ones.
-        augmentation: how images are changed in an epoch of training; if None, not at all.
+        seed: seed of synthetic examples and of augmentation.
+        augmentation: augmentation of training images; if None, none.
 
     Raises:
         ConfigError: if a file of the data set is missing or damaged.

@@ -1,6 +1,6 @@
-"""What is in a data set: rows, columns, classes, images, and whether it is cut well for training.
+"""Inspection of a data set: rows, columns, classes, images, and its suitability for training.
 
-Knows rows and what a run asks of them; prints nothing.
+Knows rows and the requirements of a run; prints nothing.
 """
 
 import io
@@ -25,12 +25,12 @@ from scalejax.data.formats.parquet_columns import hugging_face_names, is_class, 
 from scalejax.data.suggest_config import data_table, parts_advice
 from scalejax.data.transforms.images import UndecodableImage, decoded, in_threads
 
-# The classes in a data set: which column they are, how many rows each has, and how they lie.
+# The classes of a data set: their column, rows of each, and their distribution over row groups.
 
 SCANNED_BYTES = 64 * MIB
 """Largest column of classes, decompressed, that is read to count them."""
 LABEL_NAMES = ("label", "labels", "target", "class", "fine_label", "y")
-"""What a column of classes is called; else it is the last that could be one."""
+"""Usual names of a column of classes; else the last suitable column is taken."""
 
 GroupClasses = list[Counter[object]]
 """Rows of each class, of one row group after the other."""
@@ -42,7 +42,7 @@ def image_column(schema: pa.Schema) -> str | None:
 
 
 def label_column(schema: pa.Schema) -> str | None:
-    """The column of classes, as far as can be told."""
+    """The column of classes, if identified."""
     image = image_column(schema)
     fitting = [each.name for each in schema if each.name != image and is_class(each.type)]
     named = [name for name in LABEL_NAMES if name in fitting]
@@ -91,7 +91,7 @@ def _total(groups: GroupClasses) -> Counter[object]:
 
 
 def order_advice(groups: GroupClasses) -> str | None:
-    """What to do if classes lie one after the other, so that row groups are no sample of them."""
+    """Advice if rows are sorted by class, so that row groups are not representative."""
     total, alike = _total(groups), sum(len(each) == 1 for each in groups)
     rows = total.total()
     # Small row groups of a frequent class are of one class in any order: so many, on average.
@@ -107,7 +107,7 @@ def order_advice(groups: GroupClasses) -> str | None:
 
 
 def written_order_advice(location: str) -> str | None:
-    """The same of Parquet files, if a column of classes is found in them.
+    """Advice on the order of classes in Parquet files, if a column of classes is found in them.
 
     Raises:
         ConfigError: if they cannot be read.
@@ -121,7 +121,7 @@ def written_order_advice(location: str) -> str | None:
 SAMPLED_IMAGES = 64
 """Images of which format and size are looked at, evenly spread."""
 PLACES = 8
-"""In so many places, which takes but a little of a large data set."""
+"""Number of places in the data set that are sampled."""
 NAMED_ROWS = 10
 """Unreadable rows that are named; the rest are counted."""
 SMALL_GROUP_BYTES, MANY_GROUPS = 64 * 2**10, 1000
@@ -149,33 +149,33 @@ class GroupFacts:
     """The row groups of Parquet files."""
 
     count: int
-    """How many."""
+    """Number of row groups."""
     fewest_rows: int
-    """Of the smallest."""
+    """Rows of the smallest."""
     most_rows: int
-    """Of the largest."""
+    """Rows of the largest."""
     largest_bytes: int
-    """Decompressed, of the largest."""
+    """Decompressed bytes of the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFacts:
-    """Some images, evenly spread over the rows."""
+    """Facts about a sample of images, evenly spread over the rows."""
 
     column: str
-    """Where they are."""
+    """Column that holds them."""
     sampled: int
-    """How many were looked at."""
+    """Number of images sampled."""
     formats: tuple[str, ...]
-    """Such as JPEG, the most frequent first."""
+    """Formats such as JPEG, the most frequent first."""
     smallest: tuple[int, int]
-    """Width and height of the one with the fewest pixels."""
+    """Width and height of the smallest image, by pixels."""
     median: tuple[int, int]
-    """Likewise of the middle."""
+    """Width and height of the median image, by pixels."""
     largest: tuple[int, int]
-    """Likewise of the one with the most."""
+    """Width and height of the largest image, by pixels."""
     mean_bytes: float
-    """Encoded."""
+    """Mean bytes of an encoded image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,48 +185,48 @@ class Unreadable:
     where: str
     """File and row."""
     why: str
-    """What is wrong with it."""
+    """Error of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What is in a data set."""
+    """Result of inspecting a data set."""
 
     location: str
-    """Where it is."""
+    """Location of the data set."""
     kind: str
-    """What it is in."""
+    """File format, in words."""
     files: int
-    """How many."""
+    """Number of files."""
     size_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
     rows: int
     """Examples."""
     columns: tuple[ColumnFacts, ...]
-    """In their order."""
+    """Columns, in their order."""
     groups: GroupFacts | None
-    """None if it is not Parquet."""
+    """Row groups; None if it is not Parquet."""
     label_column: str | None
-    """The column of classes, as far as can be told."""
+    """The column of classes, if identified."""
     classes: tuple[tuple[str, int], ...] | None
     """Rows of each class, the most frequent first; None if counting them would read too much."""
     images: ImageFacts | None
-    """None if there are none."""
+    """Sampled images; None if there are none."""
     advice: tuple[str, ...]
-    """What to change before training, and why."""
+    """Advice on changes before training."""
     table: str | None
     """The [data] table of a run.toml, to be completed; None if `convert` must come first."""
     verified_rows: int | None = None
-    """Rows that were read and decoded; None if that was not asked for."""
+    """Rows that were read and decoded; None without verification."""
     unreadable_rows: int = 0
-    """Of which so many could not be."""
+    """Number of unreadable rows."""
     unreadable: tuple[Unreadable, ...] = ()
-    """The first of them."""
+    """The first unreadable rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspections:
-    """What is in the parts of a data set."""
+    """Results of inspecting the parts of a data set."""
 
     inspections: tuple[Inspection, ...]
     """One for each location."""
@@ -243,13 +243,13 @@ def inspect(
     verify: bool = False,
     on_rows: OnRows = lambda count: None,
 ) -> Inspection:
-    """What `rows` hold.
+    """Inspect `rows`.
 
     Args:
-        rows: all of them.
-        run: what a run asks of them, if they are those of one.
-        verify: whether every one of them is read and decoded.
-        on_rows: is told of rows that are.
+        rows: the rows of the data set.
+        run: requirements of a run, if the rows are those of one.
+        verify: whether every row is read and decoded.
+        on_rows: called with the number of verified rows.
 
     Raises:
         ConfigError: if files cannot be read at all.

@@ -1,6 +1,6 @@
-"""The [data] table of a run.toml for a data set that was looked at, as far as it says itself.
+"""Suggests the [data] table of a run.toml for an inspected data set.
 
-Knows what files are called; reads none.
+Knows usual names of files and folders; reads no data.
 """
 
 import re
@@ -14,15 +14,15 @@ from scalejax.data.formats.numpy import PAIRS
 from scalejax.data.formats.parquet_columns import is_number
 
 TRAIN_NAMES = ("train", "training")
-"""What the part to train on is called."""
+"""Name of the training part."""
 TEST_NAMES = ("test", "val", "valid", "validation", "eval")
-"""What a part to evaluate on is called, the first that is there."""
+"""Names of the test part, in order of preference."""
 UNKNOWN_PART = "..."
-"""For the user to fill in."""
+"""Placeholder for the user to fill in."""
 
 
 def parts_within(location: str) -> tuple[str, str] | None:
-    """The folders in `location` that are the parts of a data set; None if there are no two."""
+    """The training and test folders in `location`; None unless both exist."""
     path = Path(location.removeprefix("file://"))
     found = [
         next((str(path / name) for name in names if (path / name).is_dir()), None)
@@ -32,7 +32,7 @@ def parts_within(location: str) -> tuple[str, str] | None:
 
 
 def parts_advice(location: str) -> str | None:
-    """What to do with a folder in which both parts are."""
+    """Advice for a folder that contains both parts."""
     parts = parts_within(location)
     if parts is None:
         return None
@@ -43,7 +43,7 @@ def parts_advice(location: str) -> str | None:
 
 
 def _parts(location: str) -> tuple[str, str]:
-    """What to train on and what to evaluate on, by names of files and folders."""
+    """Locations of the training and test part, by names of files and folders."""
     if parts := parts_within(location):
         return parts
     path = Path(location)
@@ -65,8 +65,8 @@ def data_table(rows: Rows, image: str | None, label: str | None, image_size: int
     Args:
         rows: the data set.
         image: its column of images, if it has one.
-        label: its column of classes, as far as can be told.
-        image_size: to which images are to be brought.
+        label: its column of classes, if identified.
+        image_size: size that images are scaled to.
     """
     if isinstance(rows, ParquetRows):
         return "\n".join(_parquet_lines(rows, image, label, image_size))

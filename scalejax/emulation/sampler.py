@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from scalejax.config.run import ResolvedRun
-from scalejax.data.loader.sampler import TrainingOrder
+from scalejax.data.loader.sampler import TrainingSampler
 from scalejax.data.source import Source
 from scalejax.emulation.checks import require_enough
 from scalejax.emulation.instructions import Rows
@@ -21,14 +21,14 @@ class Samples:
 
     def __init__(self, run: ResolvedRun, source: Source) -> None:
         self._source, self._global_batch = source, run.split.global_batch
-        self._whole = TrainingOrder(
+        self._whole = TrainingSampler(
             source,
             self._global_batch,
             seed=run.config.seed,
             steps=run.total_steps,
             first_epoch=0,
         )
-        self._epochs = TrainingOrder(
+        self._epochs = TrainingSampler(
             source, len(source), seed=run.config.seed, steps=run.config.train.epochs, first_epoch=0
         )
         self._assignt = lru_cache(maxsize=8)(self._assign)

@@ -1,4 +1,4 @@
-"""A bidirectional transformer that fills in masked words, its blocks scanned, and its split.
+"""BERT, a bidirectional transformer for masked language modelling, and its partition rules.
 
 Shapes: B batch, S tokens, P masked places, D hidden, V vocabulary, H heads, K size of a head.
 """
@@ -20,11 +20,11 @@ from scalejax.models.remat import kept, recomputed
 from scalejax.models.sharding import constrained, constrained_by_row
 
 INIT = nnx.initializers.truncated_normal(0.02)
-"""Of all weights: deviation 0.02, cut off at two (google-research/bert, modeling.py)."""
+"""Initialiser of weights: deviation 0.02, truncated at two (google-research/bert, modeling.py)."""
 EPSILON = 1e-12
 """Added to a variance before its root (google-research/bert, modeling.py)."""
 SEGMENTS = 2
-"""Kinds of place: before and after the first separator."""
+"""Segments: before and after the first separator."""
 
 
 class Attention(nnx.Module):
@@ -48,7 +48,7 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """What every token takes from all of them, [B, S, D]."""
+        """Attention of every token over all tokens, [B, S, D]."""
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(kept(self.qkv(x_BSD)), axis=2)
         return self.projection(full_attention(q_BSHK, k_BSHK, v_BSHK, remat=self.remat))
 

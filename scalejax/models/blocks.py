@@ -26,11 +26,11 @@ class PreNormBlock(nnx.Module):
     """Attention, then the feed-forward layer, each on a normalised copy of the residual."""
 
     attention_norm: nnx.LayerNorm | nnx.RMSNorm
-    """Of what attention reads."""
+    """Norm of the input of attention."""
     attention: nnx.Module
     """Maps [B, S, D] to [B, S, D]."""
     feed_forward_norm: nnx.LayerNorm | nnx.RMSNorm
-    """Of what the feed-forward layer reads."""
+    """Norm of the input of the feed-forward layer."""
     feed_forward: nnx.Module
     """Maps [B, S, D] to [B, S, D]."""
 

@@ -146,7 +146,7 @@ CONVOLUTION_RULES = (
 )
 """Output channels over the tensor axis, input channels over fsdp."""
 UNIT_RULES = (*CONVOLUTION_RULES, (r"norm/(scale|bias)$", P(TENSOR)))
-"""The same where BatchNorm follows convolutions."""
+"""Partition rules where BatchNorm follows convolutions."""
 PERCEPTRON_RULES = (
     *CONVOLUTION_RULES,
     (r"convolutions/\d+/bias$", P(TENSOR)),
@@ -154,5 +154,5 @@ PERCEPTRON_RULES = (
     (r"first/bias$", P(TENSOR)),
     (r"second/kernel$", P(TENSOR, FSDP)),
 )
-"""The same where a `Perceptron` follows convolutions with biases: its two hidden layers are a
+"""Partition rules where a `Perceptron` follows convolutions with biases: its hidden layers are a
 pair, by column and by row (Megatron, arXiv 1909.08053)."""

@@ -31,17 +31,17 @@ class CausalNetwork(Network):
     stacked = ("blocks",)
 
     dtype: jnp.dtype
-    """In which matrices are multiplied."""
+    """Type in which matrices are multiplied."""
     remat: Remat
-    """What the backward pass computes again."""
+    """What the backward pass recomputes."""
     is_tied: bool
     """Whether the output layer is the token embedding."""
     tokens: nnx.Embed
-    """Of tokens."""
+    """Token embedding."""
     blocks: nnx.Module
     """Made by `stacked_blocks`."""
     norm: nnx.LayerNorm | nnx.RMSNorm
-    """Of what the output layer reads."""
+    """Norm before the output layer."""
     output: nnx.Embed
     """The output layer where it is one of its own."""
 

@@ -68,7 +68,7 @@ def depthwise(inputs: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
 
 
 def _shifted(inputs: jax.Array, size: int, stride: int) -> list[jax.Array]:
-    """What each place of a kernel sees of `inputs`, row by row."""
+    """Shifted inputs for each element of a kernel, row by row."""
     spans, around = _windows(inputs.shape[1:3], size, stride)
     padded = jnp.pad(inputs, [(0, 0), *around, (0, 0)])
     return [
@@ -81,7 +81,7 @@ def _shifted(inputs: jax.Array, size: int, stride: int) -> list[jax.Array]:
 def _windows(
     sides: tuple[int, ...], size: int, stride: int
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Of either side: from the first to the last begin of a window, and the padding."""
+    """Extent of window starts, and padding, of both sides."""
     spans = [(-(-side // stride) - 1) * stride + 1 for side in sides]
     missing = [max(span + size - 1 - side, 0) for span, side in zip(spans, sides, strict=True)]
     return spans, [(each // 2, each - each // 2) for each in missing]
@@ -243,7 +243,7 @@ class EfficientNetLite(Network):
         return self.classified(self.features(inputs, is_training=is_training))
 
     def features(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
-        """What the last layer reads: [batch, width], the mean over places of the layer before."""
+        """The input of the last layer, [batch, width]: the mean over places of the layer before."""
         hidden = jax.nn.relu6(self.stem(inputs, is_training=is_training))
         for block in self.blocks:
             hidden = block(hidden, is_training=is_training)

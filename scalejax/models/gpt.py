@@ -1,4 +1,4 @@
-"""A decoder-only transformer, its blocks scanned, and how it is split over a mesh.
+"""GPT-2's decoder-only transformer with scanned blocks, and its partition rules.
 
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads, K size of a head.
 """
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         )
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """What every token takes from itself and those before it, [B, S, D]."""
+        """Causal attention of every token, [B, S, D]."""
         qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
         q_BSHK, k_BSHK, v_BSHK = map(constrained_between, jnp.unstack(qkv_BSNHK, axis=2))
         mixed_BSHK = causal_attention(q_BSHK, k_BSHK, v_BSHK, self.kind, remat=self.remat)
@@ -101,8 +101,8 @@ class FeedForward(nnx.Module):
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
 def _gelu(x: jax.Array) -> jax.Array:
-    """GELU whose backward pass computes it again from `x`: seven intermediate results of the
-    width of `x` would be kept for it otherwise, a quarter of a block's time to write and read."""
+    """GELU recomputed from `x` in the backward pass: otherwise seven intermediate results of the
+    width of `x` would be saved, a quarter of a block's time to write and read."""
     return jax.nn.gelu(x, approximate=True)
 
 
@@ -117,7 +117,7 @@ class Block(PreNormBlock):
 
 
 class Gpt(CausalNetwork):
-    """A causal network with embeddings of places.
+    """A causal network with learned position embeddings.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its
     code (github.com/openai/gpt-2), without dropout.
@@ -150,7 +150,7 @@ class Gpt(CausalNetwork):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Those of the constants above; before them the layers, split over the stages."""
+        """The rules above, with the stacked layers sharded over the pipeline axis."""
         return (
             (r"qkv/kernel$", P(PIPELINE, *QKV)),
             (r"qkv/bias$", P(PIPELINE, None, TENSOR, None)),

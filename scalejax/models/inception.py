@@ -32,7 +32,7 @@ class TowerPlan(NamedTuple):
     layers: tuple[Layer, ...]
     """Convolutions in their order."""
     pool: Literal["mean", "max"] | None = None
-    """What comes before them: the mean of 3x3 places, or their largest at every second place."""
+    """Pooling before them: mean over 3x3, or maximum with stride 2."""
     is_forked: bool = False
     """Whether the last two convolutions stand side by side, both after the one before them."""
 

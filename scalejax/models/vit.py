@@ -1,4 +1,4 @@
-"""A bidirectional transformer over patches of an image, its blocks scanned, and its split.
+"""ViT, a bidirectional transformer over patches of an image, and its partition rules.
 
 Shapes: B batch, N patches, S patches and the class token, F numbers of a patch or width between
 linear layers, D hidden, C classes, H heads, K size of a head.
@@ -23,11 +23,11 @@ from scalejax.models.remat import kept
 from scalejax.models.sharding import constrained_by_row
 
 INIT = nnx.initializers.xavier_uniform()
-"""Of the matrices of blocks (google-research/vision_transformer, models_vit.py)."""
+"""Initialiser of block matrices (google-research/vision_transformer, models_vit.py)."""
 QKV_INIT = nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform")
-"""The same of queries, keys and values, which are one matrix here and three there."""
+"""Initialiser of queries, keys and values, one matrix here and three in the published code."""
 PLACES_INIT = nnx.initializers.normal(0.02)
-"""Of the embeddings of places (the same)."""
+"""Initialiser of position embeddings (google-research/vision_transformer, models_vit.py)."""
 EPSILON = 1e-6
 """Added to a variance before its root (Flax's default, which the published code takes)."""
 
@@ -49,7 +49,7 @@ class Attention(nnx.Module):
         self.projection = nnx.Linear(hidden, hidden, dtype=dtype, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """What every place takes from all of them, [B, S, D]."""
+        """Attention of every place over all of them, [B, S, D]."""
         qkv_BSNHK = kept(linear(self.qkv, "bsd,dnhk->bsnhk", QKV, x_BSD, self.remat))
         q_BSHK, k_BSHK, v_BSHK = jnp.unstack(qkv_BSNHK, axis=2)
         mixed_BSHK = full_attention(q_BSHK, k_BSHK, v_BSHK, remat=self.remat)
@@ -76,7 +76,7 @@ class FeedForward(nnx.Module):
 
 @partial(jax.checkpoint, prevent_cse=False)  # a scan already prevents it
 def _gelu(x: jax.Array) -> jax.Array:
-    """GELU whose backward pass computes it again from `x`, as gpt's does."""
+    """GELU recomputed from `x` in the backward pass, as in gpt."""
     return jax.nn.gelu(x, approximate=True)
 
 
@@ -128,7 +128,7 @@ class Vit(Network):
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
         """Logits [B, C] of the class of each of `inputs` [B, height, width, channels]."""
         cut_BNF = self._cut(inputs.astype(self.dtype))
-        # Gathered once: no backward pass goes further than this product.
+        # Gathered once: the backward pass ends at this product.
         x_BND = linear(self.patches, "bsf,fd->bsd", PATCHES, cut_BNF, "full")
         class_1D = self.class_token.embedding[...].astype(self.dtype)
         class_B1D = jnp.broadcast_to(class_1D[None], (len(inputs), *class_1D.shape))
@@ -147,8 +147,8 @@ class Vit(Network):
 
     @staticmethod
     def partition_rules() -> PartitionRules:
-        """Those of the constants above, a dimension for the layers before them; the head, which
-        few rows pass, is whole."""
+        """The rules above, with a dimension for the stacked layers; the head, which processes few
+        rows, is replicated."""
         return (
             (r"qkv/kernel$", P(None, *QKV)),
             (r"qkv/bias$", P(None, None, TENSOR, None)),

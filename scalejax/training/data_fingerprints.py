@@ -35,7 +35,7 @@ class UsedFile:
     rows: int
     """Rows, images, records or tokens it holds, before filters."""
     listing: str | None = None
-    """Of a folder, the SHA-256 of the names and lengths of its images."""
+    """For a folder, the SHA-256 of the names and lengths of its images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

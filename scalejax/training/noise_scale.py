@@ -23,9 +23,9 @@ class NoiseAverages(NamedTuple):
     """
 
     variance: Any
-    """Of S: squared length of a gradient, times samples."""
+    """Average of S: squared length of a gradient, times samples."""
     squared_norm: Any
-    """Of |G|^2: squared length of a gradient."""
+    """Average of |G|^2: squared length of a gradient."""
 
     def updated(self, decay: float, variance: Any, squared_norm: Any) -> "NoiseAverages":
         """The averages with the estimates of one more update."""

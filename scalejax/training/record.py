@@ -214,7 +214,7 @@ class RunRecord:
     folder: RunFolder
     """Folder that they were read from."""
     measurements: tuple[Measurement, ...]
-    """In order of time."""
+    """Measurements in order of time."""
 
     @classmethod
     def load(cls, path: Path) -> "RunRecord":

@@ -23,7 +23,7 @@ from PIL import Image
 from scalejax.cli.main import main
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError
-from scalejax.data.convert import RowsOptions, Wanted, convert
+from scalejax.data.convert import ConvertOptions, RowsOptions, convert
 from scalejax.data.datasets import open_source
 
 
@@ -56,7 +56,7 @@ def test_a_folder_of_images_becomes_what_training_reads(folder, tmp_path):
     """Files of equally many rows; bytes as they were; classes by the names of their folders."""
     source, images = folder
 
-    done = convert(str(source), tmp_path / "out", wanted=Wanted(files=4, row_group_rows=3))
+    done = convert(str(source), tmp_path / "out", wanted=ConvertOptions(files=4, row_group_rows=3))
 
     table = table_of(tmp_path / "out")
     assert (done.rows, done.files, done.skipped_rows) == (30, 4, 0)
@@ -121,7 +121,7 @@ def test_arrays_become_images_and_classes(kind, tmp_path):
             content = header + values.tobytes()
             path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
 
-    convert(str(source), tmp_path / "out", options=options, wanted=Wanted(files=3))
+    convert(str(source), tmp_path / "out", options=options, wanted=ConvertOptions(files=3))
 
     table = table_of(tmp_path / "out")
     np.testing.assert_array_equal(np.stack(pixels_of(table)), images)
@@ -136,7 +136,7 @@ def test_numbers_of_an_array_and_of_a_csv_become_columns(tmp_path):
     (tmp_path / "b.csv").write_text("\n".join(lines))
 
     convert(str(tmp_path / "a.npz"), tmp_path / "a.parquet")
-    convert(str(tmp_path / "b.csv"), tmp_path / "b", wanted=Wanted(files=3))
+    convert(str(tmp_path / "b.csv"), tmp_path / "b", wanted=ConvertOptions(files=3))
 
     numbers, table = pq.read_table(tmp_path / "a.parquet"), table_of(tmp_path / "b")
     np.testing.assert_array_equal(numbers["feature_1"], values[:, 1])
@@ -144,7 +144,7 @@ def test_numbers_of_an_array_and_of_a_csv_become_columns(tmp_path):
     assert table["size"].to_pylist() == [*map(float, range(400_000)), 0.5]
     assert table["kind"].to_pylist()[-2:] == ["k0", "k1"]
     with pytest.raises(ConfigError, match="has no images"):
-        convert(str(tmp_path / "b.csv"), tmp_path / "c", wanted=Wanted(image_size=8))
+        convert(str(tmp_path / "b.csv"), tmp_path / "c", wanted=ConvertOptions(image_size=8))
 
 
 def test_parquet_is_cut_anew_row_for_row(tmp_path):
@@ -160,7 +160,7 @@ def test_parquet_is_cut_anew_row_for_row(tmp_path):
     pq.write_table(table.slice(0, 300), tmp_path / "in" / "a.parquet", row_group_size=70)
     pq.write_table(table.slice(300), tmp_path / "in" / "b.parquet", row_group_size=700)
 
-    wanted = Wanted(files=7, row_group_rows=50, compression="zstd")
+    wanted = ConvertOptions(files=7, row_group_rows=50, compression="zstd")
     convert(str(tmp_path / "in"), tmp_path / "out", wanted=wanted)
 
     assert table_of(tmp_path / "out").equals(table)
@@ -182,7 +182,9 @@ def test_images_are_made_small_once_as_training_would(tmp_path):
     images = [encoded(wide), encoded(small), turned.getvalue()]
     write_images(tmp_path / "a.parquet", images, [0, 1, 2])
 
-    convert(str(tmp_path / "a.parquet"), tmp_path / "b.parquet", wanted=Wanted(image_size=10))
+    convert(
+        str(tmp_path / "a.parquet"), tmp_path / "b.parquet", wanted=ConvertOptions(image_size=10)
+    )
 
     table = pq.read_table(tmp_path / "b.parquet")
     resized, kept, upright = pixels_of(table)
@@ -224,17 +226,17 @@ def test_an_unreadable_image_is_named_or_left_out_and_counted(tmp_path, capsys):
 def test_nothing_is_overwritten_unasked(folder, tmp_path):
     """Neither another conversion nor what a user has put there; asked for, only the former."""
     source, out = str(folder[0]), tmp_path / "out"
-    convert(source, out, wanted=Wanted(files=2))
+    convert(source, out, wanted=ConvertOptions(files=2))
     with pytest.raises(ConfigError, match=r"files=2, and now it is 3.*--overwrite"):
-        convert(source, out, wanted=Wanted(files=3))
-    convert(source, out, wanted=Wanted(files=2, unreadable="skip"))
+        convert(source, out, wanted=ConvertOptions(files=3))
+    convert(source, out, wanted=ConvertOptions(files=2, unreadable="skip"))
     with pytest.raises(ConfigError, match=r"unreadable='skip', and now it is 'refuse'"):
-        convert(source, out, wanted=Wanted(files=2))
-    convert(source, out, wanted=Wanted(files=3, overwrite=True))
+        convert(source, out, wanted=ConvertOptions(files=2))
+    convert(source, out, wanted=ConvertOptions(files=3, overwrite=True))
     assert len(list(out.glob("*.parquet"))) == 3
     (folder[0] / "bee" / "new.png").write_bytes(encoded(random_images(1)[0]))
     with pytest.raises(ConfigError, match="have changed since"):
-        convert(source, out, wanted=Wanted(files=3))
+        convert(source, out, wanted=ConvertOptions(files=3))
 
     convert(source, tmp_path / "one.parquet")
     with pytest.raises(ConfigError, match="it is there already; --overwrite"):
@@ -243,7 +245,7 @@ def test_nothing_is_overwritten_unasked(folder, tmp_path):
     write_images(tmp_path / "mine" / "a.parquet", random_images(2), [0, 1])
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match=r"a\.parquet is in it"):
-            convert(source, tmp_path / "mine", wanted=Wanted(overwrite=overwrite))
+            convert(source, tmp_path / "mine", wanted=ConvertOptions(overwrite=overwrite))
 
 
 def test_a_file_that_another_process_finishes_meanwhile_is_not_cut_short(tmp_path, monkeypatch):
@@ -274,7 +276,7 @@ def test_a_full_disk_is_named_and_what_is_written_stays(tmp_path):
     """With room again the same call writes the rest."""
     generator = np.random.default_rng(0)
     pq.write_table(pa.table({"x": generator.normal(size=20_000)}), tmp_path / "a.parquet")
-    wanted = Wanted(files=2, row_group_rows=1000)
+    wanted = ConvertOptions(files=2, row_group_rows=1000)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from scalejax.data.loader.prefetch import Feed
+from scalejax.data.loader.prefetch import Prefetcher
 
 
 def slow(count, seconds):
@@ -22,7 +22,7 @@ def busy_for(seconds):
 
 def test_elements_come_in_order_and_end():
     """Those of a group one by one; asking again at the end says again that it is the end."""
-    feed = Feed(iter([[0, 1, 2], [3], [4, 5]]), ahead=1)
+    feed = Prefetcher(iter([[0, 1, 2], [3], [4, 5]]), ahead=1)
 
     assert list(feed) == [0, 1, 2, 3, 4, 5]
     assert list(feed) == []
@@ -37,7 +37,7 @@ def test_no_more_is_made_than_is_asked_for():
             made.append(number)
             yield [number]
 
-    feed = Feed(groups(), ahead=2)
+    feed = Prefetcher(groups(), ahead=2)
     time.sleep(0.2)
     assert made == [0, 1]
     assert next(feed) == 0
@@ -53,7 +53,7 @@ def test_what_is_raised_while_an_element_is_made_is_raised_where_it_is_asked_for
         yield [0]
         raise ValueError("row 3")
 
-    feed = Feed(groups(), ahead=3)
+    feed = Prefetcher(groups(), ahead=3)
 
     assert next(feed) == 0
     with pytest.raises(ValueError, match="row 3"):
@@ -65,14 +65,14 @@ def test_what_is_raised_while_an_element_is_made_is_raised_where_it_is_asked_for
 def test_waiting_counts_from_when_the_devices_have_nothing_to_do():
     """A batch takes 200 ms and a step 100 ms, begun when its batch came: the devices idle for half
     of the time, though the loop waits for all of it. Faster batches are not waited for."""
-    feed = Feed(slow(6, 0.2), ahead=1)
+    feed = Prefetcher(slow(6, 0.2), ahead=1)
     next(feed)
     waits = [feed.next_beside(busy_for(0.1))[1] for _ in range(5)]
     # 100 ms each; a busy machine makes batches later, never sooner
     assert min(waits) > 0.08
     assert sorted(waits)[1] < 0.15
 
-    ready = Feed(slow(5, 0.0), ahead=5)
+    ready = Prefetcher(slow(5, 0.0), ahead=5)
     time.sleep(0.1)
     assert [ready.next_beside(lambda: False)[1] for _ in range(5)] == [0.0] * 5
 
@@ -81,7 +81,7 @@ def test_a_feed_that_is_dropped_or_closed_ends_its_thread():
     """And gives up what it held, once, whether or not it had begun."""
     released = []
     for drops in (True, False):
-        feed = Feed(slow(1000, 0.01), ahead=2, release=lambda: released.append(1))
+        feed = Prefetcher(slow(1000, 0.01), ahead=2, release=lambda: released.append(1))
         thread = feed._thread
         next(feed)
         if not drops:

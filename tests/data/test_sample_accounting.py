@@ -8,8 +8,8 @@ from test_datasets import SMALL_IMAGES, Numbers, shapes_of
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
 from scalejax.data.loader.loader import rows_held
-from scalejax.data.loader.prefetch import local_feed
-from scalejax.data.loader.sampler import TrainingOrder
+from scalejax.data.loader.prefetch import prefetched_batches
+from scalejax.data.loader.sampler import TrainingSampler
 
 GLOBAL_BATCH = 24
 EXAMPLES = 1001  # 41 batches of 24 and 17 examples more
@@ -31,7 +31,7 @@ def seen_by_hosts(remainder, *, epochs, seed=5):
         steps = []
         for each in of_host:
             source = Numbers(EXAMPLES)
-            order = TrainingOrder(
+            order = TrainingSampler(
                 source,
                 GLOBAL_BATCH,
                 seed=seed,
@@ -41,7 +41,9 @@ def seen_by_hosts(remainder, *, epochs, seed=5):
                 is_weighted=remainder == "pad",
             )
             rows, how = rows_held(shape, set(each)), InputConfig(remainder=remainder)
-            batches = list(local_feed(order, source, rows, 20, start=begin, how=how, workers=0))
+            batches = list(
+                prefetched_batches(order, source, rows, 20, start=begin, how=how, workers=0)
+            )
             steps.append(len(batches))
             for number, batch in enumerate(batches, start=begin):
                 weights = batch.get("weights", np.ones(len(rows)))

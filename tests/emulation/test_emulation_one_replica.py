@@ -11,7 +11,7 @@ from record_cases import figures
 from scalejax.config.emulation import DownpourConfig, EmulationConfig, SynchronousConfig
 from scalejax.config.run import with_fields
 from scalejax.data.datasets import open_source
-from scalejax.data.loader.sampler import TrainingOrder
+from scalejax.data.loader.sampler import TrainingSampler
 from scalejax.models import BatchNormScope
 from scalejax.training.checkpoint import Checkpoints
 from scalejax.training.gradients import gradients
@@ -89,7 +89,7 @@ def by_the_book(fields: dict[str, Any], *, n: int, rate: float) -> tuple[list[fl
     run = run_of(fields)
     mesh = build_mesh(run.layout)
     setup, source = train_setup(run, mesh), open_source(run.config.data, "train", seed=0)
-    order = TrainingOrder(source, 8, seed=0, steps=run.total_steps, first_epoch=0)
+    order = TrainingSampler(source, 8, seed=0, steps=run.total_steps, first_epoch=0)
     schedule, schedule_step = setup.schedule, 0
     server = local = jax.device_get(init_state(run, mesh).params)
     of_batch = jax.jit(lambda *at: gradients(setup, BatchNormScope(), at[0], {}, at[1], None))

@@ -149,8 +149,8 @@ def test_examples_are_those_of_the_source_in_its_order():
 
 
 def test_features_of_images_written_anew_are_computed_again(tmp_path):
-    """In their place, under their names: other pixels are other features. Of a store that does not
-    say when it was written to they are refused."""
+    """Files with the same names but other pixels get other features. Storage without modification
+    times is refused."""
     fsspec = pytest.importorskip("fsspec")
     images = random_images(6, side=28)
     store = fsspec.filesystem("memory")

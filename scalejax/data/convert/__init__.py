@@ -1,7 +1,7 @@
-"""Data sets as rows, one file per kind, and the Parquet files that are made of them."""
+"""Conversion of data sets of several formats, one module each, to Parquet files."""
 
-from scalejax.data.convert.convert import Converted, Wanted, convert
+from scalejax.data.convert.convert import ConversionResult, ConvertOptions, convert
 from scalejax.data.convert.open import open_rows
 from scalejax.data.convert.rows import Rows, RowsOptions
 
-__all__ = ["Converted", "Rows", "RowsOptions", "Wanted", "convert", "open_rows"]
+__all__ = ["ConversionResult", "ConvertOptions", "Rows", "RowsOptions", "convert", "open_rows"]

@@ -36,7 +36,7 @@ class StoredArray:
     path: Path
     """The file."""
     member: str | None
-    """Which array of an .npz; None for other files."""
+    """Name of the array in an .npz; None for other files."""
     shape: tuple[int, ...]
     """Its shape, rows first."""
     dtype: np.dtype

@@ -1,8 +1,8 @@
-"""Any rows into Parquet files, to be killed and called again at any time.
+"""Resumable conversion of rows to Parquet files.
 
-A folder of such files holds the plan they were written by. A second call with the same plan goes on
-with the files that are missing, and so does one that now leaves unreadable rows out; one with
-another plan is refused.
+The folder of files holds the plan that they were written by. A second call with the same plan
+resumes with the missing files, and so does one that now skips unreadable rows; one with another
+plan is refused.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from scalejax.data.convert.open import open_rows
 from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images
 from scalejax.data.convert.shards import (
     Compression,
+    ConvertCallbacks,
     Plan,
-    Told,
     Unreadable,
     prepared,
     write_shard,
@@ -31,7 +31,7 @@ from scalejax.data.formats.parquet_columns import is_image
 from scalejax.data.transforms.images import UndecodableImage
 
 PLAN = "_conversion.json"
-"""In the folder, what its files are written by; readers of Parquet pass over such names."""
+"""File in the folder that holds the plan; readers of Parquet ignore such names."""
 FILE_BYTES, ROW_GROUP_BYTES = 64 * MIB, 4 * MIB
 """About what a file and a row group are to take, if their rows are not given: a killed conversion
 loses a file at most; a batch of rows in any order reads a row group for each of its rows."""
@@ -54,8 +54,8 @@ def _unseen(total: int, done: int) -> Iterator[OnRows]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """How files are to be written; None for what suits the rows."""
+class ConvertOptions:
+    """How files are written; None for a default that suits the rows."""
 
     files: int | None = None
     """Files, of equally many rows."""
@@ -64,11 +64,11 @@ class Wanted:
     image_size: int | None = None
     """Shorter side to which larger images are brought, once; None for as they are."""
     jpeg_quality: int = 95
-    """Of JPEG that are written anew: 1 to 95."""
+    """Quality of re-encoded JPEG: 1 to 95."""
     compression: Compression = "snappy"
-    """Of columns."""
+    """Compression of columns."""
     unreadable: Unreadable = "refuse"
-    """What becomes of rows whose image cannot be decoded."""
+    """How rows whose image cannot be decoded are handled."""
     overwrite: bool = False
     """Whether files of another conversion are removed first."""
 
@@ -81,25 +81,25 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """What a conversion has come to."""
+class ConversionResult:
+    """Result of a conversion."""
 
     rows: int
     """Rows in all files."""
     skipped_rows: int
     """Rows that were left out because they cannot be read."""
     files: int
-    """How many there are."""
+    """Number of files."""
     files_before: int
-    """Of which so many had been written before."""
+    """Files that had been written by earlier calls."""
     skipped: tuple[str, ...]
     """The first rows that were left out by this call, and why."""
     size_bytes: int
-    """Of all files."""
+    """Bytes of all files."""
 
 
-def plan_for(rows: Rows, options: RowsOptions, wanted: Wanted) -> Plan:
-    """How `rows` are cut and written; nothing of it depends on the machine.
+def plan_for(rows: Rows, options: RowsOptions, wanted: ConvertOptions) -> Plan:
+    """The plan by which `rows` are split and written, independent of the machine.
 
     Raises:
         ConfigError: if they are fewer than the files, or there are no images to make smaller.
@@ -139,8 +139,8 @@ def _even_rows(file_rows: int, row_bytes: int) -> int:
     return -(-file_rows // -(-file_rows // usual))
 
 
-def _row_bytes(rows: Rows, image: str | None, wanted: Wanted) -> int:
-    """What a row takes once it is written, about: the first ones say so."""
+def _row_bytes(rows: Rows, image: str | None, wanted: ConvertOptions) -> int:
+    """Approximate bytes of a written row, estimated from the first ones."""
     count, size = min(SAMPLED_ROWS, len(rows)), 0
     for table in rows.read(0, count):
         size += table.nbytes
@@ -156,10 +156,10 @@ def convert(
     destination: Path,
     *,
     options: RowsOptions | None = None,
-    wanted: Wanted | None = None,
+    wanted: ConvertOptions | None = None,
     workers: int | None = None,
     shown: Shown = _unseen,
-) -> Converted:
+) -> ConversionResult:
     """Write the rows of `source` to `destination`: a folder, or a single file, *.parquet.
 
     Args:
@@ -174,7 +174,7 @@ def convert(
         ConfigError: if a row cannot be read, or a file not written; or if the destination holds
             something else.
     """
-    options, wanted = options or RowsOptions(), wanted or Wanted()
+    options, wanted = options or RowsOptions(), wanted or ConvertOptions()
     if workers is not None:
         require_at_least("workers", workers, 1)
     rows = open_rows(source, options)
@@ -196,11 +196,11 @@ def convert(
             skipped.append(about)
 
     with ThreadPoolExecutor(count) as threads, shown(plan.rows, plan.rows - left) as on_rows:
-        told = Told(rows=on_rows, skipped=on_skipped)
+        told = ConvertCallbacks(rows=on_rows, skipped=on_skipped)
         for index in missing:
             write_shard(plan, rows, index, paths[index], threads=threads, told=told)
     found = [written(path) for path in paths]
-    return Converted(
+    return ConversionResult(
         rows=sum(each for each, _ in found),
         skipped_rows=sum(count for _, count in found),
         files=plan.files,

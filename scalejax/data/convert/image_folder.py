@@ -12,7 +12,7 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.convert.rows import CHUNK_BYTES, IMAGE, hugging_face
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
-"""What names of images end in; other files are left alone."""
+"""Suffixes of image files; other files are ignored."""
 
 
 def is_image_folder(path: Path) -> bool:

@@ -12,7 +12,7 @@ KINDS = (
     "rows are read from Parquet (*.parquet, also a folder, glob or URL), a folder with a folder of "
     "images for each class, .npz and .npy, IDX (*-ubyte, *.idx, also .gz), and .csv"
 )
-"""What a refusal says of a file of another kind."""
+"""Accepted kinds of files, for refusals."""
 
 
 def open_rows(location: str, options: RowsOptions | None = None) -> Rows:

@@ -1,6 +1,6 @@
-"""What a data set is to `scalejax data`: rows of columns, to be read once from front to back.
+"""The interface of data sets for `scalejax data`: rows of columns, read sequentially.
 
-Knows no kind of file, and nothing of what is made of the rows.
+Knows no kind of file, and nothing of the use of the rows.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsOptions:
-    """What a kind of data set does not say of itself."""
+    """Options for data sets that do not describe themselves fully."""
 
     images: str | None = None
     """Array of an .npz that holds the images, or rows of numbers."""
@@ -34,20 +34,20 @@ class Rows(Protocol):
     """Rows of one schema."""
 
     location: str
-    """Where they are."""
+    """Location of the files."""
     kind: str
-    """What they are in, as a person would say it."""
+    """File format, in words."""
     schema: pa.Schema
     """Their columns."""
     fingerprint: str
-    """Another if a file was added, taken away or written anew."""
+    """Fingerprint of the files; it changes if one is added, removed or rewritten."""
     size_bytes: int
-    """Of their files."""
+    """Bytes of the files."""
     files: int
-    """Of which there are so many."""
+    """Number of files."""
 
     def __len__(self) -> int:
-        """How many."""
+        """Number of rows."""
         ...
 
     def read(self, begin: int, end: int) -> Iterator[pa.Table]:
@@ -64,7 +64,7 @@ class Rows(Protocol):
 
 
 def fingerprint(paths: Iterable[Path]) -> str:
-    """Another if one of the files was added, taken away or written anew."""
+    """Fingerprint of files; it changes if one is added, removed or rewritten."""
     digest = hashlib.sha256()
     for path in paths:
         about = path.stat()

@@ -1,7 +1,7 @@
-"""How rows are cut into Parquet files, and the writing of one: whole, or not at all.
+"""The plan that splits rows into Parquet files, and the atomic writing of one file.
 
-A file is written under another name, flushed, and renamed, so that one that is there is whole. Its
-content follows from the plan alone.
+A file is written under another name, flushed, and renamed, so that an existing file is complete.
+Its content depends on the plan alone.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from scalejax.core.errors import ConfigError
 from scalejax.data.convert.rows import Rows, encoded_images
 from scalejax.data.transforms.images import NO_IMAGE, UndecodableImage, why_undecodable
 
-# Encoded images checked, and made small once: bytes in, bytes out.
+# Checking and downscaling of encoded images: bytes in, bytes out.
 
 
 def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> bytes:
-    """The image as it is, once it has been decoded; or, if it is larger, one whose shorter side is
-    `shorter_side`, upright, the longer in proportion.
+    """The encoded image unchanged, if it can be decoded; or, if it is larger, scaled down upright
+    to a shorter side of `shorter_side`.
 
     A JPEG becomes a JPEG; others become PNG, which loses nothing. Scaled as training scales
     images: bilinear, over all pixels that a new one covers.
@@ -67,9 +67,9 @@ def prepared(encoded: bytes, shorter_side: int | None, *, jpeg_quality: int) -> 
 
 
 Compression = Literal["snappy", "zstd", "gzip", "none"]
-"""Of columns; encoded images are hardly smaller for it."""
+"""Compression of columns; encoded images hardly shrink by it."""
 Unreadable = Literal["refuse", "skip"]
-"""What becomes of rows whose image cannot be decoded."""
+"""How rows whose image cannot be decoded are handled."""
 SKIPPED = "scalejax.skipped_rows"
 """Name under which a file says how many unreadable rows were left out of it."""
 PIECES_AHEAD = 2
@@ -78,20 +78,20 @@ PIECES_AHEAD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What decides the content of every file."""
+    """Everything that the content of the files depends on."""
 
     source: str
-    """Where the rows come from."""
+    """Location of the rows."""
     fingerprint: str
-    """Of their files."""
+    """Fingerprint of their files."""
     images: str | None
     """Array of images of an .npz."""
     labels: str | None
     """Array or file of classes."""
     shuffle_seed: int | None
-    """Of the order of a folder of images."""
+    """Seed that shuffles a folder of images."""
     rows: int
-    """How many there are."""
+    """Number of rows."""
     files: int
     """Files to cut them into."""
     row_group_rows: int
@@ -101,11 +101,11 @@ class Plan:
     image_size: int | None
     """Shorter side to which larger images are brought; None for as they are."""
     jpeg_quality: int
-    """Of JPEG that are written anew."""
+    """Quality of re-encoded JPEG."""
     compression: Compression
-    """Of columns."""
+    """Compression of columns."""
     unreadable: Unreadable
-    """What becomes of rows whose image cannot be decoded."""
+    """How rows whose image cannot be decoded are handled."""
 
     def bounds(self, index: int) -> tuple[int, int]:
         """First row of a file, and the row after its last: equally many, or one more in some."""
@@ -117,13 +117,13 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """Who hears how the writing goes."""
+class ConvertCallbacks:
+    """Callbacks that report the progress of writing."""
 
     rows: Callable[[int], None]
-    """Hears of rows that are done."""
+    """Called with the number of rows that are done."""
     skipped: Callable[[str], None]
-    """Hears of each row that is left out: where it is, and why."""
+    """Called with position and error of each skipped row."""
 
 
 def write_shard(
@@ -133,7 +133,7 @@ def write_shard(
     path: Path,
     *,
     threads: Executor,
-    told: Told,
+    told: ConvertCallbacks,
 ) -> None:
     """Write file `index` of the plan to `path`.
 
@@ -175,7 +175,7 @@ def _locked(draft: Path, path: Path) -> IO[bytes]:
 
 
 def _groups(
-    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: ConvertCallbacks
 ) -> Iterator[tuple[pa.Table, int]]:
     """The rows of a file in whole row groups, the last one smaller; and how many were left out."""
     held, count = rows.schema.empty_table(), 0
@@ -205,7 +205,7 @@ def written(path: Path) -> tuple[int, int]:
 
 
 def _pieces(
-    plan: Plan, rows: Rows, index: int, threads: Executor, told: Told
+    plan: Plan, rows: Rows, index: int, threads: Executor, told: ConvertCallbacks
 ) -> Iterator[tuple[pa.Table, int]]:
     """The rows of a file as they are to be written, some at a time, and how many of them were left
     out; images are prepared side by side, some pieces ahead."""
@@ -228,7 +228,12 @@ def _pieces(
 
 
 def _finished(
-    plan: Plan, rows: Rows, told: Told, table: pa.Table, begin: int, images: list[Future[bytes]]
+    plan: Plan,
+    rows: Rows,
+    told: ConvertCallbacks,
+    table: pa.Table,
+    begin: int,
+    images: list[Future[bytes]],
 ) -> tuple[pa.Table, int]:
     """The table with its images prepared, without the rows that are left out; and their number."""
     if plan.image_column is None:

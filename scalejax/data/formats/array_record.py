@@ -1,4 +1,4 @@
-"""Records in ArrayRecord files, as TFDS and MaxText write them: files, counts, what a record is."""
+"""ArrayRecord files, as TFDS and MaxText write them: their files, counts and records."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -58,22 +58,22 @@ class RecordFile:
     """A file of records."""
 
     file: "DataFile"
-    """Where it is."""
+    """The file, local or at a URL."""
     path: str
-    """It, or its copy on this machine."""
+    """Its path, or that of its copy, on this machine."""
     count: int
     """Records in it."""
 
 
 class NoExample(Exception):
-    """Bytes that are no `tf.train.Example`, or one without what is asked for."""
+    """Bytes that are no `tf.train.Example`, or one without the required features."""
 
 
 def array_record_facts(config: ArrayRecordConfig) -> DatasetFacts:
     """Counts of records.
 
     Raises:
-        ConfigError: as of `record_files`; if the first record of a part is of other features.
+        ConfigError: as `record_files`; if the first record of a part has other features.
     """
     counts = []
     for part in ("train", "test"):
@@ -126,7 +126,7 @@ def record_files(
 
 
 def _require_version(config: ArrayRecordConfig, file: "DataFile") -> None:
-    """Refuse a copy of which no one could say later that it is what its store holds."""
+    """Refuse to copy a file without a version, whose changes in storage would go unnoticed."""
     if file.version is None:
         accepted = (
             f"the store of {file.path} says neither when it was written nor what its content is; "

@@ -56,7 +56,7 @@ class ImageFiles:
     names: bytes
     """Paths below the folder, a 0 between two."""
     ends: np.ndarray
-    """Where each ends in `names`, int64."""
+    """End offset of each path in `names`, int64."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -103,7 +103,7 @@ def image_files(config: ImageFolderConfig, split: Literal["train", "test"]) -> I
 
 
 _listings: dict[str, tuple[tuple[tuple[str, int], ...], ImageFiles]] = {}
-"""By location: when each of its folders was written, and what was in them."""
+"""Listings by location, with the modification time of each folder."""
 _MOST_LISTINGS = 8
 
 
@@ -146,8 +146,7 @@ def _written(folder: str) -> int:
 def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
     """Every folder below `root`, and `root` as "", with the names of the files in it.
 
-    Asks the system for no more than names and kinds: a call for each file would take longer than
-    all else.
+    Lists only names and types: a system call for each file would dominate the time.
     """
     waiting = [""]
     while waiting:
@@ -165,7 +164,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _below_url(field: str, location: str) -> dict[str, list[str]]:
-    """As `_folders`, of a URL."""
+    """Every folder below a URL with the names of its files, as `_folders`."""
     from scalejax.core.filesystem import opened_filesystem
 
     filesystem, root = opened_filesystem(field, location)

@@ -1,6 +1,6 @@
-"""The arrays in NumPy's files (.npy, .npz), by their headers; nothing in them is ever unpickled.
+"""Headers of the arrays in NumPy's files (.npy, .npz); nothing in them is ever unpickled.
 
-Knows types, shapes and places; nothing of what the arrays mean.
+Knows types, shapes and offsets; nothing of the meaning of the arrays.
 """
 
 import math
@@ -25,7 +25,7 @@ _MOST_DEFLATED = 1032
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayHeader:
-    """What a file says of an array in it."""
+    """Header of an array in a file."""
 
     file: "DataFile"
     """The .npy or .npz."""
@@ -40,20 +40,20 @@ class ArrayHeader:
 
     @property
     def size_bytes(self) -> int:
-        """What its elements take."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def where(self) -> str:
-        """The file, and the array in it, as a user would look for them."""
+        """The file and the array in it, for messages."""
         return self.file.path if self.member is None else f"{self.file.path}[{self.member!r}]"
 
 
 def loaded_array(field: str, header: ArrayHeader) -> np.ndarray:
-    """The array, in memory; one of an .npz stays there for who asks next.
+    """The array, loaded into memory; one of an .npz is cached.
 
     Raises:
-        ConfigError: if it cannot be read, is damaged, or is another than it was.
+        ConfigError: if it cannot be read, is damaged, or has changed.
     """
     return _read_array(field, header) if header.member is None else _kept_array(field, header)
 
@@ -151,8 +151,8 @@ def _headers_of_archive(field: str, file: "DataFile") -> tuple[tuple[str, ArrayH
 
 
 def _require_room(field: str, header: ArrayHeader, said: zipfile.ZipInfo, begin: int) -> None:
-    """Refuse an array that is larger than its part of an archive can be: it would be made room for
-    before it is read."""
+    """Refuse an array that is larger than its archive member can be: memory for it would be
+    allocated before it is read."""
     most = min(said.file_size, said.compress_size * _MOST_DEFLATED + _MOST_DEFLATED)
     if begin + header.size_bytes > most and not header.dtype.hasobject:
         raise ConfigError(

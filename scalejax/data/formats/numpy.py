@@ -1,4 +1,4 @@
-"""Images or numbers, and their classes, in NumPy's files: which arrays they are."""
+"""Data sets in NumPy's files: which arrays are the images or numbers, and which their classes."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ PAIRS = (
     ("images", "labels"),
     ("x", "y"),
 )
-"""Names of inputs and targets that are looked for, in this order."""
+"""Default names of inputs and targets, in order of preference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class PartHeaders:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one example, with the channels of an image."""
+        """Shape of one example, with the channels of an image."""
         shape = self.inputs.shape[1:]
         return (*shape, 1) if len(shape) == 2 else shape
 

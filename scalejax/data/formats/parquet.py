@@ -1,6 +1,6 @@
 """Parquet files and the row groups in them, from their footers.
 
-Knows files, columns and rows; nothing of what the columns mean to a network.
+Knows files, columns and rows; nothing of the meaning of columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,13 +25,13 @@ class RowGroup:
     """Rows that are read together."""
 
     file: DataFile
-    """Where they are."""
+    """File that holds them."""
     index: int
-    """Which of the file's row groups they are."""
+    """Index of the row group in the file."""
     first_row: int
     """Rows of the file before them."""
     rows: int
-    """How many they are."""
+    """Number of rows."""
     column_bytes: tuple[tuple[str, int], ...]
     """Bytes of each column when it is decompressed."""
     column_bounds: tuple[tuple[str, int, int], ...]
@@ -53,11 +53,11 @@ class ParquetFiles:
     schema: pa.Schema
     """Columns of every file (those asked for are equal in all)."""
     groups: tuple[RowGroup, ...]
-    """In the order of file names, and in a file as they lie."""
+    """Row groups, in order of file names and in file order."""
     kept: tuple[np.ndarray, ...] | None = None
     """For each row group the rows that filters keep, int32, in order; None for all."""
     filters: tuple[Filter, ...] = ()
-    """What keeps them."""
+    """Filters that select the rows."""
 
     @property
     def kept_counts(self) -> np.ndarray:
@@ -178,7 +178,7 @@ def read_columns(field: str, group: RowGroup, columns: Sequence[str]) -> pa.Tabl
     """Columns of a row group, each in one piece; of a struct, its field "bytes" in its place.
 
     Raises:
-        ConfigError: if the file cannot be read, is damaged, or is another than it was.
+        ConfigError: if the file cannot be read, is damaged, or has changed.
     """
     with opened(field, group.file) as parquet:
         groups = parquet.num_row_groups
@@ -203,7 +203,7 @@ def _in_one_piece(column: pa.ChunkedArray, is_struct: bool) -> pa.Array:
     return pa.concat_arrays(chunks) if len(chunks) != 1 else chunks[0]
 
 
-# Which rows of Parquet files filters keep; no other columns are read than those they compare.
+# Filters on rows of Parquet files; only the columns that they compare are read.
 
 
 def filtered(files: ParquetFiles, filters: tuple[Filter, ...]) -> ParquetFiles:
@@ -248,7 +248,7 @@ _COMPARISONS = {
     ">": "greater",
     ">=": "greater_equal",
 }
-"""What Arrow calls each."""
+"""Arrow's function for each comparison."""
 
 
 def _matches(values: pa.ChunkedArray, each: Filter) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What the columns of a data set in Parquet files are to a network: images or numbers, classes.
+"""Roles of the columns of a Parquet data set: images or numbers, and classes.
 
-Reads no more of the files than footers and, where these do not say, columns of classes and filters.
+Reads only footers and, where these do not suffice, columns of classes and filters.
 """
 
 import json
@@ -53,8 +53,8 @@ def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> Parq
 
 
 def rows_together(config: ParquetConfig, files: ParquetFiles) -> int:
-    """Rows of a shuffled order to take at once, so that a row group is decoded once for them; 0
-    where it makes no difference, for row groups stay in memory or on a local disk."""
+    """Rows of a shuffled order to read at once, so that a row group is decoded once for them; 0
+    where row groups stay cached in memory or on a local disk, and it makes no difference."""
     in_memory = _bytes_of(config, files) <= config.reading.memory_bytes // 2
     return 0 if in_memory or stays_on_disk(config, files) else rows_within(config, files)
 
@@ -70,9 +70,9 @@ def _bytes_of(config: ParquetConfig, files: ParquetFiles) -> int:
 
 
 def rows_within(config: ParquetConfig, files: ParquetFiles) -> int:
-    """The same where row groups do not stay: as many as an eighth of the memory holds, images
-    encoded and decoded, as those that are made, that wait and that are used come to three; 0 where
-    few row groups are mixed."""
+    """Rows to read at once where row groups are not cached: as many as an eighth of the memory
+    holds, images encoded and decoded, as up to three batches of them exist (in progress, ready, in
+    use); 0 where only few row groups are mixed."""
     if config.reading.shuffle == "row_groups" or config.reading.petastorm is not None:
         return 0
     if config.feature_columns:
@@ -98,12 +98,12 @@ def _require_type(
 
 
 def require_room(files: ParquetFiles, config: ParquetConfig, processes: int = 1) -> None:
-    """Refuse row groups that take more than the half of memory that is for them.
+    """Refuse row groups that take more than half of the memory, which is reserved for them.
 
     Args:
-        files: what is read.
-        config: says how much memory one process has.
-        processes: that have as much.
+        files: the files that are read.
+        config: config with the memory of one process.
+        processes: number of processes with that memory.
 
     Raises:
         ConfigError: if the memory is too small.
@@ -130,7 +130,7 @@ def require_room(files: ParquetFiles, config: ParquetConfig, processes: int = 1)
 
 
 def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:
-    """Refuse a cache of files of which no one could say later that they are the same."""
+    """Refuse a disk cache of files without a version, whose changes would go unnoticed."""
     folder = config.reading.cache_folder
     unknown = [group.file.path for group in files.groups if group.file.version is None]
     if folder is not None and unknown:
@@ -142,7 +142,7 @@ def _require_versions(files: ParquetFiles, config: ParquetConfig) -> None:
 
 
 def class_values(config: ParquetConfig) -> int | tuple[str, ...]:
-    """How many classes there are; where they are texts, which.
+    """Number of classes; where they are texts, their names.
 
     Texts are those of the training part, sorted. Integers count up to what Hugging Face's metadata
     names, else to the largest of both parts.

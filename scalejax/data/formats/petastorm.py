@@ -1,4 +1,4 @@
-"""The order in which Petastorm 0.13.1 gives rows to the processes of a run.
+"""The order in which Petastorm 0.13.1 returns rows to the processes of a run.
 
 Knows counts of row groups and rows, and no files.
 """

@@ -1,4 +1,4 @@
-"""Tokens in files, one after the other: how many, of which type, and where they begin."""
+"""Flat files of tokens: their number, type and offset."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner wi
     from scalejax.core.filesystem import DataFile
 
 SUFFIXES = (".bin", ".npy", ".txt")
-"""Ends of the names of files of tokens."""
+"""Suffixes of token files."""
 LLM_C_TYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First number of a file of llm.c, and the type of the tokens after its header: the 256 int32
 number, version, count of tokens and nothing (its dev/data/data_common.py)."""
@@ -47,8 +47,8 @@ class TokensConfig:
     vocabulary: int = 50_304
     """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
     dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of a token in .bin files without a header; if absent, uint16. Files that say theirs
-    are refused if it is another."""
+    """Type of a token in .bin files without a header; if absent, uint16. Files whose header has
+    another type are refused."""
     packing: Literal["concatenate", "documents"] = "concatenate"
     """Concatenate: the stream is cut as it lies, and its examples are shuffled. Documents: they are
     put in another order in every epoch of training, one after the other, and then cut (as
@@ -74,7 +74,7 @@ class TokenFile:
     """A file of tokens."""
 
     file: "DataFile"
-    """Where it is."""
+    """The file."""
     dtype: np.dtype
     """Type of a token."""
     offset: int
@@ -108,7 +108,7 @@ def tokens_facts(config: TokensConfig) -> DatasetFacts:
 
 
 def token_span(config: TokensConfig, part: Literal["train", "test"]) -> tuple[int, int]:
-    """Where the tokens of a part begin and end in the stream of its files."""
+    """First token and end of a part in the stream of its files."""
     total = sum(file.count for file in token_files(config, part))
     if config.test is not None:
         return 0, total

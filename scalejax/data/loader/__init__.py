@@ -1,1 +1,1 @@
-"""Examples as global batches: order, batching, worker processes, prefetching."""
+"""Data loading: sampler, batching, worker processes, prefetching."""

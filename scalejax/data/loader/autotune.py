@@ -1,7 +1,7 @@
-"""How many processes are to make the batches of this host: tried out before the run begins.
+"""Chooses the number of input workers of this host by measuring throughput before the run.
 
-Why not Grain's `pick_performance_config` (0.2.18): it divides a memory budget by the size of an
-element and takes that many, up to one a core; it measures no time, and never says "none".
+Grain's `pick_performance_config` (0.2.18) is not used: it divides a memory budget by the size of an
+element and takes that many, up to one per core; it measures no time, and never returns 0.
 """
 
 import time
@@ -15,30 +15,30 @@ from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError
 from scalejax.core.units import format_count
 from scalejax.data.loader.batching import LocalBatch
-from scalejax.data.loader.prefetch import Feed, local_feed
-from scalejax.data.loader.sampler import TrainingOrder
+from scalejax.data.loader.prefetch import Prefetcher, prefetched_batches
+from scalejax.data.loader.sampler import TrainingSampler
 from scalejax.data.source import Source
 
 _SECONDS = 0.7
-"""For how long batches are counted with each number of processes, or until there are enough."""
+"""Time for which each number of workers is measured, if enough batches come in it."""
 _MOST_SECONDS = 10.0
-"""For how long at most."""
+"""Longest time for which a number of workers is measured."""
 _MARGIN = 1.25
-"""Times what the devices take that is enough: they will share the cores with their input."""
+"""Sufficient throughput over that of the devices, as training shares the cores with its input."""
 _ALIKE = 0.9
-"""Part of the best rate that is as good, for fewer processes."""
+"""Fraction of the best throughput that is accepted from fewer workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerChoice:
-    """A number of processes, and what it was chosen by."""
+    """The chosen number of workers, with the measurements behind it."""
 
     workers: int
-    """Processes that are to make batches; 0 for threads of the one that trains."""
+    """Worker processes; 0 for a thread of the training process."""
     measured: tuple[tuple[int, float], ...]
-    """Samples a second by number of processes, those of this host."""
+    """Numbers of workers and their throughput in samples per second, on this host."""
     needed: float | None
-    """Samples a second that the devices of this host take; None if it is not known."""
+    """Samples per second that the devices of this host consume; None if unknown."""
 
     def __str__(self) -> str:
         """The choice in a sentence, with its reasons."""
@@ -50,7 +50,7 @@ class WorkerChoice:
 
 
 def choose_workers(
-    order: TrainingOrder,
+    order: TrainingSampler,
     source: Source,
     rows: np.ndarray,
     row_bytes: int,
@@ -59,18 +59,18 @@ def choose_workers(
     wrap: Callable[[Source], Source],
     step_seconds: float | None,
 ) -> WorkerChoice:
-    """The fewest processes whose batches come as fast as steps need them, or nearly as fast as any.
+    """The fewest workers that are as fast as steps consume batches, or nearly the fastest.
 
-    No more are tried than this host has cores and the two budgets of memory allow.
+    No more are tried than this host has cores and the two memory budgets allow.
 
     Args:
-        order: of the global batches.
+        order: sampler of the global batches.
         source: the examples.
-        rows: of a global batch that are of this process.
-        row_bytes: that one of them takes.
-        how: batches are made.
-        wrap: puts something around a source; can be pickled.
-        step_seconds: time of a step whose batches are there; None if it is not known.
+        rows: rows of a global batch that this process holds.
+        row_bytes: bytes of one row.
+        how: input settings.
+        wrap: wraps the source; can be pickled.
+        step_seconds: time of a step without waiting for input; None if unknown.
 
     Raises:
         UnreadableExample: if an example cannot be read or decoded.
@@ -79,26 +79,26 @@ def choose_workers(
 
     def rate(workers: int) -> float | None:
         try:
-            feed = local_feed(
+            prefetcher = prefetched_batches(
                 order, source, rows, row_bytes, start=0, how=how, workers=workers, wrap=wrap
             )
         except ConfigError:
             if not workers:
                 raise
-            return None  # the memory does not allow so many
-        return len(rows) * _batches_per_second(feed, workers)
+            return None  # the memory does not allow that many
+        return len(rows) * _batches_per_second(prefetcher, workers)
 
     needed = None if step_seconds is None else len(rows) / step_seconds
     return chosen(rate, most=machine_cores(), needed=needed)
 
 
 def chosen(rate: Callable[[int], float | None], *, most: int, needed: float | None) -> WorkerChoice:
-    """The choice by `rate`, samples a second of so many processes, None of too many.
+    """The choice of workers by measured throughput.
 
     Args:
-        rate: measures.
-        most: processes to try at most.
-        needed: samples a second that are enough; None if that is not known.
+        rate: measures samples per second for a number of workers; None if that is too many.
+        most: largest number of workers to try.
+        needed: samples per second that the devices consume; None if unknown.
     """
     measured: dict[int, float] = {}
     enough = None if needed is None else _MARGIN * needed
@@ -110,7 +110,7 @@ def chosen(rate: Callable[[int], float | None], *, most: int, needed: float | No
         if enough is not None and found >= enough:
             break
         if count > 1 and found * _ALIKE < measured[max(c for c in measured if c < count)]:
-            break  # more would not make it faster either
+            break  # more workers would not be faster either
     best = max(measured.values())
     wanted = enough if enough is not None and best >= enough else _ALIKE * best
     workers = next(count for count, found in measured.items() if found >= wanted)
@@ -127,20 +127,20 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-def _batches_per_second(feed: Feed[LocalBatch], workers: int) -> float:
-    """The rate at which batches come when no one keeps them waiting."""
+def _batches_per_second(prefetcher: Prefetcher[LocalBatch], workers: int) -> float:
+    """Throughput of batches that are consumed at once."""
     begin = time.perf_counter()
     try:
-        # Until then processes start, and those that have begun to work are ahead.
+        # The first batches include the start of processes and those already prefetched.
         for _ in range(1 + 2 * workers):
-            next(feed)
+            next(prefetcher)
         counted_from, count = time.perf_counter(), 0
         while True:
-            next(feed)
+            next(prefetcher)
             count += 1
             now = time.perf_counter()
             has_enough = count >= 2 * max(1, workers) and now - counted_from >= _SECONDS
             if has_enough or now - begin >= _MOST_SECONDS:
                 return count / (now - counted_from)
     finally:
-        feed.close()
+        prefetcher.close()

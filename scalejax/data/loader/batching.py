@@ -1,6 +1,6 @@
-"""Batches as arrays in this process's memory: the rows that its devices hold, taken of a source.
+"""Batching: the rows of global batches that this process holds, read from a source as arrays.
 
-The same in whichever process they are made. Needs no JAX, and knows no devices.
+Batches do not depend on the process that reads them. Needs no JAX, and knows no devices.
 """
 
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from itertools import groupby
 import numpy as np
 
 from scalejax.data.loader.sampler import Rows
-from scalejax.data.loader.skip_unreadable import READABLE, settled
+from scalejax.data.loader.skip_unreadable import READABLE, without_unreadable
 from scalejax.data.source import Source
 
 LocalBatch = dict[str, np.ndarray]
-"""Of each part of a batch the rows that devices of this process hold."""
+"""The rows that devices of this process hold, for each array of a batch."""
 
 
 def unchanged(source: Source) -> Source:
-    """`source`, with nothing put around it."""
+    """`source` itself: the identity as a wrapper."""
     return source
 
 
 def take_batches(source: Source, batches: Sequence[Rows]) -> list[LocalBatch]:
-    """The batches of `source`, those of one epoch taken at once.
+    """The examples of `batches`, those of one epoch read at once.
 
     Raises:
         UnreadableExample: if an example cannot be read or decoded.
@@ -36,5 +36,5 @@ def take_batches(source: Source, batches: Sequence[Rows]) -> list[LocalBatch]:
         for batch in several:
             part = slice(begin, begin := begin + len(batch.indices))
             rows = {name: values[part] for name, values in taken.items()} | batch.beside
-            filled.append(settled(rows, batch) if READABLE in taken else rows)
+            filled.append(without_unreadable(rows, batch) if READABLE in taken else rows)
     return filled

@@ -1,9 +1,9 @@
-"""Global batches on the mesh, in an order that (seed, epoch, position) alone decides.
+"""Data loader: global batches on the mesh, in an order that depends on (seed, epoch, position).
 
-A thread makes them ahead, or has processes of its own make them. One element is one step, so the
-position in the data is the number of the step and nothing else need be kept to resume. Every
-process of a run computes the same global order (`order`) and gathers only the rows that its own
-devices hold, so the order does not depend on how many processes or devices there are.
+Batches are prefetched by a thread or by worker processes. One element is one step, so the position
+in the data is the step number, and resuming needs no other state. Every process of a run computes
+the same global order (the sampler) and reads only the rows that its own devices hold, so the order
+does not depend on the number of processes or devices.
 
 Knows no network and no optimizer.
 """
@@ -20,51 +20,53 @@ import numpy as np
 from scalejax.config.input import InputConfig
 from scalejax.data.loader.autotune import WorkerChoice, choose_workers
 from scalejax.data.loader.batching import LocalBatch, take_batches, unchanged
-from scalejax.data.loader.prefetch import Feed, local_feed, made_ahead, one_by_one
-from scalejax.data.loader.sampler import EvaluationOrder, TrainingOrder
+from scalejax.data.loader.prefetch import Prefetcher, one_by_one, prefetch_depth, prefetched_batches
+from scalejax.data.loader.sampler import EvaluationSampler, TrainingSampler
 from scalejax.data.loader.skip_unreadable import LOST, ReadableExamples, Skipped
 from scalejax.data.source import Source
 
 Batch = dict[str, jax.Array]
-"""The rows of one global batch, laid out over the mesh."""
+"""The arrays of one global batch, sharded over the mesh."""
 AS_USUAL = InputConfig()
-"""How batches are made where nothing is said of it."""
+"""Default input settings."""
 
 
 class Batches:
-    """Batches on the mesh, made ahead, and how long they were waited for.
+    """Prefetched batches on the mesh, with the time that devices waited for each.
 
-    A batch is put on the devices when it is asked for, while these do the step before: one that
-    waits and one that is used are there at a time, whatever is made ahead.
+    A batch is transferred to the devices when it is requested, while they run the previous step:
+    at most two batches are on the devices at a time, however many are prefetched.
     """
 
-    def __init__(self, feed: Feed[LocalBatch], put: Callable[[LocalBatch], Batch]) -> None:
-        self._feed = feed
+    def __init__(
+        self, prefetcher: Prefetcher[LocalBatch], put: Callable[[LocalBatch], Batch]
+    ) -> None:
+        self._prefetcher = prefetcher
         self._put = put
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        return self._put(next(self._feed))
+        return self._put(next(self._prefetcher))
 
     def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Batch, float]:
-        """The next batch, and for how many seconds the devices had to wait for it.
+        """The next batch, and the seconds that the devices waited for it.
 
         Args:
-            is_busy: whether the devices have work that does not need the batch.
+            is_busy: whether the devices still have other work.
 
         Raises:
-            StopIteration: when there are no more.
+            StopIteration: after the last batch.
             UnreadableExample: if an example cannot be read or decoded.
             ConfigError: if a file cannot be read.
         """
-        local, waited_seconds = self._feed.next_beside(is_busy)
+        local, waited_seconds = self._prefetcher.next_beside(is_busy)
         return self._put(local), waited_seconds
 
     def close(self) -> None:
-        """Make no more."""
-        self._feed.close()
+        """Stop prefetching."""
+        self._prefetcher.close()
 
 
 def training_batches(
@@ -84,16 +86,16 @@ def training_batches(
     Args:
         source: the examples.
         shapes: shapes and shardings of "inputs" and "targets", and of "weights" where rows may
-            count for nothing; the first dimension is the global batch.
-        seed: decides the shuffles.
+            not count; the first dimension is the global batch.
+        seed: seed of the shuffles.
         start_step: 0, or the step to resume from.
         stop_step: the step before which to end.
         first_epoch: the first epoch with this global batch.
-        first_step: its first step.
-        how: they are made.
-        skipped: counts what this process finds unreadable, each row in one process alone.
+        first_step: the first step of that epoch.
+        how: input settings.
+        skipped: counts unreadable rows, each in one process only.
     """
-    order = TrainingOrder(
+    order = TrainingSampler(
         source,
         _global_batch(shapes),
         seed=seed,
@@ -116,20 +118,20 @@ def chosen_workers(
     how: InputConfig,
     step_seconds: float | None = None,
 ) -> WorkerChoice:
-    """How many processes are to make the batches that `training_batches` gives, by measurement.
+    """The number of input workers for `training_batches`, chosen by measurement.
 
     Args:
         source: the examples.
-        shapes: as of `training_batches`.
-        seed: decides the shuffles.
-        how: batches are made, but for the number of processes.
-        step_seconds: time of a step whose batches are there; None if it is not known.
+        shapes: as for `training_batches`.
+        seed: seed of the shuffles.
+        how: input settings, except the number of workers.
+        step_seconds: time of a step without waiting for input; None if unknown.
 
     Raises:
         UnreadableExample: if an example cannot be read or decoded.
         ConfigError: if a file cannot be read.
     """
-    order = TrainingOrder(
+    order = TrainingSampler(
         source,
         _global_batch(shapes),
         seed=seed,
@@ -155,11 +157,11 @@ def evaluation_batches(
     how: InputConfig = AS_USUAL,
     skipped: Skipped | None = None,
 ) -> Batches:
-    """Batches that hold every example once, in order, and the last one filled up.
+    """Batches of every example once, in order, the last one padded.
 
-    The "mask" of a batch is 1 for an example and 0 for a filling row, or one that is unreadable.
+    The "mask" of a batch is 1 for an example and 0 for a padding or unreadable row.
     """
-    order = EvaluationOrder(len(source), _global_batch(shapes))
+    order = EvaluationSampler(len(source), _global_batch(shapes))
     return _batches(order, source, shapes, 0, how, skipped)
 
 
@@ -173,20 +175,20 @@ def training_batches_of_seeds(
     how: InputConfig = AS_USUAL,
     skipped: Sequence[Skipped] | None = None,
 ) -> Batches:
-    """For each step the batches that `training_batches` gives for each seed, stacked: one more
-    dimension in front, (seeds, global batch, ...). For a single device.
+    """The batches of `training_batches` for several seeds, stacked on a new first dimension:
+    (seeds, global batch, ...). For a single device.
 
     Args:
         sources: the examples of each seed.
-        shapes: as of `training_batches`, of one seed.
-        seeds: decide the shuffles.
+        shapes: as for `training_batches`, of one seed.
+        seeds: seeds of the shuffles.
         start_step: 0, or the step to resume from.
         stop_step: steps of the whole run.
-        how: they are made.
-        skipped: count what is unreadable, one for each seed.
+        how: input settings.
+        skipped: count unreadable rows, one for each seed.
     """
     orders = [
-        TrainingOrder(
+        TrainingSampler(
             source,
             _global_batch(shapes),
             seed=seed,
@@ -206,13 +208,13 @@ def evaluation_batches_of_seeds(
     how: InputConfig = AS_USUAL,
     skipped: Sequence[Skipped] | None = None,
 ) -> Batches:
-    """The batches that `evaluation_batches` gives for each source, stacked likewise."""
-    orders = [EvaluationOrder(len(source), _global_batch(shapes)) for source in sources]
+    """The batches of `evaluation_batches` for several sources, stacked on a new first dimension."""
+    orders = [EvaluationSampler(len(source), _global_batch(shapes)) for source in sources]
     return _stacked(orders, sources, shapes, 0, how, skipped)
 
 
 def _stacked(
-    orders: Sequence[TrainingOrder | EvaluationOrder],
+    orders: Sequence[TrainingSampler | EvaluationSampler],
     sources: Sequence[Source],
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     start: int,
@@ -237,11 +239,11 @@ def _stacked(
 
     groups = one_by_one(grain.MapDataset.range(start, len(orders[0])).map(gather))
     stacked_bytes = len(sources) * _global_batch(shapes) * _row_bytes(shapes)
-    return Batches(Feed(groups, ahead=made_ahead(stacked_bytes, how, 0)), put)
+    return Batches(Prefetcher(groups, ahead=prefetch_depth(stacked_bytes, how, 0)), put)
 
 
 def _batches(
-    order: TrainingOrder | EvaluationOrder,
+    order: TrainingSampler | EvaluationSampler,
     source: Source,
     shapes: Mapping[str, jax.ShapeDtypeStruct],
     start: int,
@@ -249,7 +251,7 @@ def _batches(
     skipped: Skipped | None = None,
     workers: int = 0,
 ) -> Batches:
-    """Batches of the elements of `order` from `start` on."""
+    """Batches of the elements of the sampler `order` from `start` on."""
     rows = _local_rows(shapes["inputs"])
     is_counted = _are_counted_here(shapes["inputs"], rows)
     shardings = {name: shape.sharding for name, shape in shapes.items()}
@@ -262,7 +264,7 @@ def _batches(
                 skipped.add(source, lost)
         return jax.make_array_from_process_local_data(shardings, local, global_shapes)
 
-    feed = local_feed(
+    prefetcher = prefetched_batches(
         order,
         source,
         rows,
@@ -272,13 +274,13 @@ def _batches(
         workers=workers,
         wrap=_wrap(shapes, how),
     )
-    return Batches(feed, put)
+    return Batches(prefetcher, put)
 
 
 def _wrap(
     shapes: Mapping[str, jax.ShapeDtypeStruct], how: InputConfig
 ) -> Callable[[Source], Source]:
-    """What is put around a source to leave out of it what cannot be read; can be pickled."""
+    """The wrapper of a source that skips unreadable examples; can be pickled."""
     if how.unreadable == "refuse":
         return unchanged
     rows = {name: shape for name, shape in shapes.items() if name not in ("weights", "mask")}
@@ -308,7 +310,7 @@ def rows_held(shape: jax.ShapeDtypeStruct, devices: Collection[Any]) -> np.ndarr
 
 
 def _are_counted_here(shape: jax.ShapeDtypeStruct, rows: np.ndarray) -> np.ndarray:
-    """Which of `rows` no process before this one holds as well, bool."""
+    """Which of `rows` no process of lower index holds too, bool: each row counts once."""
     of_others = [
         np.arange(*index[0].indices(shape.shape[0]))
         for device, index in shape.sharding.devices_indices_map(shape.shape).items()

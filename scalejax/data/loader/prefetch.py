@@ -1,6 +1,6 @@
-"""Batches made ahead by a thread, and how long they were waited for.
+"""Prefetching of batches by a thread or by worker processes, within the input memory budget.
 
-Knows neither what batches hold nor how they are made.
+Measures the time that consumers wait. Knows neither the contents of batches nor how they are read.
 """
 
 import threading
@@ -18,22 +18,22 @@ from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import format_bytes
 from scalejax.data.datasets import for_process
 from scalejax.data.loader.batching import LocalBatch, take_batches, unchanged
-from scalejax.data.loader.sampler import EvaluationOrder, Rows, TrainingOrder
+from scalejax.data.loader.sampler import EvaluationSampler, Rows, TrainingSampler
 from scalejax.data.loader.worker_pool import Workers
 from scalejax.data.source import Grouped, Source
 
 Made = TypeVar("Made")
 
 _POLL_SECONDS = 1e-3
-"""How often to look whether the devices have become idle, while there is no batch for them."""
+"""Polling interval for idle devices, while there is no batch for them."""
 
 
 def _nothing() -> None:
     pass
 
 
-class Feed(Generic[Made]):
-    """What `groups` give, one by one; up to `ahead` groups are made before they are asked for."""
+class Prefetcher(Generic[Made]):
+    """Elements of `groups` one by one, with up to `ahead` groups prefetched by a thread."""
 
     def __init__(
         self,
@@ -43,20 +43,20 @@ class Feed(Generic[Made]):
         interrupt: Callable[[], None] = _nothing,
         release: Callable[[], None] = _nothing,
     ) -> None:
-        """Begin to make them.
+        """Start prefetching.
 
         Args:
-            groups: elements that are made together; consumed in a thread.
-            ahead: groups that are made, or being made, and not yet asked for.
-            interrupt: has `groups` fail soon, if it waits; called from another thread.
-            release: gives up what `groups` holds; called when it is no longer consumed.
+            groups: groups of elements that are produced together; consumed in a thread.
+            ahead: most groups that are prefetched or in progress.
+            interrupt: makes a waiting `groups` fail soon; called from another thread.
+            release: releases resources of `groups`; called when it is no longer consumed.
         """
         self._made: SimpleQueue[Sequence[Made] | BaseException | None] = SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._group: Iterator[Made] = iter(())
         self._has_ended = False
         is_closed = threading.Event()
-        # The thread must not know `self`: one that is dropped ends it.
+        # The thread must not reference `self`, so that garbage collection of `self` ends it.
         self._thread = threading.Thread(
             target=_fill,
             args=(groups, self._made, self._room, is_closed, release),
@@ -73,14 +73,14 @@ class Feed(Generic[Made]):
         return self.next_beside(lambda: False)[0]
 
     def next_beside(self, is_busy: Callable[[], bool]) -> tuple[Made, float]:
-        """The next element, and for how many seconds there was none while `is_busy` was false.
+        """The next element, and the seconds for which there was none while `is_busy` was false.
 
         Args:
-            is_busy: whether the devices have work that does not need the element.
+            is_busy: whether the devices still have other work.
 
         Raises:
-            StopIteration: when there are no more.
-            Exception: whatever was raised while it was made.
+            StopIteration: after the last element.
+            Exception: an exception raised while it was produced.
         """
         for element in self._group:
             return element, 0.0
@@ -109,10 +109,10 @@ class Feed(Generic[Made]):
         return made, time.perf_counter() - begin
 
     def close(self) -> None:
-        """Make no more of them."""
+        """Stop prefetching."""
         self._has_ended = True
         self._finalizer()
-        self._thread.join(timeout=1.0)  # more if a store does not answer: not worth a wait
+        self._thread.join(timeout=1.0)  # it takes longer only if remote storage does not answer
 
 
 def _fill(
@@ -131,7 +131,7 @@ def _fill(
             made.put(group)
             if group is None:
                 return
-    except BaseException as error:  # noqa: BLE001  raised again where the element is asked for
+    except BaseException as error:  # noqa: BLE001  raised again in the consumer
         made.put(error)
     finally:
         release()
@@ -145,15 +145,14 @@ def _end(
     interrupt()
 
 
-# From an order of examples to batches in this process's memory, made ahead by a thread here or
-# by processes of their own, within the memory that there is for them.
+# Prefetched batches of a sampler, by a thread or worker processes, within the memory budget.
 
 _COPIES = 2
-"""Batches of processes that lie in this one: one that waits to be asked for, one on its way."""
+"""Batches of workers copied into this process: one ready, one in progress."""
 
 
-def local_feed(
-    order: TrainingOrder | EvaluationOrder,
+def prefetched_batches(
+    order: TrainingSampler | EvaluationSampler,
     source: Source,
     rows: np.ndarray,
     row_bytes: int,
@@ -162,24 +161,24 @@ def local_feed(
     how: InputConfig,
     workers: int,
     wrap: Callable[[Source], Source] = unchanged,
-) -> Feed[LocalBatch]:
-    """`rows` of the elements of `order` from `start` on, with their examples of `source`.
+) -> Prefetcher[LocalBatch]:
+    """Prefetched local batches: `rows` of each global batch of `order` from `start` on.
 
     Args:
-        order: of the global batches.
+        order: sampler of the global batches.
         source: the examples.
-        rows: of a global batch that are wanted, int [rows].
-        row_bytes: that one of them takes.
-        start: the first element.
-        how: batches are made, but for the number of processes.
-        workers: processes that make them; 0 for a thread of this one.
-        wrap: puts something around a source; can be pickled.
+        rows: rows of a global batch that this process holds, int [rows].
+        row_bytes: bytes of one row.
+        start: index of the first batch.
+        how: input settings, except the number of workers.
+        workers: worker processes; 0 for a thread of this process.
+        wrap: wraps the source; can be pickled.
 
     Raises:
-        ConfigError: if there is too little memory for so many processes.
+        ConfigError: if the memory is too small for that many workers.
     """
-    ahead = made_ahead(len(rows) * row_bytes, how, workers)
-    share = for_process(source, workers + 1) if workers else source  # one is for evaluations
+    ahead = prefetch_depth(len(rows) * row_bytes, how, workers)
+    share = for_process(source, workers + 1) if workers else source  # one share is for evaluations
     together = 1
     if isinstance(share, Grouped):
         together = max(1, share.rows_together // len(rows))
@@ -191,9 +190,9 @@ def local_feed(
     if not workers:
         reader = wrap(source)
         groups = one_by_one(wanted.map(lambda several: take_batches(reader, several)))
-        return Feed(groups, ahead=ahead if together == 1 else 1)
+        return Prefetcher(groups, ahead=ahead if together == 1 else 1)
     processes = Workers(share, workers, wrap=wrap, slots=ahead if together == 1 else 2)
-    return Feed(
+    return Prefetcher(
         processes.groups(one_by_one(wanted)),
         ahead=_COPIES,
         interrupt=processes.interrupt,
@@ -202,16 +201,16 @@ def local_feed(
 
 
 def one_by_one(elements: grain.MapDataset) -> Iterator:
-    """`elements`, each made when it is asked for."""
+    """An iterator over `elements` without prefetching."""
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     return iter(elements.to_iter_dataset(reading))
 
 
-def made_ahead(batch_bytes: int, how: InputConfig, workers: int) -> int:
-    """Batches that this process, or each of `workers`, makes before they are asked for.
+def prefetch_depth(batch_bytes: int, how: InputConfig, workers: int) -> int:
+    """Number of batches that this process, or each of `workers`, prefetches.
 
     Raises:
-        ConfigError: if `how.memory_bytes` does not hold one of each.
+        ConfigError: if `how.memory_bytes` does not hold one batch of each.
     """
     room = how.memory_bytes // max(1, batch_bytes)
     if not workers:
@@ -222,5 +221,5 @@ def made_ahead(batch_bytes: int, how: InputConfig, workers: int) -> int:
             f"input.memory_bytes={how.memory_bytes} holds {room}; at most {max(0, room - _COPIES)}"
         )
         raise ConfigError(refusal("input.workers", workers, accepted))
-    wanted = max(2, -(-how.read_ahead_batches // workers))  # one is made while one waits
+    wanted = max(2, -(-how.read_ahead_batches // workers))  # one in progress, one ready
     return min(wanted, (room - _COPIES) // workers)

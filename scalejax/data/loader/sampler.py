@@ -1,6 +1,6 @@
-"""Which examples each step takes: an order that (seed, epoch, position) alone decides.
+"""Samplers: the examples of each step, in an order that depends on (seed, epoch, position) alone.
 
-Knows indices and epochs; nothing of processes, devices, files or what an example holds.
+Knows indices and epochs; nothing of processes, devices, files or the contents of examples.
 """
 
 from dataclasses import dataclass, field
@@ -17,11 +17,11 @@ class Rows:
     """Some rows of a global batch."""
 
     indices: np.ndarray
-    """Of their examples, int [rows]."""
+    """Indices of their examples, int [rows]."""
     epoch: int | None
-    """The epoch in which the examples are taken; None in evaluation."""
+    """The epoch in which the examples are read; None in evaluation."""
     beside: dict[str, np.ndarray] = field(default_factory=dict)
-    """What a batch holds of each row beside its example, [rows]."""
+    """Arrays of the batch other than the example, such as weights, [rows]."""
 
     def of(self, places: np.ndarray) -> "Rows":
         """The rows at `places` of these."""
@@ -32,14 +32,14 @@ class Rows:
         )
 
 
-class TrainingOrder:
-    """Element k: the rows of step k after the first of its epochs.
+class TrainingSampler:
+    """Training sampler: element k holds the rows of step k.
 
     Every epoch is a new shuffle of all examples, cut into batches. An incomplete last batch is
-    dropped, and its examples come back in the next epoch; or it is filled up with the first of the
-    epoch once more, of weight 0. A source may have an order of its own.
+    dropped; or it is padded with the first examples of the epoch, of weight 0. A source may
+    prescribe its own order.
 
-    Whole epochs are shuffled by NumPy, 5 ns an example; Grain's own shuffle is called for each
+    Whole epochs are shuffled by NumPy, 5 ns per example; Grain's own shuffle is called for each
     example and takes 8 us, at a batch of 8192 longer than a step of a small network.
     """
 
@@ -54,15 +54,15 @@ class TrainingOrder:
         is_filled: bool = False,
         is_weighted: bool = False,
     ) -> None:
-        """The order of an epoch and the next.
+        """Create the sampler.
 
         Args:
             source: the examples.
-            global_batch: rows of a step.
-            seed: decides the shuffles.
-            steps: until the end.
-            first_epoch: in which step 0 is.
-            is_filled: whether an incomplete last batch is filled up.
+            global_batch: rows per step.
+            seed: seed of the shuffles.
+            steps: number of steps.
+            first_epoch: epoch of step 0.
+            is_filled: whether an incomplete last batch is padded.
             is_weighted: whether rows have "weights".
         """
         self._global_batch = global_batch
@@ -71,7 +71,7 @@ class TrainingOrder:
         self._is_weighted = is_weighted
         self._steps_per_epoch = steps_per_epoch(len(source), global_batch, is_filled=is_filled)
 
-        @lru_cache(maxsize=2)  # reading ahead crosses from one epoch into the next
+        @lru_cache(maxsize=2)  # prefetching crosses from one epoch into the next
         def permutation(epoch: int) -> np.ndarray:
             if isinstance(source, Ordered):
                 given = source.order_of_epoch(epoch, self._steps_per_epoch, global_batch)
@@ -101,8 +101,8 @@ class TrainingOrder:
         return Rows(indices=indices, epoch=epoch, beside={"weights": weights.astype(np.float32)})
 
 
-class EvaluationOrder:
-    """Element k: the k-th run of examples, and as "mask" which of them are real."""
+class EvaluationSampler:
+    """Evaluation sampler: element k holds the k-th batch in order, with a "mask" of padding."""
 
     def __init__(self, examples: int, global_batch: int) -> None:
         self._examples = examples

@@ -1,6 +1,6 @@
-"""Examples that cannot be read, left out and counted.
+"""Skips unreadable examples, and counts them.
 
-Knows sources and the rows of batches; nothing of steps, and nothing of what is wrong with a row.
+Knows sources and the rows of batches; nothing of steps and of the kind of damage.
 """
 
 from collections.abc import Mapping
@@ -11,27 +11,27 @@ from scalejax.data.loader.sampler import Rows
 from scalejax.data.source import Source, UnreadableExample
 
 READABLE, LOST = "readable", "lost"
-"""Columns that go with the rows of a batch until it is used: whether an example could be read; and
-its index if it was to count and could not, else -1."""
+"""Auxiliary columns of a batch until it is used: whether an example was readable; and its index if
+it should have counted but was unreadable, else -1."""
 MOST_NAMED = 5
-"""Lost examples of which a line of the record says what is wrong with them."""
+"""Most unreadable examples whose errors a line of the record holds."""
 
 
 class ReadableExamples:
-    """A source whose examples may be unreadable: their rows are blank, and "readable" says so."""
+    """A source that returns blank rows for unreadable examples, marked in "readable"."""
 
     def __init__(self, source: Source, blank: Mapping[str, np.ndarray]) -> None:
-        """The examples of `source`; `blank` is one row, by name, of what stands for none."""
+        """Wrap `source`; `blank` is the row to return for an unreadable example, by name."""
         self._source = source
         self._blank = blank
-        self._known: set[int] = set()  # what is damaged stays so, and costs no second search
+        self._known: set[int] = set()  # indices known to be damaged, not searched again
 
     def __len__(self) -> int:
         """Number of examples, unreadable ones included."""
         return len(self._source)
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """What `Source.take` gives, and "readable", bool [rows]."""
+        """The rows of `Source.take`, and "readable", bool [rows]."""
         places = np.arange(len(indices))
         if self._known:
             places = places[[int(index) not in self._known for index in indices]]
@@ -51,9 +51,9 @@ class ReadableExamples:
     def _searched(
         self, indices: np.ndarray, places: np.ndarray, epoch: int | None
     ) -> list[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Those of `places` whose examples can be read, with these.
+        """The readable ones of `places`, with their examples.
 
-        By halves: a source names the first that it cannot read, and others may follow.
+        By bisection: a source reports only the first example that it cannot read.
         """
         if not len(places):
             return []
@@ -68,14 +68,13 @@ class ReadableExamples:
         return first + self._searched(indices, places[middle:], epoch)
 
 
-def settled(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np.ndarray]:
-    """`batch`, of which `rows` were taken, with the unreadable counting for nothing; "lost" in
-    place of "readable".
+def without_unreadable(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np.ndarray]:
+    """`batch` of `rows` with weight 0 for unreadable rows, and "lost" in place of "readable".
 
-    They hold what their neighbour does (of rows 0 and 1, 2 and 3, ... each is the other's), for
-    statistics of BatchNorm are of all rows of a batch, and mixup mixes neighbours; zeros if that is
-    lost too. Neighbours are in one process where each has an even number of rows: then no row
-    depends on how many processes there are.
+    An unreadable row is replaced by its neighbour (rows 0 and 1, 2 and 3, ... are neighbours), as
+    BatchNorm's statistics use all rows of a batch and mixup mixes neighbours; by zeros if that is
+    unreadable too. Neighbours are in one process where each has an even number of rows: then no
+    row depends on the number of processes.
     """
     (counted,) = rows.beside
     held = dict(batch)
@@ -90,8 +89,8 @@ def settled(batch: dict[str, np.ndarray], rows: Rows) -> dict[str, np.ndarray]:
 
 
 def why_unreadable(source: Source, index: int) -> str:
-    """File and row of an unreadable example, and what is wrong with it: by reading it once more,
-    for what found it may be another process."""
+    """File, row and error of an unreadable example, by reading it again, as it may have been read
+    in a worker process."""
     try:
         source.take(np.array([index]))
     except UnreadableExample as error:
@@ -100,23 +99,23 @@ def why_unreadable(source: Source, index: int) -> str:
 
 
 class Skipped:
-    """Lost examples of the batches used since it was last asked: their number, and the first."""
+    """Unreadable examples of the batches used since the last `taken`: number and first errors."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Rows lost; an example that is met twice counts twice."""
+        """Unreadable rows; an example read twice counts twice."""
         self.reasons: list[str] = []
-        """File and row of the first few, and what is wrong with each."""
+        """File, row and error of the first few."""
 
     def add(self, source: Source, lost: np.ndarray) -> None:
-        """Count what a batch has lost: indices of `source`, or -1."""
+        """Count the unreadable rows of a batch: indices of `source`, or -1."""
         indices = lost[lost >= 0]
         self.count += len(indices)
         named = indices[: MOST_NAMED - len(self.reasons)]
         self.reasons += [why_unreadable(source, int(index)) for index in named]
 
     def taken(self) -> tuple[int, list[str]]:
-        """Number and reasons so far; begins again."""
+        """Number and errors so far; resets them."""
         found = self.count, self.reasons
         self.count, self.reasons = 0, []
         return found

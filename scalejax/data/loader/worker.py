@@ -1,8 +1,8 @@
-"""A process that makes batches: `python -m scalejax.data.loader.worker`, rows in, arrays out.
+"""An input worker process: `python -m scalejax.data.loader.worker`, rows in, arrays out.
 
-Reads a `Task` from stdin and then, one after the other, `Request`s; answers each on stdout with a
-`Made` or a `Failed`, all as pickles. Arrays themselves go through memory that it shares with its
-caller. Whatever else is printed, by whomever, goes to stderr. Imports no JAX.
+Reads a `Task` from stdin and then a sequence of `Request`s; answers each on stdout with a `Made` or
+a `Failed`, all as pickles. Arrays go through memory shared with the parent process. All other
+output goes to stderr. Imports no JAX.
 """
 
 import math
@@ -26,66 +26,66 @@ from scalejax.data.loader.batching import LocalBatch, take_batches
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.source import Source
 
-_ALIGNMENT = 64  # bytes: so that an array begins where a cache line does
+_ALIGNMENT = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What the worker needs to begin."""
+    """Initial settings of a worker."""
 
     source: Source | Origin
-    """The examples, or how to open them."""
+    """The source, or how to open it."""
     wrap: Callable[[Source], Source]
-    """Puts something around it."""
+    """Wraps the source."""
     memory: int
-    """Descriptor of the file that is shared; the worker gives it its size."""
+    """Descriptor of the shared memory file; the worker sets its size."""
     slots: int
-    """Into how many parts of equal size it is cut, each for one request."""
+    """Number of equal slots in the shared memory, one per request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Batches to be made together."""
+    """Batches to be read together."""
 
     slot: int
-    """Where to put them; what is there is no longer needed."""
+    """Slot to write them to; its previous contents are no longer needed."""
     batches: tuple[Rows, ...]
     """Their rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in the shared memory an array lies."""
+    """Location of an array in the shared memory."""
 
     begin: int
-    """In bytes."""
+    """Offset in bytes."""
     shape: tuple[int, ...]
-    """Of the array."""
+    """Shape of the array."""
     dtype: np.dtype
-    """Of its elements."""
+    """Data type of its elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """The answer to a request."""
+    """Successful answer to a request."""
 
     memory_bytes: int
-    """Of the shared file."""
+    """Size of the shared memory file."""
     batches: tuple[dict[str, "Place | np.ndarray"], ...]
-    """Of each batch where its arrays are; arrays themselves where they have no place there."""
+    """Location of each array of each batch; the array itself where it did not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """The answer to a request that cannot be met."""
+    """Answer to a request that failed."""
 
     error: Exception
-    """To be raised by the caller."""
+    """Exception to raise in the parent process."""
 
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to end
         signal.signal(number, signal.SIG_IGN)
     limit_cores(1)
     keep_pages()
@@ -94,7 +94,7 @@ def main() -> None:
     requests: SimpleQueue[Request] = SimpleQueue()
     try:
         task: Task = pickle.load(sys.stdin.buffer)
-    except EOFError:  # the caller has ended already
+    except EOFError:  # the parent has ended already
         return
     threading.Thread(target=_listen, args=(requests,), daemon=True).start()
     examples = _Examples(task)
@@ -103,21 +103,25 @@ def main() -> None:
         try:
             pickle.dump(answer, answers)
             answers.flush()
-        except BrokenPipeError:  # the caller is gone, and so is whoever would read an error
+        except BrokenPipeError:  # the parent has ended, and nobody reads an error
             os._exit(0)
 
 
 def _listen(requests: "SimpleQueue[Request]") -> None:
-    """Pass requests on; end the process with its caller, whatever it is doing."""
+    """Queue requests from stdin; end this process when the parent ends."""
     try:
         while True:
             requests.put(pickle.load(sys.stdin.buffer))
-    except (EOFError, OSError, pickle.UnpicklingError):  # the last if it was killed in mid-sentence
+    except (
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+    ):  # the last if the parent was killed while writing
         os._exit(0)
 
 
 class _Examples:
-    """The source, opened when it is first asked."""
+    """The source, opened on first use."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -125,14 +129,14 @@ class _Examples:
         self._memory = _Memory(task.memory, task.slots)
 
     def answer(self, request: Request) -> Made | Failed:
-        """The batches of `request`, or why there are none."""
+        """The batches of `request`, or the exception that prevented them."""
         try:
             batches = take_batches(self._reader(), request.batches)
             places = self._memory.put(request.slot, batches)
             return Made(memory_bytes=self._memory.size_bytes, batches=places)
         except ScalejaxError as error:
             return Failed(error=_portable(error))
-        except Exception:  # noqa: BLE001  a defect: the caller raises its traceback
+        except Exception:  # noqa: BLE001  a bug: the parent raises its traceback
             text = traceback.format_exc()
             return Failed(error=RuntimeError(f"in a process of input.workers:\n{text}"))
 
@@ -146,7 +150,7 @@ class _Examples:
 
 
 def _portable(error: ScalejaxError) -> Exception:
-    """`error`, or its words if it cannot be pickled."""
+    """`error`, or one with its message if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except (TypeError, AttributeError, pickle.PicklingError):
@@ -154,7 +158,7 @@ def _portable(error: ScalejaxError) -> Exception:
 
 
 class _Memory:
-    """The shared file, cut into slots as large as the first request needs."""
+    """The shared memory file, divided into slots of the size of the first request."""
 
     def __init__(self, file: int, slots: int) -> None:
         self.size_bytes = 0
@@ -166,7 +170,7 @@ class _Memory:
     def put(
         self, slot: int, batches: Sequence[LocalBatch]
     ) -> tuple[dict[str, Place | np.ndarray], ...]:
-        """Copy `batches` into `slot`; arrays that do not fit are given back as they are."""
+        """Copy `batches` into `slot`; arrays that do not fit are returned themselves."""
         if self._map is None:
             arrays = [values for batch in batches for values in batch.values()]
             self._slot_bytes = sum(_aligned(values.nbytes) for values in arrays)

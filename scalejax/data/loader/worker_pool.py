@@ -1,9 +1,9 @@
-"""Processes that make batches, seen from the one that asks for them.
+"""The pool of input worker processes, as used by the training process.
 
-Why not Grain's (0.2.18): they import JAX and the caller's main program, every array goes through a
-new block of shared memory, and nothing in them ends them if the caller is killed.
+Grain's workers (0.2.18) are not used: they import JAX and the parent's main program, every array
+goes through a new block of shared memory, and they do not end if the parent is killed.
 
-Which process makes a batch changes nothing in it. Knows no devices, and needs no JAX.
+A batch does not depend on the worker that reads it. Knows no devices, and needs no JAX.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from scalejax.data.source import Source
 
 
 class Workers:
-    """`count` processes that take batches of `source`, each up to `slots` requests ahead."""
+    """`count` worker processes that read batches of `source`, each up to `slots` requests ahead."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Workers:
         wrap: Callable[[Source], Source] = unchanged,
     ) -> None:
         self._slots = slots
-        self._workers = [_Worker() for _ in range(count)]  # they start side by side
+        self._workers = [_Worker() for _ in range(count)]  # they start concurrently
         for worker in self._workers:
             worker.begin(source, wrap, slots)
 
     def groups(self, wanted: Iterator[Sequence[Rows]]) -> Iterator[Sequence[LocalBatch]]:
-        """The batches of `wanted`, in order, one by one; those of one element are made at once.
+        """The batches of `wanted`, in order; those of one element are read together.
 
         Raises:
             UnreadableExample: if an example cannot be read or decoded.
             ConfigError: if a file cannot be read.
-            ScalejaxError: if a process was ended by something else.
+            ScalejaxError: if a worker died.
         """
         asked: deque[tuple[_Worker, int]] = deque()
         free = deque((worker, slot) for slot in range(self._slots) for worker in self._workers)
@@ -72,18 +72,18 @@ class Workers:
         free.append((worker, slot))
 
     def interrupt(self) -> None:
-        """End the processes; from any thread, also while `groups` waits for them."""
+        """End the workers; may be called from any thread, also while `groups` waits for them."""
         for worker in self._workers:
             worker.interrupt()
 
     def release(self) -> None:
-        """End the processes and give up what they hold, when `groups` is no longer consumed."""
+        """End the workers and release their resources, when `groups` is no longer consumed."""
         for worker in self._workers:
             worker.release()
 
 
 class _Worker:
-    """One process; it answers requests in the order in which it was asked."""
+    """One worker process; it answers requests in order."""
 
     def __init__(self) -> None:
         self._file = _memory_file()
@@ -96,28 +96,28 @@ class _Worker:
             pass_fds=[self._file.fileno()],
             env=os.environ
             | {
-                "JAX_PLATFORMS": "cpu",  # should an example need JAX, the devices are not its own
+                "JAX_PLATFORMS": "cpu",  # a source that uses JAX must not take the devices
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
-            # Ctrl-C reaches the caller alone, which then ends its workers in silence. No session of
-            # their own: Linux shares cores out by sessions, and a caller's priority is its own.
+            # Ctrl-C reaches the parent only, which then ends its workers silently. No new session:
+            # Linux schedules cores by sessions, and workers should have the parent's priority.
             process_group=0,
         )
         self._requests = cast(IO[bytes], self._process.stdin)
         self._answers = cast(IO[bytes], self._process.stdout)
 
     def begin(self, source: Source | Origin, wrap: Callable[[Source], Source], slots: int) -> None:
-        """Say what batches are made of."""
+        """Send the source and settings to the worker."""
         self._send(Task(source=source, wrap=wrap, memory=self._file.fileno(), slots=slots))
 
     def ask(self, slot: int, batches: Sequence[Rows]) -> None:
-        """Have `batches` made, to be put into `slot`."""
+        """Request `batches`, to be written to `slot`."""
         self._send(Request(slot=slot, batches=tuple(batches)))
 
     def answer(self) -> Iterator[LocalBatch]:
-        """The batches asked for longest ago, each copied when it is taken.
+        """The batches of the oldest request, each copied when it is consumed.
 
-        Copied, for an array of JAX on a CPU may be this very memory, used long after.
+        Copied, as a JAX array on a CPU may alias this memory, which is reused.
         """
         try:
             answer: Made | Failed = pickle.load(self._answers)
@@ -140,11 +140,11 @@ class _Worker:
         self._process.kill()
 
     def release(self) -> None:
-        """End the process, and close what leads to it."""
+        """End the process, and close its pipes and shared memory."""
         self._process.kill()
         self._process.wait()
         for file in (self._requests, self._answers, self._file):
-            with contextlib.suppress(BrokenPipeError):  # of what was not sent any more
+            with contextlib.suppress(BrokenPipeError):  # from unsent requests
                 file.close()
 
     def _send(self, message: Task | Request) -> None:
@@ -167,7 +167,7 @@ class _Worker:
 
 
 def _memory_file() -> IO[bytes]:
-    """A file in memory that has no name, so that nothing is left of it however its users end.
+    """An anonymous file in memory, which disappears however its users end.
 
     Not in /dev/shm, which containers often limit to 64 MB.
     """

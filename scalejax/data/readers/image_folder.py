@@ -54,7 +54,7 @@ class ImageFolder:
 
 
 def _contents(field: str, location: str, paths: list[str]) -> Callable[[int], bytes]:
-    """What gives the content of one of `paths`, of a URL asked for all at once."""
+    """A function that returns the content of one of `paths`; of a URL, all are read at once."""
     if not is_url(location):
         return lambda number: Path(paths[number]).read_bytes()
     filesystem, root = opened_filesystem(field, location)

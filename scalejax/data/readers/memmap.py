@@ -1,6 +1,6 @@
-"""Numbers that lie one after the other in files, taken from many places of them at once.
+"""Flat files of numbers, read at many offsets at once.
 
-Knows places and types; nothing of what the numbers mean.
+Knows offsets and types; nothing of the meaning of the numbers.
 """
 
 import mmap
@@ -16,24 +16,24 @@ from scalejax.core.filesystem import DataFile, is_url, opened_filesystem, requir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatFile:
-    """Numbers of one type in a file: mapped into memory, or, of a URL, read where asked for."""
+    """A file of numbers of one type: memory-mapped, or at a URL read in ranges."""
 
     field: str
     """Field of the config that names the file."""
     file: DataFile
-    """Where they are."""
+    """File that holds them."""
     dtype: np.dtype
-    """Their type."""
+    """Data type of the numbers."""
     offset: int
     """Bytes of the file before the first."""
     count: int
-    """How many there are."""
+    """Number of numbers."""
 
     def windows(self, begins: np.ndarray, width: int) -> np.ndarray:
         """`width` numbers from each of `begins` on, [begins, width].
 
         Raises:
-            ConfigError: if the file is gone, or another than it was.
+            ConfigError: if the file is missing or has changed.
         """
         if is_url(self.file.path):
             zeros = np.zeros(len(begins), np.int64)
@@ -41,8 +41,8 @@ class FlatFile:
         return np.lib.stride_tricks.sliding_window_view(self._mapped(), width)[begins]
 
     def _mapped(self) -> np.ndarray:
-        """All of them, of a file that is as it was."""
-        # what is mapped of a file that was cut short would end this process
+        """All numbers, memory-mapped, if the file is unchanged."""
+        # reading the mapping of a truncated file would kill this process
         require_unchanged(self.field, self.file)
         return _mapped(self)
 
@@ -50,16 +50,16 @@ class FlatFile:
 def gathered(
     files: Sequence[FlatFile], which: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> np.ndarray:
-    """Ranges of numbers of `files`, one after the other.
+    """Concatenated ranges of numbers of `files`.
 
     Args:
-        files: all on this machine, or all of one store.
+        files: all on this machine, or all of one remote storage.
         which: file of each range.
         begins: its first number.
         ends: the number after its last.
 
     Raises:
-        ConfigError: if a file is gone, or another than it was.
+        ConfigError: if a file is missing or has changed.
     """
     ranges = zip(which.tolist(), begins.tolist(), ends.tolist(), strict=True)
     if not is_url(files[0].file.path):

@@ -34,10 +34,10 @@ class NumpyArrays:
         return len(self._targets)
 
     def share_of(self, processes: int) -> "NumpyArrays":
-        """These examples, for one of `processes`: each loads the arrays of an .npz for itself.
+        """The source for one of `processes`, each of which loads the arrays of an .npz itself.
 
         Raises:
-            ConfigError: if they take too much memory together.
+            ConfigError: if their copies together exceed the memory budget.
         """
         require_room(self._config, processes)
         return self
@@ -71,8 +71,8 @@ class NumpyArrays:
 
 
 def _rows(field: str, header: ArrayHeader) -> Callable[[np.ndarray, int], np.ndarray]:
-    """What gives, for each of some rows, it and those after it, so many as asked for, [rows, all
-    elements of them]."""
+    """A function (first rows, count) -> elements of `count` rows from each first row on, [first
+    rows, elements]."""
     width = int(np.prod(header.shape[1:]))
     if header.member is not None:
         flat = loaded_array(field, header).reshape(-1)

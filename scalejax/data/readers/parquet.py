@@ -1,6 +1,6 @@
 """Examples in Parquet files, by index: a row group is read when one of its rows is.
 
-Knows columns and what they mean; where row groups are kept is `row_groups`' business.
+Knows the meaning of columns; `row_group_cache` caches row groups.
 """
 
 from collections.abc import Iterator
@@ -52,10 +52,10 @@ class ParquetExamples:
         return int(self._ends[-1])
 
     def share_of(self, processes: int) -> "ParquetExamples":
-        """The same examples, with one of `processes` equal parts of the memory.
+        """The source with one of `processes` equal shares of the memory.
 
         Raises:
-            ConfigError: if such a part holds no row group twice.
+            ConfigError: if the share does not hold two row groups.
         """
         reading = self._config.reading
         memory_bytes = reading.memory_bytes // processes
@@ -66,7 +66,7 @@ class ParquetExamples:
         return share
 
     def __getstate__(self) -> dict[str, Any]:
-        """What files hold is read again; what was found out about them is not."""
+        """State without cached contents of files; facts about the files are kept."""
         return {name: value for name, value in vars(self).items() if name != "_groups"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class ParquetExamples:
         return np.concatenate(mixed)
 
     def order_of_epoch(self, epoch: int, steps: int, global_batch: int) -> np.ndarray | None:
-        """Petastorm's, if it is asked for."""
+        """The order of Petastorm, if configured; None else."""
         order = self._config.reading.petastorm
         if order is None:
             return None
@@ -107,7 +107,7 @@ class ParquetExamples:
         """The inputs and classes at `indices`.
 
         Raises:
-            UnreadableExample: if a row holds what cannot be learnt, naming file and row.
+            UnreadableExample: if a row is invalid, naming file and row.
             ConfigError: if a file cannot be read.
         """
         config = self._config

@@ -1,4 +1,4 @@
-"""The standard library's help topics, byte by byte: a text that every Python has."""
+"""Python's help topics as a byte-level text data set, which every installation includes."""
 
 import numpy as np
 
@@ -25,6 +25,6 @@ class PythonDocs:
         return self._length
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The pieces at `indices`, and the same one byte on."""
+        """The pieces at `indices`, and their targets: the pieces shifted by one byte."""
         windows = self._windows[indices * self._tokens].astype(np.int32)
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}

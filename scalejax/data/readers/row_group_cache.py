@@ -1,7 +1,7 @@
-"""Tables by key in files on a local disk, mapped into memory; the least recently used leave first.
+"""Caches of row groups in memory and on a local disk, evicting the least recently used.
 
-Any number of processes share a folder. A file appears whole or not at all, whenever a process is
-killed: it is written under another name, flushed, and renamed. Knows nothing of what tables hold.
+The disk cache maps files into memory; any number of processes share a folder. A file is written
+atomically: under another name, flushed, and renamed. Knows nothing of the contents of tables.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _KEY = b"scalejax key"
 
 
 class DiskCache:
-    """Tables in `folder`, of `limit_bytes` at most; one larger than that is not kept."""
+    """Tables in `folder`, of at most `limit_bytes`; a larger table is not cached."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class DiskCache:
         field: str = "data.reading.cache_folder",
         remedy: str = "make room, lower data.reading.cache_bytes, or leave the folder out",
     ) -> None:
-        """Open it, and remove what is too much.
+        """Open the cache, and evict files beyond the limit.
 
         Args:
-            folder: where; made if it is not there.
-            limit_bytes: most that files take.
-            field: of the config, that asks for it.
-            remedy: what to do where the folder cannot be written.
+            folder: its folder, created if missing.
+            limit_bytes: largest total size of the files.
+            field: field of the config that requests the cache.
+            remedy: advice if the folder cannot be written.
 
         Raises:
-            ConfigError: if it cannot.
+            ConfigError: if the folder cannot be written.
         """
         self._folder = folder
         self._limit_bytes = limit_bytes
@@ -63,7 +63,7 @@ class DiskCache:
                 self._make_room(0)
 
     def of(self, key: str, load: Callable[[], pa.Table]) -> pa.Table:
-        """The table of `key`; `load` gives it if it is not here.
+        """The table of `key`, from the cache or else from `load`.
 
         Raises:
             ConfigError: if the disk is full, or the folder cannot be written.
@@ -107,11 +107,11 @@ class DiskCache:
         for _, size_bytes, path in sorted(files):
             if held_bytes + wanted_bytes <= self._limit_bytes:
                 return
-            path.unlink(missing_ok=True)  # who has it mapped keeps what it reads
+            path.unlink(missing_ok=True)  # existing mappings stay valid
             held_bytes -= size_bytes
 
     def _remove_drafts(self) -> None:
-        """Remove what killed processes of this machine left half written."""
+        """Remove unfinished files of killed processes of this machine."""
         for draft in self._folder.glob(f".*.{self._host}.*.draft"):
             process = int(draft.name.split(".")[-3])
             try:
@@ -123,7 +123,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among processes; the system unlocks what a killed one had locked."""
+        """Context that locks the folder; the system releases the locks of killed processes."""
         with (self._folder / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -139,7 +139,7 @@ class DiskCache:
 
 
 def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
-    """The table of a file, read as its rows are; None if it is not there, or is not this table."""
+    """The memory-mapped table of a file; None if it is missing or of another key."""
     try:
         with pa.memory_map(str(path)) as file:
             table = pa.ipc.open_file(file).read_all()
@@ -152,16 +152,16 @@ def _mapped(path: Path, key: str, field: str) -> pa.Table | None:
     return table if (table.schema.metadata or {}).get(_KEY) == key.encode() else None
 
 
-# Row groups as tables, from memory, from a local disk, or from their files.
+# Row groups as tables, from memory, from the disk cache, or from their files.
 
 Value = TypeVar("Value")
 
 
 class BoundedMemory(Generic[Value]):
-    """Values by key, of `limit_bytes` at most, the least recently used leaving first.
+    """LRU cache of values by key, of at most `limit_bytes`.
 
-    A value larger than the limit is handed out and not kept. Safe with several threads, which may
-    load the same value twice.
+    A value larger than the limit is returned but not cached. Thread-safe; several threads may load
+    one value twice.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -171,7 +171,7 @@ class BoundedMemory(Generic[Value]):
         self._lock = Lock()
 
     def of(self, key: Hashable, load: Callable[[], tuple[Value, int]]) -> Value:
-        """The value of `key`; `load` gives it, and its bytes, if it is not here."""
+        """The value of `key`, from the cache or else from `load`, which also returns its bytes."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -188,7 +188,7 @@ class BoundedMemory(Generic[Value]):
 
 
 class RowGroups:
-    """Columns of row groups, as `reading` says where to keep them."""
+    """Columns of row groups, cached as `reading` configures."""
 
     def __init__(self, reading: ReadingConfig) -> None:
         self._memory = _shared_memory(reading.memory_bytes // 2)
@@ -200,7 +200,7 @@ class RowGroups:
         """The columns of `group`, in one piece each.
 
         Raises:
-            ConfigError: if they cannot be read, or not be kept on the disk.
+            ConfigError: if they cannot be read, or not be cached on the disk.
         """
         key = (group, tuple(columns))
         return self._memory.of(key, partial(self._read, field, group, columns))
@@ -218,7 +218,7 @@ class RowGroups:
 
 
 def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
-    """Of this process: the parts of a data set, and runs side by side, share it."""
+    """The memory cache of this process, shared by the parts of a data set and concurrent runs."""
     memory = _memories.get(limit_bytes)
     if memory is None:
         memory = _memories[limit_bytes] = BoundedMemory(limit_bytes)
@@ -226,4 +226,4 @@ def _shared_memory(limit_bytes: int) -> BoundedMemory[pa.Table]:
 
 
 _memories: WeakValueDictionary[int, BoundedMemory[pa.Table]] = WeakValueDictionary()
-"""By their limit, for as long as someone reads with them."""
+"""Memory caches of this process by limit, while they are in use."""

@@ -1,8 +1,8 @@
-"""Random examples of any size and number, made as they are asked for and never stored.
+"""Synthetic examples of any size and number, generated on demand and never stored.
 
-An example is a window into one block of random values; where the window lies, and the class,
-are a hash of (seed, part, index). So an example costs a copy, not a random stream of its own:
-an image of 224 x 224 x 3 is made in 10 us instead of 150.
+An example is a window into one block of random values; the offset of the window, and the class, are
+a hash of (seed, part, index). So an example costs a copy, not its own random stream: an image of
+224 x 224 x 3 takes 10 us instead of 150.
 """
 
 import numpy as np
@@ -20,9 +20,9 @@ from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 from scalejax.data.transforms.random import hashed
 
 OFFSETS = 2**20
-"""Places at which a window can begin: how many different examples there can be."""
+"""Number of window offsets, and so of different examples."""
 MASKS = 2**12
-"""Different choices of hidden words, from which every example takes one."""
+"""Number of different patterns of masked tokens."""
 
 
 class SyntheticImages:
@@ -74,15 +74,15 @@ class SyntheticTokens:
         return self._length
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The sequences at `indices`, and the same one place on."""
+        """The sequences at `indices`, and their targets: the sequences shifted by one."""
         windows = self._windows[_hash(indices, self._key) % OFFSETS]
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
 
 class MaskedTokens:
-    """Random int32 words in two segments of equal length, some of them hidden.
+    """Random int32 tokens in two segments of equal length, some of them masked.
 
-    Of the hidden words 80 % are replaced by the mask, 10 % by another word, and 10 % stay, as in
+    Of these 80 % are replaced by the mask token, 10 % by another token, and 10 % stay, as in
     Devlin et al. 2018, arXiv 1810.04805, section 3.1.
     """
 
@@ -108,7 +108,7 @@ class MaskedTokens:
         return self._length
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The sequences at `indices`, what they hide, and where."""
+        """The sequences at `indices`, their masked tokens, and the positions of these."""
         bits = _hash(indices, self._key)
         inputs = self._windows[bits % OFFSETS]  # a copy, for the index is an array
         inputs[:, 0] = FIRST_TOKEN

@@ -1,4 +1,4 @@
-"""Tokens in files as examples of one length, by index; documents in a new order every epoch."""
+"""Token files as examples of one length, by index; documents are shuffled every epoch."""
 
 from functools import lru_cache
 
@@ -41,9 +41,9 @@ class TokenExamples:
         return (self._end - self._begin - 1) // self._config.tokens
 
     def take(self, indices: np.ndarray, epoch: int | None = None) -> dict[str, np.ndarray]:
-        """The pieces at `indices`, and the same one token on.
+        """The pieces at `indices`, and their targets: the pieces shifted by one token.
 
-        To evaluate, documents are in the order of the files.
+        In evaluation, documents are in the order of the files.
 
         Raises:
             UnreadableExample: if a token is beyond the vocabulary, naming file and token.
@@ -92,7 +92,7 @@ class TokenExamples:
 def cut(
     begins: np.ndarray, ends: np.ndarray, piece_ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ranges, in their order, cut where one piece of a line ends and the next begins.
+    """Ranges split at the boundaries of consecutive pieces.
 
     Args:
         begins: where each range begins, int64.
@@ -116,7 +116,7 @@ def cut(
 
 @lru_cache(maxsize=4)
 def _document_ends(files: tuple[FlatFile, ...], end_of_document: int | None) -> np.ndarray:
-    """Where documents end in the stream of the files, ascending."""
+    """End offsets of documents in the stream of the files, ascending."""
     ends, before = [], 0
     for file in files:
         if end_of_document is not None:

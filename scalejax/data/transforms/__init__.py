@@ -1,1 +1,1 @@
-"""What is done to an example before it is in a batch."""
+"""Transforms of examples: image decoding and augmentation."""

@@ -1,6 +1,6 @@
-"""What `[input.augmentation]` does to which image: random numbers made into boxes and factors.
+"""Image augmentation of `[input.augmentation]`: random crops, shifts, flips, colours and mixup.
 
-Knows images decoded or not, whatever source they are of; opens no file.
+Works on encoded or decoded images of any source; opens no file.
 """
 
 import math
@@ -23,7 +23,8 @@ _FACTORS = slice(_FLIP + 1, _FLIP + 5)
 _ORDER = slice(_FLIP + 5, _FLIP + 9)
 _MIX = _FLIP + 9
 _DRAWS = _MIX + 1
-"""Columns of the random numbers of an example: what one thing uses does not move another's."""
+"""Columns of the per-example random numbers, one set for each transform, so that enabling one
+transform does not change another."""
 _VALUES_AT_ONCE = 2**15
 """Channels of pixels that are changed together: as float32 less than 128 KiB, for memory of larger
 arrays is asked of the system each time, which can take five times as long as what is done."""
@@ -31,16 +32,15 @@ arrays is asked of the system each time, which can take five times as long as wh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
-    """Changes of images that follow from (seed, epoch, index) alone."""
+    """Augmentation that depends on (seed, epoch, index) alone."""
 
     config: AugmentationConfig
-    """What to do."""
+    """Which augmentations, and their ranges."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
 
     def of(self, indices: np.ndarray, epoch: int | None) -> "Changes":
-        """What happens to the examples at `indices` in an epoch; None evaluates, and nothing
-        does."""
+        """The changes of the examples at `indices` in an epoch; none in evaluation (None)."""
         if epoch is None or self.config == AugmentationConfig():
             return _NOTHING
         return Changes(self.config, uniforms(self.seed, epoch, indices, _DRAWS))
@@ -51,10 +51,10 @@ AS_IS = Augmentation(config=AugmentationConfig(), seed=0)
 
 
 class Changes:
-    """What happens to some examples, each a row.
+    """Random changes of a batch of examples, one per row.
 
-    A source whose images are encoded crops while it decodes (`crop`), then calls `finished`; one
-    that has their pixels calls `applied`.
+    A source of encoded images crops while it decodes (`crop`), then calls `finished`; one of
+    pixels calls `applied`.
     """
 
     def __init__(self, config: AugmentationConfig, numbers: np.ndarray) -> None:
@@ -69,11 +69,11 @@ class Changes:
             self._sides, self._places = sides.tolist(), numbers[:, _PLACE].tolist()
 
     def crop(self, row: int, width: int, height: int) -> Box | None:
-        """The part of an image of this size to keep; None for no random part.
+        """The random crop box of an image of this size; None without random crops.
 
-        Of ten sizes the first that lies within the image, anywhere in it; or, in the middle, the
-        largest of an aspect asked for. Inception's crop (Szegedy et al. 2014, arXiv 1409.4842,
-        section 6), with which Goyal et al. 2017 trained.
+        The first of ten random sizes that fits into the image, at a random position; else the
+        largest centre crop of an accepted aspect. Inception's crop (Szegedy et al. 2014, arXiv
+        1409.4842, section 6), with which Goyal et al. 2017 trained.
         """
         if self._config.crop_area is None:
             return None
@@ -91,8 +91,7 @@ class Changes:
         return Box((width - box_width) // 2, (height - box_height) // 2, box_width, box_height)
 
     def applied(self, examples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The examples of a source that has the pixels of its images; "mix" besides, if they are
-        to be mixed."""
+        """The examples of a source of decoded images, augmented; with "mix" added for mixup."""
         images, beside = examples["inputs"], self.beside()
         if not self._config.changes_pixels:
             return examples | beside
@@ -114,11 +113,11 @@ class Changes:
         return examples | beside | {"inputs": changed}
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """The images of `rows` after their crop: shifted, flipped and in other colours.
+        """The cropped images of `rows` after shift, flip and colour changes.
 
         Args:
             images: uint8 [rows, height, width, channels].
-            rows: which of the examples they are of, int [rows].
+            rows: index of the example of each image, int [rows].
         """
         config = self._config
         if not (config.shift_pixels or config.flip or config.changes_colours):
@@ -142,8 +141,8 @@ class Changes:
         return images
 
     def beside(self) -> dict[str, np.ndarray]:
-        """ "mix": the share of its own that each row keeps, of Beta(alpha, alpha), float32 [rows];
-        nothing where none are mixed."""
+        """Mixup's "mix", the share of its own that each row keeps, drawn from Beta(alpha, alpha),
+        float32 [rows]; empty without mixup."""
         alpha = self._config.mixup_alpha
         if not alpha:
             return {}
@@ -158,7 +157,7 @@ _NOTHING = Changes(AugmentationConfig(), np.empty((0, _DRAWS)))
 
 
 def _parts(images: np.ndarray) -> list[np.ndarray]:
-    """The rows of `images` in parts that are changed together, each row once."""
+    """Slices of the rows of `images` that are transformed together."""
     at_once = max(1, _VALUES_AT_ONCE // max(1, math.prod(images.shape[1:])))
     count = len(images)
     return [np.arange(start, min(start + at_once, count)) for start in range(0, count, at_once)]

@@ -21,10 +21,10 @@ from scalejax.core.errors import ConfigError
 from scalejax.data.source import UnreadableExample
 
 _DAMAGED_EXIF = (OSError, ValueError, SyntaxError, TypeError, KeyError, struct.error)
-"""What Pillow raises of an EXIF that it cannot read."""
+"""Pillow's exceptions for damaged EXIF data."""
 
 NO_IMAGE = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-"""What Pillow raises of bytes that hold no whole image."""
+"""Pillow's exceptions for bytes that are no complete image."""
 
 if "PILLOW_BLOCKS_MAX" not in os.environ:  # which is how a user says it
     # Pillow gives the memory of each image back, and a process that does little else gets new pages
@@ -41,9 +41,9 @@ class Box(NamedTuple):
     """A part of an image, in pixels."""
 
     left: float
-    """Where it begins."""
+    """Left edge."""
     top: float
-    """Likewise."""
+    """Top edge."""
     width: float
     """Above 0."""
     height: float
@@ -51,14 +51,14 @@ class Box(NamedTuple):
 
 
 Crop = Callable[[int, int], Box | None]
-"""The part to keep of an image of this width and height; None for the usual one."""
+"""Function from width and height of an image to its crop box; None for the centre crop."""
 
 
 class ImageChanges(Protocol):
-    """What is done to some images, each a row."""
+    """Changes of a batch of images, one per row."""
 
     def crop(self, row: int, width: int, height: int) -> Box | None:
-        """As `Crop`, of the image of this row."""
+        """The crop box of the image of this row; None for the centre crop."""
         ...
 
     def finished(self, images: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -67,23 +67,22 @@ class ImageChanges(Protocol):
 
 
 def _usual(width: int, height: int) -> None:
-    """The largest square in the middle."""
+    """The default crop: None, the largest centre square."""
 
 
 def decoded(
     encoded: bytes | memoryview, size: int, channels: int, crop: Crop = _usual
 ) -> np.ndarray:
-    """The image, uint8 [size, size, channels].
+    """The decoded image, uint8 [size, size, channels].
 
-    It is turned upright, as its EXIF says, and cropped; what is left is scaled to `size` (bilinear,
-    over all pixels that a new one covers).
+    It is rotated by its EXIF orientation, cropped, and scaled to `size` (bilinear with
+    antialiasing: over all pixels that a new one covers).
 
     Args:
         encoded: a file's content.
         size: height and width to give.
         channels: 1 for grey, 3 for red, green and blue.
-        crop: given the size of the upright image, what to keep of it; by default its middle, as
-            wide as it is high.
+        crop: maps the size of the upright image to its crop box; by default the centre square.
 
     Raises:
         UndecodableImage: saying why.
@@ -118,7 +117,7 @@ def decoded(
 
 
 def why_undecodable(error: Exception) -> str:
-    """What Pillow says of an image in an error of `NO_IMAGE`."""
+    """Pillow's message about an image in an error of `NO_IMAGE`."""
     if isinstance(error, UnidentifiedImageError):  # whose own words name an object in memory
         return "its format is none that Pillow knows"
     return str(error) or type(error).__name__
@@ -134,7 +133,8 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def _least_size(image: tuple[int, int], box: Box, size: int) -> tuple[int, int]:
-    """To which an image may be reduced while `box` is no smaller than `size` either way."""
+    """Smallest size to which an image may be reduced while `box` stays at least `size` wide and
+    high."""
     share = max(size / box.width, size / box.height)
     return math.ceil(image[0] * share), math.ceil(image[1] * share)
 
@@ -157,12 +157,12 @@ def decoded_all(
     """Images, uint8 [count, size, size, channels], as `decoded` makes each, in threads.
 
     Args:
-        contents: the content of the file of image 0 ... `count` - 1, as it is asked for.
-        count: how many.
+        contents: returns the file content of image 0 ... `count` - 1.
+        count: number of images.
         size: height and width to give.
         channels: 1 for grey, 3 for red, green and blue.
-        named: where an image is, for the refusal.
-        changes: what happens to each.
+        named: name of an image for error messages.
+        changes: augmentation of each image.
 
     Raises:
         UnreadableExample: if one is gone or cannot be decoded, saying which and why.
@@ -196,7 +196,7 @@ def in_threads(function: Callable[[slice], None], count: int) -> None:
     parts = iter([slice(begin, begin + width) for begin in range(0, count, width)])
 
     def work() -> None:
-        for part in parts:  # whoever is done takes the next
+        for part in parts:  # an idle thread takes the next part
             function(part)
 
     for working in [_executor(threads).submit(work) for _ in range(threads)]:

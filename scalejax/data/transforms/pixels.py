@@ -1,4 +1,4 @@
-"""What can be done to many images at once: crops scaled up, shifts, flips and colours.
+"""Vectorised transforms of decoded images: resized crops, shifts, flips and colours.
 
 Arrays in, arrays out: knows no random numbers, no files and no config.
 """
@@ -11,14 +11,14 @@ _AT_ONCE = 2**15
 """Pixels of which many arrays are made, one after the other: the memory of small ones is used
 again, that of larger ones asked of the system each time, which takes five times as long."""
 COLOUR_CHANGES = ("brightness", "contrast", "saturation", "hue")
-"""What `recoloured` can do, by the number that `order` has for it."""
+"""Colour changes of `recoloured`, in the numbering of its `order`."""
 
 
 def enlarged(images: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """The part of each image within its box, scaled to the size of the image, bilinear.
+    """The crop of each image by its box, scaled to the size of the image, bilinear.
 
-    A box is never larger than its image, so that two pixels along each side are all that a new one
-    lies between, and nothing need be averaged.
+    A box is never larger than its image, so that interpolation between two pixels along each side
+    suffices, without antialiasing.
 
     Args:
         images: uint8 [images, height, width, channels].
@@ -34,8 +34,8 @@ def enlarged(images: np.ndarray, boxes: np.ndarray) -> np.ndarray:
 
 
 def _between(images: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The part of each image from row `starts` on, `lengths` rows long, as many rows as the whole
-    image has; float32."""
+    """Rows `starts` to `starts` + `lengths` of each image, interpolated to its full height;
+    float32."""
     count, size, *rest = images.shape
     steps = (np.arange(size) + 0.5) / size
     centres = np.clip(starts[:, None] + lengths[:, None] * steps - 0.5, 0, size - 1)
@@ -50,13 +50,12 @@ def _between(images: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.
 
 
 def shifted(images: np.ndarray, right: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Each image moved by whole pixels, to the left and up where they are negative; what comes in
-    is black.
+    """Each image shifted by whole pixels, to the left and up if negative, filled with black.
 
     Args:
         images: uint8 [images, height, width, channels].
-        right: of each image, int [images].
-        down: likewise.
+        right: shift of each image to the right in pixels, int [images].
+        down: shift of each image downwards in pixels, int [images].
     """
     _, height, width, _ = images.shape
     most = int(max(np.abs(right).max(initial=0), np.abs(down).max(initial=0)))
@@ -78,10 +77,10 @@ def recoloured(images: np.ndarray, factors: np.ndarray, order: np.ndarray) -> np
     """The images with their colours changed, rounded once at the end.
 
     Args:
-        images: uint8 [images, height, width, channels]; grey ones know no saturation and no hue.
-        factors: of the changes `COLOUR_CHANGES`, [images, 4]: 1 leaves brightness, contrast and
-            saturation, 0 the hue, which turns by this share of its circle.
-        order: numbers of the changes to make, in the order of each image, [images, changes].
+        images: uint8 [images, height, width, channels]; grey ones have no saturation and no hue.
+        factors: factors of `COLOUR_CHANGES`, [images, 4]: 1 leaves brightness, contrast and
+            saturation unchanged, 0 the hue, which is rotated by this fraction of its circle.
+        order: indices of the changes to apply, in the order of each image, [images, changes].
 
     Returns:
         uint8, of the shape of `images`.

@@ -1,7 +1,6 @@
-"""Random numbers of examples: the same for an example however, wherever and beside whatever it is
-taken.
+"""Per-example random numbers from (seed, epoch, index), independent of process and batch.
 
-Knows no examples: a hash of counters, and what is made of it.
+A counter-based generator; knows nothing of examples.
 """
 
 import numpy as np
@@ -21,8 +20,8 @@ def hashed(bits: np.ndarray) -> np.ndarray:
 def uniforms(seed: int, epoch: int, indices: np.ndarray, count: int) -> np.ndarray:
     """Independent numbers in [0, 1), float64 [len(indices), count].
 
-    They follow from (seed, epoch, index) and their column: from one example, epoch, seed or
-    column to the next they are unrelated, and no generator is set up for any of them.
+    They depend on (seed, epoch, index) and the column alone, and are uncorrelated between examples,
+    epochs, seeds and columns; no generator object is created for any of them.
     """
     key = hashed(hashed(np.array([seed], np.uint64)) ^ np.uint64(epoch))
     examples = hashed(key ^ np.asarray(indices).astype(np.uint64))

@@ -176,8 +176,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/training/data_parallel.py",
-        old="return gradient, *lax.pmean(others, DATA), as_part(kept)",
-        new="return gradient, *lax.psum(others, DATA), as_part(kept)",
+        old="return gradient, *lax.pmean(others, DATA), as_local_slice(sync_state)",
+        new="return gradient, *lax.psum(others, DATA), as_local_slice(sync_state)",
         mistake="under shard_map loss and running statistics grow with the devices",
         first_tests=(
             "tests/training/test_goyal2017.py",
@@ -399,15 +399,15 @@ MUTATIONS: tuple[Mutation, ...] = (
     # --- collectives ---
     Mutation(
         path="scalejax/simulator/collectives/alpha_beta.py",
-        old="return wire_seconds + 2 * math.sqrt(wire_seconds * ramp_seconds)",
-        new="return wire_seconds + math.sqrt(wire_seconds * ramp_seconds)",
+        old="return transfer_seconds + 2 * math.sqrt(transfer_seconds * ramp_seconds)",
+        new="return transfer_seconds + math.sqrt(transfer_seconds * ramp_seconds)",
         mistake="a pipeline of chunks fills in half the time",
         first_tests=("tests/simulator/test_collectives.py",),
     ),
     Mutation(
         path="scalejax/simulator/collectives/alpha_beta.py",
-        old="wire = (n - 1) / way.narrowest_bytes_per_second",
-        new="wire = n / way.narrowest_bytes_per_second",
+        old="transfer = (n - 1) / route.narrowest_bytes_per_second",
+        new="transfer = n / route.narrowest_bytes_per_second",
         mistake="a ring sends n messages in place of n - 1",
         first_tests=("tests/simulator/test_collectives.py",),
     ),
@@ -420,22 +420,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/simulator/collectives/all_reduce.py",
-        old="network_hops=2 * math.ceil(math.log2(way.nodes)),",
-        new="network_hops=2 * math.floor(math.log2(way.nodes)),",
+        old="network_hops=2 * math.ceil(math.log2(route.nodes)),",
+        new="network_hops=2 * math.floor(math.log2(route.nodes)),",
         mistake="a tree over three nodes is as deep as over two",
         first_tests=("tests/simulator/test_collectives.py",),
     ),
     Mutation(
         path="scalejax/simulator/collectives/all_reduce.py",
-        old="payloads = 1 if way.nodes == 2 else 2",
+        old="payloads = 1 if route.nodes == 2 else 2",
         new="payloads = 1",
         mistake="an inner node of a tree passes one payload on, not two",
         first_tests=("tests/simulator/test_collectives.py",),
     ),
     Mutation(
         path="scalejax/simulator/collectives/point_to_point.py",
-        old="between = g * (n - g) / n * payload_bytes / way.network_bytes_per_second",
-        new="between = (n - g) / n * payload_bytes / way.network_bytes_per_second",
+        old="between = g * (n - g) / n * payload_bytes / route.network_bytes_per_second",
+        new="between = (n - g) / n * payload_bytes / route.network_bytes_per_second",
         mistake="members of a node do not share its network in an all-to-all",
         first_tests=("tests/simulator/test_collectives.py",),
     ),

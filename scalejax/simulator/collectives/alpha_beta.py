@@ -36,9 +36,8 @@ def ring_seconds(
     """
     n = route.members
     network_hops = passes * (route.nodes - 1)
-    transfer = (
-        n - 1
-    ) / route.narrowest_bytes_per_second + route.own_share / route.link_bytes_per_second
+    transfer = (n - 1) / route.narrowest_bytes_per_second
+    transfer += route.own_share / route.link_bytes_per_second
     transfer *= passes * payload_bytes / n / method.bandwidth_fraction
     hops = passes * (n - 1) - network_hops
     start = latency_seconds(method, route, link_hops=hops, network_hops=network_hops)

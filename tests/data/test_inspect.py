@@ -251,4 +251,4 @@ def test_a_run_on_arrays_is_looked_at_and_one_on_no_files_told_what_is(tmp_path,
     (tmp_path / "run.toml").write_text(head + 'name = "fashion_mnist"')
     assert main(["data", "inspect", str(tmp_path / "run.toml")]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "of parquet, image_folder and numpy" in told
+    assert "only parquet, image_folder and numpy" in told

@@ -145,7 +145,7 @@ def test_pixels_enter_less_a_half_and_over_a_quarter(folder):
     about = facts(config_of(folder))
 
     assert (about.pixel_mean, about.pixel_std) == (0.5, 0.25)
-    assert "less 0.5 and over 0.25" in " ".join((ParquetConfig.__doc__ or "").split())
+    assert "mean 0.5 and deviation 0.25" in " ".join((ParquetConfig.__doc__ or "").split())
 
 
 def test_a_file_is_opened_once_for_its_classes(folder, monkeypatch):

@@ -28,6 +28,15 @@ OPTIMIZERS = {  # plain SGD is that of one synchronous worker, below
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def optimized_programs():
+    """Programs optimised as users have them: two programs of one update agree in their last bits
+    where the compiler treats products and sums of both alike."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def trained(folder, fields: dict[str, Any]) -> tuple[list[tuple[Any, ...]], Any]:
     """Lines and final parameters of the run that is trained for real."""
     train(with_fields(CONFIG, fields), folder, device_count=1, predicts=False)

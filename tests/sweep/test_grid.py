@@ -156,7 +156,7 @@ def test_templates_take_values_of_fields_and_of_the_environment(monkeypatch):
     ("texts", "words"),
     [
         ({"parameters": ['a="${b}"', 'b="${a}"']}, "a -> b -> a"),
-        ({"parameters": ['a="${nowhere}"']}, "no field of the run"),
+        ({"parameters": ['a="${nowhere}"']}, "must name a field of the run"),
         ({"parameters": ["a=mlp"]}, "a text is written '\"mlp\"'"),
         ({"variables": ["a=[none,gradual]"]}, r"try '\[\"none\",\"gradual\"\]'"),
         ({"variables": ["a=0,1"]}, r"try '\[0,1\]'"),

@@ -164,7 +164,7 @@ def test_the_help_states_the_times_that_hold():
     """Those of signals; `experiments/faults` holds runs to the others."""
     for command in (Train, LaunchRun):
         words = " ".join((command.__doc__ or "").split())
-        assert f"without one {HONOUR_SECONDS:.0f} s later" in words
+        assert f"without a checkpoint {HONOUR_SECONDS:.0f} s later" in words
         assert f"within {SETUP_SECONDS:.0f} s before training" in words
 
 

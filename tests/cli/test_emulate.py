@@ -110,6 +110,7 @@ def test_an_algorithm_of_another_name_leaves_the_options_of_the_file(run_file, c
     assert "it is of a cluster: give --cluster NAME" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow  # emulates a run twice
 def test_a_run_that_was_cut_off_is_begun_anew(run_file, tmp_path, monkeypatch):
     """A signal leaves a folder that says so, and no lock; the same command is enough."""
     from scalejax.emulation import run
@@ -140,6 +141,7 @@ def test_a_run_that_was_cut_off_is_begun_anew(run_file, tmp_path, monkeypatch):
     assert [each.status for each in record.statuses] == ["started", "completed"]
 
 
+@pytest.mark.slow  # a worker process starts JAX
 def test_a_sweep_emulates_runs_that_have_an_emulation(run_file, tmp_path, capsys):
     """Each of its runs is one."""
     varied = ("-V", "emulation.workers=[1, 4]", "--folder", "s", "--processes", "1")

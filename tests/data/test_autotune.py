@@ -79,6 +79,7 @@ class Slow:
         return {"inputs": images, "targets": indices.astype(np.int32)}
 
 
+@pytest.mark.slow  # starts processes, and measures
 def test_every_number_up_to_the_cores_is_measured_where_none_is_enough():
     """And the choice is one of them, of nearly the best rate."""
     shapes = shapes_of(EMBEDDED, 16)

@@ -301,6 +301,7 @@ def photographs(tmp_path):
     return command, ["--files", "40", "--image-size", "64", "--workers", "1"]
 
 
+@pytest.mark.slow  # kills several processes
 def test_killed_at_any_time_it_goes_on_and_ends_byte_for_byte_the_same(
     photographs, tmp_path, capsys
 ):
@@ -336,6 +337,7 @@ def test_killed_at_any_time_it_goes_on_and_ends_byte_for_byte_the_same(
     assert not list((tmp_path / "killed").glob(".*.draft"))
 
 
+@pytest.mark.slow  # starts processes
 def test_ctrl_c_says_how_to_go_on(photographs, tmp_path):
     """And the same command does."""
     command, (_, _, *flags) = photographs
@@ -353,6 +355,7 @@ def test_ctrl_c_says_how_to_go_on(photographs, tmp_path):
     assert len(table_of(tmp_path / "out")) == 300
 
 
+@pytest.mark.slow  # converts large files
 def test_memory_does_not_grow_with_the_row_group(tmp_path):
     """A row group of 200 MB is cut into small ones in a quarter of that."""
     content = [os.urandom(10_000) for _ in range(20_000)]

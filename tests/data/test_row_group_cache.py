@@ -114,6 +114,7 @@ def test_a_file_that_is_not_whole_is_made_again(tmp_path, damage):
     assert cache.of("a", never).equals(SMALL)
 
 
+@pytest.mark.slow  # kills fifty processes
 def test_killed_fifty_times_while_writing_it_gives_no_wrong_table(tmp_path):
     """Two writers in one folder with room for some of the tables; one of them killed every time.
 

@@ -387,6 +387,7 @@ class _StopsAt(Silent):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow  # trains three times
 def test_an_interrupted_run_counts_what_an_uninterrupted_one_does(folder):
     """Stopped within an epoch, the first or a later one: the same losses and weights to the last
     bit, the same rows."""

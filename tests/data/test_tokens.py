@@ -242,6 +242,7 @@ def test_an_array_of_more_dimensions_is_refused(tmp_path):
             facts(config_of(tmp_path))
 
 
+@pytest.mark.slow  # trains a gpt
 def test_a_run_learns_from_tokens(tmp_path):
     """A text that counts, its documents packed: the next token is soon known."""
     write_raw(tmp_path / "a.bin", np.tile(np.arange(10), 400))

@@ -191,6 +191,7 @@ def test_the_mean_of_runs_varies_less_than_one_run():
     assert math.log(four.p90 / four.p50) == pytest.approx(0.06408, rel=1e-4)
 
 
+@pytest.mark.slow  # draws many samples
 def test_ranges_hold_as_often_as_they_say():
     """Points drawn with 5 % of scatter about known hyperbolas: a point left out lies within p10
     and p90 in about 80 % of 300 cases (binomial: 2.3 % standard deviation)."""

@@ -187,6 +187,7 @@ def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
     assert gc.isenabled()
 
 
+@pytest.mark.slow  # starts processes
 def test_processes_side_by_side_find_what_one_finds(monkeypatch):
     """The same strategies in the same order, and progress in as many parts."""
     monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)

@@ -118,6 +118,7 @@ def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, ra
     assert [RunRecord.load(f.path).status for f in folders] == ["completed", "diverged"]
 
 
+@pytest.mark.slow  # trains several runs
 def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, monkeypatch):
     """By the memory of the compiled program, which grows with each run; a job that is resumed
     keeps its halves, and repeats none that is finished."""

@@ -58,6 +58,7 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow  # writes many checkpoints
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_many_checkpoints_hold_no_more_files_and_threads_than_few(tmp_path):
     """A run of a month saves some thousand times."""

@@ -48,6 +48,7 @@ def run_on_tokens(folder):
     )
 
 
+@pytest.mark.slow  # trains three times
 def test_files_that_appear_in_mid_run_are_not_trained_on(tmp_path, monkeypatch):
     """A shard is added once the first phase has begun: both phases see the shards before it."""
     write_tokens(tmp_path / "tokens", "b.bin", 100)

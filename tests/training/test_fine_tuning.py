@@ -210,6 +210,7 @@ def test_what_is_frozen_costs_no_backward_pass():
     assert products == forward + gradient_of_kernel
 
 
+@pytest.mark.slow  # compiles several networks
 def test_what_is_computed_again_is_no_work_of_the_model():
     """FLOP of the model by hand, whatever the backward pass computes again: the blocks three times
     their forward pass, the head, whose kernel stays, twice its own."""

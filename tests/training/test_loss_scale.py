@@ -293,6 +293,7 @@ def trained(tmp_path, name: str, resume: bool = False, **fields: Any) -> Any:
     return record, record.training
 
 
+@pytest.mark.slow  # trains for several epochs
 def test_a_real_network_learns_in_float16(tmp_path):
     """Fashion-MNIST in one pass: as well as in float32, to 5 % of the test examples; three seeds of
     float32 are 2 % apart then, and the first update is skipped."""
@@ -308,6 +309,7 @@ def test_a_real_network_learns_in_float16(tmp_path):
     assert "loss scale" not in exact.statuses[-1].message
 
 
+@pytest.mark.slow  # trains three times
 def test_a_resumed_run_keeps_its_scale(tmp_path):
     """One pass and then another are two passes, scale and skipped updates included; a gradient
     of the first pass overflows at the first scale."""

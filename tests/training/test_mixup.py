@@ -187,6 +187,7 @@ def test_an_odd_number_of_samples_has_no_pairs(global_batch, layout, microbatche
         run_of(layout, global_batch=global_batch, microbatches=microbatches)
 
 
+@pytest.mark.slow  # trains for several epochs
 def test_a_network_learns_from_images_changed_in_every_way(tmp_path):
     """The small cnn for an epoch on two devices, crops, flips, colours and mixup together."""
     tables = {

@@ -118,6 +118,7 @@ def uninterrupted(run_file, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow  # three processes train
 def test_an_interrupted_and_then_killed_run_ends_with_the_same_bits(
     run_file, uninterrupted, tmp_path
 ):

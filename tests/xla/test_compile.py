@@ -251,6 +251,7 @@ def test_other_chips_compile_too():
 SMALL = {"name": "gpt", "layers": 2, "hidden": 512, "heads": 8}
 
 
+@pytest.mark.slow  # compiles for CUDA, 7 s
 @needs_cuda_compiler
 def test_fused_attention_compiles_for_few_nodes():
     """Compiled for CUDA, 8 s of processor time: a worker has JAX ask the target for its cuDNN.

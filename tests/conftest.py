@@ -43,6 +43,16 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has `--dist loadgroup` run tests that share a fixture of their module in one worker, which
+    makes it once; all others are dealt out one by one."""
+    for item in items:
+        fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
+        if any(each.scope == "module" for several in fixtures for each in several):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     """A scheduler of one node on this machine: the path of its slurm.conf."""

@@ -43,7 +43,7 @@ def test_two_commands_do_all_the_set_up():
         "python3 -m venv .venv && .venv/bin/pip install '.[gpu-target]' "
         "&& .venv/bin/scalejax quickstart",
         "python3 -m venv .venv && .venv/bin/pip install -e '.[gpu-target,test]' "
-        "&& .venv/bin/python -m pytest -n auto --dist worksteal",
+        "&& .venv/bin/python -m pytest -n auto --dist loadgroup",
     ]
 
 

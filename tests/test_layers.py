@@ -29,7 +29,8 @@ LAYERS = (
     {"measure"},
     {"validation"},
     {"report"},
-    {"cli", "__init__"},
+    {"__init__"},
+    {"cli"},
     {"__main__"},
 )
 """A package imports from earlier sets only."""
@@ -85,11 +86,15 @@ def imports_of(tree: ast.Module, known: Mapping[str, ast.Module]) -> set[str]:
             package = (node.module or "").removeprefix("scalejax").removeprefix(".")
             for alias in node.names:
                 module = f"{package}.{alias.name}".removeprefix(".")
-                found.add(module if module in known else package)
+                found.add(module if module in known else package or "__init__")
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names if alias.name.startswith("scalejax.")]
-            found |= {name.removeprefix("scalejax.") for name in names}
-    return found - {""}
+            for alias in node.names:
+                first, _, module = alias.name.partition(".")
+                if first == "scalejax":
+                    found.add(module or "__init__")
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that this check sees them"
+    return found
 
 
 def package_of(module: str) -> str:
@@ -153,10 +158,12 @@ def test_check_of_layers_can_fail():
         "core.units": ast.parse("from scalejax.simulator.predict import predict"),
         "simulator.predict": ast.parse("from scalejax.core import units"),
         "hardware.chip": ast.parse("def f():\n    import scalejax.config.run"),
-        "config.run": ast.parse("from scalejax import config"),
+        "config.run": ast.parse("from scalejax.config import model"),
+        "core.cache": ast.parse("import scalejax"),
     }
 
     assert wrong_imports(trees) == {
+        "core.cache -> __init__",
         "core.units -> simulator.predict",
         "hardware.chip -> config.run",
     }

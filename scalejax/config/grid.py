@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from scalejax.config.migrate import current_fields, current_name
 from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.core.serialization import JsonValue
 
@@ -147,13 +148,26 @@ def parse_grammar(
     Raises:
         ConfigError: if a text is not of its form, naming what is accepted.
     """
-    pairs = [_variable(text) for text in variables]
+    pairs = [_current_pair(*_variable(text)) for text in variables]
     return Grammar(
-        parameters=flat_fields(dict(_assignment("-P", text) for text in parameters)),
+        parameters=current_fields(
+            flat_fields(dict(_assignment("-P", text) for text in parameters))
+        ),
         variables={name: value for name, value in pairs if isinstance(value, list)},
         ranges={name: value for name, value in pairs if isinstance(value, Range)},
         extensions=tuple(map(_extension, extensions)),
     )
+
+
+def _current_pair(
+    name: str, values: list[JsonValue] | Range
+) -> tuple[str, list[JsonValue] | Range]:
+    """A variable under the names that fields and values have now."""
+    if isinstance(values, Range):
+        return current_name(name), values
+    ((now, listed),) = current_fields({name: values}).items()
+    assert isinstance(listed, list)  # noqa: S101  lists stay lists
+    return now, listed
 
 
 def _assignment(flag: str, text: str) -> tuple[str, JsonValue]:
@@ -236,9 +250,9 @@ def _extension(text: str) -> Extension:
     if not parameters and not cases:
         raise ConfigError(refusal("-E", text, "it must have parameters or cases, or both"))
     return Extension(
-        condition=flat_fields(condition),
-        parameters=flat_fields(parameters),
-        cases=tuple(flat_fields(case) for case in cases if isinstance(case, dict)),
+        condition=current_fields(flat_fields(condition)),
+        parameters=current_fields(flat_fields(parameters)),
+        cases=tuple(current_fields(flat_fields(case)) for case in cases if isinstance(case, dict)),
     )
 
 

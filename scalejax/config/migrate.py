@@ -45,6 +45,20 @@ def load_run_file(path: Path) -> dict[str, JsonValue]:
     return tables
 
 
+def current_tables(tables: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """Tables of a run, such as one that a flag replaced as a whole, under the names of now.
+
+    Raises:
+        ConfigError: if a field is given under both names.
+    Warns:
+        RenamedField: if it uses names of an earlier version.
+    """
+    current, renamed = migrated(tables)
+    if renamed:
+        _warn(", ".join(renamed))
+    return current
+
+
 def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     """Values by dotted field name, such as those of flags, under the names of now.
 
@@ -57,9 +71,7 @@ def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     renamed = []
     for name, value in values.items():
         now = current_name(name)
-        value_now = value
-        if isinstance(value, str):
-            value_now = RENAMED_VALUES.get((now, value), value)
+        value_now = current_value(now, value)
         if now in current or (now != name and now in values):
             raise ConfigError(f"{name} is refused: it is {now} now, which is given too.")
         if now != name:
@@ -70,6 +82,14 @@ def current_fields(values: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
     if renamed:
         _warn(", ".join(renamed))
     return current
+
+
+def current_value(field: str, value: JsonValue) -> JsonValue:
+    """The value of `field`, by its name now, or each of a list of values, by the names of now."""
+    if isinstance(value, list):
+        changed = [current_value(field, each) for each in value]
+        return changed if any(a is not b for a, b in zip(changed, value, strict=True)) else value
+    return RENAMED_VALUES.get((field, value), value) if isinstance(value, str) else value
 
 
 def current_name(name: str) -> str:

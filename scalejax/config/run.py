@@ -37,7 +37,7 @@ from scalejax.config.data import DataConfig, DatasetFacts, facts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
-from scalejax.config.migrate import current_fields, load_run_file
+from scalejax.config.migrate import current_fields, current_tables, load_run_file
 from scalejax.config.model import ImageNetworkConfig, ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import (
@@ -375,7 +375,7 @@ def _tables(path: Path, overrides: Mapping[str, JsonValue] | None) -> dict[str, 
         replaced = dict.fromkeys(_BATCHES) | replaced
     for name, value in replaced.items():
         _replace(tables, name.split("."), value)
-    return tables
+    return current_tables(tables)
 
 
 def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunConfig:
@@ -388,7 +388,7 @@ def with_fields(config: RunConfig, overrides: Mapping[str, JsonValue]) -> RunCon
     assert isinstance(tables, dict)  # noqa: S101  a dataclass is a table
     for name, value in current_fields(overrides).items():
         _replace(tables, name.split("."), value)
-    return _built(tables)
+    return _built(current_tables(tables))
 
 
 def _built(tables: dict[str, JsonValue]) -> RunConfig:

@@ -4,8 +4,6 @@ import hashlib
 import os
 from pathlib import Path
 
-import scalejax
-
 
 def user_folder() -> Path:
     """The cache folder: SCALEJAX_CACHE, or "scalejax" in the user's cache folder."""
@@ -17,7 +15,7 @@ def user_folder() -> Path:
 
 def package_digest() -> str:
     """SHA-256 of every source file of scalejax (5 ms): a cache keyed by it is never stale."""
-    folder = Path(scalejax.__file__).parent
+    folder = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode())

@@ -87,7 +87,7 @@ class Runner:
             folder = Path(name)
             (folder / CALL).write_bytes(call)
             job = Launch(
-                command=(sys.executable, "-m", "scalejax.launch.runner", name),
+                command=(sys.executable, "-m", "scalejax.launch.called", name),
                 processes=self._processes,
                 shows_all=self._shows_all,
                 folder=folder / "processes",
@@ -107,27 +107,3 @@ class Runner:
         if self._cpu_devices is not None:
             found |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._cpu_devices)}
         return found
-
-
-# The main function of a process of a `Runner`.
-
-
-def main(folder: Path) -> None:
-    """Join the process group, call the function pickled in `folder`, and save its result."""
-    import cloudpickle
-
-    from scalejax.core import process_group
-    from scalejax.core.environment import choose_platform
-
-    place = process_group.place_here()
-    choose_platform()
-    process_group.join(place)  # before the function is loaded, which may import JAX and use it
-    function, arguments = cloudpickle.loads((folder / CALL).read_bytes())
-    with process_group.leaving_at_once(place):
-        value = function(**arguments)
-    if place is None or place.process == 0:
-        (folder / RESULT).write_bytes(cloudpickle.dumps(value))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal, cast
 
 from scalejax.config.grid import Fields, Grammar, flat_fields
-from scalejax.config.migrate import load_run_file
+from scalejax.config.migrate import current_name, current_value, load_run_file, migrated
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
-from scalejax.core.serialization import JsonValue, plain, save_text
+from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
@@ -228,8 +228,8 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
             f"{str(folder.path)!r} holds a sweep already: continue it with --resume, "
             "or give another folder."
         )
-    before = written(folder)
-    now: dict[str, JsonValue] = {"run.toml": plan.text, **plan.document()}
+    before = _under_current_names(written(folder))
+    now = _under_current_names({"run.toml": plan.text, **plan.document()})
     changed = [name for name, value in now.items() if before.get(name) != value]
     if changed:
         raise ConfigError(
@@ -237,6 +237,22 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
             f"{_first_difference(before['runs'], now['runs'])}. Resume it "
             "with its original command line, or start a new one in another folder."
         )
+
+
+def _under_current_names(document: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """A document of a sweep with the names that fields have now, so that a sweep begun under an
+    earlier version, or whose run.toml was migrated since, is still itself."""
+    text, runs = document["run.toml"], document["runs"]
+    assert isinstance(text, str) and isinstance(runs, list)  # noqa: S101, PT018  as written
+    current: list[JsonValue] = [
+        {
+            current_name(name): current_value(current_name(name), value)
+            for name, value in run.items()
+        }
+        for run in runs
+        if isinstance(run, dict)
+    ]
+    return {**document, "run.toml": migrated(parse_toml(text))[0], "runs": current}
 
 
 def _first_difference(before: JsonValue, now: JsonValue) -> str:
@@ -344,7 +360,7 @@ def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
     # A dataclass is a table.
     tables = [flat_fields(cast(Fields, plain(config))) for config in configs]
     differing: list[str] = []
-    for name in names:
+    for name in dict.fromkeys(map(current_name, names)):  # those of a sweep of an earlier version
         inner = (leaf for table in tables for leaf in table if leaf.startswith(f"{name}."))
         leaves = [name, *dict.fromkeys(inner)]
         told_apart = 1

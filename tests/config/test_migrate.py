@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from scalejax.cli.main import main
+from scalejax.config.grid import parse_grammar
 from scalejax.config.migrate import RenamedField, current_fields, migrated, migrated_text
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.sweep.folder import SweepFolder
+from scalejax.sweep.plan import begin_sweep, plan_sweep, varied_fields
 
 OLD = """\
 # a comment that stays
@@ -140,3 +143,56 @@ def test_a_command_notes_old_names_once(old: Path, capsys: pytest.CaptureFixture
     assert said.count("note: ") == 2
     assert f"`scalejax config migrate {old}` rewrites it" in said
     assert "exchange.fraction is gradient_sync.fraction now" in said
+
+
+def test_fields_within_a_replaced_table_are_read(tmp_path: Path):
+    """A flag that replaces a whole table may hold old names."""
+    new = tmp_path / "new.toml"
+    new.write_text(NEW)
+    model = {"name": "gpt", "layers": 2, "hidden": 16, "heads": 2, "remat": "per_op"}
+
+    with pytest.warns(RenamedField, match="selective_op"):
+        config = load_config(new, {"model": model})
+
+    assert config == load_config(new)
+
+
+def test_fields_of_a_sweep_are_read():
+    """Variables, parameters, conditions and their values."""
+    with pytest.warns(RenamedField):
+        grammar = parse_grammar(
+            ["exchange.error_feedback=true"],
+            ["exchange.fraction=[0.1, 0.2]", 'model.remat=["none", "per_op"]'],
+            ['{"condition": {"exchange.fraction": 0.1}, "parameters": {"exchange.name": "top_k"}}'],
+        )
+
+    assert grammar.parameters == {"gradient_sync.error_feedback": True}
+    assert grammar.variables == {
+        "gradient_sync.fraction": [0.1, 0.2],
+        "model.remat": ["none", "selective_op"],
+    }
+    assert grammar.extensions[0].condition == {"gradient_sync.fraction": 0.1}
+    assert grammar.extensions[0].parameters == {"gradient_sync.name": "top_k"}
+
+
+def test_runs_of_an_old_sweep_are_told_apart(tmp_path: Path):
+    """The names in its plan are of the version that wrote it."""
+    new = tmp_path / "new.toml"
+    new.write_text(NEW)
+    configs = [load_config(new, {"gradient_sync.fraction": each}) for each in (0.1, 0.2)]
+
+    varied = varied_fields(["exchange.fraction"], configs)
+
+    assert varied == [{"gradient_sync.fraction": 0.1}, {"gradient_sync.fraction": 0.2}]
+
+
+def test_a_sweep_goes_on_after_its_run_file_was_migrated(old: Path, tmp_path: Path):
+    """It is the same sweep, whichever names its folder holds."""
+    old.write_text(OLD.partition("[emulation]")[0])
+    grammar = parse_grammar([], ["seed=[0, 1]"], [])
+    folder = SweepFolder(path=tmp_path / "sweep")
+    with pytest.warns(RenamedField):
+        begin_sweep(plan_sweep(old, grammar), folder, resume=False)
+    old.write_text(NEW.partition("[emulation]")[0])
+
+    begin_sweep(plan_sweep(old, grammar), folder, resume=True)

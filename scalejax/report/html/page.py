@@ -7,12 +7,12 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from string import Template
 
 import vl_convert
 
-from scalejax import __version__
 from scalejax.report.html.charts import Spec
 
 _LONG_CELL = 24
@@ -54,7 +54,7 @@ class Page:
         )
         return Template(template).substitute(
             title=escape(title),
-            version=__version__,
+            version=version("scalejax"),
             scripts=_scripts(),
             body="\n".join(self.parts),
             # "</" would end the element that holds the data, and "<!--" hide its end

@@ -1,0 +1,29 @@
+"""One process of a `Runner`: joins the process group, calls the function, saves its result.
+
+A file of its own, as the package imports `runner`, and Python warns of running what is imported.
+"""
+
+import sys
+from pathlib import Path
+
+
+def main(folder: Path) -> None:
+    """Join the process group, call the function pickled in `folder`, and save its result."""
+    import cloudpickle
+
+    from scalejax.core import process_group
+    from scalejax.core.environment import choose_platform
+    from scalejax.launch.runner import CALL, RESULT
+
+    place = process_group.place_here()
+    choose_platform()
+    process_group.join(place)  # before the function is loaded, which may import JAX and use it
+    function, arguments = cloudpickle.loads((folder / CALL).read_bytes())
+    with process_group.leaving_at_once(place):
+        value = function(**arguments)
+    if place is None or place.process == 0:
+        (folder / RESULT).write_bytes(cloudpickle.dumps(value))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

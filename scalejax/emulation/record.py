@@ -23,7 +23,7 @@ class Emulation:
     gradient_seconds: float
     """Mean time of one worker's gradient."""
     exchange_seconds: float
-    """Exposed time of the all-reduce of one step."""
+    """Exposed time of the all-reduce of one step; named as in the records of 0.1."""
     virtual_seconds: float
     """Virtual time of the run."""
     gradients: int

@@ -53,7 +53,7 @@ class TrainState:
     exchange: PyTree = None
     """State of gradient synchronisation, such as error feedback, for each device along the data
     axis, [devices, ...]; with local SGD the outer parameters and the outer optimizer's state,
-    replicated; None if there is none."""
+    replicated; None if there is none. Named as in the checkpoints of 0.1."""
 
 
 def initial_network(setup: TrainSetup) -> tuple[PyTree, PyTree]:

@@ -245,7 +245,7 @@ def outcomes(cases: dict[str, Case]) -> dict[str, dict[str, np.ndarray]]:
 SAVED = {
     1: Case(model="cnn", optimizer="lamb", layout={"data": 1}),
     2: Case(model="cnn", optimizer="lamb", layout={"data": 1, "fsdp": 2, "tensor": 2}),
-    4: Case(model="cnn", optimizer="lamb", layout={"data": 2, "fsdp": 2, "tensor": 2}),
+    4: Case(model="cnn", optimizer="lamb", layout={"data": 1, "fsdp": 4, "tensor": 2}),
 }
 """Runs of one state, by the processes that save and restore it."""
 

@@ -8,7 +8,6 @@ import re
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from pathlib import Path
 
 from scalejax.core.errors import ConfigError
@@ -106,7 +105,7 @@ def migrated(tables: Mapping[str, JsonValue]) -> tuple[dict[str, JsonValue], tup
     Raises:
         ConfigError: if a field is given under both names.
     """
-    current = deepcopy(dict(tables))
+    current = dict(tables)
     renamed = []
     for old, new in RENAMED_FIELDS.items():
         *path, last = old.split(".")
@@ -185,10 +184,17 @@ def _value(text: str, field: str) -> str:
 
 
 def _table_at(tables: dict[str, JsonValue], path: list[str]) -> dict[str, JsonValue] | None:
-    table: JsonValue = tables
+    """The table at `path`, which is copied on the way so that it can be changed; None if there is
+    none. All else is shared: tables of any depth may lie there, to be refused later."""
+    table = tables
     for name in path:
-        table = table.get(name) if isinstance(table, dict) else None
-    return table if isinstance(table, dict) else None
+        inner = table.get(name)
+        if not isinstance(inner, dict):
+            return None
+        own = dict(inner)
+        table[name] = own
+        table = own
+    return table
 
 
 def _said(old: str, new: str) -> str:

@@ -49,13 +49,33 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Has `--dist loadgroup` run tests that share a fixture of their module in one worker, which
-    makes it once; all others are dealt out one by one."""
+    makes it once; all others are dealt out one by one. And marks rows as slow."""
     for item in items:
         fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009
         if any(each.scope == "module" for several in fixtures for each in several):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    kept = mark_slow_rows(items)
+    if kept and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_except names rows that are not there: {sorted(kept)}")
+
+
+def mark_slow_rows(items: list[pytest.Item]) -> set[str]:
+    """Of a test with `slow_except("id", ...)`, marks all rows but those as slow.
+
+    Returns: ids that no row has, after the name of their test.
+    """
+    missing, found = set(), set()
+    for item in items:
+        if mark := item.get_closest_marker("slow_except"):
+            test = item.nodeid.partition("[")[0]
+            row = getattr(item, "callspec").id  # noqa: B009
+            missing |= {f"{test}[{each}]" for each in mark.args}
+            found.add(f"{test}[{row}]")
+            if row not in mark.args:
+                item.add_marker(pytest.mark.slow)
+    return missing - found
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -69,6 +70,7 @@ EXCEPTIONS = {
 """Imports against the layers that are there, and why they are still."""
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Syntax tree of each module by dotted name, `scalejax` left out."""
     names = {}
@@ -78,10 +80,18 @@ def modules() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in names.items()}
 
 
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
+    """Imports and calls anywhere in a tree."""
+    return tuple(
+        node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call))
+    )
+
+
 def imports_of(tree: ast.Module, known: Mapping[str, ast.Module]) -> set[str]:
     """Modules of scalejax that a tree imports anywhere, functions included."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scalejax":
             package = (node.module or "").removeprefix("scalejax").removeprefix(".")
             for alias in node.names:
@@ -200,7 +210,7 @@ def jit_calls(tree: ast.Module) -> list[str]:
     """First arguments of the calls of `jax.jit`, as source."""
     return [
         ast.unparse(node.args[0]) if node.args else ""
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("jax.jit", "jit", "nnx.jit")
     ]
 

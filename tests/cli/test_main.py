@@ -153,6 +153,7 @@ def test_refusals_fit_the_terminal(
     assert path in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_refusal_is_the_same_with_and_without_utf8(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

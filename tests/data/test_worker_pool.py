@@ -104,6 +104,7 @@ def test_batches_do_not_depend_on_the_number_of_processes(config):
     assert_same(batches_of(config, 2, start=1, stop=6), alone[1:])
 
 
+@pytest.mark.slow
 def test_row_groups_shared_by_processes_give_the_same_batches(photos):
     """Where memory holds all of them, and where each process takes rows of several steps at once:
     images come out as they were written, whichever process read them."""
@@ -259,6 +260,7 @@ workers = 2
 """
 
 
+@pytest.mark.slow_except("9")
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM],

@@ -212,6 +212,7 @@ def test_modes_differ_in_time_alone():
     assert [result.virtual_seconds for result in results] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_collectives_in_a_node_use_its_links():
     """8 A100 and 160 tensors of 1 MB: NCCL in one group at the rate of the links, then devices
     that each take 20 tensors one by one, then the memory of the host that takes all."""

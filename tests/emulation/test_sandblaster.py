@@ -107,6 +107,7 @@ def test_it_is_lbfgs_of_the_whole_batch(shape: str):
         np.testing.assert_allclose(leaf, other, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_result_depends_on_no_replica():
     """Any number of them, slow or dead, with copies or without: the same bits."""
     one = sandblaster()

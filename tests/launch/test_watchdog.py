@@ -203,6 +203,7 @@ for _ in range(300):
 """
 
 
+@pytest.mark.slow
 def test_a_second_heartbeat_in_a_process_does_not_end_the_first(tmp_path):
     """As where two runs follow each other: by SIGBUS, where the file was cut off first."""
     command = [sys.executable, "-c", BREATHING, str(tmp_path / "heartbeat")]

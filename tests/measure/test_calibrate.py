@@ -187,6 +187,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     assert "scalejax calibrate" in cluster.sources["*"]
 
 
+@pytest.mark.slow
 def test_processes_that_cannot_communicate_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 

@@ -395,6 +395,7 @@ def text_rates() -> InputRates:
     return input_bench.bench(PythonDocsConfig(tokens=32), input_bench.Grid(repeats=1, seconds=0.02))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_kept_with_the_rates(text_rates: InputRates):
     """A run of another length of text is refused, by what `sample_work` says of it."""
     with pytest.raises(ConfigError, match=r"input\.data='python_docs of 32' .* python_docs of 64;"):
@@ -560,6 +561,7 @@ input = {{ workers = 1 }}
     assert 0 < input_pace(given, 64).samples_per_second < math.inf
 
 
+@pytest.mark.slow
 def test_a_text_is_measured_as_a_whole(text_rates: InputRates):
     """Its examples have neither bytes nor pixels of their own."""
     data, rates = PythonDocsConfig(tokens=32), text_rates

@@ -89,6 +89,7 @@ def test_logits_are_those_of_a_plain_reference():
     np.testing.assert_allclose(found, np.stack(expected), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_recompute_changes_no_gradient():
     """Selective, by operation or full."""
     gradients = []

@@ -38,6 +38,7 @@ def data_of(image_size: int | None) -> dict[str, Any]:
     return {"name": "synthetic_images", **shape, **counts}
 
 
+@pytest.mark.slow_except("alexnet")
 @pytest.mark.parametrize(
     "name",
     [

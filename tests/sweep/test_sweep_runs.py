@@ -56,6 +56,7 @@ def run_file(tmp_path):
     return path
 
 
+@pytest.mark.slow_except('name = "lamb"')
 @pytest.mark.parametrize("optimizer", ['name = "sgd"\nweight_decay = 1e-4', 'name = "lamb"'])
 def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimizer):
     """Other seeds and other schedules, within rounding: 1e-5 after 36 steps."""
@@ -89,6 +90,7 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
     assert figures(folders[0].path) != figures(folders[1].path)
 
 
+@pytest.mark.slow_except("20-100000.0")
 @pytest.mark.parametrize(("every", "rate"), [(1, 1e30), (20, 1e5)])
 def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, rate):
     """At the same update, for the same cause; the other one goes on as if it were alone."""

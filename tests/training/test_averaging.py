@@ -125,6 +125,7 @@ def final_weights(folder: Path) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(load_weights(folder / "weights", shapes))]
 
 
+@pytest.mark.slow_except("ema", "schedule-free")
 @pytest.mark.parametrize(
     "setup",
     [

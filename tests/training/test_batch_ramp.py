@@ -133,6 +133,7 @@ class KillsAt(Silent):
             raise Killed
 
 
+@pytest.mark.slow_except("5")
 @pytest.mark.parametrize("step", [3, 5, 8])
 def test_a_run_that_is_killed_within_a_ramp_ends_with_the_same_bits(step, whole, tmp_path):
     """Before, at and after the growth of the batch; checkpoints are of every second update."""

@@ -157,6 +157,7 @@ def test_checkpoints_damaged_beyond_listing_are_refused(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow_except("_METADATA-cut", "d/*-garbled")
 @pytest.mark.parametrize(
     ("file", "damage"),
     [

@@ -300,6 +300,15 @@ def pairs(by_default: Iterable[Any], slow: Iterable[tuple[Any, ...]]) -> list[An
     return [*by_default, *(pytest.param(*row, marks=pytest.mark.slow) for row in slow)]
 
 
+@pytest.mark.slow_except(
+    "mlp-lamb-fsdp=8",
+    "mlp-adamw-data=2 x tensor=4",
+    "cnn-lars-data=8",
+    "cnn-sgd-data=2 x tensor=4",
+    "cnn-sgd-data=2 x fsdp=4",
+    "gpt-adamw-tensor=4",
+    "gpt-lamb-data=2 x fsdp=4",
+)
 @pytest.mark.parametrize(
     ("model", "optimizer", "layout"),
     pairs(
@@ -359,6 +368,7 @@ def test_a_variant_of_an_optimizer_trains_what_one_device_trains(optimizer, mode
     assert_same(trained(run), on_one_device(model, optimizer, None, 1))
 
 
+@pytest.mark.slow_except("gpt-data=2 x tensor=2 x pipeline=2", "gpt-context=4")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -378,6 +388,7 @@ def test_stages_and_parts_of_tokens_train_what_one_device_trains(model, layout):
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
 
+@pytest.mark.slow_except("gpt-fsdp=4 x tensor=2")
 @pytest.mark.parametrize(
     ("model", "layout"),
     pairs(
@@ -394,6 +405,7 @@ def test_keeping_every_second_product_trains_what_one_device_trains(model, layou
     assert_same(trained(run), on_one_device(model, "adamw", None, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "blocks",
     pairs(
@@ -413,6 +425,7 @@ def test_uneven_stages_train_what_one_device_trains(blocks):
     assert_same(trained(run, model=model), on_one_device(model, "adamw", None, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "optimizer", "layout"),
     pairs(
@@ -521,6 +534,7 @@ def test_a_published_network_keeps_local_batch_norm(model, mode):
     assert np.median(disagreements(model, local, GLOBAL_BATCH // 8)) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", pairs(["jit"], [("shard_map",)]))
 def test_microbatches_of_hidden_words_keep_their_places(mode):
     """The places of hidden words are dealt out with their rows."""
@@ -581,6 +595,7 @@ def test_convolutions_over_three_axes_are_refused(model):
         run_of(model, "sgd", next(iter(THREE_AXES.values())))
 
 
+@pytest.mark.slow_except("layout0")
 @pytest.mark.parametrize("layout", [{"data": 4, "tensor": 2}, *THREE_AXES.values()])
 def test_microbatches_of_sharded_transformers_change_nothing_but_rounding(layout):
     """Gradients are summed over data once, of parts that other axes split further."""
@@ -686,6 +701,7 @@ def of_two_processes(output: Path) -> dict[str, np.ndarray]:
     return dict(np.load(output))
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_trains(tmp_path):
     """Two processes of four devices (gloo, loopback) equal one; both start JAX, which costs."""
     found = of_two_processes(tmp_path / "trained.npz")
@@ -729,6 +745,7 @@ def test_the_step_is_traced_once():
     assert step.function._cache_size() == 1
 
 
+@pytest.mark.slow_except("mlp", "cnn", "gpt")
 @pytest.mark.parametrize(
     "model",
     pairs(

@@ -91,6 +91,7 @@ def test_a_dead_network_ends_the_run_at_its_first_evaluation(tmp_path):
     assert on.statuses[-1].cause is None
 
 
+@pytest.mark.slow_except("fields0", "fields3")
 @pytest.mark.parametrize(
     "fields",
     [

@@ -113,6 +113,16 @@ def of_the_counted(model: str) -> Any:
     return trained(alone, [counted(batch) for batch in batches_of(alone)])
 
 
+@pytest.mark.slow_except(
+    "mlp-one device",
+    "mlp-data=8",
+    "mlp-data=8, 4 microbatches",
+    "mlp-fsdp=4 x data=2",
+    "mlp-tensor=4, 2 microbatches",
+    "mlp-ZeRO 2",
+    "mlp-shard_map",
+    "mlp-pmap",
+)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [

@@ -89,6 +89,7 @@ def losses_of(record) -> tuple[np.ndarray, np.ndarray]:
     return np.array([each.loss for each in record.training]), np.array(evaluations)
 
 
+@pytest.mark.slow_except("layout1-bfloat16")
 @pytest.mark.parametrize(("layout", "dtype"), [({"data": 1}, "float32"), ({"data": 4}, "bfloat16")])
 def test_losses_are_those_without_the_cache(layout, dtype, tmp_path):
     """Of every update and evaluation; the weights that are left are of the whole network."""

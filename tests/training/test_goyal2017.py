@@ -247,6 +247,7 @@ def test_gamma_can_start_at_one():
     assert set(found.values()) == {1.0}
 
 
+@pytest.mark.slow
 def test_batch_norm_and_biases_are_not_decayed(resnet_params):
     """Without a gradient, 20 convolutions and the last layer shrink, and nothing else moves."""
     config = load_config(EXAMPLE).optimizer

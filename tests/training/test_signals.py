@@ -168,6 +168,7 @@ def test_the_help_states_the_times_that_hold():
         assert f"within {SETUP_SECONDS:.0f} s before training" in words
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("at_call", [1, 2])
 def test_an_evaluation_that_a_signal_fell_into_is_made_again(tmp_path, monkeypatch, at_call):
     """Between two of its batches; the record is then as if nothing had happened."""

@@ -248,6 +248,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_all_but_the_last_half_second(tmp_path):
     """Two processes are killed while they wait; their times are those of another clock."""
     path = tmp_path / "time.jsonl"

@@ -250,6 +250,7 @@ def test_resuming_with_another_config_is_refused(finished, fields, named):
     assert named in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_made_longer_on_other_devices(finished, longer, tmp_path):
     """With a constant rate, three epochs and then two more are five."""
     folder = shutil.copytree(finished[0].folder.path, tmp_path / "run")

@@ -399,6 +399,7 @@ def test_a_worker_that_fails_is_one_line(name, error, message, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow_except("9")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_a_caller_is_that_of_its_workers(tmp_path, how):
     """Ctrl-C, a scheduler's limit, and a kill end the compilers that it had started too."""

@@ -52,6 +52,7 @@ def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monk
         profile(resolved("mlp", 8), cluster, cache=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_cached_program_of_ones_own_network_lasts_until_its_file_changes(tmp_path, monkeypatch):
     """The file that the network was imported from is part of what shapes it."""
     file = tmp_path / "my_network.py"

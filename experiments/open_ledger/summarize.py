@@ -4,7 +4,8 @@ Run from the root of the repository: python experiments/open_ledger/summarize.py
 
 Prints the table that is in tests/golden/validation.json. With --write it first predicts every
 row whose program is archived, which takes seconds, and writes the summary and the README's table
-anew.
+anew. With --plain it predicts every row with none of the properties of its framework, as
+`predict --framework xla` does (with stages, `pytorch`, which has none either, and runs 1F1B).
 """
 
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from scalejax.core import serialization
 from scalejax.core.units import UNKNOWN
+from scalejax.simulator.frameworks import FRAMEWORKS
 from scalejax.validation import (
     CompiledCase,
     Skipped,
@@ -46,6 +48,9 @@ HEADING = "| rows | predicted | median error | mean | bias | ratio | p90 | faste
 
 def main() -> None:
     """Write if asked to, and print."""
+    if "--plain" in sys.argv[1:]:
+        print(table(_predicted(is_plain=True)), end="")
+        return
     if "--write" in sys.argv[1:]:
         families = _predicted()
         golden = Validation(ledger=LEDGER.name, families=families, rows=())
@@ -56,10 +61,11 @@ def main() -> None:
     print(table(serialization.load(Validation, GOLDEN).families), end="")
 
 
-def _predicted() -> tuple[Summary, ...]:
+def _predicted(*, is_plain: bool = False) -> tuple[Summary, ...]:
     """A summary of each family, of the three that scale, of decoders, and of all."""
     rows = read_ledger(LEDGER)
-    cases = compile_cases(rows, compiles=False)
+    framework = FRAMEWORKS["pytorch"] if is_plain else None
+    cases = compile_cases(rows, compiles=False, framework=framework)
     *each_family, total = validation(LEDGER.name, cases).families
     groups = {
         " + ".join(SCALING_FAMILIES): SCALING_FAMILIES,

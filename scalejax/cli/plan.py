@@ -14,6 +14,7 @@ from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.units import parse_seconds
 from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import framework_named
 
 if TYPE_CHECKING:
     from scalejax.planning.time_to_target.run import ClusterOption
@@ -32,6 +33,8 @@ class PlanRun(RunFileCommand):
     """Clusters to choose from: names in the catalogue, or TOML files of your own."""
     devices: Annotated[str, flag("N..M")]
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     target: Annotated[str | None, flag("VALUE")] = None
     """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points."""
     convergence: Annotated[str | None, flag("FILE|DIR")] = None
@@ -70,6 +73,7 @@ class PlanRun(RunFileCommand):
         batches = parse_range("global_batch", self.global_batch) if self.global_batch else []
         deadline = None if self.deadline is None else parse_seconds("deadline", self.deadline)
         target = None if self.target is None else parse_target(self.target)
+        framework = framework_named(self.framework)
         options, rest = self._options(overrides)
         config = load_config(self.run_file, rest)
         data = find_convergence(config, self.convergence, target=target, recipe=self.recipe)
@@ -84,6 +88,7 @@ class PlanRun(RunFileCommand):
                 target=target,
                 deadline_seconds=deadline,
                 budget=self.budget,
+                framework=framework,
                 on_progress=on_progress,
             )
         if not plan.points:

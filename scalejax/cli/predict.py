@@ -27,6 +27,7 @@ from scalejax.hardware import Cluster, chip_names, cluster_names, load_cluster
 from scalejax.report.terminal import scaling as ramp_tables
 from scalejax.report.terminal import scaling as scaling_tables
 from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import FRAMEWORKS, framework_named
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import RampPrediction
 
@@ -46,6 +47,8 @@ class Predict(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
@@ -64,6 +67,7 @@ class Predict(RunFileCommand):
 
         serialization.require_writable("json", self.json)
         serialization.require_writable("trace", self.trace)
+        framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         cluster = with_input(cluster, self.input_rates, config)
@@ -78,6 +82,7 @@ class Predict(RunFileCommand):
                 cluster,
                 counts,
                 self.scaling,
+                framework=framework,
                 notes=(costed,) if costed else (),
                 on_case=on_case,
                 on_program=programs.append,
@@ -107,6 +112,8 @@ class Explain(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[int, flag("N")]
     """Number of devices."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     output: Annotated[Path | None, flag("FILE.html")] = None
@@ -127,12 +134,15 @@ class Explain(RunFileCommand):
 
         for name in ("output", "json", "trace_output"):
             serialization.require_writable(name, getattr(self, name))
+        framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
         cluster = with_input(cluster, self.input_rates, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with progress.compiling(CASES) as on_case:
-            explained = explain_run(config, cluster, self.devices, on_case=on_case)
+            explained = explain_run(
+                config, cluster, self.devices, framework=framework, on_case=on_case
+            )
         if recorded:
             explained = compare_trace(explained, cluster, recorded)
         first = explained.shortage
@@ -152,10 +162,10 @@ class Explain(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """List clusters and chips, or one of them with its sources."""
+    """List clusters, chips and frameworks, or one of them with its sources."""
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
-    """A cluster, a chip, or a TOML file that describes a cluster."""
+    """A cluster, a chip, a framework, or a TOML file that describes a cluster."""
 
     def execute(self) -> None:
         """Print the catalogue, or the entry."""
@@ -163,7 +173,11 @@ class Hardware:
 
         if self.name is None:
             clusters = [load_cluster(name) for name in cluster_names()]
-            tables.show(tables.catalogue(clusters, [load_chip(name) for name in chip_names()]))
+            chips = [load_chip(name) for name in chip_names()]
+            tables.show(tables.catalogue(clusters, chips, tuple(FRAMEWORKS.values())))
+            return
+        if self.name in FRAMEWORKS:
+            tables.show(tables.framework(FRAMEWORKS[self.name]))
             return
         is_chip = self.name in chip_names()
         if is_chip:
@@ -272,6 +286,8 @@ class Validate:
     """The published step times: a CSV file in the format of step_times.csv."""
     family: Annotated[str | None, flag("F,F,...")] = None
     """Only these families, such as dlperf,llm_foundry."""
+    framework: Annotated[str | None, flag("NAME")] = None
+    """Framework to predict every row with; by default that of the row."""
     json: Annotated[Path | None, flag("OUT.json")] = None
     """Write every row and the error of each family here."""
     plot: Annotated[Path | None, flag("FILE")] = None
@@ -286,6 +302,7 @@ class Validate:
         serialization.require_writable("plot", self.plot)
         if self.plot is not None:
             require_plot_format("plot", self.plot)
+        framework = None if self.framework is None else framework_named(self.framework)
         rows = read_ledger(self.ledger)
         if self.family is not None:
             wanted = self.family.split(",")
@@ -295,7 +312,7 @@ class Validate:
                     raise ConfigError(unknown_name("family", name, known))
             rows = [row for row in rows if row.family in wanted]
         with progress.compiling_programs() as on_progress:
-            cases = compile_cases(rows, on_progress=on_progress)
+            cases = compile_cases(rows, framework=framework, on_progress=on_progress)
         found = validation(self.ledger.name, cases)
         tables.show(tables.validation(found))
         if self.json is not None:

@@ -19,6 +19,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_le
 from scalejax.core.units import counted
 from scalejax.planning.search import SearchResult
 from scalejax.report.terminal import tables
+from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.transformer import Strategy
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class Search(RunFileCommand):
     """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
     devices: Annotated[str, flag("N,N,...")]
     """Number of devices, or several to choose from, such as 64 or 64,128,256."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
     global_batch: Annotated[int | None, flag("B")] = None
     """Samples per update; by default that of the file."""
     objective: Literal["time", "cost", "memory"] = "time"
@@ -82,6 +85,7 @@ class Search(RunFileCommand):
         require_at_least("confirm", self.confirm, 0)
         if self.price_per_device_hour is not None:
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
+        framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         for name in sorted((_OPEN.keys() | {"model.remat"}) & overrides.keys()):
             accepted = "search tries every value; leave it out, or ask predict for one"
@@ -110,6 +114,7 @@ class Search(RunFileCommand):
             cluster,
             found,
             objective=self.objective,
+            framework=framework,
             price_per_device_hour=self.price_per_device_hour,
             top=self.top,
             notes=(costed,) if costed else (),
@@ -118,7 +123,12 @@ class Search(RunFileCommand):
         if self.confirm:
             with progress.compiling(min(self.confirm, len(report.ranked))) as on_case:
                 report = confirm_search(
-                    report, config, cluster, confirm=self.confirm, on_case=on_case
+                    report,
+                    config,
+                    cluster,
+                    confirm=self.confirm,
+                    framework=framework,
+                    on_case=on_case,
                 )
         print()
         tables.show(search_tables.confirmed(report))

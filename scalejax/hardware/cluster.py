@@ -7,7 +7,7 @@ A node here is the set of devices that one kind of link connects: a server of 8 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_above, require_at_least
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.host import HostInput
 from scalejax.hardware.site import NO_CONDITIONS, CalibratedRange, RunConditions
@@ -205,6 +205,18 @@ class Cluster:
             raise ConfigError(refusal("link.wires", f"{len(self.link.wires)} rows", accepted))
         if self.max_device_count is not None:
             require_at_least("max_device_count", self.max_device_count, 1)
+
+    def require_devices(self, count: int) -> None:
+        """Refuse more devices than the cluster has, which without a network are those of a node.
+
+        Raises:
+            DoesNotFit: naming how many it has.
+        """
+        most = self.max_device_count
+        if most is None and self.network is None:
+            most = self.devices_per_node
+        if most is not None and count > most:
+            raise DoesNotFit(f"devices={count} is refused: {self.name} has at most {most}.")
 
 
 def _require_fraction(field_name: str, fraction: float) -> None:

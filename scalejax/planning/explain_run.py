@@ -13,6 +13,7 @@ from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.explain import Explanation, explain, match_trace
+from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.perfetto import MeasuredTrace
 from scalejax.simulator.program import Program
@@ -40,6 +41,7 @@ def explain_run(
     cluster: Cluster,
     device_count: int,
     *,
+    framework: Framework = XLA,
     on_case: OnCase = nothing_said,
 ) -> ExplainedRun:
     """Explanation of the predicted step time of `config` on `device_count` devices of `cluster`.
@@ -51,6 +53,7 @@ def explain_run(
         config: the run.
         cluster: where it would run.
         device_count: devices in the run.
+        framework: the framework that trains it.
         on_case: called as each of the two programs starts to compile, is done, or is cached.
 
     Raises:
@@ -64,7 +67,7 @@ def explain_run(
         runs.append(_with_doubled_batch(run))
     except ConfigError as error:
         refused = error
-    jobs = [ProfileJob(run=each, cluster=cluster) for each in runs]
+    jobs = [ProfileJob(run=each, cluster=cluster, framework=framework) for each in runs]
     name = in_words(device_count)
     cases = [name, f"{name} with twice the batch"][: len(jobs)]
     try:

@@ -15,6 +15,7 @@ from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_notes
+from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import (
     Prediction,
     Scaling,
@@ -34,6 +35,7 @@ def study(
     device_counts: Sequence[int],
     scaling: Scaling,
     *,
+    framework: Framework = XLA,
     title: str | None = None,
     notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
@@ -48,6 +50,7 @@ def study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
+        framework: the framework that trains it.
         title: title of the study; if None, the model and the cluster.
         notes: further notes on every prediction.
         on_case: called as each device count starts to compile, is done, or is cached.
@@ -60,7 +63,7 @@ def study(
     """
     runs = resolve_all(config, device_counts, scaling)
     programs = compile_cases(
-        [ProfileJob(run=run, cluster=cluster) for run in runs],
+        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs],
         [in_words(run.layout.device_count) for run in runs],
         on_case,
     )
@@ -71,9 +74,12 @@ def study(
         predict_run(run, program, cluster, epochs=epochs, notes=notes)
         for run, program in zip(runs, programs, strict=True)
     ]
-    return scaling_prediction(
-        predictions, scaling, title or f"{config.model.name} on {cluster.title}"
-    )
+    return scaling_prediction(predictions, scaling, title or _title(config, cluster, framework))
+
+
+def _title(config: RunConfig, cluster: Cluster, framework: Framework) -> str:
+    trained_by = "" if framework == XLA else f", by {framework.title}"
+    return f"{config.model.name} on {cluster.title}{trained_by}"
 
 
 def predict_run(
@@ -136,6 +142,7 @@ def ramp_study(
     device_counts: Sequence[int],
     scaling: Scaling,
     *,
+    framework: Framework = XLA,
     notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
     on_program: Callable[[Program], None] = lambda program: None,
@@ -149,6 +156,7 @@ def ramp_study(
         cluster: where it would run.
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed as devices are added: of the first batch, and so of all.
+        framework: the framework that trains it.
         notes: further notes on every prediction.
         on_case: called as each batch and device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of batch, then of devices.
@@ -163,7 +171,7 @@ def ramp_study(
     alone = [[phase_alone(run, run.phases[index]) for run in runs] for index in range(phase_count)]
     flat = [run for phase in alone for run in phase]
     programs = compile_cases(
-        [ProfileJob(run=run, cluster=cluster) for run in flat],
+        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in flat],
         [f"{in_words(run.layout.device_count)}, batch {run.split.global_batch}" for run in flat],
         on_case,
     )
@@ -171,7 +179,7 @@ def ramp_study(
         on_program(program)
     first_epochs = [phase.first_epoch for phase in runs[0].phases]
     ends = [*first_epochs[1:], config.train.epochs]
-    title = f"{config.model.name} on {cluster.title}"
+    title = _title(config, cluster, framework)
     phases = []
     for index, (first, end) in enumerate(zip(first_epochs, ends, strict=True)):
         own = programs[index * len(runs) : (index + 1) * len(runs)]

@@ -11,7 +11,7 @@ from typing import Literal
 
 from scalejax.config.parallelism import AXES, BATCH_AXES
 from scalejax.core import metrics
-from scalejax.core.errors import ConfigError, DoesNotFit, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.units import TFLOP
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.hardware.site import FARTHEST
@@ -81,6 +81,8 @@ class Prediction:
     """Compiler backend of the costed schedule: "cuda", "cpu", "tpu", "closed_form"."""
     notes: tuple[str, ...]
     """Caveats of the figures."""
+    framework: str = "xla"
+    """Name of the framework whose step is predicted."""
     p10_step_seconds: float | None = None
     """Lower end of the error band: for one prediction in ten, the measured step time should be
     below it. None if the residuals of the fits are unknown."""
@@ -132,7 +134,7 @@ def predict(
         DoesNotFit: if the mesh has more devices than the cluster.
         ConfigError: if an epoch is shorter than a batch.
     """
-    _require_devices(program, cluster)
+    cluster.require_devices(program.device_count)
     cluster = under_load(cluster, program)
     costs, without_idle = what_if(program), without_bubble(program)
 
@@ -180,6 +182,7 @@ def predict(
         ),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
+        framework=program.framework,
         notes=(
             *input_notes(program, cluster, step_seconds - (conditions.input_seconds or 0.0)),
             *_notes(program, cluster, matmul_type, has_band=spread is not None),
@@ -261,16 +264,6 @@ def _per_device_batch(program: Program) -> int | None:
     if program.global_batch is None or not sizes.keys() <= set(AXES):
         return None
     return program.global_batch // math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
-
-
-def _require_devices(program: Program, cluster: Cluster) -> None:
-    most = cluster.max_device_count
-    if most is None and cluster.network is None:
-        most = cluster.devices_per_node
-    if most is not None and program.device_count > most:
-        raise DoesNotFit(
-            f"devices={program.device_count} is refused: {cluster.name} has at most {most}."
-        )
 
 
 def _band(

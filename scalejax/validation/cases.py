@@ -14,8 +14,10 @@ from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.core.serialization import JsonValue, build
 from scalejax.core.units import counted
 from scalejax.hardware import Cluster
+from scalejax.simulator.frameworks import Framework, framework_named
 from scalejax.validation.clusters import cluster_of
 from scalejax.validation.ledger import LedgerRow
+from scalejax.xla import ProfileJob
 
 # Corrections of rows of the open ledger that differ from their source.
 
@@ -65,7 +67,8 @@ _ASYNC_TENSOR = "asynctp"
 _EAGER = "eager"
 """Mark of rows of torchtitan that compile nothing."""
 _LOSS_COMPILED = 2025
-"""The year in which torchtitan began to compile its loss (`simulator.frameworks.eager`)."""
+"""The year in which torchtitan began to compile its loss (`simulator.frameworks`)."""
+_TITAN_2024 = "torchtitan-2024"
 _INTERLEAVES = "Megatron-LM"
 """Framework that interleaves pipeline stages by default."""
 
@@ -80,22 +83,16 @@ class Case:
     """The cluster of the measurement."""
     runs: tuple[ResolvedRun, ...]
     """The run; where the row leaves microbatch or recompute open, all candidates, of which the
-    first that fits the device's memory is used, or else the last. Of a pipeline, the runs of its
-    last stage, of which the fastest is used."""
-    stages: int = 1
-    """Pipeline stages."""
-    chunks: int = 1
-    """Interleaved chunks per pipeline stage."""
-    is_megatron: bool = False
-    """Whether Megatron-LM trained it, or one of its descendants."""
-    overlaps_tensor: bool = False
-    """Whether tensor-parallel collectives overlap with adjacent products."""
-    overlaps_state: bool = False
-    """Whether the distributed optimizer's collectives overlap with the passes."""
-    has_eager_loss: bool = False
-    """Whether PyTorch ran the loss eagerly, not compiled."""
-    has_eager_blocks: bool = False
-    """Whether PyTorch ran the blocks eagerly, not compiled."""
+    first that fits the device's memory is used, or else the last; of a pipeline, the fastest."""
+    framework: Framework
+    """The framework that trained it."""
+
+    @property
+    def jobs(self) -> tuple[ProfileJob, ...]:
+        """Programs that are wanted, one for each of the runs."""
+        return tuple(
+            ProfileJob(run=run, cluster=self.cluster, framework=self.framework) for run in self.runs
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +114,7 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             row=row,
             cluster=cluster_of(row),
             runs=tuple(_runs(row)),
-            stages=row.spread.pipeline or 1,
-            chunks=_chunks(row),
-            is_megatron=_is_megatron(row),
-            overlaps_tensor=_is_core(row) or _ASYNC_TENSOR in f"{row.case_id} {row.notes}".lower(),
-            overlaps_state=_is_core(row),
-            has_eager_loss=_is_titan(row) and (row.year or _LOSS_COMPILED) < _LOSS_COMPILED,
-            has_eager_blocks=_is_titan(row) and _EAGER in f"{row.case_id} {row.notes}".lower(),
+            framework=framework_of(row),
         )
     except ScalejaxError as error:
         return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
@@ -153,10 +144,24 @@ def _is_megatron(row: LedgerRow) -> bool:
     return (row.framework or "").startswith("Megatron")
 
 
-def _is_core(row: LedgerRow) -> bool:
-    """Whether Megatron-Core of 2024 trained it, whose published runs overlap all communication
-    with compute (README of NVIDIA/Megatron-LM, "Training Speed and Scalability")."""
-    return (row.framework or "").startswith("Megatron-Core")
+def framework_of(row: LedgerRow) -> Framework:
+    """The framework that trained a row, as `predict --framework` has it.
+
+    Megatron-Core's published runs of 2024 overlap all communication with compute (README of
+    NVIDIA/Megatron-LM, "Training Speed and Scalability").
+    """
+    named, marks = row.framework or "", f"{row.case_id} {row.notes}".lower()
+    name = "xla"
+    if named.startswith("Megatron-Core"):
+        name = "megatron-core"
+    elif _is_megatron(row):
+        name = "megatron-lm" if row.work.precision == "fp16" else "megatron-lm-bf16"
+    elif _is_titan(row):
+        name = "torchtitan" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
+        name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""
+    elif "PyTorch" in named or (row.spread.pipeline or 1) > 1:
+        name = "pytorch"
+    return framework_named(name)
 
 
 def _is_titan(row: LedgerRow) -> bool:
@@ -212,14 +217,15 @@ def _runs(row: LedgerRow) -> list[ResolvedRun]:
                     "fsdp": row.spread.fsdp or 1,
                     "tensor": row.spread.tensor or 1,
                     "context": row.spread.context or 1,
+                    "pipeline": stages,
+                    "pipeline_chunks": _chunks(row),
                     "sequence_parallel": _is_sequence_parallel(row),
                     # Stage 3 is the fsdp axis.
                     "zero_stage": row.spread.zero_stage if row.spread.zero_stage in (1, 2) else 0,
                     "bn_scope": "local",  # as the frameworks of these rows do
                 },
             }
-            devices = row.device_count // (row.spread.pipeline or 1)
-            runs.append(resolve(build(RunConfig, tables), devices))
+            runs.append(resolve(build(RunConfig, tables), row.device_count))
     return runs
 
 
@@ -295,7 +301,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
     return {
         **sizes,
         "name": model.model,
-        "layers": -(-model.layers // (row.spread.pipeline or 1)),  # the longest stage's
+        "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "remat": remat,

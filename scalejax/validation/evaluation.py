@@ -5,13 +5,15 @@ from dataclasses import dataclass, replace
 
 from scalejax.core.errors import ScalejaxError
 from scalejax.hardware import Chip, Cluster
+from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of
 from scalejax.validation.ledger import LedgerRow
-from scalejax.validation.programs import OnProgress, Programs, one_line
+from scalejax.validation.programs import archived_programs, find_programs, one_line
 from scalejax.validation.summary import RowResult, Summary, summaries
+from scalejax.xla.batch import OnProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,7 @@ class Validation:
 def compile_cases(
     rows: Sequence[LedgerRow],
     *,
+    framework: Framework | None = None,
     archive: Archive | None = None,
     on_progress: OnProgress = lambda done, total: None,
     compiles: bool = True,
@@ -49,13 +52,20 @@ def compile_cases(
 
     Args:
         rows: rows of a ledger.
+        framework: framework to predict all rows with; if None, that of each row.
         archive: archive to read programs from first; if None, the one that comes with scalejax.
         on_progress: called with the number of programs compiled, and of all that must be.
-        compiles: whether to compile what is not in the archive (see `Programs`).
+        compiles: whether to compile what is not in the archive.
     """
     cases = [case_of(row) for row in rows]
+    if framework is not None:
+        cases = [
+            case if isinstance(case, Skipped) else replace(case, framework=framework)
+            for case in cases
+        ]
     wanted = [case for case in cases if isinstance(case, Case)]
-    found = iter(Programs(archive, on_progress, compiles=compiles).find(wanted))
+    programs = archived_programs(archive, on_progress, compiles=compiles)
+    found = iter(find_programs(wanted, programs))
     return [case if isinstance(case, Skipped) else _compiled(case, next(found)) for case in cases]
 
 

@@ -14,7 +14,8 @@ from scalejax.simulator.program import Program
 from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.programs import OnProgress, Programs
+from scalejax.validation.programs import archived_programs, find_programs
+from scalejax.xla.batch import OnProgress
 
 
 def rebuild(
@@ -28,8 +29,8 @@ def rebuild(
         path: the file to write.
         on_progress: called with the number of programs compiled, and of all that must be.
     """
-    programs = Programs(archive, on_progress)
-    programs.find([case for case in map(case_of, rows) if isinstance(case, Case)])
+    programs = archived_programs(archive, on_progress)
+    find_programs([case for case in map(case_of, rows) if isinstance(case, Case)], programs)
     found = {key: each for key, each in programs.known.items() if isinstance(each, Program)}
     return len(found), write_archive(found, path)
 

@@ -6,7 +6,7 @@ already compiled. Importing this, and reading a cached program, needs no JAX.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,12 @@ from scalejax.config.run import ResolvedRun
 from scalejax.core.cache import user_folder
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.hardware import Cluster
+from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, keep
 from scalejax.xla.compiled import read_compiled, read_step
-from scalejax.xla.job import Compiled, FunctionJob, RunJob
+from scalejax.xla.derive import Derivation, ProfileJob, derivation
+from scalejax.xla.job import Compiled, FunctionJob
 from scalejax.xla.substitution import for_chip, require_type, restored
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
@@ -40,20 +42,11 @@ CacheFolder = Path | None | Literal["user"]
 """Cache of programs: a folder, none, or the user's cache folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileJob:
-    """A run to be compiled for a cluster."""
-
-    run: ResolvedRun
-    """The run; its layout gives the device count."""
-    cluster: Cluster
-    """The cluster to compile for."""
-
-
 def profile(
     run: ResolvedRun,
     cluster: Cluster,
     *,
+    framework: Framework = XLA,
     cache: CacheFolder = "user",
     backend: Backend | None = None,
 ) -> Program:
@@ -62,6 +55,7 @@ def profile(
     Args:
         run: the run; its layout gives the device count.
         cluster: the cluster to compile for; none of its devices need be present.
+        framework: the framework that trains it.
         cache: cache to read the program from and to write it to.
         backend: compiler backend; if None, that of the cluster's chip where it is installed, else
             the CPU's.
@@ -70,7 +64,7 @@ def profile(
         ProfileError: if the compiler refuses, or is not installed.
         DoesNotFit: if the cluster has fewer devices.
     """
-    job = ProfileJob(run=run, cluster=cluster)
+    job = ProfileJob(run=run, cluster=cluster, framework=framework)
     return profile_many([job], cache=cache, backend=backend)[0]
 
 
@@ -94,28 +88,48 @@ def profile_many(
         DoesNotFit: if a cluster has fewer devices.
     """
     folder = user_folder() if cache == "user" else cache
-    requested = [_run_job(job, backend) for job in jobs]
+    found = [_Found(derivation(job, backend=backend)) for job in jobs]
     programs: dict[int, Program] = {}
 
-    def done(position: int, program: Program) -> None:
-        programs[position] = restored(program, jobs[position].run)
-        if on_done is not None:
-            on_done(position, programs[position])
+    def done(position: int, index: int, program: Program) -> None:
+        found[position].programs[index] = program
+        if (derived := found[position].derived()) is not None:
+            programs[position] = derived
+            if on_done is not None:
+                on_done(position, derived)
 
-    for position, job in enumerate(requested):
-        program = None if folder is None else cached_program(folder, job)
-        if program is not None:
-            done(position, program)
-    missing = [position for position in range(len(requested)) if position not in programs]
+    missing: list[tuple[int, int]] = []
+    for position, each in enumerate(found):
+        for index, job in enumerate(each.derivation.compiled):
+            program = None if folder is None else cached_program(folder, job)
+            if program is None:
+                missing.append((position, index))
+            else:
+                done(position, index, program)
+    requested = [found[position].derivation.compiled[index] for position, index in missing]
 
-    def compiled(index: int, result: Compiled) -> None:
+    def compiled(number: int, result: Compiled) -> None:
         if folder is not None:
-            keep(folder, requested[missing[index]], result)
-        done(missing[index], result.program)
+            keep(folder, requested[number], result)
+        done(*missing[number], result.program)
 
     if missing:
-        run_jobs([requested[position] for position in missing], compiled)
-    return [programs[position] for position in range(len(requested))]
+        run_jobs(requested, compiled)
+    return [programs[position] for position in range(len(jobs))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The compiled programs of one derivation, as far as they are there."""
+
+    derivation: Derivation
+    programs: dict[int, Program] = field(default_factory=dict)
+
+    def derived(self) -> Program | None:
+        """The requested program; None while compiled ones are missing."""
+        if len(self.programs) < len(self.derivation.compiled):
+            return None
+        return self.derivation.program([program for _, program in sorted(self.programs.items())])
 
 
 def remembered(job: ProfileJob) -> Program | None:
@@ -124,15 +138,10 @@ def remembered(job: ProfileJob) -> Program | None:
     Raises:
         DoesNotFit: if the cluster has fewer devices.
     """
-    program = cached_program(user_folder(), _run_job(job))
-    return None if program is None else restored(program, job.run)
-
-
-def _run_job(job: ProfileJob, backend: Backend | None = None) -> RunJob:
-    return RunJob(
-        run=for_chip(job.run, job.cluster.chip),
-        target=target_for(job.cluster, job.run.layout.device_count, backend),
-    )
+    how = derivation(job)
+    programs = [cached_program(user_folder(), each) for each in how.compiled]
+    known = [each for each in programs if each is not None]
+    return how.program(known) if len(known) == len(programs) else None
 
 
 def profile_function(

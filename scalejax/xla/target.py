@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from scalejax.core.errors import DoesNotFit, ProfileError
+from scalejax.core.errors import ProfileError
 from scalejax.hardware import Chip, Cluster, CudaArchitecture, TpuArchitecture, load_chip
 
 Backend = Literal["cuda", "tpu", "cpu"]
@@ -64,11 +64,7 @@ def target_for(cluster: Cluster, device_count: int, backend: Backend | None = No
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler is not installed, or does not support as many devices.
     """
-    if cluster.max_device_count is not None and device_count > cluster.max_device_count:
-        raise DoesNotFit(
-            f"devices={device_count} is refused: the cluster {cluster.name!r} has at most "
-            f"{cluster.max_device_count}."
-        )
+    cluster.require_devices(device_count)
     architecture, tpu = cluster.chip.cuda, cluster.chip.tpu
     if backend is None:
         backend = _own_backend(cluster.chip)

@@ -12,8 +12,8 @@ from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse,
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.programs import request_for
 from scalejax.xla.cache import case_key
+from scalejax.xla.derive import Derivation, derivation
 
 RESNET = {
     "case_id": "one",
@@ -115,9 +115,14 @@ def program(data: int = 2, *, payload_bytes: int = 8_000_000) -> Program:
     )
 
 
+def derived(found: Case, choice: int = 0, *, is_reduced: bool = True) -> Derivation:
+    """How the program of a case is made, from what an archive holds."""
+    return derivation(found.jobs[choice], is_reduced=is_reduced, backend="cuda")
+
+
 def archive_for(row: LedgerRow, found: Program, choice: int = 0) -> Archive:
     """An archive that holds `found` for a row."""
-    job = request_for(case(row), choice, is_reduced=True).job
+    job = derived(case(row), choice).compiled[0]
     return Archive({case_key(job): json.dumps(plain(found))})
 
 

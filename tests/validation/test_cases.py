@@ -144,10 +144,13 @@ def test_chunks_that_a_row_assumes_are_the_fewest_that_interleave(row):
     stages = {"layers": "18", "pipeline": "2", "fsdp": "4", "recompute": "full"}
     megatron = GPT | stages | {"framework": "Megatron-LM"}
 
-    assert case(row(megatron | {"assumed": "pipeline_chunks"})).chunks == 3
-    assert case(row(megatron | {"layers": "2", "assumed": "pipeline_chunks"})).chunks == 1
-    assert case(row(megatron | {"pipeline_chunks": "9"})).chunks == 9
-    assert case(row(megatron)).chunks == 1
+    def chunks(change: dict[str, str]) -> int:
+        return case(row(megatron | change)).runs[0].config.layout.pipeline_chunks
+
+    assert chunks({"assumed": "pipeline_chunks"}) == 3
+    assert chunks({"layers": "2", "assumed": "pipeline_chunks"}) == 1
+    assert chunks({"pipeline_chunks": "9"}) == 9
+    assert chunks({}) == 1
 
 
 TITAN = {"source": "github:pytorch/torchtitan@b5bc", "framework": "torchtitan (PyTorch FSDP2)"}
@@ -165,16 +168,27 @@ def test_selective_recompute_is_what_its_framework_means_by_it(row):
     assert remats == ["selective", "selective_op", "selective"]
 
 
-def test_a_loss_is_compiled_from_2025_on(row):
-    """That of torchtitan; whether its blocks are, its row says."""
-    cases = [
-        case(row(GPT | TITAN | {"year": year, "notes": notes}))
-        for year, notes in (("2024", "full AC; eager"), ("2024", "compile"), ("2025", "compile"))
-    ]
-
-    assert [each.has_eager_loss for each in cases] == [True, True, False]
-    assert [each.has_eager_blocks for each in cases] == [True, False, False]
-    assert not case(row(GPT | {"year": "2024", "notes": "eager"})).has_eager_loss
+@pytest.mark.parametrize(
+    ("change", "framework"),
+    [
+        (TITAN | {"year": "2024", "notes": "full AC; eager"}, "torchtitan-2024-eager"),
+        (TITAN | {"year": "2024", "notes": "compile"}, "torchtitan-2024"),
+        (TITAN | {"year": "2024", "notes": "AsyncTP"}, "torchtitan-2024-async-tp"),
+        (TITAN | {"year": "2025", "notes": "compile"}, "torchtitan"),
+        (TITAN | {"year": "2025", "notes": "AsyncTP"}, "torchtitan-async-tp"),
+        ({"framework": "PyTorch FSDP", "year": "2024", "notes": "eager"}, "pytorch"),
+        ({"framework": "Megatron-LM", "precision": "fp16"}, "megatron-lm"),
+        ({"framework": "Megatron-DeepSpeed"}, "megatron-lm-bf16"),
+        ({"framework": "Megatron-Core r0.8.0"}, "megatron-core"),
+        ({"framework": "JAX / PaxML"}, "xla"),
+        ({}, "xla"),
+        ({"layers": "8", "fsdp": "1", "pipeline": "8", "recompute": "full"}, "pytorch"),
+    ],
+)
+def test_a_row_is_predicted_with_the_framework_that_it_names(change, framework, row):
+    """As a user can ask for it: torchtitan compiles its loss from 2025 on; whether its blocks are
+    compiled, and overlap, its row says."""
+    assert case(row(GPT | change)).framework.name == framework
 
 
 def test_row_that_its_source_contradicts_is_run_as_published(row):

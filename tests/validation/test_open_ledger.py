@@ -10,7 +10,7 @@ from scalejax.simulator.program import Program
 from scalejax.validation import Validation, compile_cases, evaluate, read_ledger, summaries
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, case_of
-from scalejax.validation.programs import Programs
+from scalejax.validation.programs import archived_programs, find_programs
 
 OPEN_LEDGER = Path(__file__).parents[3] / "shared" / "ledger" / "step_times.csv"
 GOLDEN = Path(__file__).parents[1] / "golden" / "validation.json"
@@ -56,8 +56,8 @@ def test_archive_holds_what_the_compiler_says_today(family: str, tmp_path: Path,
     rows = [row for row in read_ledger(OPEN_LEDGER) if row.family == family]
     first = next(each for each in map(case_of, rows) if isinstance(each, Case))
 
-    (archived,) = Programs(compiles=False).find([first])
-    (compiled,) = Programs(Archive({})).find([first])
+    (archived,) = find_programs([first], archived_programs(compiles=False))
+    (compiled,) = find_programs([first], archived_programs(Archive({})))
 
     assert isinstance(archived, Program)
     assert isinstance(compiled, Program)

@@ -9,6 +9,7 @@ from ledger_cases import (
     RESNET,
     archive_for,
     case,
+    derived,
     ledger,
     moved_bytes,
     operation_count,
@@ -20,7 +21,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.transforms.scale_out import reduced, scaled_out
 from scalejax.validation.archive import Archive, read_archive, write_archive
-from scalejax.validation.programs import Programs, request_for
+from scalejax.validation.programs import archived_programs, find_programs
 from scalejax.validation.rebuild import main, rebuild
 from scalejax.xla.cache import case_key
 from scalejax.xla.worker_pool import run_jobs
@@ -45,7 +46,7 @@ def test_lone_device_sends_its_gradients_to_a_parameter_server(row):
 
     assert reduced_run.layout.data == 2
     assert alone == program(1)
-    assert request_for(lone, 0, is_reduced=True).job.run == reduced_run
+    assert derived(lone).compiled[0].run == reduced_run
 
 
 def test_more_microbatches_are_more_trips_through_their_loop(row):
@@ -101,10 +102,10 @@ def test_compiler_makes_the_program_that_was_widened(change, row, tmp_path: Path
     """Compiled in full for comparison: equal products and collectives, in order."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     whole = case(row(GPT | {"fsdp": "1", "microbatch": "2"} | change))
-    job = request_for(whole, 0, is_reduced=False).job
+    job = derived(whole, is_reduced=False).compiled[0]
 
-    programs = Programs(Archive({}))
-    (wide,) = programs.find([whole])
+    programs = archived_programs(Archive({}))
+    (wide,) = find_programs([whole], programs)
     compiled: list[Program] = []
     run_jobs([job], lambda _, result: compiled.append(result.program))
 
@@ -174,8 +175,9 @@ def test_archived_program_serves_every_size_of_the_data_axis(row):
     rows = [row(RESNET | {"device_count": str(n), "data": str(n)}) for n in (2, 16, 32, 16)]
     compiled = []
 
-    programs = Programs(archive_for(rows[0], program(2)), lambda *counts: compiled.append(counts))
-    found = programs.find([case(each) for each in rows])
+    archive = archive_for(rows[0], program(2))
+    programs = archived_programs(archive, lambda *counts: compiled.append(counts))
+    found = find_programs([case(each) for each in rows], programs)
 
     assert [each.device_count for each in found if isinstance(each, Program)] == [2, 16, 32, 16]
     assert found[1] is found[3]
@@ -188,7 +190,7 @@ def test_archive_needs_no_compiler_for_gpus(row, monkeypatch: pytest.MonkeyPatch
     archive = archive_for(known, program(2))
     monkeypatch.setattr("scalejax.xla.target.has_cuda_compiler", lambda: False)
 
-    (found,) = Programs(archive, compiles=False).find([case(known)])
+    (found,) = find_programs([case(known)], archived_programs(archive, compiles=False))
 
     assert isinstance(found, Program)
 
@@ -214,7 +216,7 @@ def test_first_run_that_fits_is_taken(row):
     for choice, each in enumerate((large, program(1), program(1))):
         lines |= archive_for(open_row, each, choice).lines
 
-    (found,) = Programs(Archive(lines)).find([case(open_row)])
+    (found,) = find_programs([case(open_row)], archived_programs(Archive(lines)))
 
     assert found == program(1)
 
@@ -225,12 +227,13 @@ def test_fastest_run_of_a_pipeline_that_fits_is_taken(row):
     open_row = row(GPT | cells | {"global_batch": "4"})
     lines = {}
     for choice in range(3):
-        split = request_for(case(open_row), choice, is_reduced=True).job.run.split
+        split = derived(case(open_row), choice).compiled[0].run.split
         work = matmul("block", split.microbatch)
         loop = Loop(name="work", trip_count=split.microbatches, body=(work,))
         lines |= archive_for(open_row, program_of(loop, devices=1), choice).lines
 
-    (found,) = Programs(Archive(lines), compiles=False).find([case(open_row)])
+    programs = archived_programs(Archive(lines), compiles=False)
+    (found,) = find_programs([case(open_row)], programs)
 
     assert isinstance(found, Program)
     assert [loop.trip_count for loop in found.operations if isinstance(loop, Loop)] == [4, 7]

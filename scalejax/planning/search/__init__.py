@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from scalejax.core.errors import DoesNotFit, require_at_least
+from scalejax.core.errors import require_at_least
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.parallel import SearchSpec, candidates
@@ -91,7 +91,7 @@ def search(
     require_at_least("processes", processes, 1)
     for count in device_counts:
         require_at_least("devices", count, 1)
-        _require_devices(count, cluster)
+        cluster.require_devices(count)
     every = [group for count in device_counts for group in groups(shape, count, global_batch)]
     parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
     spec = SearchSpec(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
@@ -204,11 +204,3 @@ def _nearest(
             if best is None or ratio < best[1]:
                 best = strategy, ratio
     return best
-
-
-def _require_devices(count: int, cluster: Cluster) -> None:
-    most = cluster.max_device_count
-    if most is None and cluster.network is None:
-        most = cluster.devices_per_node
-    if most is not None and count > most:
-        raise DoesNotFit(f"devices={count} is refused: {cluster.name} has at most {most}.")

@@ -28,6 +28,7 @@ from scalejax.planning.search import (
     search,
     workspace_bytes,
 )
+from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
@@ -187,6 +188,7 @@ def report_search(
     found: SearchResult,
     *,
     objective: Objective = "time",
+    framework: Framework = XLA,
     price_per_device_hour: float | None = None,
     top: int = 10,
     notes: Sequence[str] = (),
@@ -198,11 +200,17 @@ def report_search(
         cluster: where it would run.
         found: result of `search_run`.
         objective: quantity that was minimised.
+        framework: the framework that trains it; the best by the closed form are ranked anew by its
+            steps.
         price_per_device_hour: price of a device-hour, in any currency.
         top: number of strategies in the table.
         notes: further notes.
     """
     best = deduplicated(found.ranked)[:top]
+    ranked = list(_ranked(config, cluster, best, framework, price_per_device_hour))
+    if framework != XLA:
+        ranked.sort(key=lambda each: _rank(each.prediction, objective))
+        ranked = [replace(each, place=place) for place, each in enumerate(ranked, start=1)]
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
@@ -212,14 +220,14 @@ def report_search(
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
         fitting=len(found.ranked),
-        ranked=tuple(_ranked(config, cluster, best, price_per_device_hour)),
+        ranked=tuple(ranked),
         front=tuple(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
         nearest=found.nearest and (in_words(found.nearest[0]), found.nearest[1]),
         notes=(
             *notes,
-            *([_SCHEDULE_NOTE] if any(each.strategy.layout.pipeline > 1 for each in best) else []),
+            *_framework_notes(framework, best),
             *left_out_notes(shape_of(config, cluster.chip), counts),
         ),
     )
@@ -231,6 +239,7 @@ def confirm_search(
     cluster: Cluster,
     *,
     confirm: int,
+    framework: Framework = XLA,
     on_case: OnCase = nothing_said,
 ) -> SearchReport:
     """`report` with its first strategies compiled, and ranked by the compiled steps.
@@ -240,10 +249,11 @@ def confirm_search(
         config: the searched run.
         cluster: where it would run.
         confirm: number of strategies that are compiled.
+        framework: the framework that trains it.
         on_case: called for each compilation.
     """
     first = report.ranked[:confirm]
-    answers = _confirmed(config, cluster, [each.strategy for each in first], on_case)
+    answers = _confirmed(config, cluster, framework, [each.strategy for each in first], on_case)
     answered = (
         replace(
             each,
@@ -271,6 +281,17 @@ _SCHEDULE_NOTE = (
 )
 
 
+_FRAMEWORK_NOTE = (
+    "strategies are searched for as XLA runs them, and the best of them ranked as {} does"
+)
+
+
+def _framework_notes(framework: Framework, best: Sequence[Candidate]) -> list[str]:
+    has_stages = any(each.strategy.layout.pipeline > 1 for each in best)
+    notes = [_SCHEDULE_NOTE] if has_stages and framework.schedule != "1f1b" else []
+    return notes if framework == XLA else [*notes, _FRAMEWORK_NOTE.format(framework.title)]
+
+
 def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[str, ...]:
     """Note on the tensor axes that are not searched as they do not divide the vocabulary, if any.
 
@@ -290,20 +311,23 @@ def left_out_notes(shape: TransformerShape, device_counts: Sequence[int]) -> tup
 def _order(each: Ranked, objective: Objective) -> tuple[int, float]:
     """Sort key of compiled steps: those that fit by the objective, then those that were not
     compiled, in their order, and last those that do not fit once compiled."""
-    compiled = each.confirmed
-    if compiled is None:
-        return 1, 0.0
-    if not compiled.fits:
+    return (1, 0.0) if each.confirmed is None else _rank(each.confirmed, objective)
+
+
+def _rank(prediction: Prediction, objective: Objective) -> tuple[int, float]:
+    """Sort key by the objective; those that do not fit are last."""
+    if not prediction.fits:
         return 2, 0.0
     if objective == "memory":
-        return 0, float(compiled.peak_memory_bytes)
-    return 0, compiled.step_seconds * (compiled.device_count if objective == "cost" else 1)
+        return 0, float(prediction.peak_memory_bytes)
+    return 0, prediction.step_seconds * (prediction.device_count if objective == "cost" else 1)
 
 
 def _ranked(
     config: RunConfig,
     cluster: Cluster,
     best: Sequence[Candidate],
+    framework: Framework,
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
     """Yield the table's rows, with predictions of the whole closed-form programs."""
@@ -311,7 +335,15 @@ def _ranked(
     costs = StrategyCosts(shape, cluster)
     winner = costs.terms(best[0].strategy) if best else ()
     for place, each in enumerate(best, start=1):
-        program = transformer_program(shape, each.strategy, workspace_bytes=workspace)
+        shapes = (
+            replace(shape, vocabulary=shape.vocabulary * times)
+            for times in (1, *framework.vocabulary_factors)
+        )
+        program, *larger = (
+            transformer_program(one, each.strategy, workspace_bytes=workspace) for one in shapes
+        )
+        if framework != XLA:
+            program = framework.applied(program, run_of(config, each.strategy), larger)
         price = None
         if price_per_device_hour is not None:
             price = 1e6 * each.device_hours_per_sample * price_per_device_hour
@@ -373,7 +405,11 @@ def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
 
 
 def _confirmed(
-    config: RunConfig, cluster: Cluster, best: Sequence[Strategy], on_case: OnCase
+    config: RunConfig,
+    cluster: Cluster,
+    framework: Framework,
+    best: Sequence[Strategy],
+    on_case: OnCase,
 ) -> list[Prediction | str]:
     """Predictions of the compiled steps of the best, or the reason why one was not compiled."""
     answers: dict[int, Prediction | str] = {}
@@ -391,7 +427,7 @@ def _confirmed(
         except ConfigError as error:
             answers[index] = str(error)
         else:
-            jobs[index] = ProfileJob(run=run, cluster=cluster)
+            jobs[index] = ProfileJob(run=run, cluster=cluster, framework=framework)
     for index, job in jobs.items():
         compiled = _compiled(job, in_words(best[index]), on_case)
         answers[index] = compiled if isinstance(compiled, str) else predict(compiled, cluster)

@@ -33,7 +33,9 @@ from scalejax.planning.time_to_target.notes import (
     target_in_words,
 )
 from scalejax.planning.time_to_target.plan import Plan, PlanPoint, make_plan, plan_point
+from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
+from scalejax.xla import ProfileJob
 from scalejax.xla.batch import OnProgress, programs_of
 
 FARTHEST = 2
@@ -139,6 +141,7 @@ def plan_run(
     target: float | None = None,
     deadline_seconds: float | None = None,
     budget: float | None = None,
+    framework: Framework = XLA,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Plan:
     """Plan of `config` on `options`: all device counts and batches, and the best of them.
@@ -158,6 +161,7 @@ def plan_run(
         target: named in the plan where `convergence` does not state it.
         deadline_seconds: time within which the target must be reached.
         budget: maximum cost: in the currency of the prices, or in device-hours.
+        framework: the framework that trains it.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
@@ -178,9 +182,11 @@ def plan_run(
         config, options, device_counts, global_batches, convergence, left_out
     )
     points, predictions = [], []
-    programs = programs_of(
-        [(planned.run, planned.option.cluster) for planned in planned_runs], on_progress
-    )
+    jobs = [
+        ProfileJob(run=planned.run, cluster=planned.option.cluster, framework=framework)
+        for planned in planned_runs
+    ]
+    programs = programs_of(jobs, on_progress)
     for planned, program in zip(planned_runs, programs, strict=True):
         prediction = predict(program, planned.option.cluster)
         if not prediction.fits:
@@ -190,9 +196,11 @@ def plan_run(
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
+    title = f"{config.model.name} on {clusters}"
+    title += "" if framework == XLA else f", by {framework.title}"
     return make_plan(
         points,
-        title=f"{config.model.name} on {clusters}",
+        title=title,
         target=target_in_words(convergence, target),
         steps_source=source_in_words(config, convergence, curve),
         has_convergence=convergence is not None,

@@ -28,6 +28,7 @@ from scalejax.core.units import (
 )
 from scalejax.hardware import Chip, Cluster
 from scalejax.measure.fit import WIDE_ERROR, Fit
+from scalejax.simulator.frameworks import Framework
 from scalejax.validation import Summary, Validation
 
 SUDDEN = 0.9
@@ -271,8 +272,10 @@ def _published(presets: Mapping[str, Preset]) -> Iterator[RenderableType]:
 _SIZES = ("layers", "hidden", "heads")
 
 
-def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[RenderableType]:
-    """Tables of all clusters and all chips."""
+def catalogue(
+    clusters: Sequence[Cluster], chips: Sequence[Chip], frameworks: Sequence[Framework]
+) -> Iterator[RenderableType]:
+    """Tables of all clusters, all chips and all frameworks."""
     table = figures("cluster", "chip", "per node", "in the node", "between nodes")
     for each in clusters:
         between = f"{each.network.bytes_per_second / GB:g} GB/s" if each.network else "one node"
@@ -293,6 +296,11 @@ def catalogue(clusters: Sequence[Cluster], chips: Sequence[Chip]) -> Iterator[Re
             format_bytes(each.memory_bytes),
             f"{each.memory_bytes_per_second / GB:,.0f} GB/s",
         )
+    yield table
+    table = figures("framework", "year")
+    table.add_column("")
+    for each in frameworks:
+        table.add_row(each.name, str(each.year), each.title)
     yield table
     yield (
         "Links are per device, networks per node, both one way and nominal; rates are dense "
@@ -316,6 +324,17 @@ def entry(hardware: Chip | Cluster) -> Iterator[RenderableType]:
             f"Chip: {chip.title} (scalejax hardware {chip.name}).\n"
             f"Communication library: {library.title}."
         )
+
+
+def framework(one: Framework) -> Iterator[RenderableType]:
+    """What sets the step of a framework apart from XLA's, with sources."""
+    yield Text.assemble((one.name, "bold"), f": {one.title}, {one.year}")
+    schedule = {"gpipe": "GPipe, as scalejax trains", "1f1b": "1F1B, interleaved with chunks"}
+    lines = [Text.assemble("pipelines run ", (schedule[one.schedule], "bold"))]
+    for each in one.properties:
+        lines.append(Text(each.title, style="bold"))
+        lines.append(Padding(Text(each.source, style="dim"), (0, 0, 0, 4)))
+    yield Group(*lines)
 
 
 def _leaves(value: JsonValue, prefix: str = "") -> Iterator[tuple[str, str]]:

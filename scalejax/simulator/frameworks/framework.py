@@ -1,0 +1,313 @@
+"""Frameworks: what sets the step of each apart from the one that XLA compiles for scalejax.
+
+A framework is a value: a name, a year, and properties, each with its source and a function from a
+program to a program. `scalejax.xla` applies them to the compiled step. Knows nothing of hardware.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scalejax.config.model import ELEMENT_BYTES, CausalConfig, GptConfig
+from scalejax.config.run import ResolvedRun
+from scalejax.core.errors import ConfigError, unknown_name
+from scalejax.simulator.frameworks.eager import (
+    VOCABULARY_FACTORS,
+    temporary_bytes_at_loss,
+    with_eager_blocks,
+    with_eager_loss,
+)
+from scalejax.simulator.frameworks.half_precision_weights import with_half_weights
+from scalejax.simulator.frameworks.megatron import (
+    with_attention_dropout,
+    with_full_recompute,
+    with_half_gradients,
+    with_unpadded_heads,
+)
+from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
+from scalejax.simulator.program import Program
+
+Transform = Callable[[Program, ResolvedRun, Sequence[Program]], Program]
+"""Program of a framework, from the compiled one, its run, and the programs of the same run with
+`Property.vocabulary_factors` times its vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Property:
+    """A difference between a framework's step and the one that XLA compiles."""
+
+    title: str
+    """The difference, in a few words."""
+    source: str
+    """Where it is documented: a file of the framework, or a publication."""
+    transform: Transform
+    """The function that makes the difference."""
+    vocabulary_factors: tuple[int, ...] = ()
+    """Multiples of the vocabulary with which the step must be compiled as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """Software that trains, as far as its step differs from the one that XLA compiles."""
+
+    name: str
+    """Name that `--framework` takes."""
+    title: str
+    """Full name."""
+    year: int
+    """Year of the version that is meant."""
+    properties: tuple[Property, ...] = ()
+    """Differences from the compiled step, in the order in which they are applied."""
+    schedule: Literal["gpipe", "1f1b"] = "gpipe"
+    """Order of the microbatches of a pipeline: all forward and then all backward, as scalejax
+    trains and XLA compiles them; or alternating (PipeDream-Flush; Narayanan et al. 2021, arXiv
+    2104.04473, section 2.2), interleaved where stages have chunks."""
+
+    @property
+    def vocabulary_factors(self) -> tuple[int, ...]:
+        """Multiples of the vocabulary with which the step must be compiled as well."""
+        return tuple(factor for each in self.properties for factor in each.vocabulary_factors)
+
+    def applied(
+        self, program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program] = ()
+    ) -> Program:
+        """`program` of `run` as this framework would run it.
+
+        Args:
+            program: the compiled step; of a pipeline under 1F1B, of one stage.
+            run: its run.
+            larger_vocabularies: the programs for `vocabulary_factors`, in order.
+        """
+        rest = list(larger_vocabularies)
+        for each in self.properties:
+            count = len(each.vocabulary_factors)
+            program = each.transform(program, run, rest[:count])
+            rest = rest[count:]
+        if self.name == program.framework:
+            return program
+        note = f"the step of {self.title}"
+        if self.properties:
+            note += ": " + "; ".join(each.title for each in self.properties)
+        return replace(program, framework=self.name, notes=(*program.notes, note))
+
+
+def framework_named(name: str) -> Framework:
+    """The framework of that name.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if name not in FRAMEWORKS:
+        raise ConfigError(unknown_name("framework", name, FRAMEWORKS))
+    return FRAMEWORKS[name]
+
+
+def _for_gpt(
+    change: Callable[[Program, ResolvedRun, GptConfig], Program],
+) -> Transform:
+    """Transform that leaves other networks than `gpt` unchanged."""
+
+    def transform(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
+        del larger
+        model = run.config.model
+        return change(program, run, model) if isinstance(model, GptConfig) else program
+
+    return transform
+
+
+def _full_recompute(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
+    del run
+    return with_full_recompute(program) if model.remat == "full" else program
+
+
+def _attention_dropout(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
+    (tokens,) = run.dataset.input_shape
+    return with_attention_dropout(program, tokens) if model.attention == "unfused" else program
+
+
+def _unpadded_heads(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
+    del run
+    return with_unpadded_heads(program, model.hidden // model.heads)
+
+
+def _half_gradients(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
+    del run, model
+    return with_half_gradients(program)
+
+
+def _half_weights(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
+    del run, model
+    return with_half_weights(program)
+
+
+def _overlapped_tensor(
+    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
+) -> Program:
+    del run, larger_vocabularies
+    return with_overlapped_tensor(program)
+
+
+def _overlapped_state(
+    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
+) -> Program:
+    del run, larger_vocabularies
+    return with_overlapped_state(program)
+
+
+def _tokens(run: ResolvedRun) -> int:
+    """Tokens of a microbatch on one device."""
+    return run.split.microbatch * run.dataset.input_shape[0] // run.layout.context
+
+
+def _eager_loss(
+    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
+) -> Program:
+    if not isinstance(run.config.model, CausalConfig):
+        return program
+    tensor = run.layout.tensor
+    at_loss = temporary_bytes_at_loss([each.memory.temporary_bytes for each in larger_vocabularies])
+    logits = _tokens(run) * run.dataset.classes // tensor
+    return with_eager_loss(program, logits, at_loss, is_divided=tensor > 1)
+
+
+def _eager_blocks(
+    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
+) -> Program:
+    del larger_vocabularies
+    model = run.config.model
+    if not isinstance(model, CausalConfig) or model.remat != "selective_op":
+        return program
+    size = _tokens(run) * model.hidden * ELEMENT_BYTES[model.compute_dtype]
+    return with_eager_blocks(program, size, model.layers)
+
+
+_REENTRANT = Property(
+    title="full recompute runs the whole block again, its last product too",
+    source="Narayanan et al. 2021, arXiv 2104.04473, eq. 3; torch.utils.checkpoint, re-entrant",
+    transform=_for_gpt(_full_recompute),
+)
+_DROPOUT = Property(
+    title="dropout of unfused attention's scores is a kernel of its own",
+    source="NVIDIA/Megatron-LM, megatron/arguments.py: attention_dropout = 0.1",
+    transform=_for_gpt(_attention_dropout),
+)
+_HALF_GRADIENTS = Property(
+    title="gradients are summed, and ZeRO's parameters gathered, in fp16",
+    source=(
+        "NVIDIA/Megatron-LM, megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is off "
+        "for fp16; microsoft/DeepSpeed: communication_data_type"
+    ),
+    transform=_for_gpt(_half_gradients),
+)
+_HALF_WEIGHTS = Property(
+    title="products read fp16 weights without a cast, and add to fp16 gradients",
+    source=(
+        "NVIDIA/Megatron-LM, megatron/optimizer/optimizer.py: Float16OptimizerWithFloat16Params; "
+        "microsoft/DeepSpeed: FP16_Optimizer"
+    ),
+    transform=_for_gpt(_half_weights),
+)
+_UNPADDED = Property(
+    title="products of attention heads are not padded to 8 elements",
+    source="torch.baddbmm in NVIDIA/Megatron-LM, megatron/model/transformer.py; XLA pads",
+    transform=_for_gpt(_unpadded_heads),
+)
+_TENSOR_OVERLAP = Property(
+    title="tensor-parallel collectives overlap with the products beside them",
+    source=(
+        "NVIDIA/Megatron-LM: --tp-comm-overlap; PyTorch: asynchronous tensor parallelism; "
+        "Wang et al. 2023, doi 10.1145/3567955.3567959, section 3"
+    ),
+    transform=_overlapped_tensor,
+)
+_STATE_OVERLAP = Property(
+    title="the distributed optimizer's collectives overlap with the passes",
+    source="NVIDIA/Megatron-LM: --overlap-param-gather, --overlap-grad-reduce",
+    transform=_overlapped_state,
+)
+_EAGER_LOSS = Property(
+    title="the loss is not compiled, and holds three or four float32 copies of the logits",
+    source=(
+        'pytorch/torchtitan of 2024, train.py: "compiling loss function causes CUDA errors, '
+        'turning off for now"; pull request 1033 of April 2025 compiled it'
+    ),
+    transform=_eager_loss,
+    vocabulary_factors=VOCABULARY_FACTORS,
+)
+_EAGER_BLOCKS = Property(
+    title="blocks are not compiled; selective recompute keeps the result of their last product",
+    source="torch/utils/checkpoint.py: _CachingTorchDispatchMode",
+    transform=_eager_blocks,
+)
+
+_MEGATRON = (_REENTRANT, _DROPOUT, _UNPADDED)
+_MEGATRON_FP16 = (_REENTRANT, _DROPOUT, _HALF_GRADIENTS, _HALF_WEIGHTS, _UNPADDED)
+
+XLA = Framework(name="xla", title="JAX and XLA, as scalejax trains", year=2026)
+"""The framework of the compiled step itself."""
+
+FRAMEWORKS = {
+    each.name: each
+    for each in (
+        XLA,
+        Framework(name="pytorch", title="PyTorch", year=2023, schedule="1f1b"),
+        Framework(
+            name="megatron-lm",
+            title="Megatron-LM, and DeepSpeed on it, in fp16",
+            year=2021,
+            properties=_MEGATRON_FP16,
+            schedule="1f1b",
+        ),
+        Framework(
+            name="megatron-lm-bf16",
+            title="Megatron-LM, and DeepSpeed on it, in bf16",
+            year=2022,
+            properties=_MEGATRON,
+            schedule="1f1b",
+        ),
+        Framework(
+            name="megatron-core",
+            title="Megatron-Core, all communication overlapped",
+            year=2024,
+            properties=(*_MEGATRON, _TENSOR_OVERLAP, _STATE_OVERLAP),
+            schedule="1f1b",
+        ),
+        Framework(
+            name="torchtitan-2024",
+            title="torchtitan, its blocks compiled and its loss not",
+            year=2024,
+            properties=(_EAGER_LOSS,),
+            schedule="1f1b",
+        ),
+        Framework(
+            name="torchtitan-2024-async-tp",
+            title="torchtitan with asynchronous tensor parallelism, its loss not compiled",
+            year=2024,
+            properties=(_TENSOR_OVERLAP, _EAGER_LOSS),
+            schedule="1f1b",
+        ),
+        Framework(
+            name="torchtitan-2024-eager",
+            title="torchtitan, nothing compiled",
+            year=2024,
+            properties=(_EAGER_LOSS, _EAGER_BLOCKS),
+            schedule="1f1b",
+        ),
+        Framework(name="torchtitan", title="torchtitan, compiled", year=2025, schedule="1f1b"),
+        Framework(
+            name="torchtitan-async-tp",
+            title="torchtitan, compiled, with asynchronous tensor parallelism",
+            year=2025,
+            properties=(_TENSOR_OVERLAP,),
+            schedule="1f1b",
+        ),
+        Framework(
+            name="torchtitan-eager",
+            title="torchtitan, only its loss compiled",
+            year=2025,
+            properties=(_EAGER_BLOCKS,),
+            schedule="1f1b",
+        ),
+    )
+}
+"""The frameworks, by name."""

@@ -1,0 +1,160 @@
+"""Programs that are derived from compiled ones: for a framework, a chip, or more devices.
+
+Says which runs are compiled for a requested program, and makes the one from the others; compiles
+nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scalejax.config.data import SyntheticTokensConfig
+from scalejax.config.model import ELEMENT_BYTES, GptConfig
+from scalejax.config.parallelism import stage_layers
+from scalejax.config.run import ResolvedRun, resolve
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.hardware import Cluster
+from scalejax.simulator.frameworks import XLA, Framework
+from scalejax.simulator.program import Program
+from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
+from scalejax.simulator.transforms.scale_out import reduced, scaled_out
+from scalejax.xla.job import RunJob
+from scalejax.xla.substitution import for_chip, restored
+from scalejax.xla.target import Backend, target_for
+
+_PARAMETER_SERVER = "parameter-server"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileJob:
+    """A run whose program is wanted for a cluster."""
+
+    run: ResolvedRun
+    """The run; its layout gives the device count."""
+    cluster: Cluster
+    """The cluster to compile for."""
+    framework: Framework = XLA
+    """The framework that trains it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derivation:
+    """How a requested program is made from compiled ones."""
+
+    job: ProfileJob
+    """What is requested."""
+    compiled: tuple[RunJob, ...]
+    """What is compiled: the step, and then the same step with each of the framework's multiples of
+    the vocabulary."""
+    run: ResolvedRun
+    """The run that the compiled step is scaled out to: all devices and microbatches, or those of
+    one stage of a pipeline."""
+
+    def program(self, compiled: Sequence[Program]) -> Program | None:
+        """The requested program, from those of `compiled`; None if it cannot be scaled out.
+
+        Raises:
+            ConfigError: if the pipeline cannot be derived from its stage.
+        """
+        step, *larger_vocabularies = compiled
+        program = scaled_out(step, self.compiled[0].run, self.run)
+        if program is None:
+            return None
+        program = self.job.framework.applied(program, self.run, larger_vocabularies)
+        program = restored(program, self.job.run)
+        if self.run.layout.pipeline == self.job.run.layout.pipeline:
+            return program
+        return pipelined(program, _pipeline(self.job.run, self.run))
+
+
+def derivation(
+    job: ProfileJob, *, is_reduced: bool = False, backend: Backend | None = None
+) -> Derivation:
+    """How the program of `job` is made.
+
+    Args:
+        job: what is requested.
+        is_reduced: whether the fewest devices and microbatches are compiled, and the program
+            scaled out; otherwise all of them.
+        backend: compiler backend; if None, that of the cluster's chip where it is installed, else
+            the CPU's.
+
+    Raises:
+        ConfigError: if the chip or the framework cannot run it.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    job.cluster.require_devices(job.run.layout.device_count)
+    is_stage = job.framework.schedule == "1f1b" and job.run.layout.pipeline > 1
+    run = for_chip(stage_run(job.run) if is_stage else job.run, job.cluster.chip)
+    has_server = job.cluster.library.name == _PARAMETER_SERVER
+    step = reduced(run, has_server=has_server) if is_reduced else run
+    target = target_for(job.cluster, step.layout.device_count, backend)
+    larger = (_with_vocabulary(step, times) for times in job.framework.vocabulary_factors)
+    return Derivation(
+        job=job,
+        compiled=tuple(RunJob(run=each, target=target) for each in (step, *larger)),
+        run=run,
+    )
+
+
+def stage_run(run: ResolvedRun) -> ResolvedRun:
+    """The run of the longest stage of a pipeline, as a network of its own.
+
+    Raises:
+        ConfigError: if such a stage cannot be compiled alone.
+    """
+    config, stages = run.config, run.layout.pipeline
+    model = config.model
+    if not isinstance(model, GptConfig):
+        accepted = "under 1F1B only the stages of gpt are known"
+        raise ConfigError(refusal("model.name", model.name, accepted))
+    if model.remat != "full":
+        accepted = (
+            "of a pipeline under 1F1B only the memory of full recompute is counted; "
+            'use "full", or --framework xla'
+        )
+        raise ConfigError(refusal("model.remat", model.remat, accepted))
+    if run.split.microbatches == 1:
+        accepted = "a pipeline under 1F1B needs at least 2"
+        raise ConfigError(refusal("batch.microbatches", 1, accepted))
+    stage = replace(
+        config,
+        model=replace(model, layers=-(-model.layers // stages)),
+        layout=replace(config.layout, pipeline=1, pipeline_chunks=1),
+    )
+    return resolve(stage, run.layout.device_count // stages)
+
+
+def _pipeline(run: ResolvedRun, stage: ResolvedRun) -> Pipeline:
+    """The pipeline of `run`, one stage of which is `stage`."""
+    model, layout = stage.config.model, run.config.layout
+    assert isinstance(model, GptConfig)  # noqa: S101  stage_run refuses others
+    assert isinstance(run.config.model, GptConfig)  # noqa: S101
+    layers = run.config.model.layers
+    is_even = layout.pipeline_chunks > 1 or layers % layout.pipeline == 0
+    (tokens,) = stage.dataset.input_shape
+    element_bytes = ELEMENT_BYTES[model.compute_dtype]
+    return Pipeline(
+        stages=layout.pipeline,
+        chunks=layout.pipeline_chunks,
+        layers=None if is_even else stage_layers(layers, layout.pipeline),
+        microbatches=stage.split.microbatches,
+        boundary_bytes=stage.split.microbatch * tokens * model.hidden * element_bytes,
+        is_boundary_divided=layout.sequence_parallel,
+    )
+
+
+def _with_vocabulary(run: ResolvedRun, times: int) -> ResolvedRun:
+    """`run`, of a transformer, with a vocabulary `times` as large.
+
+    Raises:
+        ConfigError: if its data do not have a vocabulary of any size.
+    """
+    data, words = run.config.data, run.dataset.classes * times
+    if not isinstance(data, SyntheticTokensConfig):
+        accepted = (
+            "this framework's loss is costed from larger vocabularies, which only "
+            "synthetic_tokens have"
+        )
+        raise ConfigError(refusal("data.name", data.name, accepted))
+    config = replace(run.config, data=replace(data, vocabulary=words))
+    return replace(run, config=config, dataset=replace(run.dataset, classes=words))

@@ -1,0 +1,126 @@
+"""A run as another framework would train it: what is compiled for it, and what is made of that."""
+
+from dataclasses import replace
+
+import pytest
+
+from scalejax.config.run import RunConfig, resolve
+from scalejax.core.errors import ConfigError, DoesNotFit
+from scalejax.core.serialization import build
+from scalejax.hardware import load_cluster
+from scalejax.simulator.frameworks import FRAMEWORKS, XLA, framework_named
+from scalejax.simulator.program import BUBBLE, Loop, Program
+from scalejax.xla import ProfileJob, profile_many
+from scalejax.xla.batch import Programs
+from scalejax.xla.derive import derivation, stage_run
+
+CLUSTER = load_cluster("dgx-a100")
+
+
+def run_of(*, layers=8, microbatches=4, remat="full", devices=16, **layout):
+    """A small GPT on 16 devices."""
+    return resolve(
+        build(
+            RunConfig,
+            {
+                "model": {
+                    "name": "gpt",
+                    "layers": layers,
+                    "hidden": 64,
+                    "heads": 4,
+                    "remat": remat,
+                    "compute_dtype": "bfloat16",
+                },
+                "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 512},
+                "batch": {"per_device_batch": 4, "microbatches": microbatches},
+                "optimizer": {"name": "adamw"},
+                "schedule": {"base_learning_rate": 0.1},
+                "layout": layout,
+            },
+        ),
+        devices,
+    )
+
+
+def test_one_stage_of_a_pipeline_under_1f1b_is_compiled():
+    """The longest, on its own devices; XLA's GPipe is compiled whole."""
+    run = run_of(layers=10, pipeline=4, tensor=2)
+    jobs = [ProfileJob(run=run, cluster=CLUSTER, framework=each) for each in FRAMEWORKS.values()]
+
+    by_name = {job.framework.name: derivation(job).compiled[0].run for job in jobs}
+
+    assert by_name["xla"] == run
+    stage = by_name["megatron-lm"]
+    assert stage == stage_run(run)
+    assert getattr(stage.config.model, "layers", None) == 3
+    assert stage.layout.axis_sizes == {
+        "pipeline": 1, "data": 2, "fsdp": 1, "context": 1, "tensor": 2,
+    }  # fmt: skip
+    assert stage.split.microbatch == run.split.microbatch
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ({"remat": "none"}, r"model\.remat='none' is refused"),
+        ({"microbatches": 1}, r"batch\.microbatches=1 is refused"),
+    ],
+)
+def test_a_pipeline_whose_stage_says_too_little_is_refused(change, refused):
+    """By the field, before anything is compiled; alone it is the answer for that job."""
+    job = ProfileJob(
+        run=run_of(pipeline=4, **change), cluster=CLUSTER, framework=FRAMEWORKS["megatron-lm"]
+    )
+
+    with pytest.raises(ConfigError, match=refused):
+        derivation(job)
+    (answer,) = Programs(compiles=False).find([job])
+    assert isinstance(answer, ConfigError)
+
+
+def test_all_devices_of_a_pipeline_must_be_there():
+    """Though those of a stage alone are compiled for."""
+    small = replace(CLUSTER, max_device_count=8)
+    job = ProfileJob(run=run_of(pipeline=4), cluster=small, framework=FRAMEWORKS["megatron-lm"])
+
+    with pytest.raises(DoesNotFit, match=r"devices=16 is refused: dgx-a100 has at most 8"):
+        derivation(job)
+
+
+def test_an_unknown_framework_is_refused():
+    """With the nearest that is known."""
+    with pytest.raises(ConfigError, match=r"framework='megatron' is refused.*megatron-lm"):
+        framework_named("megatron")
+
+
+def test_every_property_has_a_source():
+    """And the framework that scalejax trains with has none: it is what is compiled."""
+    assert XLA.properties == ()
+    for framework in FRAMEWORKS.values():
+        assert all(each.source and each.title for each in framework.properties), framework.name
+
+
+def test_what_megatron_runs_is_made_of_what_xla_compiles(tmp_path):
+    """Of one run: a pipeline with its bubble from the compiled stage, and more FLOP, as full
+    recompute runs each block's last product again; without stages and properties, nothing else."""
+    run, flat = run_of(pipeline=4), run_of()
+    jobs = [
+        ProfileJob(run=each, cluster=CLUSTER, framework=FRAMEWORKS[name])
+        for each, name in ((run, "megatron-lm"), (run, "pytorch"), (flat, "xla"), (flat, "pytorch"))
+    ]
+
+    megatron, pytorch, xla, flat_pytorch = profile_many(jobs, cache=tmp_path, backend="cpu")
+
+    for program in (megatron, pytorch):
+        assert program.device_count == 16
+        assert program.mesh_axes[0] == ("pipeline", 4)
+        assert any(BUBBLE in each.name for each in program.operations if isinstance(each, Loop))
+    assert megatron.framework == "megatron-lm"
+    assert megatron.flop > 1.05 * pytorch.flop
+    assert any("Megatron-LM" in note for note in megatron.notes)
+    assert xla.framework == "xla"
+    assert _bare(flat_pytorch) == _bare(xla)
+
+
+def _bare(program: Program) -> Program:
+    return replace(program, framework="", notes=())

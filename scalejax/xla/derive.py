@@ -63,7 +63,8 @@ class Derivation:
         program = restored(program, self.job.run)
         if self.run.layout.pipeline == self.job.run.layout.pipeline:
             return program
-        return pipelined(program, _pipeline(self.job.run, self.run))
+        whole = pipelined(program, _pipeline(self.job.run, self.run))
+        return replace(whole, model_flop=_model_flop(program, self.job.run, self.run))
 
 
 def derivation(
@@ -141,6 +142,19 @@ def _pipeline(run: ResolvedRun, stage: ResolvedRun) -> Pipeline:
         boundary_bytes=stage.split.microbatch * tokens * model.hidden * element_bytes,
         is_boundary_divided=layout.sequence_parallel,
     )
+
+
+def _model_flop(program: Program, run: ResolvedRun, stage: ResolvedRun) -> int | None:
+    """FLOP of the model over all stages: those of the blocks grow with the layers, those of the
+    logits (three products with the embedding) are in the stage that is compiled."""
+    model, whole = stage.config.model, run.config.model
+    if program.model_flop is None or not (
+        isinstance(model, GptConfig) and isinstance(whole, GptConfig)
+    ):
+        return None
+    (tokens,) = stage.dataset.input_shape
+    logits = 6 * stage.split.global_batch * tokens * model.hidden * stage.dataset.classes
+    return (program.model_flop - logits) * whole.layers // model.layers + logits
 
 
 def _with_vocabulary(run: ResolvedRun, times: int) -> ResolvedRun:

@@ -76,6 +76,7 @@ def test_a_run_is_emulated_shown_and_computed_again(run_file, tmp_path, capsys):
     assert "downpour by 4 workers" in page
 
 
+@pytest.mark.slow
 def test_the_same_config_and_seed_give_the_same_curve(run_file, tmp_path):
     """Bit for bit, stragglers and failures included; another seed gives another."""
     weather = (

@@ -435,6 +435,7 @@ def test_two_processes_say_together_what_one_says(folder):
     )
 
 
+@pytest.mark.slow
 def test_runs_in_one_program_skip_and_fill_as_alone(folder):
     """Two seeds, each with its own order: the records that they leave one by one."""
     path = folder / "run.toml"

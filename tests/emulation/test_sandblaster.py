@@ -90,6 +90,7 @@ def direct(fields) -> tuple[list[float], jax.Array]:
         losses.append(float(loss(params)))
 
 
+@pytest.mark.slow_except("convex")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_lbfgs_of_the_whole_batch(shape: str):
     """The losses of Optax's own, with the same line search, to the rounding of float32."""
@@ -150,6 +151,7 @@ def test_copies_of_the_last_work_items_save_the_wait_for_the_slowest():
     assert with_copies < without / 2
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_so_many_rounds():
     """By hand: 11 work items by 4 replicas are 3 rounds of a second, 1 by 11, 11 by one."""
     for workers, rounds in ((1, 11), (4, 3), (11, 1)):

@@ -528,6 +528,7 @@ def test_waiting_for_a_store_is_no_work_of_the_processor(
     assert gives == (waiting and pytest.approx(path.stat().st_size / waiting, rel=0.01))
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_predictions_read(tmp_path: Path, photographs: list[bytes]):
     """How far off they are is another matter: `experiments/input_model`."""
     from scalejax.measure.input.bench import Grid, bench, stage_count

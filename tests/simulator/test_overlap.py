@@ -3,14 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from ledger_cases import GPT, case
 from program_cases import PAPER, fusion, gather, matmul, program_of, wait
 
 from scalejax.simulator.frameworks.overlap import with_overlapped_state, with_overlapped_tensor
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
-
-TENSOR, STATE = GPT | {"fsdp": "1", "tensor": "4", "data": "2"}, GPT | {"fsdp": "1", "data": "8"}
 
 
 def scatter(name: str, milliseconds: float, axis: str) -> Operation:
@@ -101,21 +98,3 @@ def test_state_of_one_loop_over_microbatches_is_beside_all_of_them():
 
     middle = ["gradients", "both", "parameters-done"]
     assert names(beside) == ["parameters", *middle, "gradients-done"]
-
-
-@pytest.mark.parametrize(
-    ("cells", "tensor", "state"),
-    [
-        (TENSOR, False, False),
-        (TENSOR | {"framework": "Megatron-LM"}, False, False),
-        (TENSOR | {"framework": "Megatron-Core r0.8.0"}, True, True),
-        (TENSOR | {"case_id": "titan_8b_asyncTP"}, True, False),
-        (TENSOR | {"notes": "full AC; AsyncTP"}, True, False),
-        (STATE | {"framework": "Megatron-Core r0.8.0"}, True, True),
-    ],
-)
-def test_rows_say_what_their_framework_overlaps(cells, tensor: bool, state: bool, row):
-    """By its name, or by a note."""
-    found = case(row(cells))
-
-    assert (found.overlaps_tensor, found.overlaps_state) == (tensor, state)

@@ -106,6 +106,7 @@ def test_losses_are_those_without_the_cache(layout, dtype, tmp_path):
         np.testing.assert_allclose(one, other, atol=1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_features_are_computed_once(tmp_path, monkeypatch):
     """A second run reads no image; other weights are other features."""
     first = train(run_of(), tmp_path / "a", predicts=False)

@@ -230,6 +230,7 @@ def scales(params: Any) -> dict[str, float]:
     return {path: float(values[0]) for path, values in found.items()}
 
 
+@pytest.mark.slow
 def test_the_last_batch_norm_of_each_residual_block_starts_at_zero(resnet_params):
     """gamma = 0 in 8 of the 20, the second of each block; 1 in all others (section 5.1)."""
     found = scales(resnet_params)

@@ -437,6 +437,7 @@ def run_in(
     return figures(folder), [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name == "top_k" else [pytest.mark.slow]) for name in RESUMED],

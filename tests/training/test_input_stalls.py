@@ -63,6 +63,7 @@ def plain(tmp_path_factory):
     return run(tmp_path_factory.mktemp("plain") / "run")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_slow_source_says_that_it_waited(tmp_path, monkeypatch, plain):
     """50 ms a batch and a step of a few: every line has most of it, and the end says so."""
     take = SyntheticImages.take

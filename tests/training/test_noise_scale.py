@@ -170,6 +170,7 @@ def true_noise_scale() -> float:
     return float((mean_square - np.sum(mean**2)) / np.sum(mean**2))
 
 
+@pytest.mark.slow_except("layout1-8")
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
     [

@@ -119,6 +119,9 @@ def test_what_megatron_runs_is_made_of_what_xla_compiles(tmp_path):
     assert megatron.flop > 1.05 * pytorch.flop
     assert any("Megatron-LM" in note for note in megatron.notes)
     assert xla.framework == "xla"
+    assert pytorch.global_batch and pytorch.model_flop and xla.global_batch and xla.model_flop
+    samples = pytorch.global_batch / xla.global_batch
+    assert pytorch.model_flop == pytest.approx(samples * xla.model_flop)
     assert _bare(flat_pytorch) == _bare(xla)
 
 

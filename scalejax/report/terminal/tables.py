@@ -330,7 +330,8 @@ def framework(one: Framework) -> Iterator[RenderableType]:
     """What sets the step of a framework apart from XLA's, with sources."""
     yield Text.assemble((one.name, "bold"), f": {one.title}, {one.year}")
     schedule = {"gpipe": "GPipe, as scalejax trains", "1f1b": "1F1B, interleaved with chunks"}
-    lines = [Text.assemble("pipelines run ", (schedule[one.schedule], "bold"))]
+    lines: list[RenderableType] = []
+    lines.append(Text.assemble("pipelines run ", (schedule[one.schedule], "bold")))
     for each in one.properties:
         lines.append(Text(each.title, style="bold"))
         lines.append(Padding(Text(each.source, style="dim"), (0, 0, 0, 4)))

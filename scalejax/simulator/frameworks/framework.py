@@ -253,14 +253,14 @@ FRAMEWORKS = {
         Framework(name="pytorch", title="PyTorch", year=2023, schedule="1f1b"),
         Framework(
             name="megatron-lm",
-            title="Megatron-LM, and DeepSpeed on it, in fp16",
+            title="Megatron-LM or Megatron-DeepSpeed, fp16",
             year=2021,
             properties=_MEGATRON_FP16,
             schedule="1f1b",
         ),
         Framework(
             name="megatron-lm-bf16",
-            title="Megatron-LM, and DeepSpeed on it, in bf16",
+            title="Megatron-LM or Megatron-DeepSpeed, bf16",
             year=2022,
             properties=_MEGATRON,
             schedule="1f1b",

@@ -106,6 +106,7 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         operations=operations,
         memory=memory,
         model_flop=None,
+        state_bytes=None,
         notes=(*stage.notes, _NOTE),
     )
 

@@ -19,7 +19,7 @@ from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, keep
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
-from scalejax.xla.job import Compiled, FunctionJob
+from scalejax.xla.job import Compiled, FunctionJob, RunJob
 from scalejax.xla.substitution import for_chip, require_type, restored
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
@@ -98,22 +98,26 @@ def profile_many(
             if on_done is not None:
                 on_done(position, derived)
 
-    missing: list[tuple[int, int]] = []
+    requested: list[RunJob] = []
+    waiting: list[list[tuple[int, int]]] = []
     for position, each in enumerate(found):
         for index, job in enumerate(each.derivation.compiled):
             program = None if folder is None else cached_program(folder, job)
-            if program is None:
-                missing.append((position, index))
-            else:
+            if program is not None:
                 done(position, index, program)
-    requested = [found[position].derivation.compiled[index] for position, index in missing]
+            elif job in requested:
+                waiting[requested.index(job)].append((position, index))
+            else:
+                requested.append(job)
+                waiting.append([(position, index)])
 
     def compiled(number: int, result: Compiled) -> None:
         if folder is not None:
             keep(folder, requested[number], result)
-        done(*missing[number], result.program)
+        for position, index in waiting[number]:
+            done(position, index, result.program)
 
-    if missing:
+    if requested:
         run_jobs(requested, compiled)
     return [programs[position] for position in range(len(jobs))]
 

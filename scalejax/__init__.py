@@ -1,35 +1,42 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
-The verbs that carry the name of their module are imported from there:
-`from scalejax.simulator.predict import predict`, and likewise `profile`, `train` and `quickstart`.
-Everything here is imported when it is first used, so that `import scalejax` starts no JAX.
+The verbs (`predict`, `train`, `search`, `plan`, `explain`, `calibrate`, `validate`) do what the
+commands of these names do. Everything here is imported when it is first used, so that
+`import scalejax` starts no JAX.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scalejax.api import explain, plan, predict, search
     from scalejax.config.parallelism import Layout
     from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
     from scalejax.hardware import Chip, Cluster, cluster_names, load_cluster
+    from scalejax.measure.devices import calibrate
     from scalejax.planning.scaling_study import study
     from scalejax.report.html.report import write_report
+    from scalejax.simulator.frameworks import FRAMEWORKS, Framework
     from scalejax.simulator.predict import Prediction, ScalingPrediction
     from scalejax.simulator.program import Program
     from scalejax.training.mesh import build_mesh
     from scalejax.training.record import RunRecord
     from scalejax.training.step import Step, build_step, init_state
-    from scalejax.xla import profile_function, profile_many
+    from scalejax.training.train import train
+    from scalejax.validation import Validation, validate
+    from scalejax.xla import profile_call, profile_function, profile_many
 
 __version__ = "0.2.0"
 """As in pyproject.toml."""
 
 __all__ = [
+    "FRAMEWORKS",
     "Chip",
     "Cluster",
     "ConfigError",
     "DoesNotFit",
+    "Framework",
     "Layout",
     "Prediction",
     "Program",
@@ -39,27 +46,41 @@ __all__ = [
     "ScalejaxError",
     "ScalingPrediction",
     "Step",
+    "Validation",
     "build_mesh",
     "build_step",
+    "calibrate",
     "cluster_names",
+    "explain",
     "init_state",
     "load_cluster",
     "load_config",
+    "plan",
+    "predict",
+    "profile_call",
     "profile_function",
     "profile_many",
     "resolve",
+    "search",
     "study",
+    "train",
+    "validate",
     "write_report",
 ]
 
 _HOMES = {
+    "api": ("explain", "plan", "predict", "search"),
     "config.run": ("ResolvedRun", "RunConfig", "load_config", "resolve"),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
     "hardware": ("Chip", "Cluster", "cluster_names", "load_cluster"),
     "config.parallelism": ("Layout",),
     "training.mesh": ("build_mesh",),
     "simulator.predict": ("Prediction", "ScalingPrediction"),
-    "xla": ("profile_function", "profile_many"),
+    "xla": ("profile_call", "profile_function", "profile_many"),
+    "simulator.frameworks": ("FRAMEWORKS", "Framework"),
+    "measure.devices": ("calibrate",),
+    "validation": ("Validation", "validate"),
+    "training.train": ("train",),
     "simulator.program": ("Program",),
     "training.record": ("RunRecord",),
     "report.html.report": ("write_report",),

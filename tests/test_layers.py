@@ -28,6 +28,7 @@ LAYERS = (
     {"planning", "emulation"},
     {"sweep"},
     {"measure"},
+    {"api"},
     {"validation"},
     {"report"},
     {"__init__"},
@@ -231,6 +232,7 @@ def test_step_and_evaluation_are_the_only_modules_that_jit_a_run():
     # they time small programs of their own: products, copies, all-reduces
     others -= {f"measure.devices.{name}" for name in ("quick", "timing", "probes")}
     others -= {"training.multihost"}  # it sums up the bits of a state, and changes none
+    others -= {"xla.functions"}  # it jits a function of the user's, to be compiled
     # it has the gradient and the optimizer that the step is made of, in another order
     others -= {"emulation.executor"}
     assert others <= {"sweep.vmapped"}  # it maps what they built over several runs

@@ -3,8 +3,7 @@
 Run from this folder: python cost.py
 """
 
-from scalejax import load_cluster, profile_function
-from scalejax.simulator.predict import predict
+from scalejax import load_cluster, predict, profile_function
 
 cluster = load_cluster("dgx-h100")
 program = profile_function("two_layers:build", cluster=cluster, mesh_axes={"batch": 8, "width": 8})

@@ -12,6 +12,8 @@ from typing import Literal
 from scalejax.config.parallelism import AXES, BATCH_AXES
 from scalejax.core import metrics
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP
 from scalejax.hardware import Chip, Cluster, RateType
 from scalejax.hardware.site import FARTHEST
@@ -33,8 +35,16 @@ _CPU = "cpu"
 """Name of the chip where the measured local devices are CPUs: JAX's platform name."""
 
 
+_COLUMNS = (
+    "cluster", "device_count", "global_batch", "step_seconds", "p10_step_seconds",
+    "p90_step_seconds", "epoch_seconds", "samples_per_second", "tokens_per_second", "mfu",
+    "peak_memory_bytes", "fits",
+)  # fmt: skip
+"""Fields of a `Prediction` that its table shows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(Tabular):
     """Predicted time, throughput and memory of a program on a cluster; unknown is None."""
 
     cluster: str
@@ -93,9 +103,13 @@ class Prediction:
     """Fraction of the run's time spent on steps that count, 0..1, as far as checkpoints and
     failures are known; None if neither is."""
 
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """One row of the main figures."""
+        return [{name: getattr(self, name) for name in _COLUMNS}]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingPrediction:
+class ScalingPrediction(Tabular):
     """One training step on growing numbers of devices."""
 
     scaling: Scaling
@@ -113,6 +127,14 @@ class ScalingPrediction:
         if not self.predictions or len(self.predictions) != len(self.efficiencies):
             accepted = "there must be one for each of the predictions, and one at least"
             raise ConfigError(refusal("efficiencies", self.efficiencies, accepted))
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The main figures and the efficiency, a row for each number of devices."""
+        return [
+            {**row, "efficiency": efficiency}
+            for each, efficiency in zip(self.predictions, self.efficiencies, strict=True)
+            for row in each.to_rows()
+        ]
 
 
 def predict(

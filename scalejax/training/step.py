@@ -92,6 +92,8 @@ class Step:
     """Shapes, types and shardings of the state."""
     batch: Batch
     """Shapes, types and shardings of a global batch."""
+    run: ResolvedRun
+    """The run whose update it is."""
 
 
 def build_step(
@@ -131,7 +133,7 @@ def build_step(
         out_shardings=(state_shardings, replicated(mesh)),
         donate_argnums=0,
     )
-    return Step(function=function, state=state, batch=batch)
+    return Step(function=function, state=state, batch=batch, run=setup.run)
 
 
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:

@@ -13,6 +13,7 @@ from scalejax.validation.evaluation import (
     Validation,
     compile_cases,
     evaluate,
+    validate,
     validation,
     with_chips,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "evaluate",
     "read_ledger",
     "summaries",
+    "validate",
     "validation",
     "with_chips",
 ]

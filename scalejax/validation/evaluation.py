@@ -1,16 +1,19 @@
 """Predictions of every row of a ledger, and the validation that summarises their errors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import Archive
 from scalejax.validation.cases import Case, Skipped, case_of
-from scalejax.validation.ledger import LedgerRow
+from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.programs import archived_programs, find_programs, one_line
 from scalejax.validation.summary import RowResult, Summary, summaries
 from scalejax.xla.batch import OnProgress
@@ -29,7 +32,7 @@ class CompiledCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validation:
+class Validation(Tabular):
     """Errors of the predictions of a ledger."""
 
     ledger: str
@@ -38,6 +41,10 @@ class Validation:
     """Errors of each family of rows, and of all rows."""
     rows: tuple[RowResult, ...]
     """Result of each row, in the ledger's order."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """Prediction and measurement, a row for each row of the ledger."""
+        return [asdict(row) for row in self.rows]
 
 
 def compile_cases(
@@ -139,3 +146,17 @@ def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validati
     results = evaluate(cases)
     scored = [(case.row, result) for case, result in zip(cases, results, strict=True)]
     return Validation(ledger=ledger, families=tuple(summaries(scored)), rows=tuple(results))
+
+
+def validate(ledger: Path | str, *, framework: Framework | None = None) -> Validation:
+    """Predictions held against a ledger of published step times.
+
+    Args:
+        ledger: a CSV file in the format of the project's `step_times.csv`.
+        framework: framework to predict all rows with; if None, that of each row.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line is malformed.
+    """
+    path = Path(ledger)
+    return validation(path.name, compile_cases(read_ledger(path), framework=framework))

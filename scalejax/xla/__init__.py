@@ -6,19 +6,20 @@ already compiled. Importing this, and reading a cached program, needs no JAX.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from scalejax.config.run import ResolvedRun
 from scalejax.core.cache import user_folder
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import require_at_least
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, keep
 from scalejax.xla.compiled import read_compiled, read_step
 from scalejax.xla.derive import Derivation, ProfileJob, derivation
+from scalejax.xla.functions import Builder, call_of, pickled
 from scalejax.xla.job import Compiled, FunctionJob, RunJob
 from scalejax.xla.substitution import for_chip, require_type, restored
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
@@ -29,6 +30,7 @@ __all__ = [
     "for_chip",
     "has_cuda_compiler",
     "profile",
+    "profile_call",
     "profile_function",
     "profile_many",
     "read_compiled",
@@ -149,7 +151,7 @@ def remembered(job: ProfileJob) -> Program | None:
 
 
 def profile_function(
-    build: str | Callable[[Any], tuple[Any, tuple[Any, ...]]],
+    build: str | Builder,
     *,
     cluster: Cluster,
     mesh_axes: Mapping[str, int],
@@ -159,14 +161,13 @@ def profile_function(
 
     Args:
         build: a function of a mesh that returns (jitted function, its arguments as arrays or
-            shapes with shardings); itself or as "module:name". The worker imports it, so it
-            must be at the top level of a module or script.
+            shapes with shardings); itself, from anywhere, or as "module:name".
         cluster: the cluster to compile for; none of its devices need be present.
         mesh_axes: devices along each axis of the mesh, major to minor.
         backend: see `profile`.
 
     Raises:
-        ConfigError: if `build` cannot be imported.
+        ConfigError: if `build` cannot be imported or pickled.
         ProfileError: if the compiler refuses, or is not there.
         DoesNotFit: if the cluster has fewer devices.
     """
@@ -174,26 +175,58 @@ def profile_function(
     for axis, size in mesh_axes.items():
         require_at_least(f"mesh_axes.{axis}", size, 1)
         device_count *= size
+    is_name = isinstance(build, str)
+    name = build if is_name else getattr(build, "__name__", type(build).__name__)
     job = FunctionJob(
         target=target_for(cluster, device_count, backend),
-        builder=build if isinstance(build, str) else _reference(build),
+        builder=name,
         mesh_axes=tuple(mesh_axes.items()),
+        pickled="" if is_name else pickled(build, name),
+        path=tuple(sys.path),
     )
     results: list[Compiled] = []
     run_jobs([job], lambda _, result: results.append(result))
     return results[0].program
 
 
-def _reference(build: Callable[..., Any]) -> str:
-    """ "module:name" of a function, or "file.py:name" if it stands in the script being run."""
-    name = getattr(build, "__qualname__", repr(build))
-    if not name.isidentifier():  # "<lambda>", "outer.<locals>.inner"
-        accepted = "it must be a function at the top level of a module, for a worker to import it"
-        raise ConfigError(refusal("build", name, accepted))
-    if build.__module__ != "__main__":
-        return f"{build.__module__}:{name}"
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if file is None:
-        accepted = "an interactive session cannot be imported by a worker; put it in a file"
-        raise ConfigError(refusal("build", name, accepted))
-    return f"{Path(file).resolve()}:{name}"
+def profile_call(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    *,
+    cluster: Cluster,
+    device_count: int,
+    batch_argnums: Sequence[int] | None = None,
+    backend: Backend | None = None,
+) -> Program:
+    """Program of `function(*arguments)` on `device_count` devices, compiled for `cluster`.
+
+    Args:
+        function: jitted or not; also one typed into a notebook.
+        arguments: arrays or `jax.ShapeDtypeStruct`, of the whole step over all devices; those with
+            a `NamedSharding`, over an abstract mesh for example, keep it.
+        cluster: the cluster to compile for; none of its devices need be present.
+        device_count: devices to run on.
+        batch_argnums: where no argument has a sharding, positions of those that hold samples, which
+            are divided along their first dimension; if None, the last.
+        backend: see `profile`.
+
+    Raises:
+        ConfigError: if samples do not divide, or the function cannot be pickled.
+        ProfileError: if the compiler refuses, or is not there.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    require_at_least("devices", device_count, 1)
+    cluster.require_devices(device_count)
+    call = call_of(function, arguments, device_count, batch_argnums)
+    program = profile_function(
+        call.builder, cluster=cluster, mesh_axes=call.mesh_axes, backend=backend
+    )
+    program = replace(program, name=call.name, global_batch=call.global_batch)
+    if call.global_batch is None:
+        return program
+    which = (len(arguments) - 1,) if batch_argnums is None else tuple(batch_argnums)
+    note = (
+        f"data parallel: argument {', '.join(map(str, which))} of {call.name!r} is divided along "
+        "its first dimension, all others are replicated (batch_argnums, or shardings of your own)"
+    )
+    return replace(program, notes=(*program.notes, note))

@@ -45,9 +45,14 @@ class FunctionJob:
     target: Target
     """Devices to compile for."""
     builder: str
-    """Function that builds it: "module:name" or "/path/to/file.py:name"."""
+    """Function that builds it: "module:name" or "/path/to/file.py:name"; or the name of `pickled`.
+    """
     mesh_axes: tuple[tuple[str, int], ...]
     """(name, size) of each mesh axis, major to minor."""
+    pickled: str = ""
+    """The function itself, by `scalejax.xla.functions.pickled`; empty where it is imported."""
+    path: tuple[str, ...] = ()
+    """Folders to import from what `pickled` refers to."""
     name: Literal["function"] = "function"
     """Selects this kind."""
 

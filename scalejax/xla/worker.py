@@ -24,6 +24,7 @@ from scalejax.core import serialization
 from scalejax.core.environment import end_with_caller
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.simulator.program import Program
+from scalejax.xla.functions import unpickled
 from scalejax.xla.job import Compiled, FunctionJob, Job, Refused, RunJob
 from scalejax.xla.target import CUDNN_VERSION, Target
 
@@ -59,7 +60,8 @@ def _compile(job: RunJob | FunctionJob) -> Program:
         return replace(program, notes=notes)
 
     mesh = _mesh(job.mesh_axes, devices)
-    function, arguments = _built(job.builder, mesh)
+    build = unpickled(job.pickled, job.path) if job.pickled else _imported(job.builder)
+    function, arguments = _built(build, job.builder, mesh)
     compiled = function.lower(*arguments).compile()
     return read_compiled(compiled, mesh, name=job.builder.rpartition("/")[2])
 
@@ -133,9 +135,9 @@ def _mesh(mesh_axes: tuple[tuple[str, int], ...], devices: list[Any]) -> Any:
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _built(builder: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+def _built(build: Callable[[Any], Any], builder: str, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
     """The jitted function, and the shapes to compile it for, that the user's builder returns."""
-    answer = _imported(builder)(mesh)
+    answer = build(mesh)
     if not (isinstance(answer, tuple) and len(answer) == 2 and hasattr(answer[0], "lower")):
         accepted = "it must return (jitted function, arguments), arguments being a tuple"
         raise ConfigError(refusal(builder, answer, accepted))

@@ -441,9 +441,3 @@ def _wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_a_function_that_no_worker_can_import_is_refused():
-    """A lambda or a closure has no name to import it by."""
-    with pytest.raises(ConfigError, match="top level of a module"):
-        profile_function(lambda mesh: mesh, cluster=load_cluster("dgx-h100"), mesh_axes={"data": 2})

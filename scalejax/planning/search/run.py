@@ -15,6 +15,8 @@ from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdCo
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.planning.search import (
     Candidate,
@@ -60,7 +62,7 @@ class Ranked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchReport:
+class SearchReport(Tabular):
     """Result of a search for a run."""
 
     title: str
@@ -83,6 +85,19 @@ class SearchReport:
     """Where none fits: the strategy that needs least memory, and its memory over the device's."""
     notes: tuple[str, ...] = ()
     """Caveats, such as strategies that were not searched."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The best strategies, a row for each."""
+        return [
+            {
+                "place": each.place,
+                "strategy": in_words(each.strategy),
+                "step_seconds": (each.confirmed or each.prediction).step_seconds,
+                "peak_memory_bytes": (each.confirmed or each.prediction).peak_memory_bytes,
+                "is_compiled": each.confirmed is not None,
+            }
+            for each in self.ranked
+        ]
 
 
 def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:

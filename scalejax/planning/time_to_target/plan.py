@@ -6,10 +6,12 @@ times the step time on that many devices, over the goodput.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
 from scalejax.planning.convergence import Estimate
 from scalejax.simulator.predict import Prediction
 from scalejax.simulator.uncertainty import Z_OF_P90
@@ -51,7 +53,7 @@ class PlanPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Tabular):
     """All plan points, and the best of them."""
 
     title: str
@@ -90,6 +92,10 @@ class Plan:
     """Caveats of the figures."""
     points_optimizer: str | None = None
     """Optimizer of the convergence points, where it differs from the run's."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The points, a row for each."""
+        return [asdict(point) for point in self.points]
 
     @property
     def warning(self) -> str | None:

@@ -1,7 +1,9 @@
 """Explanation of one step: from its FLOP at peak to the predicted time, term by term."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from scalejax.core.serialization import JsonValue
+from scalejax.core.tabular import Tabular
 from scalejax.hardware import Cluster
 from scalejax.simulator.explain.labels import in_words
 from scalejax.simulator.explain.trace_match import TraceMatch
@@ -58,7 +60,7 @@ class CostlyOperation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class Explanation(Tabular):
     """Breakdown of a step's time, its unexpected collectives, and possible improvements."""
 
     program: str
@@ -93,6 +95,10 @@ class Explanation:
     """Caveats of the figures."""
     trace: TraceMatch | None = None
     """Comparison with a profiler trace; None without one."""
+
+    def to_rows(self) -> list[dict[str, JsonValue]]:
+        """The terms of the step, a row for each."""
+        return [asdict(term) for term in self.terms]
 
 
 def explain(

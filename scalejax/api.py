@@ -1,0 +1,250 @@
+"""The verbs of `from scalejax import ...`: what the commands do, as functions.
+
+Names of clusters and frameworks, paths of run files, and a step of any kind are accepted where a
+command accepts a flag. JAX starts only where something is compiled in this process.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalejax.config.run import RunConfig, load_config
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.hardware import Cluster, load_cluster
+from scalejax.planning.explain_run import explain_run
+from scalejax.planning.scaling_study import predict_run, study
+from scalejax.planning.search import Objective
+from scalejax.planning.search.run import SearchReport, confirm_search, report_search, search_run
+from scalejax.planning.time_to_target.plan import Plan
+from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
+from scalejax.simulator.explain import Explanation
+from scalejax.simulator.explain import explain as explain_program
+from scalejax.simulator.frameworks import Framework, framework_named
+from scalejax.simulator.predict import Prediction, Scaling, ScalingPrediction
+from scalejax.simulator.predict import predict as predict_program
+from scalejax.simulator.program import Program
+from scalejax.xla import profile, profile_call
+
+if TYPE_CHECKING:
+    from scalejax.training.step import Step
+
+Run = RunConfig | Path | str
+"""A config, or the path of its run file."""
+
+
+def predict(
+    subject: "Run | Program | Step | Callable[..., Any]",
+    cluster: Cluster | Path | str,
+    devices: int | Sequence[int] | None = None,
+    *,
+    arguments: Sequence[Any] = (),
+    batch_argnums: Sequence[int] | None = None,
+    framework: Framework | str = "xla",
+    scaling: Scaling = "weak",
+) -> Prediction | ScalingPrediction:
+    """Predicted time, throughput, efficiency and memory of a step on a cluster that is not here.
+
+    Example:
+        >>> from scalejax import load_config, predict
+        >>> path = "scalejax/config/examples/resnet50_goyal2017.toml"
+        >>> result = predict(load_config(path), "goyal2017-p100", 8)
+        >>> result.fits
+        True
+
+    Args:
+        subject: a run (its config or run file), a compiled `Program`, a `Step` of `build_step`, or
+            any function of `arguments`, jitted or not, also one typed into a notebook.
+        cluster: a cluster, its name in the catalogue, or the path of its file.
+        devices: number of devices, or several; a `Program` and a `Step` have their own.
+        arguments: of a function: arrays or `jax.ShapeDtypeStruct`s of the whole step over all
+            devices. Where none has a `NamedSharding`, the function is data parallel.
+        batch_argnums: positions of the arguments that hold samples; if None, the last.
+        framework: the framework that trains it, or its name; of a run.
+        scaling: what stays fixed as devices are added: the batch per device (weak), or the global
+            batch (strong); of a run.
+
+    Returns: a `ScalingPrediction` for several numbers of devices, else a `Prediction`.
+
+    Raises:
+        ConfigError: if the run, the arguments or a name is refused.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    where = _cluster(cluster)
+    if isinstance(subject, Program):
+        _refuse_devices(devices, "a program")
+        return predict_program(subject, where)
+    if isinstance(subject, RunConfig | Path | str):
+        counts = _counts(devices)
+        found = study(_config(subject), where, counts, scaling, framework=_framework(framework))
+        return found.predictions[0] if isinstance(devices, int) else found
+    if _framework(framework).name != "xla":
+        accepted = "a step of your own is predicted as XLA compiles it"
+        raise ConfigError(refusal("framework", _framework(framework).name, accepted))
+    if run := getattr(subject, "run", None):
+        _refuse_devices(devices, "a step")
+        epochs = run.config.train.epochs
+        return predict_run(run, profile(run, where), where, epochs=epochs)
+    if not callable(subject):
+        accepted = "it must be a config, a run file, a program, a step or a function"
+        raise ConfigError(refusal("subject", subject, accepted))
+    if not isinstance(devices, int):
+        raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
+    program = profile_call(
+        subject, arguments, cluster=where, device_count=devices, batch_argnums=batch_argnums
+    )
+    return predict_program(program, where)
+
+
+def explain(
+    subject: Run | Program,
+    cluster: Cluster | Path | str,
+    devices: int | None = None,
+    *,
+    framework: Framework | str = "xla",
+) -> Explanation:
+    """Breakdown of a predicted step, its costliest operations, and what would shorten it.
+
+    Args:
+        subject: a run (its config or run file), or a compiled `Program`.
+        cluster: a cluster, its name in the catalogue, or the path of its file.
+        devices: number of devices of a run.
+        framework: the framework that trains it, or its name; of a run.
+
+    Raises:
+        ConfigError: if the run or a name is refused.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses the step.
+    """
+    where = _cluster(cluster)
+    if isinstance(subject, Program):
+        _refuse_devices(devices, "a program")
+        return explain_program(subject, where)
+    (count,) = _counts(devices)
+    run = _config(subject)
+    return explain_run(run, where, count, framework=_framework(framework)).explanation
+
+
+def search(
+    run: Run,
+    cluster: Cluster | Path | str,
+    devices: int | Sequence[int],
+    *,
+    global_batch: int | None = None,
+    objective: Objective = "time",
+    framework: Framework | str = "xla",
+    price_per_device_hour: float | None = None,
+    top: int = 10,
+    confirm: int = 3,
+) -> SearchReport:
+    """The best parallelisation strategies of a transformer, those that fit ranked by an objective.
+
+    Args:
+        run: a config or a run file; its layout, microbatches and remat are replaced.
+        cluster: a cluster, its name in the catalogue, or the path of its file.
+        devices: number of devices, or several to choose from.
+        global_batch: samples per update; if None, that of the run.
+        objective: what is minimised: step time, device-hours per sample, or memory.
+        framework: the framework that trains it, or its name.
+        price_per_device_hour: price of a device-hour, in any currency.
+        top: number of strategies in the result.
+        confirm: number of the best that are compiled.
+
+    Raises:
+        ConfigError: if the network has no closed form, or no batch is given.
+        DoesNotFit: if the cluster has fewer devices.
+    """
+    config, where, by = _config(run), _cluster(cluster), _framework(framework)
+    found = search_run(
+        config, where, tuple(_counts(devices)), global_batch=global_batch, objective=objective
+    )
+    report = report_search(
+        config,
+        where,
+        found,
+        objective=objective,
+        framework=by,
+        price_per_device_hour=price_per_device_hour,
+        top=top,
+    )
+    if not confirm or not report.ranked:
+        return report
+    return confirm_search(report, config, where, confirm=confirm, framework=by)
+
+
+def plan(
+    run: Run,
+    clusters: Sequence[Cluster | Path | str],
+    devices: Sequence[int],
+    *,
+    prices_per_device_hour: Sequence[float] | None = None,
+    global_batches: Sequence[int] = (),
+    convergence: str | None = None,
+    target: float | None = None,
+    deadline_seconds: float | None = None,
+    budget: float | None = None,
+    framework: Framework | str = "xla",
+) -> Plan:
+    """The devices and the batch that reach a target soonest, or cheapest.
+
+    Args:
+        run: a config or a run file; a `layout.data` in it is replaced.
+        clusters: clusters to choose from, their names in the catalogue, or paths of their files.
+        devices: numbers of devices to choose from.
+        prices_per_device_hour: a price for each cluster, in any currency; None for none.
+        global_batches: batches to choose from; if none, the batch per device is kept.
+        convergence: steps to target by batch: a file, the folder of a run or sweep, or published
+            points; if None, those of the network, or else the epochs of the run.
+        target: test metric to reach; if None, that of the convergence points.
+        deadline_seconds: time within which the target must be reached.
+        budget: maximum cost: in the currency of the prices, or in device-hours.
+        framework: the framework that trains it, or its name.
+
+    Raises:
+        ConfigError: if a name, a number or the run is refused.
+        DoesNotFit: if a cluster has fewer devices.
+        ProfileError: if the compiler refuses a step.
+    """
+    config = _config(run)
+    prices = [None] * len(clusters) if prices_per_device_hour is None else prices_per_device_hour
+    if len(prices) != len(clusters):
+        accepted = f"there must be one for each of {len(clusters)} clusters"
+        raise ConfigError(refusal("prices_per_device_hour", list(prices), accepted))
+    options = [
+        ClusterOption(cluster=_cluster(cluster), price_per_device_hour=price)
+        for cluster, price in zip(clusters, prices, strict=True)
+    ]
+    return plan_run(
+        config,
+        options,
+        devices,
+        global_batches=global_batches,
+        convergence=find_convergence(config, convergence, target=target),
+        target=target,
+        deadline_seconds=deadline_seconds,
+        budget=budget,
+        framework=_framework(framework),
+    )
+
+
+def _config(run: Run) -> RunConfig:
+    return run if isinstance(run, RunConfig) else load_config(Path(run))
+
+
+def _cluster(cluster: Cluster | Path | str) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
+
+
+def _framework(framework: Framework | str) -> Framework:
+    return framework_named(framework) if isinstance(framework, str) else framework
+
+
+def _counts(devices: int | Sequence[int] | None) -> Sequence[int]:
+    if devices is None:
+        raise ConfigError(refusal("devices", None, "the number of devices is needed for a run"))
+    return [devices] if isinstance(devices, int) else devices
+
+
+def _refuse_devices(devices: int | Sequence[int] | None, subject: str) -> None:
+    if devices is not None:
+        raise ConfigError(refusal("devices", devices, f"{subject} has its own number of devices"))

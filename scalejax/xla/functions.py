@@ -1,0 +1,207 @@
+"""A user's function as a job for a worker: pickled with its arguments' shapes and shardings.
+
+Any function can be sent, also one typed into a notebook or into standard input. JAX is imported
+only where a call is described, in a process that has it already.
+"""
+
+import base64
+import io
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from scalejax.config.parallelism import DATA
+from scalejax.core.errors import ConfigError, refusal, require_multiple
+from scalejax.core.units import format_bytes
+
+Builder = Callable[[Any], tuple[Any, tuple[Any, ...]]]
+"""A function of a mesh that returns (jitted function, its arguments as shapes with shardings)."""
+
+_MOST_BYTES = 256 * 2**20
+"""Size of a pickled function above which it has surely closed over arrays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A function and what it is called with, without the arrays themselves."""
+
+    builder: Builder
+    """Builds it over a mesh."""
+    mesh_axes: dict[str, int]
+    """Devices along each axis of the mesh, major to minor."""
+    name: str
+    """Name of the function."""
+    global_batch: int | None
+    """Rows of the arguments that are sharded over the data axis; None if shardings were given."""
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles jitted functions with their attributes, which `jax.jit` needs and they lose (seen
+    with jax 0.10.2 and 0.12.0)."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__name__ == "PjitFunction":
+            return _restored, (obj.__reduce_ex__(2), dict(vars(obj)))
+        return super().reducer_override(obj)
+
+
+def _restored(reduced: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
+    """A jitted function, from what it says of itself and its attributes."""
+    make, arguments, *state = reduced
+    function = make(*arguments)
+    if state and state[0] is not None:
+        function.__setstate__(state[0])
+    vars(function).update(attributes)
+    return function
+
+
+def pickled(function: Callable[..., Any], name: str) -> str:
+    """`function` as text, for a worker.
+
+    Raises:
+        ConfigError: if it cannot be pickled, or holds too much.
+    """
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(function)
+    except Exception as error:  # whatever the objects that it refers to raise
+        accepted = f"it must be picklable, to be compiled in another process: {error}"
+        raise ConfigError(refusal("function", name, accepted)) from error
+    if file.tell() > _MOST_BYTES:
+        accepted = (
+            f"pickled it takes {format_bytes(file.tell())}: pass arrays as arguments, whose shapes "
+            "alone are sent, in place of closing over them"
+        )
+        raise ConfigError(refusal("function", name, accepted))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def unpickled(text: str, path: Sequence[str]) -> Builder:
+    """The function of `pickled`; modules that it refers to are imported from `path` as well."""
+    sys.path.extend(folder for folder in path if folder not in sys.path)
+    return cloudpickle.loads(base64.b64decode(text))
+
+
+def call_of(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    device_count: int,
+    batch_argnums: Sequence[int] | None = None,
+) -> Call:
+    """`function` called with `arguments` on `device_count` devices.
+
+    Where an argument's arrays (or shapes) have a `NamedSharding` over a mesh of so many devices,
+    which may be abstract, it is kept, and arrays without one are replicated. Otherwise the call is
+    data parallel: arrays of `batch_argnums` are sharded along their first dimension.
+
+    Args:
+        function: jitted or not.
+        arguments: positional arguments: trees of arrays or of `jax.ShapeDtypeStruct`, of the whole
+            step over all devices.
+        device_count: devices to run on.
+        batch_argnums: positions of the arguments that hold samples; if None, the last.
+
+    Raises:
+        ConfigError: if shardings are of other meshes, or the samples do not divide.
+    """
+    import jax
+
+    name = getattr(function, "__name__", type(function).__name__)
+    leaves = jax.tree.leaves(tuple(arguments))
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    named = [each for each in shardings if isinstance(each, jax.sharding.NamedSharding)]
+    meshes = {tuple(each.mesh.shape.items()) for each in named if each.mesh.size > 1}
+    if len(meshes) > 1:
+        accepted = "all must be of one mesh"
+        raise ConfigError(refusal("shardings", sorted(meshes), accepted))
+    if meshes:
+        (axes,) = meshes
+        if math.prod(size for _, size in axes) != device_count:
+            accepted = f"its mesh must have devices={device_count} devices"
+            raise ConfigError(refusal("shardings", dict(axes), accepted))
+        specs = [
+            each.spec if isinstance(each, jax.sharding.NamedSharding) else None
+            for each in shardings
+        ]
+        builder = _Builder(function, _shapes(tuple(arguments)), specs)
+        return Call(builder=builder, mesh_axes=dict(axes), name=name, global_batch=None)
+    return _data_parallel(function, tuple(arguments), device_count, batch_argnums, name)
+
+
+def _data_parallel(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    device_count: int,
+    batch_argnums: Sequence[int] | None,
+    name: str,
+) -> Call:
+    import jax
+    from jax.sharding import PartitionSpec
+
+    if batch_argnums is None:
+        batch_argnums = (len(arguments) - 1,)
+    specs: list[Any] = []
+    rows = None
+    for index, argument in enumerate(arguments):
+        is_batch = index - len(arguments) in batch_argnums or index in batch_argnums
+        for leaf in jax.tree.leaves(argument):
+            shape = getattr(leaf, "shape", ())
+            if not (is_batch and shape):
+                specs.append(None)
+                continue
+            require_multiple(f"arguments[{index}].shape[0]", shape[0], device_count, "devices")
+            specs.append(PartitionSpec(DATA))
+            rows = shape[0] if rows is None else rows
+    if rows is None:
+        accepted = (
+            f"none of its {len(arguments)} arguments holds arrays of samples; name those that do"
+        )
+        raise ConfigError(refusal("batch_argnums", tuple(batch_argnums), accepted))
+    return Call(
+        builder=_Builder(function, _shapes(arguments), specs),
+        mesh_axes={DATA: device_count},
+        name=name,
+        global_batch=rows,
+    )
+
+
+def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`arguments` with shapes in place of arrays, without shardings."""
+    import jax
+    import jax.numpy as jnp
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+        return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+
+    return jax.tree.map(shape, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """A `Builder` of a function that knows no mesh."""
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    specs: list[Any]
+
+    def __call__(self, mesh: Any) -> tuple[Any, tuple[Any, ...]]:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        leaves, tree = jax.tree.flatten(self.shapes)
+        placed = [
+            jax.ShapeDtypeStruct(
+                leaf.shape,
+                leaf.dtype,
+                sharding=NamedSharding(mesh, PartitionSpec() if spec is None else spec),
+            )
+            for leaf, spec in zip(leaves, self.specs, strict=True)
+        ]
+        is_jitted = hasattr(self.function, "lower")
+        function = self.function if is_jitted else jax.jit(self.function)
+        return function, jax.tree.unflatten(tree, placed)

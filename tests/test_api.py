@@ -1,0 +1,165 @@
+"""The verbs of `from scalejax import ...`: what commands do, as functions."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import scalejax
+from scalejax import predict
+from scalejax.core.errors import ConfigError, DoesNotFit
+from scalejax.hardware import load_cluster
+from scalejax.xla.functions import call_of, pickled, unpickled
+
+RUN = """
+[model]
+name = "mlp"
+[data]
+name = "fashion_mnist"
+[batch]
+per_device_batch = 8
+[optimizer]
+name = "sgd"
+[schedule]
+base_learning_rate = 0.1
+"""
+SMALL = replace(load_cluster("dgx-h100"), max_device_count=8)
+NOTEBOOK = Path(__file__).parents[1] / "experiments" / "cost_any_function" / "your_step.ipynb"
+
+
+def product(weights, rows):
+    """Stands for a step: rows are the samples."""
+    return (rows @ weights).sum()
+
+
+WEIGHTS, ROWS = jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+
+
+def test_every_public_name_is_there_and_documented():
+    """And starts no JAX before it is used (tests/test_layers.py)."""
+    for name in scalejax.__all__:
+        assert getattr(scalejax, name) is not None
+        if callable(getattr(scalejax, name)):
+            assert getattr(scalejax, name).__doc__, name
+
+
+@pytest.mark.slow  # compiles in workers
+def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tmp_path: Path):
+    """To the same time: all are the one step that trains."""
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    config = scalejax.load_config(path)
+    run = scalejax.resolve(config, 2)
+    cluster = load_cluster("dgx-h100")
+    step = scalejax.build_step(run, scalejax.build_mesh(run.layout))
+    program = scalejax.profile_many([scalejax.xla.ProfileJob(run=run, cluster=cluster)])[0]
+
+    found = [
+        predict(str(path), "dgx-h100", 2),
+        predict(config, cluster, 2),
+        predict(program, cluster),
+        predict(step, cluster),
+        predict(config, cluster, [2, 4]).predictions[0],
+    ]
+
+    assert len({each.step_seconds for each in found}) == 1
+    assert found[0].epoch_seconds == found[3].epoch_seconds
+    assert "step_seconds" in found[0].to_rows()[0]
+    assert "<table>" in found[0]._repr_html_()
+    assert found[0].to_dict()["device_count"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"devices": None}, ConfigError, r"devices=None is refused: one number is needed"),
+        ({"devices": 3}, ConfigError, r"arguments\[1\]\.shape\[0\]=16 is refused.*devices=3"),
+        ({"devices": 2**20}, ConfigError, r"nearest"),
+        ({"batch_argnums": (7,)}, ConfigError, r"batch_argnums=\(7,\) is refused"),
+        ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm' is refused"),
+        ({"framework": "megatrom-lm"}, ConfigError, r"framework='megatrom-lm' is refused"),
+        ({"subject": 7}, ConfigError, r"subject=7 is refused"),
+        ({"cluster": "dgx-h1000"}, ConfigError, r"dgx-h1000.*dgx-h100"),
+        ({"cluster": SMALL, "devices": 16}, DoesNotFit, r"devices=16 is refused"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_at_the_door(change, error, message):
+    """With the argument's name, before anything is compiled."""
+    given = {
+        "subject": product,
+        "cluster": "dgx-h100",
+        "devices": 8,
+        "arguments": (WEIGHTS, ROWS),
+        **change,
+    }
+
+    with pytest.raises(error, match=message):
+        predict(given.pop("subject"), given.pop("cluster"), given.pop("devices"), **given)
+
+
+def test_a_function_without_shardings_is_data_parallel():
+    """Over the last argument, or those that are named."""
+    last = call_of(product, (WEIGHTS, ROWS), 8)
+    first = call_of(product, (ROWS, WEIGHTS), 8, batch_argnums=(-2,))
+
+    assert (last.mesh_axes, last.global_batch) == ({"data": 8}, 16)
+    assert (first.mesh_axes, first.global_batch) == ({"data": 8}, 16)
+    mesh = jax.make_mesh((8,), ("data",))
+    _, (weights, rows) = last.builder(mesh)
+    assert (weights.sharding.spec, rows.sharding.spec) == (PartitionSpec(), PartitionSpec("data"))
+
+
+def test_shardings_of_ones_own_are_kept():
+    """Over a mesh that is not here; what has none is replicated."""
+    mesh = AbstractMesh((4, 2), ("rows", "columns"))
+    own = NamedSharding(mesh, PartitionSpec("rows", "columns"))
+    rows = jax.ShapeDtypeStruct((16, 4), "float32", sharding=own)
+
+    call = call_of(product, (WEIGHTS, rows), 8)
+
+    assert call.mesh_axes == {"rows": 4, "columns": 2}
+    assert call.global_batch is None
+    _, (weights, placed) = call.builder(jax.make_mesh((4, 2), ("rows", "columns")))
+    assert (weights.sharding.spec, placed.sharding.spec) == (PartitionSpec(), own.spec)
+    with pytest.raises(ConfigError, match="its mesh must have devices=16 devices"):
+        call_of(product, (WEIGHTS, rows), 16)
+
+
+def test_any_function_can_be_sent_to_the_compiler():
+    """Closures and jitted functions, which lose their static arguments when pickled otherwise."""
+    factor = 3
+    jitted = jax.jit(lambda x, n: (x * factor).sum() * n, static_argnums=1)
+
+    again = unpickled(pickled(lambda x: jitted(x, 2), "test"), ())
+
+    assert again(jnp.ones(4)) == 24
+
+
+def test_what_cannot_be_sent_is_refused():
+    """By the function's name."""
+    generator = (number for number in range(3))
+
+    with pytest.raises(ConfigError, match=r"function='test' is refused: it must be picklable"):
+        pickled(lambda: next(generator), "test")
+
+
+@pytest.mark.slow  # starts a kernel, and compiles for CUDA
+def test_a_notebook_predicts_a_step_of_flax_and_optax(tmp_path: Path, monkeypatch):
+    """Typed into its cells; the result is shown as a table."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
+    notebook = nbformat.reads(NOTEBOOK.read_text(), as_version=4)
+
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": tmp_path}}
+    ).execute()
+
+    (shown,) = (cell.outputs[0] for cell in notebook.cells if "predict(step" in cell.source)
+    assert "<td>256</td>" in shown["data"]["text/html"]
+    assert json.loads(NOTEBOOK.read_text())["cells"][1]["outputs"] == []

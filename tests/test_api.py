@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import scalejax
 from scalejax import predict
-from scalejax.core.errors import ConfigError, DoesNotFit
+from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
 from scalejax.hardware import load_cluster
 from scalejax.xla.functions import call_of, pickled, unpickled
 
@@ -84,7 +84,7 @@ def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tm
         ({"framework": "megatron-lm"}, ConfigError, r"framework='megatron-lm' is refused"),
         ({"framework": "megatrom-lm"}, ConfigError, r"framework='megatrom-lm' is refused"),
         ({"subject": 7}, ConfigError, r"subject=7 is refused"),
-        ({"cluster": "dgx-h1000"}, ConfigError, r"dgx-h1000.*dgx-h100"),
+        ({"cluster": "dgx-h1000"}, UnknownHardware, r"dgx-h1000.*dgx-h100"),
         ({"cluster": SMALL, "devices": 16}, DoesNotFit, r"devices=16 is refused"),
     ],
 )

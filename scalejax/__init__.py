@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalejax.api import explain, plan, predict, search
+    from scalejax.api import explain, plan, predict, search, train
     from scalejax.config.parallelism import Layout
     from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from scalejax.training.mesh import build_mesh
     from scalejax.training.record import RunRecord
     from scalejax.training.step import Step, build_step, init_state
-    from scalejax.training.train import train
     from scalejax.validation import Validation, validate
     from scalejax.xla import profile_call, profile_function, profile_many
 
@@ -69,7 +68,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("explain", "plan", "predict", "search"),
+    "api": ("explain", "plan", "predict", "search", "train"),
     "config.run": ("ResolvedRun", "RunConfig", "load_config", "resolve"),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
     "hardware": ("Chip", "Cluster", "cluster_names", "load_cluster"),
@@ -80,7 +79,6 @@ _HOMES = {
     "simulator.frameworks": ("FRAMEWORKS", "Framework"),
     "measure.devices": ("calibrate",),
     "validation": ("Validation", "validate"),
-    "training.train": ("train",),
     "simulator.program": ("Program",),
     "training.record": ("RunRecord",),
     "report.html.report": ("write_report",),

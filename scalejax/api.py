@@ -6,7 +6,7 @@ command accepts a flag. JAX starts only where something is compiled in this proc
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from scalejax.config.run import RunConfig, load_config
 from scalejax.core.errors import ConfigError, refusal
@@ -26,10 +26,37 @@ from scalejax.simulator.program import Program
 from scalejax.xla import profile, profile_call
 
 if TYPE_CHECKING:
+    from scalejax.training.profiler import TraceSchedule
+    from scalejax.training.record import RunRecord
+    from scalejax.training.reporter import Reporter
     from scalejax.training.step import Step
 
 Run = RunConfig | Path | str
 """A config, or the path of its run file."""
+
+
+@overload
+def predict(
+    subject: Run,
+    cluster: Cluster | Path | str,
+    devices: Sequence[int],
+    *,
+    framework: Framework | str = "xla",
+    scaling: Scaling = "weak",
+) -> ScalingPrediction: ...
+
+
+@overload
+def predict(
+    subject: "Run | Program | Step | Callable[..., Any]",
+    cluster: Cluster | Path | str,
+    devices: int | None = None,
+    *,
+    arguments: Sequence[Any] = (),
+    batch_argnums: Sequence[int] | None = None,
+    framework: Framework | str = "xla",
+    scaling: Scaling = "weak",
+) -> Prediction: ...
 
 
 def predict(
@@ -94,6 +121,55 @@ def predict(
         subject, arguments, cluster=where, device_count=devices, batch_argnums=batch_argnums
     )
     return predict_program(program, where)
+
+
+def train(
+    run: Run,
+    folder: Path | str,
+    *,
+    device_count: int | None = None,
+    resume: bool = False,
+    reporter: "Reporter | None" = None,
+    traces: "TraceSchedule | None" = None,
+    predicts: bool = True,
+    startup_seconds: float = 0.0,
+    leave: Callable[[int], None] | None = None,
+) -> "RunRecord":
+    """Train a run on the devices that are here, and return its record.
+
+    Args:
+        run: a config, or the path of its run file.
+        folder: where its files go; it may hold a run only with `resume`.
+        device_count: devices to use; if None, those that the config's layout asks for, or all.
+        resume: continue from the latest checkpoint of the run in `folder`.
+        reporter: where progress is reported; if None, standard error.
+        traces: which steps to record with the profiler; None for none.
+        predicts: write a prediction first, for which these devices are measured for a second.
+        startup_seconds: see `scalejax.training.train.train`.
+        leave: see `scalejax.training.train.train`.
+
+    Raises:
+        ConfigError: if the config cannot work here, or the folder holds another run or cannot
+            be written.
+        DoesNotFit: if the layout takes more devices than there are.
+        CheckpointMismatch: if the checkpoint to resume from is damaged or cannot be read.
+        Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
+    """
+    from scalejax.measure.own_prediction import predict_run as predict_itself
+    from scalejax.training.train import nothing_more
+    from scalejax.training.train import train as train_run
+
+    return train_run(
+        _config(run),
+        Path(folder),
+        device_count=device_count,
+        resume=resume,
+        reporter=reporter,
+        traces=traces,
+        on_compiled=predict_itself if predicts else nothing_more,
+        startup_seconds=startup_seconds,
+        leave=leave,
+    )
 
 
 def explain(

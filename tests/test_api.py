@@ -14,6 +14,7 @@ import scalejax
 from scalejax import predict
 from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
 from scalejax.hardware import load_cluster
+from scalejax.xla import ProfileJob
 from scalejax.xla.functions import call_of, pickled, unpickled
 
 RUN = """
@@ -57,7 +58,7 @@ def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tm
     run = scalejax.resolve(config, 2)
     cluster = load_cluster("dgx-h100")
     step = scalejax.build_step(run, scalejax.build_mesh(run.layout))
-    program = scalejax.profile_many([scalejax.xla.ProfileJob(run=run, cluster=cluster)])[0]
+    program = scalejax.profile_many([ProfileJob(run=run, cluster=cluster)])[0]
 
     found = [
         predict(str(path), "dgx-h100", 2),

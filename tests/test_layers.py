@@ -59,14 +59,6 @@ EXCEPTIONS = {
         ),
         "the config of a format of files is read where the files are",
     ),
-    **dict.fromkeys(
-        (
-            "training.compile -> measure.devices.quick",
-            "training.compile -> measure.input.work",
-            "training.compile -> xla",
-        ),
-        "a run writes what it is predicted to take before it trains",
-    ),
 }
 """Imports against the layers that are there, and why they are still."""
 

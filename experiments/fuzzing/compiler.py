@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-import scalejax.validation.programs
 import scalejax.xla
+import scalejax.xla.batch
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import read_archive
 from scalejax.xla.job import Compiled, Job, RunJob
@@ -43,4 +43,4 @@ def substitute(
 def install() -> None:
     """Take the place of the compiler in this process."""
     scalejax.xla.run_jobs = substitute
-    scalejax.validation.programs.run_jobs = substitute
+    scalejax.xla.batch.run_jobs = substitute

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 
+from scalejax.api import train
 from scalejax.config.run import load_config
 from scalejax.core.serialization import parse_value
-from scalejax.training.train import train
 
 
 def main() -> None:

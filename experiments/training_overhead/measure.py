@@ -23,6 +23,7 @@ from statistics import median
 
 import jax
 
+from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.data.datasets import open_source
 from scalejax.data.loader.loader import training_batches
@@ -30,7 +31,6 @@ from scalejax.training.mesh import build_mesh
 from scalejax.training.record import Measurement, TrainMeasurement
 from scalejax.training.reporter import Silent
 from scalejax.training.step import build_step, init_state
-from scalejax.training.train import train
 
 HERE = Path(__file__).parent
 

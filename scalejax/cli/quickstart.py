@@ -156,7 +156,7 @@ def _accuracy(group: Sequence[RunRecord]) -> str:
 
 
 def _train(arm: Arm, folder: Path, seeds: int) -> list[RunRecord]:
-    from scalejax.training.train import train
+    from scalejax.api import train
 
     print(f"\n{arm.name}: {arm.description}", flush=True)  # progress goes to standard error
     config = load_config(_copy_example(arm.file, folder))

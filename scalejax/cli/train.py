@@ -50,9 +50,9 @@ class Train(RunFileCommand):
         choose_platform(self.cpu_devices)
         place = process_group.place_here()
         process_group.join(place)
+        from scalejax.api import train
         from scalejax.training.profiler import parse_schedule
         from scalejax.training.time_accounting import process_seconds
-        from scalejax.training.train import train
 
         traces = parse_schedule(self.profile_schedule) if self.profile else None
         folder = self.folder or Path("runs") / self.run_file.stem

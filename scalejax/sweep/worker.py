@@ -109,7 +109,6 @@ def _train(
             device_count=run.layout.device_count,
             resume=folder.holds_run,
             reporter=reporter,
-            predicts=False,
             leave=os._exit,
         )
         return

@@ -1,7 +1,7 @@
-"""Runs a config to its record: checks it, compiles it, predicts its time, then trains.
+"""Runs a config to its record: checks it, compiles it, then trains.
 
-The step is compiled once, ahead of time; `prediction.json` is of the same program that is then
-run.
+The step is compiled once, ahead of time; whoever wants a prediction first, as `scalejax.train`
+does, is given the same program that is then run.
 """
 
 import sys
@@ -20,7 +20,7 @@ from scalejax.core.heartbeat import Heartbeat
 from scalejax.data.source import UnreadableExample
 from scalejax.models.pretrained import require_weights
 from scalejax.training.checkpoint import Checkpoints
-from scalejax.training.compile import RunPrograms, compile_run, predict_run, resume_command
+from scalejax.training.compile import RunPrograms, compile_run, resume_command
 from scalejax.training.input_tuning import tuned_input
 from scalejax.training.logger import MetricsLogger
 from scalejax.training.loop import TrainingLoop
@@ -48,6 +48,16 @@ from scalejax.training.state import TrainState
 from scalejax.training.step import init_state
 from scalejax.training.time_accounting import RunClock, load_time_account, time_account_in_words
 
+OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter], None]
+"""What is done with the compiled programs of a run before it trains, by every process: such as
+`scalejax.measure.own_prediction.predict_run`."""
+
+
+def nothing_more(
+    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
+) -> None:
+    """`OnCompiled` that does nothing."""
+
 
 def train(
     config: RunConfig,
@@ -57,7 +67,7 @@ def train(
     resume: bool = False,
     reporter: Reporter | None = None,
     traces: TraceSchedule | None = None,
-    predicts: bool = True,
+    on_compiled: OnCompiled = nothing_more,
     startup_seconds: float = 0.0,
     leave: Callable[[int], None] | None = None,
 ) -> RunRecord:
@@ -72,7 +82,7 @@ def train(
         resume: continue from the latest checkpoint of the run in `folder`.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
-        predicts: write a prediction first, for which these devices are measured for a second.
+        on_compiled: called with the compiled programs before the first step.
         startup_seconds: time this session has taken so far, for its time accounting.
         leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
             before training; if None, the process is never ended, as it serves others too.
@@ -114,8 +124,7 @@ def train(
                 describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
             lock.take(folder)
-            if predicts:
-                predict_run(files, run, mesh, programs, reporter)
+            on_compiled(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
             signals.begin()

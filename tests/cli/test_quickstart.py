@@ -125,7 +125,7 @@ def test_warmup_saves_the_large_batch(tmp_path: Path, monkeypatch: pytest.Monkey
     Slow as it trains the three arms to the end, on one device: eight that share two cores take
     four times as long for the same. Other seeds are for `experiments`.
     """
-    alone = partial(train, device_count=1, predicts=False)
+    alone = partial(train, device_count=1)
     monkeypatch.setattr("scalejax.training.train.train", alone)
     monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
 

@@ -223,9 +223,7 @@ def test_a_run_trains_and_is_not_resumed_on_other_files(root, tmp_path, monkeypa
     (tmp_path / "run.toml").write_text(RUN)
     monkeypatch.chdir(root)
 
-    record = train(
-        load_config(tmp_path / "run.toml"), tmp_path / "run", device_count=2, predicts=False
-    )
+    record = train(load_config(tmp_path / "run.toml"), tmp_path / "run", device_count=2)
 
     assert record.status == "completed"
     monkeypatch.chdir("/")
@@ -234,7 +232,7 @@ def test_a_run_trains_and_is_not_resumed_on_other_files(root, tmp_path, monkeypa
     assert longer.data.train == f"{root}/train"
     (root / "train/dog/b.png").write_bytes(encoded(IMAGES[1]))
     with pytest.raises(ConfigError, match=r"train/dog of data\.train has changed since it began"):
-        train(longer, tmp_path / "run", device_count=2, predicts=False, resume=True)
+        train(longer, tmp_path / "run", device_count=2, resume=True)
 
 
 def test_an_image_written_anew_is_another_data_set(root):

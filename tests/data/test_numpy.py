@@ -342,7 +342,6 @@ def test_a_run_learns_from_arrays(tmp_path, monkeypatch):
         load_config(tmp_path / "run.toml", {"train.epochs": 4}),
         tmp_path / "run",
         device_count=2,
-        predicts=False,
     )
 
     assert record.evaluations[-1].test_accuracy == 1
@@ -350,4 +349,4 @@ def test_a_run_learns_from_arrays(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     longer = load_config(tmp_path / "run" / "run.toml", {"train.epochs": 5})
     with pytest.raises(ConfigError, match=r"data\.npz of data\.train has changed since it began"):
-        train(longer, tmp_path / "run", device_count=2, predicts=False, resume=True)
+        train(longer, tmp_path / "run", device_count=2, resume=True)

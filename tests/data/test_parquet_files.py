@@ -420,7 +420,7 @@ def test_a_run_trains_on_parquet_and_goes_on_from_another_folder(folder, tmp_pat
     path.write_text(RUN.format(folder="."))
     monkeypatch.chdir(folder)
 
-    record = train(load_config(path), tmp_path / "run", device_count=2, predicts=False)
+    record = train(load_config(path), tmp_path / "run", device_count=2)
 
     assert record.status == "completed"
     monkeypatch.chdir("/")
@@ -432,7 +432,6 @@ def test_a_run_trains_on_parquet_and_goes_on_from_another_folder(folder, tmp_pat
         tmp_path / "run",
         device_count=2,
         resume=True,
-        predicts=False,
     )
     assert longer.statuses[-1].step == 15
 
@@ -445,7 +444,7 @@ def test_a_run_on_files_that_changed_is_not_resumed(folder, tmp_path, capfd):
     write_images(part / "a.parquet", IMAGES, LABELS)
     path = tmp_path / "run.toml"
     path.write_text(RUN.format(folder=folder).replace("/train.parquet", "/train"))
-    train(load_config(path), tmp_path / "run", device_count=1, predicts=False)
+    train(load_config(path), tmp_path / "run", device_count=1)
     resume = ["train", str(path), "--folder", str(tmp_path / "run"), "--resume"]
     assert main(resume) == 0
 
@@ -466,4 +465,4 @@ def test_a_run_ends_where_an_image_cannot_be_read(folder, tmp_path):
     path.write_text(RUN.format(folder=folder))
 
     with pytest.raises(ConfigError, match=r"train\.parquet, row 15, column 'image': no image that"):
-        train(load_config(path), tmp_path / "run", device_count=1, predicts=False)
+        train(load_config(path), tmp_path / "run", device_count=1)

@@ -179,7 +179,7 @@ def test_a_run_learns_from_numbers(table, tmp_path):
         '[optimizer]\nname = "sgd"\n[schedule]\nbase_learning_rate = 0.1\n[train]\nepochs = 4\n'
     )
 
-    record = train(load_config(path), tmp_path / "run", device_count=2, predicts=False)
+    record = train(load_config(path), tmp_path / "run", device_count=2)
 
     assert record.evaluations[-1].test_accuracy is not None
     assert record.evaluations[-1].test_accuracy > 0.95

@@ -16,6 +16,7 @@ from parquet_cases import encoded, random_images, write_images
 from record_cases import figures
 from test_datasets import SMALL_IMAGES, Numbers, shapes_of
 
+from scalejax.api import train
 from scalejax.cli.main import main
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
@@ -37,7 +38,6 @@ from scalejax.training.record import RunFolder, RunRecord
 from scalejax.training.reporter import Silent
 from scalejax.training.signals import Interrupted
 from scalejax.training.step import build_step
-from scalejax.training.train import train
 
 SKIP = InputConfig(unreadable="skip")
 PAD = InputConfig(remainder="pad")
@@ -417,7 +417,7 @@ def test_two_processes_say_together_what_one_says(folder):
     alone, config = trained(folder, "alone", given=given, device_count=4)
 
     def together(config, folder):
-        from scalejax.training.train import train
+        from scalejax.api import train
 
         train(config, folder, predicts=False)
 

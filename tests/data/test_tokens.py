@@ -254,9 +254,7 @@ def test_a_run_learns_from_tokens(tmp_path):
         "[schedule]\nbase_learning_rate = 0.01\n[train]\nepochs = 3\n"
     )
 
-    record = train(
-        load_config(tmp_path / "run.toml"), tmp_path / "run", device_count=1, predicts=False
-    )
+    record = train(load_config(tmp_path / "run.toml"), tmp_path / "run", device_count=1)
 
     assert record.evaluations[-1].test_accuracy is not None
     assert record.evaluations[-1].test_accuracy > 0.95

@@ -39,7 +39,7 @@ def optimized_programs():
 
 def trained(folder, fields: dict[str, Any]) -> tuple[list[tuple[Any, ...]], Any]:
     """Lines and final parameters of the run that is trained for real."""
-    train(with_fields(CONFIG, fields), folder, device_count=1, predicts=False)
+    train(with_fields(CONFIG, fields), folder, device_count=1)
     lines = [
         ("train" if rate else "test", step, loss, accuracy)
         for step, loss, accuracy, rate in figures(folder)

@@ -147,7 +147,7 @@ def alone(tmp_path_factory):
     run_file = folder / "run.toml"
     run_file.write_text(RUN)
     config = load_config(run_file)
-    train(config, folder / "run", device_count=2, reporter=Silent(), predicts=False)
+    train(config, folder / "run", device_count=2, reporter=Silent())
     return figures(folder / "run")
 
 

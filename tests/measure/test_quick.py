@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scalejax.config.parallelism import Layout
+from scalejax.measure import own_prediction
 from scalejax.measure.devices.quick import local_cluster
-from scalejax.training import compile
 from scalejax.training.mesh import build_mesh
 
 
@@ -60,10 +60,10 @@ def test_all_measure_if_one_has_no_calibration(monkeypatch, tmp_path, calibrated
         raise MeasuredError
 
     others = ("yes", "no")
-    monkeypatch.setattr(compile, "calibrated_cluster", lambda mesh: calibrated)
-    monkeypatch.setattr(compile, "all_gather_text", lambda said: (*others, said))
-    monkeypatch.setattr(compile, "local_cluster", measure)
-    predict_run: Any = compile.predict_run  # what it is not asked for is not given
+    monkeypatch.setattr(own_prediction, "calibrated_cluster", lambda mesh: calibrated)
+    monkeypatch.setattr(own_prediction, "all_gather_text", lambda said: (*others, said))
+    monkeypatch.setattr(own_prediction, "local_cluster", measure)
+    predict_run: Any = own_prediction.predict_run  # what it is not asked for is not given
     files = SimpleNamespace(prediction=tmp_path / "prediction.json")
 
     with pytest.raises(MeasuredError):

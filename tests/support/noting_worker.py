@@ -16,12 +16,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from scalejax.api import train
 from scalejax.config.run import load_config
 from scalejax.core import process_group
 from scalejax.data.loader.loader import Batches
 from scalejax.training.record import RunFolder
 from scalejax.training.reporter import PlainLines
-from scalejax.training.train import train
 
 
 def train_and_note(

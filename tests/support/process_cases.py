@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from scalejax.api import train
 from scalejax.config.model import CustomConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ScalejaxError
@@ -34,7 +35,6 @@ from scalejax.training.multihost import all_gather_text, require_same_checkpoint
 from scalejax.training.reporter import Silent
 from scalejax.training.state import TrainState, shardings_of
 from scalejax.training.step import build_step, init_state
-from scalejax.training.train import train
 
 UPDATES = 3
 GLOBAL_BATCH = 32

@@ -75,7 +75,7 @@ def test_runs_in_one_program_are_the_runs_one_by_one(run_file, tmp_path, optimiz
     ]
     runs = [resolve(load_config(run_file, fields), 1) for fields in changes]
     alone = [
-        train(run.config, tmp_path / f"alone{i}", device_count=1, reporter=Silent(), predicts=False)
+        train(run.config, tmp_path / f"alone{i}", device_count=1, reporter=Silent())
         for i, run in enumerate(runs)
     ]
     folders = [RunFolder(path=tmp_path / f"together{i}") for i in range(len(runs))]
@@ -104,7 +104,7 @@ def test_a_run_that_diverges_ends_as_it_does_alone(run_file, tmp_path, every, ra
     ]
     folders = [RunFolder(path=tmp_path / name) for name in rates]
     alone = [
-        train(run.config, tmp_path / f"alone{i}", device_count=1, reporter=Silent(), predicts=False)
+        train(run.config, tmp_path / f"alone{i}", device_count=1, reporter=Silent())
         for i, run in enumerate(runs)
     ]
 

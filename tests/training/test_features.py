@@ -93,8 +93,8 @@ def losses_of(record) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize(("layout", "dtype"), [({"data": 1}, "float32"), ({"data": 4}, "bfloat16")])
 def test_losses_are_those_without_the_cache(layout, dtype, tmp_path):
     """Of every update and evaluation; the weights that are left are of the whole network."""
-    ours = train(run_of(layout=layout, dtype=dtype), tmp_path / "a", predicts=False)
-    theirs = train(run_of(layout=layout, dtype=dtype, cached=False), tmp_path / "b", predicts=False)
+    ours = train(run_of(layout=layout, dtype=dtype), tmp_path / "a")
+    theirs = train(run_of(layout=layout, dtype=dtype, cached=False), tmp_path / "b")
 
     for one, other in zip(losses_of(ours), losses_of(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5 if dtype == "float32" else 2e-2)
@@ -109,16 +109,16 @@ def test_losses_are_those_without_the_cache(layout, dtype, tmp_path):
 @pytest.mark.slow
 def test_features_are_computed_once(tmp_path, monkeypatch):
     """A second run reads no image; other weights are other features."""
-    first = train(run_of(), tmp_path / "a", predicts=False)
+    first = train(run_of(), tmp_path / "a")
 
     def refuse(*arguments):
         raise AssertionError("an image was read")
 
     with monkeypatch.context() as changed:
         changed.setattr(features, "_computed", refuse)
-        again = train(run_of(), tmp_path / "b", predicts=False)
+        again = train(run_of(), tmp_path / "b")
         with pytest.raises(AssertionError, match="an image was read"):
-            train(run_of(seed=1), tmp_path / "c", predicts=False)  # draws other weights
+            train(run_of(seed=1), tmp_path / "c")  # draws other weights
 
     for one, other in zip(losses_of(first), losses_of(again), strict=True):
         np.testing.assert_array_equal(one, other)

@@ -62,7 +62,7 @@ def test_files_that_appear_in_mid_run_are_not_trained_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "training_batches", noting)
     config = run_on_tokens(tmp_path / "tokens")
-    record = train(config, tmp_path / "run", device_count=1, predicts=False)
+    record = train(config, tmp_path / "run", device_count=1)
 
     assert record.status == "completed"
     first, second = seen

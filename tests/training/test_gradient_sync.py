@@ -432,7 +432,7 @@ def run_in(
     file = folder.with_suffix(".toml")
     file.write_text(RUN.format(epochs=epochs, devices=devices) + gradient_sync, encoding="utf-8")
     config = load_config(file)
-    record = train(config, folder, resume=resume, reporter=Silent(), predicts=False)
+    record = train(config, folder, resume=resume, reporter=Silent())
     run = resolve(config)
     state = build_evaluation(run, build_mesh(run.layout)).weights_shapes
     tree = load_weights(record.folder.weights, {"params": state[0], "model_state": state[1]})

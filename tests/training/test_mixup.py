@@ -209,7 +209,7 @@ def test_a_network_learns_from_images_changed_in_every_way(tmp_path):
         },
     }
 
-    record = train(build(RunConfig, tables), tmp_path / "run", predicts=False)
+    record = train(build(RunConfig, tables), tmp_path / "run")
 
     evaluations = [line for line in record.measurements if isinstance(line, EvaluationMeasurement)]
     # Guessing has 0.1; three seeds, with rounding of two kinds, 0.44 to 0.53 (deviation 0.04).

@@ -298,7 +298,6 @@ def test_the_ledger_of_a_run_is_its_wall_time(tmp_path):
             device_count=2,
             resume=epochs > 2,
             reporter=Listener(),
-            predicts=False,
             startup_seconds=100.0,
         )
         spent += 100 + time.perf_counter() - begin

@@ -12,6 +12,7 @@ from importlib.metadata import version
 import pytest
 
 import scalejax.training.logger
+from scalejax.api import train
 from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import CheckpointMismatch, ConfigError, DoesNotFit
@@ -29,7 +30,6 @@ from scalejax.training.reporter import PlainLines, Silent, reporter_for
 from scalejax.training.run_folder import describe_run, refuse_other_run, refuse_second_run
 from scalejax.training.step import build_step
 from scalejax.training.time_accounting import RunClock
-from scalejax.training.train import train
 
 # `scalejax.training.train` as an attribute is the function, where the package re-exports it.
 train_module = importlib.import_module("scalejax.training.train")

@@ -1,0 +1,95 @@
+"""A run's prediction of itself, on the devices that it is about to train on.
+
+Takes the step that is compiled already, and the constants that were measured here, so that every
+run folder holds a prediction beside the measurement.
+"""
+
+from dataclasses import replace
+
+import jax
+from jax.sharding import Mesh
+
+from scalejax.config.run import ResolvedRun, RunConfig
+from scalejax.core import serialization
+from scalejax.core.cache import user_folder
+from scalejax.core.errors import ProfileError, ScalejaxError
+from scalejax.core.units import format_seconds
+from scalejax.hardware import Cluster, HostInput, load_cluster
+from scalejax.measure.devices.quick import local_cluster
+from scalejax.measure.input.work import host_input
+from scalejax.simulator.predict import predict
+from scalejax.training.compile import RunPrograms
+from scalejax.training.multihost import all_gather_text, broadcast_from_first, is_first
+from scalejax.training.record import RunFolder
+from scalejax.training.reporter import Reporter
+from scalejax.xla import read_step
+
+
+def predict_run(
+    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
+) -> None:
+    """Write the program of the compiled step and its prediction, unless they are there already."""
+    if broadcast_from_first(files.prediction.exists()):
+        return
+    if programs.later:
+        reporter.say("no prediction: it would be of one batch, and that of this run grows")
+        return
+    calibrated = calibrated_cluster(mesh)
+    # Measured by every process or by none, since measuring uses all devices at once and each
+    # process may see a cache of its own.
+    is_known = "no" not in all_gather_text("no" if calibrated is None else "yes")
+    if is_known and calibrated is not None:
+        cluster, how = calibrated, "as scalejax calibrate measured these devices"
+    else:
+        cluster = local_cluster(mesh)
+        how = "with devices measured for a second; scalejax calibrate does better"
+    if not is_first():
+        return
+    try:
+        program = read_step(programs.update, mesh, run)
+    except ProfileError as error:
+        reporter.say(f"no prediction: {error}")
+        return
+    prediction = predict(
+        program,
+        replace(cluster, input=measured_input(run.config)),
+        train_examples=run.samples_per_epoch,
+        epochs=run.config.train.epochs,
+    )
+    serialization.save(program, files.program)
+    serialization.save(prediction, files.prediction)
+    reporter.say(
+        f"predicted: {format_seconds(prediction.step_seconds)} a step, "
+        f"{format_seconds(prediction.run_seconds)} for the training steps alone,"
+    )
+    reporter.say(how)
+
+
+def measured_input(config: RunConfig) -> HostInput | None:
+    """The input throughput that `scalejax data bench` saved, if it is of the data of the run."""
+    path = user_folder() / "this-machine" / "input.toml"
+    if jax.process_count() > 1 or not path.is_file():  # processes of a host share it
+        return None
+    try:
+        return host_input(path, config)
+    except ScalejaxError:  # measured on other data, or written by an older version
+        return None
+
+
+def calibrated_cluster(mesh: Mesh) -> Cluster | None:
+    """The cluster that `scalejax calibrate` saved, if it measured devices like those of `mesh`."""
+    device = mesh.devices.flat[0]
+    name = "cluster" if jax.process_count() == 1 else "processes"
+    path = user_folder() / "this-machine" / f"{name}.toml"
+    if not path.is_file():
+        return None
+    try:
+        cluster = load_cluster(str(path))
+    except ScalejaxError:  # written by an older version, for example
+        return None
+    most, is_alike = cluster.max_device_count, cluster.chip.title == device.device_kind
+    if not is_alike or (most is not None and mesh.size > most):
+        return None
+    if jax.process_count() > 1 and len(jax.local_devices()) != cluster.devices_per_node:
+        return None
+    return cluster

@@ -121,7 +121,7 @@ class Result:
 MUTATIONS: tuple[Mutation, ...] = (
     # --- the step ---
     Mutation(
-        path="scalejax/training/step.py",
+        path="scalejax/training/gradients.py",
         old='return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}',
         new='return {**batch, "weights": weights}',
         mistake="the loss is divided by all rows, not by those that count",
@@ -176,8 +176,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         path="scalejax/training/data_parallel.py",
-        old="return gradient, *lax.pmean(others, DATA), as_local_slice(sync_state)",
-        new="return gradient, *lax.psum(others, DATA), as_local_slice(sync_state)",
+        old="others = lax.pmean((model_state, rows.weighted(metrics)), DATA)",
+        new="others = lax.psum((model_state, rows.weighted(metrics)), DATA)",
         mistake="under shard_map loss and running statistics grow with the devices",
         first_tests=(
             "tests/training/test_goyal2017.py",
@@ -192,6 +192,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         mistake="averages of weights count updates from one too few",
         first_tests=("tests/training/test_averaging.py",),
         words="weights_that_training_has",
+    ),
+    Mutation(
+        path="scalejax/training/gradient_sync/device_rows.py",
+        old="weight = self.own / self.mean",
+        new="weight = jnp.where(self.own > 0, 1.0, 0.0)",
+        mistake="devices count alike in a mean, however few of their rows count",
+        first_tests=("tests/training/test_uneven_rows.py",),
+    ),
+    Mutation(
+        path="scalejax/training/gradient_sync/local_sgd.py",
+        old="(rows.own == 0) & (step >= begin)",
+        new="(rows.own < 0) & (step >= begin)",
+        mistake="momentum moves a device of local SGD none of whose rows count",
+        first_tests=("tests/training/test_uneven_rows.py",),
     ),
     Mutation(
         path="scalejax/training/gradient_sync/local_sgd.py",

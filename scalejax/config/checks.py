@@ -342,6 +342,23 @@ def require_unmasked_rows(given: InputConfig, train: TrainConfig) -> None:
             raise ConfigError(refusal(f"input.{name}", value, accepted))
 
 
+def require_correction_in_every_step(
+    gradient_sync: GradientSyncConfig | None, optimizer: OptimizerConfig, given: InputConfig
+) -> None:
+    """Refuse momentum correction with local SGD where a device may have no row that counts: it
+    makes no update then, and the correction would miss the learning rate of that step."""
+    form = getattr(optimizer, "momentum_form", "rate_outside")
+    may_be_idle = given.remainder == "pad" or given.unreadable == "skip"
+    is_local = isinstance(gradient_sync, LocalSgdConfig)
+    if is_local and may_be_idle and form == "rate_inside_corrected":
+        accepted = (
+            'with gradient_sync.name="local_sgd" and rows of weight 0 (input.remainder="pad", '
+            'input.unreadable="skip") a device may make no update, and its correction would miss '
+            'the rate of that step; use "rate_outside", which trains the same'
+        )
+        raise ConfigError(refusal("optimizer.momentum_form", form, accepted))
+
+
 def require_finite_epochs(given: InputConfig, data: DataConfig) -> None:
     """Refuse padding of the last batch with Petastorm's readers, whose epochs have no end."""
     is_endless = isinstance(data, ParquetConfig) and data.reading.petastorm is not None

@@ -46,7 +46,8 @@ class TwoBitConfig:
     """Selects this method."""
     threshold: float = 0.5
     """Least magnitude of an entry that is sent, and the magnitude that is sent; of gradients summed
-    over the samples of a device, as MXNet's, so that for their mean it is threshold / samples."""
+    over the samples of a device, as MXNet's, so that for their mean it is threshold / samples; of
+    those that count, the mean over the devices."""
     error_feedback: bool = True
     """Whether each device adds the quantisation error to its next gradient, as MXNet does."""
 
@@ -82,9 +83,10 @@ class LocalSgdConfig:
     2018, arXiv 1805.09767).
 
     Each device has its own optimizer state and BatchNorm statistics; the statistics are averaged
-    with the parameters, the optimizer state is not. Evaluation and the final weights use the
-    average. With outer rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023, arXiv
-    2311.08105, algorithm 1).
+    with the parameters, the optimizer state is not. A device without a row that counts makes no
+    update; averages are over all devices alike. Evaluation and the final weights use the average.
+    With outer rate 0.7 and momentum 0.9 this is DiLoCo (Douillard et al. 2023, arXiv 2311.08105,
+    algorithm 1).
     """
 
     name: Literal["local_sgd"]

@@ -17,6 +17,7 @@ from scalejax.config.checks import (
     require_compatible_augmentation,
     require_compatible_data,
     require_compatible_gradient_sync,
+    require_correction_in_every_step,
     require_divisible_blocks,
     require_divisible_heads,
     require_evaluated_devices,
@@ -121,6 +122,7 @@ class RunConfig:
         require_cacheable_features(self.fine_tuning, self.input)
         require_average_within_run(self.averaging, train)
         require_unmasked_rows(self.input, train)
+        require_correction_in_every_step(self.gradient_sync, self.optimizer, self.input)
         require_finite_epochs(self.input, self.data)
         require_compatible_gradient_sync(
             self.gradient_sync, model, self.batch, self.optimizer, self.averaging, layout, train

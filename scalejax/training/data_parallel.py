@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from scalejax.config.parallelism import DATA
 from scalejax.models import BatchNormScope
 from scalejax.models.sharding import ShardingConstraints, sharding_context
+from scalejax.training.gradient_sync.device_rows import device_rows
 from scalejax.training.gradients import Batch, gradients
 from scalejax.training.setup import TrainSetup
 from scalejax.training.state import (
@@ -58,9 +59,11 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
         # Without the cast, the gradient of a replicated parameter is already summed over the
         # axis, and the mean that follows would leave it too large by the number of devices.
         params, model_state = lax.pcast((params, model_state), DATA, to="varying")
-        gradient, *others = gradients(setup, bn, params, model_state, batch, scale)
-        gradient, sync_state = gradient_sync.combine(gradient, local_slice(sync_state))
-        return gradient, *lax.pmean(others, DATA), as_local_slice(sync_state)
+        rows = device_rows(batch)
+        gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, scale)
+        gradient, sync_state = gradient_sync.combine(gradient, rows, local_slice(sync_state))
+        others = lax.pmean((model_state, rows.weighted(metrics)), DATA)
+        return gradient, *others, as_local_slice(sync_state)
 
     whole, split = PartitionSpec(), PartitionSpec(DATA)
     # With several processes `pmap` would take the rows of its own process only; as it is
@@ -130,10 +133,15 @@ def _reduced_once_per_step(
         return jax.tree.map(lambda leaf, part: part.mean(leaf), gradient, parts)
 
     def per_shard(params: PyTree, batch: Batch, scale: jax.Array | None) -> PyTree:
-        reduce = scattered if zero_stage == 2 else None
+        rows = device_rows(batch)
+
+        def reduced(gradient: PyTree) -> PyTree:
+            return scattered(rows.weighted(gradient))
+
+        reduce = reduced if zero_stage == 2 else None
         gradient, _, metrics = gradients(setup, bn, params, model_state, batch, scale, reduce)
-        gradient = gradient if zero_stage == 2 else scattered(gradient)
-        return gradient, lax.pmean(metrics, DATA)
+        gradient = gradient if zero_stage == 2 else reduced(gradient)
+        return gradient, lax.pmean(rows.weighted(metrics), DATA)
 
     gradient, metrics = jax.shard_map(
         per_shard,

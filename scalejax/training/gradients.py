@@ -25,8 +25,8 @@ PyTree = Any
 
 Batch = dict[str, Any]
 """Arrays, or their shapes: "inputs" and "targets" of every sample of the global batch; for masked
-language modelling, the "places" of masked tokens; where some rows do not count, training "weights"
-of the samples, of mean 1 over the global batch; for mixup "mix", each sample's own share, its
+language modelling, the "places" of masked tokens; where some rows do not count, training "weights",
+1 for a row that counts and 0 for one that does not; for mixup "mix", each sample's own share, its
 partner being its neighbour (rows 2i and 2i + 1 are a pair); in evaluation "mask", 1 for a sample
 and 0 for padding."""
 
@@ -111,8 +111,8 @@ def mean_loss(
     """Mean loss of the batch, times `scale` if given; and its accuracy and the running statistics
     after it.
 
-    Weights of mean 1 over the global batch multiply each sample's loss and accuracy, so that the
-    mean over shards of equal size is the mean over the samples that count.
+    Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
+    over the samples that count.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, bn)))
     network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
@@ -133,8 +133,11 @@ def gradients(
     scale: jax.Array | None,
     reduce: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Mean gradient over the microbatches, running statistics after the last, and mean metrics.
+    """Mean gradient over the rows that count, running statistics after the last microbatch, and
+    mean metrics.
 
+    The rows are those of `batch` alone: of the global batch, or of one device, whose share of them
+    `gradient_sync.device_rows` then gives. Without a row that counts, gradient and metrics are 0.
     The gradient of a frozen parameter is None. Gradient and loss are multiplied by `scale`, if
     given. `reduce`, if given, is applied to the gradient of each microbatch before accumulation.
     For the noise scale, the metrics hold the squared norm of the gradients before accumulation.
@@ -142,6 +145,7 @@ def gradients(
     is_pipelined = setup.run.layout.pipeline > 1  # its stages split the microbatches themselves
     microbatches = 1 if is_pipelined else setup.run.split.microbatches
     learning = trainable(setup.run.config.fine_tuning, params)
+    batch = _of_mean_1(batch)
 
     def loss_of(learning: PyTree, model_state: PyTree, batch: Batch) -> PyTree:
         return mean_loss(setup, bn, updated(params, learning), model_state, batch, scale)
@@ -174,6 +178,18 @@ def gradients(
         accumulate, (zeros, model_state), jax.tree.map(split, batch)
     )
     return gradient, model_state, jax.tree.map(jnp.mean, metrics)
+
+
+def _of_mean_1(batch: Batch) -> Batch:
+    """`batch` with the weights of its rows, if it has any, scaled to mean 1 over them; 0 if no row
+    counts.
+
+    Before rows are split into microbatches, which may hold different numbers of those that count.
+    """
+    if "weights" not in batch:
+        return batch
+    weights = batch["weights"]
+    return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}
 
 
 def _zeros_like(params: PyTree) -> PyTree:

@@ -126,7 +126,6 @@ def gradient_sync_of(setup: TrainSetup) -> GradientSync:
     return build_gradient_sync(
         run.config.gradient_sync,
         stacked=network_class(run.config.model).stacked,
-        per_device_batch=run.split.per_device_batch,
     )
 
 

@@ -213,22 +213,9 @@ def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
     return state.params, state.model_state, batch
 
 
-def _evenly_weighted(batch: Batch) -> Batch:
-    """`batch` with its row weights, if it has any, scaled to mean 1 over all devices.
-
-    Done here, not where losses are computed: a shard cannot know how many rows count in others.
-    If no row counts, all weights are 0, and so is the gradient.
-    """
-    if "weights" not in batch:
-        return batch
-    weights = batch["weights"]
-    return {**batch, "weights": weights * (weights.size / jnp.maximum(weights.sum(), 1))}
-
-
 def _update(
     setup: TrainSetup, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    batch = _evenly_weighted(batch)
     gradient_sync = setup.run.config.gradient_sync
     if isinstance(gradient_sync, LocalSgdConfig):
         return local_update(setup, gradient_sync, mesh, state, batch)

@@ -330,6 +330,11 @@ def test_microbatches_and_batch_norm_go_with_an_exchange():
     [
         ({"layout.data": 6}, r"layout\.data=6 is refused: .* power of two \(nearest: 4 or 8\)"),
         ({"layout.mode": "jit"}, r'layout\.mode=.jit. is refused: .* use "shard_map"'),
+        (
+            {"gradient_sync": {"name": "local_sgd", "every_steps": 1}}
+            | {"optimizer.momentum_form": "rate_inside_corrected", "input.remainder": "pad"},
+            r"momentum_form='rate_inside_corrected' is refused: .* use \"rate_outside\"",
+        ),
         ({"train.noise_scale": {}}, r"gradient_sync\.name='adasum' is refused: train\.noise_scale"),
         (
             {"gradient_sync": {"name": "two_bit"}, "model.compute_dtype": "float16"},

@@ -10,6 +10,10 @@ as much as in a ring all-reduce, not the whole gradient in every level. Each hol
 products a.b, |a|^2 and |b|^2; their sums over the 2^(l + 1) devices of both sides are three numbers
 per layer.
 
+Adasum(a, 0) is a: a device without a row that counts, whose gradient is 0, adds nothing. Others
+count alike, whatever their rows: each gradient is of a step of sequential SGD, which is as long for
+a small batch as for a large one.
+
 Source: Maleki et al. 2020, arXiv 2006.02924, sections 3 and 4 (algorithm AdasumRVH); separately for
 each layer, as there and in Horovod.
 """

@@ -3,6 +3,11 @@
 One program has both, the average behind a condition. How often each condition holds in the mean of
 a run, `gradient_sync_shares` gives for costing, by named scope.
 
+A device none of whose rows count in a step makes no update in it: its parameters, statistics and
+optimizer state stay as they are, and the learning rate goes on as for the others. An average is of
+all devices alike, as its definition says, whatever rows they had. Before local SGD begins, all
+apply the mean gradient over all rows that count.
+
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
 arXiv 2311.08105.
 """
@@ -21,6 +26,7 @@ from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
 from scalejax.models import BatchNormScope
+from scalejax.training.gradient_sync.device_rows import device_rows
 from scalejax.training.gradient_sync.diloco import outer_step
 from scalejax.training.gradients import Batch, gradients
 from scalejax.training.optimizers.fine_tuning import updated
@@ -33,7 +39,7 @@ def local_update(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state after each device's update by its own samples, and the mean metrics.
 
-    Loss and accuracy are averaged over all devices in every step: a few bytes.
+    Loss and accuracy are averaged over all samples in every step: a few bytes.
 
     Raises:
         ConfigError: if the network has BatchNorm over all devices.
@@ -75,15 +81,21 @@ def _on_device(
     if jax.tree.leaves(model_state):  # only known here for a user's own network
         require_local_batch_norm(run.config.layout)
     bn = BatchNormScope(groups=max(1, run.bn_groups // run.layout.data))
+    rows, before = device_rows(batch), (learning_params(setup, params), model_state, opt_state)
     gradient, model_state, metrics = gradients(setup, bn, params, model_state, batch, None)
     if begin:
         with jax.named_scope(SYNCHRONOUS):
-            gradient = lax.cond(step < begin, _mean, lambda own: own, gradient)
+            gradient = lax.cond(
+                step < begin, lambda own: _mean(rows.weighted(own)), lambda own: own, gradient
+            )
     if run.config.train.measures_gradient_norm:
         metrics["gradient_norm"] = optax.tree.norm(gradient, squared=True)
-    learning = learning_params(setup, params)
+    learning, *_ = before
     updates, opt_state = setup.optimizer.update(gradient, opt_state, learning)
-    learning = optax.apply_updates(learning, updates)
+    after = (optax.apply_updates(learning, updates), model_state, opt_state)
+    if rows.own is not None:
+        after = _unless_idle((rows.own == 0) & (step >= begin), before, after)
+    learning, model_state, opt_state = after
     if begin and outer is not None:  # while synchronous, the outer parameters follow all devices
         last = jax.tree.map(partial(jnp.where, step < begin), learning, outer["params"])
         outer = {**outer, "params": last}
@@ -99,10 +111,22 @@ def _on_device(
         learning, model_state, outer = lax.cond(
             is_due, averaged, lambda *own: own, learning, model_state, outer
         )
-    metrics = _mean(metrics)
+    metrics = _mean(rows.weighted(metrics))
     if "gradient_norm" in metrics:
         metrics["gradient_norm"] = jnp.sqrt(metrics["gradient_norm"])
     return as_local_slice((updated(params, learning), model_state, opt_state)), outer, metrics
+
+
+def _unless_idle(is_idle: jax.Array, before: PyTree, after: PyTree) -> PyTree:
+    """`after`, or `before` if the device is idle, but for the counts that learning rates are of."""
+
+    def chosen(old: Any, new: Any) -> Any:
+        is_rate = isinstance(old, optax.ScaleByScheduleState)
+        return new if is_rate else jnp.where(is_idle, old, new)
+
+    return jax.tree.map(
+        chosen, before, after, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState)
+    )
 
 
 def _mean(tree: PyTree) -> PyTree:

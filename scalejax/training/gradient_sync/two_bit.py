@@ -22,7 +22,7 @@ _UP, _DOWN = 1, 2
 """Codes of threshold and -threshold; the code of 0 is 0."""
 
 
-def synchronised(gradient: PyTree, threshold: float) -> tuple[PyTree, PyTree]:
+def synchronised(gradient: PyTree, threshold: jax.Array | float) -> tuple[PyTree, PyTree]:
     """The mean of what all devices sent, and what this one sent.
 
     Args:

@@ -30,7 +30,7 @@ from scalejax.config.model import (
     ResNetConfig,
     VitConfig,
 )
-from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig
+from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.scaling_rules import warmup_epochs
@@ -393,6 +393,13 @@ def require_compatible_gradient_sync(
             "(--layout.mode shard_map)"
         )
         raise ConfigError(refusal("layout.mode", layout.mode, accepted))
+    if isinstance(gradient_sync, AdasumConfig) and not isinstance(optimizer, SgdConfig):
+        accepted = (
+            f"{name} combines gradients, where Horovod combines the updates of an optimizer like "
+            'this; use gradient_sync = { name = "local_sgd", every_steps = 1, reduction = "adasum" '
+            '}, which does too, or the optimizer "sgd"'
+        )
+        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
     if train.noise_scale is not None:
         accepted = (
             "train.noise_scale compares gradients with their mean, which is not made; leave one "
@@ -458,11 +465,13 @@ def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devic
     Raises:
         ConfigError: naming the nearest powers of two.
     """
-    if isinstance(gradient_sync, AdasumConfig) and devices & (devices - 1):
+    is_local = isinstance(gradient_sync, LocalSgdConfig) and gradient_sync.reduction == "adasum"
+    if (is_local or isinstance(gradient_sync, AdasumConfig)) and devices & (devices - 1):
+        field = "reduction" if is_local else "name"
         below = 1 << (devices.bit_length() - 1)
         accepted = (
-            'gradient_sync.name="adasum" takes devices in pairs, and pairs of pairs: their number '
-            f"must be a power of two (nearest: {below} or {2 * below})"
+            f'gradient_sync.{field}="adasum" takes devices in pairs, and pairs of pairs: their '
+            f"number must be a power of two (nearest: {below} or {2 * below})"
         )
         raise ConfigError(refusal("layout.data", devices, accepted))
 

@@ -16,8 +16,11 @@ class AdasumConfig:
     """Adasum of the gradients, layer by layer: orthogonal gradients are summed, parallel ones
     averaged (Maleki et al. 2020, arXiv 2006.02924).
 
-    It combines gradients, as Horovod's `allreduce(op=Adasum)`; Horovod's DistributedOptimizer
-    combines the updates of local optimizers instead.
+    It combines gradients, as Horovod's `allreduce(op=Adasum)`, for the optimizer "sgd", whose
+    momentum is then of combined gradients. Horovod's `DistributedOptimizer(op=Adasum)` combines the
+    updates that each device's own optimizer makes, momentum and weight decay included: the same
+    without these two. That, with any optimizer, is local_sgd with `every_steps = 1` and
+    `reduction = "adasum"`.
     """
 
     name: Literal["adasum"]
@@ -100,6 +103,10 @@ class LocalSgdConfig:
     """Learning rate of the outer step, from the last average towards the new one."""
     outer_momentum: float = 0.0
     """Nesterov momentum of the outer step; 0 for none."""
+    reduction: Literal["mean", "adasum"] = "mean"
+    """What devices go on from: the mean of their parameters; or the last average plus Adasum of how
+    far each has moved from it, which with `every_steps = 1` is Horovod's
+    `DistributedOptimizer(op=Adasum)`."""
 
     def __post_init__(self) -> None:
         require_at_least("gradient_sync.every_steps", self.every_steps, 1)
@@ -112,9 +119,10 @@ class LocalSgdConfig:
             )
 
     @property
-    def has_outer_optimizer(self) -> bool:
-        """Whether an outer optimizer is applied to the mean of the devices' parameters."""
-        return self.outer_learning_rate != 1 or self.outer_momentum != 0
+    def keeps_last_average(self) -> bool:
+        """Whether the last average is kept: for an outer optimizer, or for moves away from it."""
+        has_outer_optimizer = self.outer_learning_rate != 1 or self.outer_momentum != 0
+        return has_outer_optimizer or self.reduction == "adasum"
 
 
 GradientSyncConfig = Annotated[

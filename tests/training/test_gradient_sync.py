@@ -147,7 +147,7 @@ GRADIENT_SYNCS: dict[str, dict[str, Any]] = {
     "top_k without feedback": {"name": "top_k", "fraction": FRACTION, "error_feedback": False},
 }
 QUICK = {
-    ("adasum", 4, "adamw", "mlp"),
+    ("adasum", 4, "sgd", "mlp"),
     ("fp16 with feedback", 2, "sgd", "mlp"),
     ("two_bit", 4, "sgd", "mlp"),
     ("top_k", 2, "adamw", "mlp"),
@@ -155,9 +155,10 @@ QUICK = {
 
 
 def exchange_rows() -> list[Any]:
-    """Every two of an exchange, a number of devices and an optimizer; two of stacked layers."""
+    """Every two of an exchange, a number of devices and an optimizer, which for Adasum is SGD; two
+    of stacked layers."""
     rows = [
-        (name, devices, optimizer, "mlp")
+        (name, devices, "sgd" if name == "adasum" else optimizer, "mlp")
         for index, name in enumerate(GRADIENT_SYNCS)
         for devices, optimizer in zip(
             (2, 4), ("adamw", "sgd") if index % 2 else ("sgd", "adamw"), strict=True
@@ -191,7 +192,7 @@ def as_given(name: str, devices: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow_except(
-    "adasum-4-adamw-mlp", "fp16 with feedback-2-sgd-mlp", "two_bit-4-sgd-mlp", "top_k-2-adamw-mlp"
+    "adasum-4-sgd-mlp", "fp16 with feedback-2-sgd-mlp", "two_bit-4-sgd-mlp", "top_k-2-adamw-mlp"
 )
 @pytest.mark.parametrize(("name", "devices", "optimizer", "model"), exchange_rows())
 def test_an_exchange_trains_what_its_definition_says(name, devices, optimizer, model):
@@ -331,6 +332,15 @@ def test_microbatches_and_batch_norm_go_with_an_exchange():
         ({"layout.data": 6}, r"layout\.data=6 is refused: .* power of two \(nearest: 4 or 8\)"),
         ({"layout.mode": "jit"}, r'layout\.mode=.jit. is refused: .* use "shard_map"'),
         (
+            {"optimizer": {"name": "lamb"}},
+            r"optimizer\.name='lamb' is refused: .* \"local_sgd\".* reduction = \"adasum\"",
+        ),
+        (
+            {"gradient_sync": {"name": "local_sgd", "every_steps": 1, "reduction": "adasum"}}
+            | {"layout.data": 6},
+            r"layout\.data=6 is refused: gradient_sync\.reduction=\"adasum\"",
+        ),
+        (
             {"gradient_sync": {"name": "local_sgd", "every_steps": 1}}
             | {"optimizer.momentum_form": "rate_inside_corrected", "input.remainder": "pad"},
             r"momentum_form='rate_inside_corrected' is refused: .* use \"rate_outside\"",
@@ -410,7 +420,7 @@ test_examples = 32
 [batch]
 global_batch = 16
 [optimizer]
-name = "adamw"
+name = "sgd"
 [schedule]
 base_learning_rate = 0.01
 [layout]
@@ -427,6 +437,7 @@ RESUMED = {
     "two_bit": 'name = "two_bit"\nthreshold = 0.1',
     "top_k": 'name = "top_k"\nfraction = 0.05',
     "local_sgd": 'name = "local_sgd"\nevery_steps = 5\nouter_momentum = 0.9\nbegin_epoch = 0.5',
+    "local adasum": 'name = "local_sgd"\nevery_steps = 1\nreduction = "adasum"',
 }
 
 

@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 THRESHOLD, FRACTION = 0.08, 0.05
 """With which some entries of each gradient are sent and most are not."""
+ADASUM = {"name": "local_sgd", "reduction": "adasum"}
 SYNCS: dict[str, dict[str, Any] | None] = {
     "mean": None,
     "adasum": {"name": "adasum"},
@@ -51,6 +52,8 @@ SYNCS: dict[str, dict[str, Any] | None] = {
     "top_k": {"name": "top_k", "fraction": FRACTION},
     "top_k without feedback": {"name": "top_k", "fraction": FRACTION, "error_feedback": False},
     **{f"local, {name}": {"name": "local_sgd", **fields} for name, fields in LOCAL.items()},
+    "local, Adasum": {**ADASUM, "every_steps": 1},
+    "local, Adasum of 2 updates, post-local": {**ADASUM, "every_steps": 2, "begin_epoch": 0.2},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "momentum": 0.9},
@@ -270,7 +273,8 @@ class Reference:
                 last = params[0]
             elif (step + 1 - begin) % sync["every_steps"] == 0:
                 moved = [{n: array - last[n] for n, array in own.items()} for own in params]
-                way = weighted_mean(moved, np.ones(DEVICES))
+                is_mean = sync.get("reduction") != "adasum"
+                way = weighted_mean(moved, np.ones(DEVICES)) if is_mean else Adasum(())(moved)
                 momentum = {n: kept * momentum[n] + array for n, array in way.items()}
                 last = {
                     n: last[n] + outer_rate * (way[n] + kept * array)
@@ -289,6 +293,7 @@ DEFAULT = (
     "adasum-padded-sgd-1",
     "two_bit-uneven-sgd-1",
     "local, DiLoCo-skipped-sgd-1",
+    "local, Adasum-padded-adamw-1",
 )
 
 

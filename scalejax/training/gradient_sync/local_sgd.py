@@ -8,6 +8,10 @@ optimizer state stay as they are, and the learning rate goes on as for the other
 all devices alike, as its definition says, whatever rows they had. Before local SGD begins, all
 apply the mean gradient over all rows that count.
 
+With `reduction = "adasum"` devices go on from Adasum of what their updates since the last average
+add up to, which for averages in every step is Horovod's DistributedOptimizer(op=Adasum). A device
+that made no update adds nothing to it.
+
 Source: Stich 2018, arXiv 1805.09767; Lin et al. 2018, arXiv 1808.07217; Douillard et al. 2023,
 arXiv 2311.08105.
 """
@@ -25,7 +29,8 @@ from scalejax.config.checks import require_local_batch_norm
 from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
-from scalejax.models import BatchNormScope
+from scalejax.models import BatchNormScope, network_class
+from scalejax.training.gradient_sync import adasum
 from scalejax.training.gradient_sync.device_rows import device_rows
 from scalejax.training.gradient_sync.diloco import outer_step
 from scalejax.training.gradients import Batch, gradients
@@ -101,9 +106,14 @@ def _on_device(
         outer = {**outer, "params": last}
 
     def averaged(learning: PyTree, model_state: PyTree, outer: PyTree) -> tuple[Any, Any, Any]:
-        learning, model_state = _mean((learning, model_state))
+        if config.reduction == "mean":
+            learning = _mean(learning)
+        else:
+            moved = jax.tree.map(jnp.subtract, learning, outer["params"])
+            combined = adasum.combined(moved, network_class(run.config.model).stacked)
+            learning = jax.tree.map(jnp.add, outer["params"], combined)
         learning, outer = outer_step(config, learning, outer)
-        return learning, model_state, outer
+        return learning, _mean(model_state), outer
 
     made = step + 1 - begin
     is_due = (made > 0) & (made % config.every_steps == 0)

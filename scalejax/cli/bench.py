@@ -3,7 +3,6 @@
 Imported without JAX; `bench` leaves it to its workers, `data bench` imports it when it runs.
 """
 
-import json
 import math
 import sys
 from dataclasses import dataclass, replace
@@ -98,7 +97,7 @@ class Bench(RunFileCommand):
         bench = plan_bench(self.run_file, self._grammar(overrides), repeats=self.repeats)
         tables.show(bench_tables.plan(bench))
         if self.plan is not None:
-            serialization.save_text(json.dumps(bench.document(), indent=1) + "\n", self.plan)
+            serialization.save_text(bench.to_json(), self.plan)
             print(f"wrote {self.plan}; nothing was timed")
             return
         path = self.folder or Path("benches") / self.run_file.stem
@@ -197,7 +196,9 @@ class Bench(RunFileCommand):
         from scalejax.report.figures.bench import save_scaling, save_steps, save_usage
 
         rows = [row_of(each) for each in summaries]
-        serialization.save_text(json.dumps(rows, indent=1) + "\n", folder.results)
+        serialization.save_text(
+            serialization.stamped("bench_results", 1, {"rows": rows}), folder.results
+        )
         save_scaling(summaries, path=folder.path / "scaling.png")
         save_steps(summaries, path=folder.path / "step_times.png")
         save_usage(summaries, path=folder.path / "usage.png")

@@ -74,7 +74,8 @@ class Doctor:
             if is_first or all(each.processes for each in found):
                 tables.show(bench_tables.findings(found))
             if is_first and self.json is not None:
-                serialization.save({"findings": found}, self.json)
+                fields = {"findings": serialization.plain(found)}
+                serialization.save_text(serialization.stamped("findings", 1, fields), self.json)
                 print(f"wrote {self.json}")
             sys.stdout.flush()  # before JAX waits for the others, which may take too long
             raise SystemExit(1 if is_any_bad(found) else 0)

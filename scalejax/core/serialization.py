@@ -12,7 +12,7 @@ import re
 import tempfile
 import tomllib
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -142,22 +142,79 @@ def plain(value: object) -> JsonValue:
     return json.loads(_adapter(type(value)).dump_json(value))
 
 
+_KIND, _VERSION = "kind", "version"
+_DOCUMENTS: dict[object, tuple[str, int]] = {}
+"""(kind, version) of each type that is written as a JSON file."""
+
+
+def document(kind: str, version: int = 1) -> Callable[[type[T]], type[T]]:
+    """Class decorator: files that `save` writes of the class say that they are of this kind.
+
+    Raise the version when older readers would misunderstand the fields.
+    """
+
+    def register(type_: type[T]) -> type[T]:
+        _DOCUMENTS[type_] = kind, version
+        return type_
+
+    return register
+
+
+def stamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> str:
+    """A JSON document that says what it is."""
+    return json.dumps({_KIND: kind, _VERSION: version, **fields}, indent=1) + "\n"
+
+
+def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """The fields of a document of this kind, at most of this version; older documents say neither.
+
+    Raises:
+        ConfigError: if it is of another kind or of a later version.
+    """
+    if (found := fields.get(_KIND, kind)) != kind:
+        raise ConfigError(refusal(_KIND, found, f"a document of kind {kind!r} is needed here"))
+    written = fields.get(_VERSION, version)
+    if not isinstance(written, int) or not 1 <= written <= version:
+        accepted = f"this scalejax reads {kind!r} up to version {version}; a newer one reads it"
+        raise ConfigError(refusal(_VERSION, written, accepted))
+    return {name: value for name, value in fields.items() if name not in (_KIND, _VERSION)}
+
+
 def load(type_: type[T], path: Path) -> T:
-    """A `type_` from a JSON file that `save` wrote.
+    """A `type_` from a JSON file that `save` wrote, in this version or an earlier one.
 
     Raises:
         ConfigError: if the file is missing, damaged, or holds something else.
     """
+    text = _read(path)
     try:
-        return _validate(type_, _read(path))
+        if type_ in _DOCUMENTS and f'"{_KIND}"' in text[:_HEAD]:
+            fields = _validate(dict, text)
+            text = json.dumps(unstamped(*_DOCUMENTS[type_], fields))
+        return _validate(type_, text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
+_HEAD = 64  # characters in which a document says what it is
+
+
+def kind_of(path: Path) -> str | None:
+    """What a JSON file says that it is; None if it does not say.
+
+    Raises:
+        ConfigError: if it is missing or damaged.
+    """
+    kind = load(dict, path).get(_KIND)
+    return kind if isinstance(kind, str) else None
+
+
 def save(value: object, path: Path) -> None:
-    """Write a dataclass as JSON, all or nothing: a reader never sees half a file."""
+    """Write a `document` as JSON, all or nothing: a reader never sees half a file."""
+    kind, version = _DOCUMENTS[type(value)]
     text = _adapter(type(value)).dump_json(value, indent=1).decode()
-    save_text(text + "\n", path)
+    head = f'{{\n "{_KIND}": "{kind}",\n "{_VERSION}": {version},'
+    save_text(f"{head}{text.removeprefix('{')}\n", path)
 
 
 def save_text(text: str, path: Path) -> None:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
+from scalejax.core.serialization import document
 from scalejax.core.units import MIB, counted, format_bytes
 from scalejax.data.convert.image_folder import ImageFolderRows
 from scalejax.data.convert.parquet import ParquetRows
@@ -224,6 +225,7 @@ class Inspection:
     """The first unreadable rows."""
 
 
+@document("inspection")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspections:
     """Results of inspecting the parts of a data set."""

@@ -6,12 +6,14 @@ Plain data; knows neither files nor how a run is emulated.
 from dataclasses import dataclass
 
 from scalejax.config.emulation import EmulationConfig
+from scalejax.core.serialization import document
 from scalejax.core.units import counted, format_bytes, format_seconds
 
 EMULATION = "emulation.json"
 """File name in the folder of a run."""
 
 
+@document("emulation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
     """Summary of one emulated run, without its losses and accuracies."""

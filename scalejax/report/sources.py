@@ -15,7 +15,7 @@ import numpy as np
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.config.scaling_rules import warmup_epochs
 from scalejax.core import serialization
-from scalejax.core.errors import ConfigError
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.record import EMULATION, Emulation
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.results import Summary, read_plan, read_summaries
@@ -329,19 +329,38 @@ def _studies(read: ScalingPrediction | RampPrediction | Plan) -> tuple[ScalingPr
     return () if isinstance(read, Plan) else (read,)
 
 
+_DRAWN: dict[str, type[Plan | RampPrediction | ScalingPrediction]] = {
+    "plan": Plan,
+    "ramp_prediction": RampPrediction,
+    "scaling_prediction": ScalingPrediction,
+}
+"""Class of each kind of file that is drawn as it is."""
+_MARKS = {
+    "front": "plan",
+    "phases": "ramp_prediction",
+    "predictions": "scaling_prediction",
+    "step_seconds": "prediction",
+}
+"""A field that only one kind has, for files of versions that did not write their kind."""
+
+
+def _guessed_kind(path: Path) -> str | None:
+    fields = serialization.load(dict, path)
+    return next((kind for mark, kind in _MARKS.items() if mark in fields), None)
+
+
 def _read_file(path: Path) -> ScalingPrediction | RampPrediction | Plan:
     """A plan, a scaling study, a batch-size ramp, or a single prediction as a study of one."""
-    fields = serialization.load(dict, path)
-    if "front" in fields:
-        return serialization.load(Plan, path)
-    if "phases" in fields:
-        return serialization.load(RampPrediction, path)
-    if "predictions" in fields:
-        return serialization.load(ScalingPrediction, path)
-    if "step_seconds" in fields:
+    kind = serialization.kind_of(path) or _guessed_kind(path)
+    if kind in _DRAWN:
+        return serialization.load(_DRAWN[kind], path)
+    if kind == "prediction":
         single = serialization.load(Prediction, path)
         title = f"{path.resolve().parent.name} on {single.device_count} x {single.chip}"
         return scaling_prediction([single], "weak", title)
+    if kind is not None:
+        accepted = f"{path} must be one of {', '.join(sorted(_DRAWN))}, prediction"
+        raise ConfigError(refusal("kind", kind, accepted))
     raise ConfigError(
         f"{str(path)!r} is neither the folder of a run nor a prediction or plan that "
         "scalejax predict --json or scalejax plan --json wrote."

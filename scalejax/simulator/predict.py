@@ -12,7 +12,7 @@ from typing import Literal
 from scalejax.config.parallelism import AXES, BATCH_AXES
 from scalejax.core import metrics
 from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.core.units import TFLOP
 from scalejax.hardware import Chip, Cluster, RateType
@@ -43,6 +43,7 @@ _COLUMNS = (
 """Fields of a `Prediction` that its table shows."""
 
 
+@document("prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Tabular):
     """Predicted time, throughput and memory of a program on a cluster; unknown is None."""
@@ -108,6 +109,7 @@ class Prediction(Tabular):
         return [{name: getattr(self, name) for name in _COLUMNS}]
 
 
+@document("scaling_prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPrediction(Tabular):
     """One training step on growing numbers of devices."""

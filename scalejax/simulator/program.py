@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from scalejax.core.serialization import document
+
 CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
 ]
@@ -137,6 +139,7 @@ class MemoryUse:
         return held + self.temporary_bytes + self.kernel_bytes
 
 
+@document("program")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """A compiled step: the schedule of each device, its memory and its batch."""

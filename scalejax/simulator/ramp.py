@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import document
 from scalejax.simulator.predict import Prediction, ScalingPrediction
 
 
@@ -22,6 +23,7 @@ class PhasePrediction:
     """Prediction per device count; its run time is that of these epochs alone."""
 
 
+@document("ramp_prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampPrediction:
     """A run whose global batch grows, on growing numbers of devices."""

@@ -16,11 +16,13 @@ from scalejax.config.migrate import current_name, current_value, load_run_file, 
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
-from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text
+from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text, stamped, unstamped
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
 
+DOCUMENT = "sweep", 1
+"""Kind and version of the plan's JSON."""
 MOST_TOGETHER = 12
 """Most runs in one program: more take memory, and gain little (`experiments/warmup_by_batch`)."""
 _ALTERNATIVES = ("seed", "schedule")
@@ -221,7 +223,7 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
                 "give another folder."
             )
         save_text(plan.text, folder.run_file)
-        save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
+        save_text(stamped(*DOCUMENT, plan.document()), folder.plan)
         return
     if not resume:
         raise ConfigError(
@@ -330,7 +332,7 @@ def can_train_together(run: ResolvedRun) -> bool:
 def written(folder: SweepFolder) -> dict[str, JsonValue]:
     """The plan in `folder` as JSON, including its run.toml."""
     try:
-        document = json.loads(folder.plan.read_text(encoding="utf-8"))
+        document = unstamped(*DOCUMENT, json.loads(folder.plan.read_text(encoding="utf-8")))
         return {"run.toml": folder.run_file.read_text(encoding="utf-8"), **document}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder.path} holds no sweep that can be read: {error}.") from error

@@ -14,7 +14,7 @@ from scalejax.config.data import DataConfig, OfFiles
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.filesystem import DataFile, absolute_location, states_below
-from scalejax.core.serialization import load, save
+from scalejax.core.serialization import document, load, save
 from scalejax.data.formats.array_record import ArrayRecordConfig, record_files
 from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
 from scalejax.data.formats.numpy import NumpyConfig, part_headers
@@ -38,6 +38,7 @@ class UsedFile:
     """For a folder, the SHA-256 of the names and lengths of its images."""
 
 
+@document("data_files")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedFiles:
     """The files of a data set that hold rows, by part, in their order."""

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
@@ -31,6 +31,7 @@ class CompiledCase:
     """The cluster; replace its chip or library to try other constants."""
 
 
+@document("validation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation(Tabular):
     """Errors of the predictions of a ledger."""

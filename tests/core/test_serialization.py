@@ -1,5 +1,6 @@
 """Promises of reading and writing dataclasses."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import (
     build,
+    kind_of,
     load,
     plain,
     require_writable,
@@ -53,6 +55,38 @@ def test_a_program_survives_a_round_trip(tmp_path):
     save(PROGRAM, tmp_path / "program.json")
 
     assert load(Program, tmp_path / "program.json") == PROGRAM
+
+
+def test_a_document_says_what_it_is(tmp_path):
+    """First of all; and one of before, which did not say, is read too."""
+    path = tmp_path / "program.json"
+    save(PROGRAM, path)
+
+    fields = json.loads(path.read_text())
+    assert list(fields.items())[:2] == [("kind", "program"), ("version", 1)]
+    assert kind_of(path) == "program"
+    del fields["kind"], fields["version"]
+    path.write_text(json.dumps(fields))
+    assert kind_of(path) is None
+    assert load(Program, path) == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "plan"}, r"program\.json: kind='plan' is refused: a document of kind 'program'"),
+        ({"version": 2}, r"version=2 is refused: this scalejax reads 'program' up to version 1"),
+        ({"version": "new"}, r"version='new' is refused"),
+    ],
+)
+def test_a_document_of_another_kind_or_of_a_later_version_is_refused(tmp_path, change, message):
+    """By name, and not by the first field that is missing."""
+    path = tmp_path / "program.json"
+    save(PROGRAM, path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    with pytest.raises(ConfigError, match=message):
+        load(Program, path)
 
 
 def test_loops_multiply_what_is_in_them():

@@ -500,7 +500,7 @@ def test_report_prints_tables_within_80_columns_and_draws(tmp_path, capsys, monk
     assert "images/sec: 80.0 +/- 0.0 (jitter = 0.0)" in said
     for name in ("scaling.png", "step_times.png", "usage.png"):
         assert (folder.path / name).read_bytes().startswith(b"\x89PNG")
-    rows = json.loads(folder.results.read_text())
+    rows = json.loads(folder.results.read_text())["rows"]
     assert math.isclose(rows[1]["samples_per_second"], 16 / 0.09)
     page = tmp_path / "page.html"
     assert main(["report", str(folder.path), "--output", str(page)]) == 0

@@ -84,4 +84,5 @@ def finished(plan: BenchPlan, path: Path, seconds_of: dict[int, list[float]]) ->
 
 def progress(folder: BenchFolder) -> dict[str, object]:
     """What the progress file says."""
-    return json.loads(folder.progress.read_text())
+    written = json.loads(folder.progress.read_text())
+    return {name: value for name, value in written.items() if name not in ("kind", "version")}

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from PIL import Image, ImageOps
 
 from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import document
 from scalejax.data.convert.rows import Rows, encoded_images
 from scalejax.data.transforms.images import NO_IMAGE, UndecodableImage, why_undecodable
 
@@ -76,6 +77,7 @@ PIECES_AHEAD = 2
 """Pieces of some rows that are prepared while one is written."""
 
 
+@document("conversion")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Everything that the content of the files depends on."""

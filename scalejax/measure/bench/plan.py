@@ -15,7 +15,7 @@ from scalejax.config.grid import Fields, Grammar, flat_fields
 from scalejax.config.migrate import load_run_file
 from scalejax.config.run import ResolvedRun, load_config
 from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
-from scalejax.core.serialization import JsonValue, build, plain
+from scalejax.core.serialization import JsonValue, build, document, plain, stamped
 from scalejax.measure.bench.statistics import warmup_steps
 from scalejax.measure.bench.tables import Scaling
 from scalejax.planning.scaling_study import resolve_all
@@ -51,6 +51,7 @@ SETTINGS = tuple(field.name for field in fields(Settings))
 """Names of the fields that are not in a run.toml."""
 
 
+@document("bench_job")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Instructions to the processes of a benchmark."""
@@ -121,9 +122,9 @@ class BenchPlan:
             for each in (self.benchmarks if number % 2 == 0 else reversed(self.benchmarks))
         ]
 
-    def document(self) -> dict[str, JsonValue]:
-        """The plan as JSON."""
-        return {
+    def to_json(self) -> str:
+        """The plan as a JSON document."""
+        fields: dict[str, JsonValue] = {
             "repeats": self.repeats,
             "benchmarks": [
                 {
@@ -136,6 +137,7 @@ class BenchPlan:
                 for each in self.benchmarks
             ],
         }
+        return stamped("bench_plan", 1, fields)
 
 
 def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPlan:

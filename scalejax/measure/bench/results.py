@@ -11,7 +11,7 @@ from statistics import mean, median, quantiles
 
 from scalejax.core import metrics, serialization
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import JsonValue, plain
+from scalejax.core.serialization import JsonValue, document, plain
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.monitor import Usage
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
@@ -26,6 +26,7 @@ _FEWEST_STEPS = 8  # fewest steps for quartiles
 _PLACES = ("devices", "processes", "scaling")
 
 
+@document("bench_result")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
     """Measurements of one benchmark in one round."""
@@ -160,7 +161,7 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
     Raises:
         ConfigError: if there is none, or it is damaged.
     """
-    written = serialization.load(dict, folder.plan)
+    written = serialization.unstamped("bench_plan", 1, serialization.load(dict, folder.plan))
     entries, repeats = written.get("benchmarks"), written.get("repeats")
     if not isinstance(entries, list) or not isinstance(repeats, int):
         raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")

@@ -6,7 +6,6 @@ Knows processes and progress; the workers time the steps.
 import contextlib
 import fcntl
 import io
-import json
 import os
 import signal
 import socket
@@ -57,13 +56,13 @@ class Progress:
             "active": self.active,
             "problems": self.failed,
         }
-        serialization.save_text(json.dumps(table, indent=1) + "\n", folder.progress)
+        serialization.save_text(serialization.stamped("bench_progress", 1, table), folder.progress)
 
 
 def begin_bench(plan: BenchPlan, folder: BenchFolder) -> None:
     """Write `plan` into `folder`, keeping existing results: they are found again by benchmark."""
     serialization.save_text(plan.text, folder.run_file)
-    serialization.save_text(json.dumps(plan.document(), indent=1) + "\n", folder.plan)
+    serialization.save_text(plan.to_json(), folder.plan)
 
 
 def run_bench(

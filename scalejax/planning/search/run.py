@@ -15,7 +15,7 @@ from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdCo
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnCase, nothing_said
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.planning.search import (
@@ -61,6 +61,7 @@ class Ranked:
     """Reason why it was not compiled."""
 
 
+@document("search")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport(Tabular):
     """Result of a search for a run."""

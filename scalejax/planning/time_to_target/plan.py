@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.planning.convergence import Estimate
 from scalejax.simulator.predict import Prediction
@@ -52,6 +52,7 @@ class PlanPoint:
     """Whether the batch is larger than any measured to reach the target."""
 
 
+@document("plan")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Tabular):
     """All plan points, and the best of them."""

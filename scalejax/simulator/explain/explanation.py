@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Cluster
 from scalejax.simulator.explain.labels import in_words
@@ -59,6 +59,7 @@ class CostlyOperation:
     operation has no FLOP."""
 
 
+@document("explanation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Tabular):
     """Breakdown of a step's time, its unexpected collectives, and possible improvements."""

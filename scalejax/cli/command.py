@@ -1,4 +1,4 @@
-"""The base class of the commands that read a run.toml, and their shared flags.
+"""The base classes of the commands that read a run.toml, and their shared flags.
 
 Imported without JAX.
 """
@@ -28,12 +28,17 @@ RunFile = Annotated[Positional[Path], flag("RUN.toml")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFileCommand(ABC):
-    """A command that reads a run.toml, whose fields flags can replace."""
-
-    run_file: RunFile
-    """The config of the run."""
+class OverridingCommand(ABC):
+    """A command that reads run.toml files, whose fields flags can replace."""
 
     @abstractmethod
     def execute(self, overrides: Overrides) -> None:
-        """Run the command with these fields of the file replaced."""
+        """Run the command with these fields of the files replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFileCommand(OverridingCommand):
+    """A command that reads one run.toml."""
+
+    run_file: RunFile
+    """The config of the run."""

@@ -5,7 +5,8 @@ commands that need it import when they run.
 """
 
 from scalejax.cli.bench import Bench, DataBench
-from scalejax.cli.command import Overrides, RunFileCommand
+from scalejax.cli.command import Overrides, OverridingCommand
+from scalejax.cli.compare import Compare
 from scalejax.cli.data import DataConvert, DataInspect
 from scalejax.cli.doctor import Doctor
 from scalejax.cli.emulate import Emulate
@@ -24,7 +25,14 @@ from scalejax.cli.train import (
     Train,
 )
 
-__all__ = ["COMMANDS", "Command", "Overrides", "Predict", "RunFileCommand", "Train"]
+__all__ = [
+    "COMMANDS",
+    "Command",
+    "Overrides",
+    "OverridingCommand",
+    "Predict",
+    "Train",
+]
 
 Command = (
     Train
@@ -34,6 +42,7 @@ Command = (
     | Bench
     | Predict
     | Explain
+    | Compare
     | Search
     | PlanRun
     | Report
@@ -60,6 +69,7 @@ COMMANDS: dict[str, type[Command]] = {
     "bench": Bench,
     "predict": Predict,
     "explain": Explain,
+    "compare": Compare,
     "search": Search,
     "plan": PlanRun,
     "report": Report,

@@ -23,7 +23,7 @@ try:
     import tyro
 
     from scalejax import __version__
-    from scalejax.cli.commands import COMMANDS, Command, Overrides, RunFileCommand
+    from scalejax.cli.commands import COMMANDS, Command, Overrides, OverridingCommand
     from scalejax.config.migrate import RENAMED_FIELDS, RenamedField
     from scalejax.config.run import RunConfig
     from scalejax.core.errors import ConfigError, ScalejaxError, nearest_name, refusal, unknown_name
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command, overrides = parse(sys.argv[1:] if arguments is None else list(arguments))
         with _notes_of_renamed_fields():
-            if isinstance(command, RunFileCommand):
+            if isinstance(command, OverridingCommand):
                 command.execute(overrides)
             else:
                 command.execute()
@@ -95,7 +95,7 @@ def parse(arguments: list[str]) -> tuple[Command, Overrides]:
     name = _command_name(arguments)
     kind = COMMANDS[name]
     rest, overrides = split_overrides(arguments[len(name.split()) :])
-    if overrides and not issubclass(kind, RunFileCommand):
+    if overrides and not issubclass(kind, OverridingCommand):
         raise ConfigError(f"scalejax {name} reads no run.toml, so it takes no --{min(overrides)}.")
     return _read_flags(kind, name, rest), overrides
 
@@ -242,9 +242,10 @@ def _first_paragraph(panel: str) -> str:
         names = [line.strip() for line in lines[1:] if line[indent : indent + 1].strip()]
         return f"missing: {', '.join(names)}"
     message = " ".join(" ".join(lines).split())
-    if not_whole := re.fullmatch(r"Error parsing (\S+):.* \[?'(.*)'\]?\.?", message):
-        flag, value = not_whole.groups()  # of our flags, only whole numbers can fail so
-        return refusal(flag, value, "it must be a whole number")
+    if no_number := re.fullmatch(r"Error parsing (\S+):(.*) \[?'(.*)'\]?\.?", message):
+        flag, why, value = no_number.groups()  # of our flags, only numbers can fail so
+        kind = "number" if "float" in why.lower() else "whole number"
+        return refusal(flag, value, f"it must be a {kind}")
     return message
 
 

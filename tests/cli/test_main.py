@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import scalejax
-from scalejax.cli.commands import COMMANDS, Predict, RunFileCommand, Train
+from scalejax.cli.commands import COMMANDS, OverridingCommand, Predict, Train
 from scalejax.cli.main import main, parse, split_overrides
 from scalejax.config.run import RunConfig
 from scalejax.core import serialization
@@ -75,7 +75,7 @@ def test_no_flag_of_a_command_is_a_table_of_the_file(name: str):
     kind = COMMANDS[name]
     tables = {field.name for field in dataclasses.fields(RunConfig)}
 
-    assert not issubclass(kind, RunFileCommand) or not tables & {
+    assert not issubclass(kind, OverridingCommand) or not tables & {
         field.name for field in dataclasses.fields(kind)
     }
 
@@ -127,6 +127,11 @@ def test_first_word_of_two_has_help(capsys: pytest.CaptureFixture[str]):
         ("train x.toml --train.epochs", "--train.epochs needs a value"),
         ("train x.toml --cpu-devices few", "--cpu-devices='few' is refused: it must be a whole"),
         ("quickstart --seeds 1.5", "--seeds='1.5' is refused: it must be a whole number"),
+        ("bench x.toml --monitor x", "--monitor='x' is refused: it must be a number"),
+        (
+            "plan x.toml --clusters a --devices 8 --budget x",
+            "--budget='x' is refused: it must be a number",
+        ),
         ("predict x.toml --cluster a --devices 8 --scaling wek", "Expected one of ('weak', 'stro"),
         ("hardware --train.epochs 3", "reads no run.toml, so it takes no --train.epochs"),
         ("hardware dgx-h10", "did you mean 'dgx-h100'?"),

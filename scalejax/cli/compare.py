@@ -1,0 +1,84 @@
+"""The command `compare`: two revisions of a training step on devices that are not here.
+
+Imported without JAX, which is imported when it runs.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional
+
+from scalejax.cli.command import Overrides, OverridingCommand, flag
+from scalejax.cli.predict import find_cluster, take_conditions
+from scalejax.core import progress, serialization
+from scalejax.simulator.comparison import Bounds
+from scalejax.simulator.frameworks import framework_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare(OverridingCommand):
+    """Compare two revisions of a step, for GPUs not here.
+
+    A and B are each RUN.toml, RUN.toml@COMMIT, whose code and run file are those of the commit, or
+    FILE.json, a program. Exits with 1 if B is beyond a bound. A flag with a dot replaces a field of
+    both run files, or of --conditions.
+    """
+
+    a: Annotated[Positional[str], flag("A")]
+    """The step before."""
+    b: Annotated[Positional[str], flag("B")]
+    """The step after."""
+    cluster: Annotated[str, flag("CLUSTER")]
+    """Name in the catalogue (see scalejax hardware), or a TOML file of your own."""
+    devices: Annotated[int | None, flag("N")] = None
+    """Number of devices. By default that of the program, or of the layout in the run file."""
+    framework: Annotated[str, flag("NAME")] = "xla"
+    """Framework that trains the run files, such as megatron-lm (see scalejax hardware)."""
+    max_slowdown: Annotated[float, flag("F")] = Bounds().max_slowdown
+    """Largest growth of the step time as a fraction. By default 0.02."""
+    max_memory_growth: Annotated[float, flag("F")] = Bounds().max_memory_growth
+    """Largest growth of the peak memory as a fraction. By default 0.02."""
+    max_bytes_growth: Annotated[float, flag("F")] = Bounds().max_bytes_growth
+    """Largest growth of the bytes of collectives over any mesh axes as a fraction, of all bytes if
+    A has none over those axes. By default 0.02; a thousandth of all bytes is let pass."""
+    json: Annotated[Path | None, flag("OUT.json")] = None
+    """Write the comparison here as JSON."""
+    save_program: Annotated[Path | None, flag("FILE.json")] = None
+    """Write the program of B here, to compare with later."""
+
+    def execute(self, overrides: Overrides) -> None:
+        """Find or compile both steps, print the comparison; leave with 1 beyond a bound."""
+        from scalejax.planning.compare_revisions import CASES, Request, compare_revisions
+        from scalejax.report.terminal import comparison as comparison_tables
+        from scalejax.report.terminal import tables
+
+        for name in ("json", "save_program"):
+            serialization.require_writable(name, getattr(self, name))
+        bounds = Bounds(
+            max_slowdown=self.max_slowdown,
+            max_memory_growth=self.max_memory_growth,
+            max_bytes_growth=self.max_bytes_growth,
+        )
+        cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
+        request = Request(
+            cluster=cluster,
+            cluster_name=self.cluster,
+            device_count=self.devices,
+            framework=framework_named(self.framework),
+            overrides=overrides,
+        )
+        with progress.compiling(CASES) as on_case:
+            compared = compare_revisions(self.a, self.b, request, bounds=bounds, on_case=on_case)
+        found = compared.comparison
+        tables.show(comparison_tables.comparison(found, cluster, titles=(self.a, self.b)))
+        if self.json is not None:
+            serialization.save(found, self.json)
+            print(f"wrote {self.json}")
+        if self.save_program is not None:
+            serialization.save(compared.programs[1], self.save_program)
+            print(f"wrote {self.save_program}")
+        if found.exceeded:
+            sys.stdout.flush()  # a reader that has gone away is found out here
+            raise SystemExit(1)

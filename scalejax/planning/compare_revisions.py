@@ -1,0 +1,342 @@
+"""Comparison of two revisions of a training step: finds or compiles both programs, compares them.
+
+A revision is a program file, a run file, or a run file at a commit, whose code is checked out and
+compiled by a process of its own. Knows neither compiler nor equations: those are `profile` and
+`compare`.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import IO
+
+from scalejax.config.run import ResolvedRun, load_config, resolve
+from scalejax.core import serialization
+from scalejax.core.errors import ConfigError, ProfileError, refusal
+from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.serialization import JsonValue
+from scalejax.hardware import Cluster
+from scalejax.planning.git_checkout import CommittedFile, checked_out, committed_file
+from scalejax.simulator.comparison import Bounds, Comparison, compare
+from scalejax.simulator.frameworks import XLA, Framework
+from scalejax.simulator.program import Program
+from scalejax.xla import ProfileJob
+from scalejax.xla.batch import compile_cases
+
+CASES = 2
+"""Programs of a comparison that may have to be compiled."""
+
+_LEAVING_SECONDS = 5.0
+"""Time for a process to stop its compiler before it is killed."""
+
+_COMPILE = """
+import json, sys
+from pathlib import Path
+from pydantic import TypeAdapter
+from scalejax import Program, ScalejaxError, load_cluster, load_config, resolve
+from scalejax.xla import profile
+
+wanted = json.load(sys.stdin)
+chosen = {}
+if wanted["framework"] != "xla":
+    from scalejax.simulator.frameworks import framework_named
+    chosen["framework"] = framework_named(wanted["framework"])
+try:
+    run = resolve(load_config(Path(wanted["file"]), wanted["overrides"]), wanted["devices"])
+    own = getattr(run.config.model, "path", None) if run.config.model.name == "custom" else None
+    if own is not None:
+        chosen["cache"] = None
+    program = profile(run, load_cluster(wanted["cluster"]), **chosen)
+    answer = {"program": TypeAdapter(Program).dump_python(program, mode="json"), "own": own}
+except ScalejaxError as error:
+    answer = {"refused": str(error)}
+json.dump(answer, sys.stdout)
+"""
+"""What compiles a run file at a commit. In a checkout of scalejax itself an older scalejax runs it,
+so it takes what every version offers alone. A network of the user's is not cached: it is kept by
+the path of its file, and that of a checkout is never the same again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision:
+    """One of the steps that are compared."""
+
+    title: str
+    """What was typed for it."""
+    source: Program | ResolvedRun | CommittedFile
+    """Where its program comes from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Devices and framework that both steps are compiled for, and fields that both replace."""
+
+    cluster: Cluster
+    """The cluster."""
+    cluster_name: str
+    """Name or file of the cluster, as typed."""
+    device_count: int | None
+    """Number of devices; None for that of the layout, or of a program file."""
+    framework: Framework = XLA
+    """The framework that trains it."""
+    overrides: dict[str, JsonValue]
+    """Values for fields of the run files by dotted name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRevisions:
+    """A comparison with its programs."""
+
+    comparison: Comparison
+    """Comparison of the steps."""
+    programs: tuple[Program, Program]
+    """Programs of A and B."""
+
+
+def find_revision(text: str, request: Request) -> Revision:
+    """The step that `text` names: FILE.json, RUN.toml or RUN.toml@COMMIT.
+
+    Raises:
+        ConfigError: if there is no such file or commit, or the file is refused.
+    """
+    path, at, commit = text.rpartition("@")
+    if not at or Path(text).is_file():  # the name of a file may hold an @
+        path, at = text, ""
+    if not path.endswith(".json"):
+        if at:
+            source = committed_file(Path(path), commit)
+            _require_own_scalejax(text, source.repository)
+        else:
+            source = resolve(load_config(Path(path), request.overrides), request.device_count)
+        return Revision(title=text, source=source)
+    if at:
+        accepted = "a program is compiled already; only a run file can be taken at a commit"
+        raise ConfigError(refusal("program file", text, accepted))
+    program = serialization.load(Program, Path(path))
+    if request.device_count not in (None, program.device_count):
+        accepted = f"{path} is for {program.device_count}"
+        raise ConfigError(refusal("devices", request.device_count, accepted))
+    return Revision(title=text, source=program)
+
+
+def compare_revisions(
+    a: str,
+    b: str,
+    request: Request,
+    *,
+    bounds: Bounds | None = None,
+    on_case: OnCase = nothing_said,
+) -> ComparedRevisions:
+    """Comparison of the steps that `a` and `b` name.
+
+    Args:
+        a: the step before: FILE.json, RUN.toml or RUN.toml@COMMIT.
+        b: the step after, likewise.
+        request: what both are compiled for.
+        bounds: how much worse `b` may be; if None, the usual bounds.
+        on_case: called as each step starts to compile, is done, or is cached.
+
+    Raises:
+        ConfigError: if a file or commit is refused, or the steps do not compare.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses a step.
+    """
+    revisions = [find_revision(text, request) for text in (a, b)]
+    if request.overrides and all(isinstance(each.source, Program) for each in revisions):
+        names = ", ".join(f"--{name}" for name in request.overrides)
+        raise ConfigError(f"{names} replaces a field of a run file, and A and B are programs.")
+    notes: list[str] = []
+    before, after = _programs(revisions, request, notes, on_case)
+    comparison = compare(before, after, request.cluster, bounds)
+    return ComparedRevisions(
+        comparison=replace(comparison, notes=(*notes, *comparison.notes)),
+        programs=(before, after),
+    )
+
+
+def _programs(
+    revisions: Sequence[Revision], request: Request, notes: list[str], on_case: OnCase
+) -> list[Program]:
+    """Programs of `revisions`, all compiled at a time; adds to `notes`."""
+    programs: dict[int, Program] = {}
+    runs: dict[int, ResolvedRun] = {}
+    compiling: dict[int, _Compiling] = {}
+    with contextlib.ExitStack() as leaving:
+        for position, each in enumerate(revisions):
+            match each.source:
+                case Program():
+                    programs[position] = each.source
+                case ResolvedRun():
+                    runs[position] = each.source
+                case CommittedFile():
+                    tree = leaving.enter_context(checked_out(each.source))
+                    compiling[position] = leaving.enter_context(
+                        _compiling(each.title, each.source, tree, request)
+                    )
+                    on_case("begun", each.title)
+        jobs = [
+            ProfileJob(run=run, cluster=request.cluster, framework=request.framework)
+            for run in runs.values()
+        ]
+        found = compile_cases(jobs, [revisions[position].title for position in runs], on_case)
+        programs |= zip(runs, found, strict=True)
+        for position, each in compiling.items():
+            programs[position] = each.program(notes)
+            on_case("compiled", revisions[position].title)
+    return [programs[position] for position in range(len(revisions))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Compiling:
+    """A process that compiles a run file at a commit."""
+
+    title: str
+    file: CommittedFile
+    tree: Path
+    places: tuple[str, ...]
+    process: "subprocess.Popen[str]"
+    log: IO[str]
+
+    def program(self, notes: list[str]) -> Program:
+        """The program, once it is compiled; adds to `notes` where its code is of no commit.
+
+        Raises:
+            ConfigError: if the run file is refused, or its network is not in the commit.
+            ProfileError: if it does not compile.
+        """
+        answer, _ = self.process.communicate()
+        if self.process.returncode:
+            self.log.seek(0)
+            last = (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
+            raise ProfileError(f"{self.title} does not compile: {last}")
+        found = json.loads(answer)
+        if "refused" in found:
+            lines = (f"{self.title}: {line}" for line in found["refused"].splitlines())
+            raise ConfigError("\n".join(lines))
+        if found["own"] is not None:
+            notes.extend(self._require_network_of_commit(found["own"]))
+        return serialization.build(Program, found["program"])
+
+    def _require_network_of_commit(self, network: str) -> Iterator[str]:
+        """Refuse a network of the working tree; a note on one that is of no commit at all."""
+        top = network.split(":")[0].split(".")[0]
+        spec = PathFinder.find_spec(top, [*self.places, os.getcwd()])
+        places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+        place = next((Path(each).resolve() for each in places if each), None)
+        if place is not None and place.is_relative_to(self.tree.resolve()):
+            return
+        if place is not None and _is_of_working_tree(place, self.file.repository):
+            accepted = f"commit {self.file.commit[:12]} has no module {top!r}, nor is one installed"
+            raise ConfigError(f"{self.title}: {refusal('model.path', network, accepted)}")
+        yield f"{self.title}: {top!r} is not of the commit: found in {place or 'no folder'}"
+
+
+@contextlib.contextmanager
+def _compiling(
+    title: str, file: CommittedFile, tree: Path, request: Request
+) -> Iterator[_Compiling]:
+    """A process that compiles `file` in `tree`, its checkout; it is stopped at the end.
+
+    It stays in this working folder, where data are found that are of no commit, and imports the
+    modules of the checkout in place of those of the working tree.
+    """
+    places = _search_path(file.repository, tree)
+    wanted = {
+        "file": str(tree / file.path),
+        "overrides": request.overrides,
+        "devices": request.device_count,
+        "cluster": request.cluster_name,
+        "framework": request.framework.name,
+    }
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _COMPILE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            encoding="utf-8",
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+            # Ctrl-C reaches this process alone, which then stops it in silence.
+            start_new_session=True,
+        )
+        try:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # it died, which is reported later
+                    process.stdin.write(json.dumps(wanted))
+                    process.stdin.close()
+                process.stdin = None
+            yield _Compiling(
+                title=title, file=file, tree=tree, places=places, process=process, log=log
+            )
+        finally:
+            _stop(process)
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    """End a process that still runs, and let it end its compiler first."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_LEAVING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _search_path(repository: Path, tree: Path) -> tuple[str, ...]:
+    """Folders in which Python finds modules in the checkout `tree` as it does in `repository`.
+
+    The checkout's own folders come before installed packages, of which one may be a copy of the
+    working tree, and after the standard library, whose modules a file beside a run may be named
+    as.
+    """
+    here = Path.cwd().resolve()
+    own = [tree, tree / "src"]
+    if here.is_relative_to(repository):
+        own.insert(0, tree / here.relative_to(repository))
+    found: list[str] = []
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    for entry in sys.path:
+        path = Path(entry or here).resolve()
+        if _is_of_working_tree(path, repository):
+            found.append(str(tree / path.relative_to(repository)))
+            continue
+        if {entry, str(path)} & installed:
+            found.extend(map(str, own))
+        found.append(str(entry or here))
+    return tuple(dict.fromkeys((*found, *map(str, own))))
+
+
+def _is_of_working_tree(path: Path, repository: Path) -> bool:
+    """Whether `path` is of a repository's code, and of no virtual environment inside it."""
+    environments = {Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)}
+    return path.is_relative_to(repository) and not any(
+        path.is_relative_to(each) and each.is_relative_to(repository) for each in environments
+    )
+
+
+def _require_own_scalejax(text: str, repository: Path) -> None:
+    """Refuse commits of scalejax where another scalejax would compile the working tree.
+
+    Raises:
+        ConfigError: if the repository is that of scalejax, and the one that runs is not in it.
+    """
+    running = Path(__file__).resolve().parents[2]
+    if (repository / "scalejax" / "__init__.py").is_file() and running != repository:
+        accepted = (
+            f"it is of scalejax's own repository, and the scalejax of {str(running)!r} runs; "
+            f"there, run it as PYTHONPATH={repository} python -m scalejax compare"
+        )
+        raise ConfigError(refusal("run file", text, accepted))

@@ -1,0 +1,265 @@
+"""Comparison of two programs of one step on one cluster: time, bytes of collectives, FLOP, memory.
+
+Arithmetic on two programs and a cluster. Knows no files, commits or compilers, and nothing of how
+it is shown. The programs are called A, the one before, and B, the one after.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.units import format_bytes
+from scalejax.hardware import Cluster
+from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.program import CollectiveName, Program
+from scalejax.simulator.timeline.attribution import attributions
+
+OTHER = "other"
+"""Name in place of mesh axes for groups of devices that are no product of axes."""
+
+LEAST_BYTES_SHARE = 1e-3
+"""Bytes added on an axis, as a fraction of all bytes of collectives of B, below which they are
+within every bound: scalars and indices, whose number may double without being noticed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much worse B may be than A."""
+
+    max_slowdown: float = 0.02
+    """Largest growth of the step time, as a fraction of that of A."""
+    max_memory_growth: float = 0.02
+    """Largest growth of the peak memory, as a fraction of that of A."""
+    max_bytes_growth: float = 0.02
+    """Largest growth of the bytes of collectives over any axes, as a fraction of those of A; over
+    axes that have none in A, as a fraction of all of A."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_slowdown", "max_memory_growth", "max_bytes_growth"):
+            require_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisBytes:
+    """Payloads of all collectives over the same mesh axes, per step."""
+
+    axes: str
+    """Names of the axes, "data x fsdp", or `OTHER`."""
+    before_bytes: int
+    """Payload bytes of A, averaged over all steps."""
+    after_bytes: int
+    """Payload bytes of B, averaged over all steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveChange:
+    """Collectives of one kind, over the same axes and of the same size, that A and B do not run
+    equally often."""
+
+    name: CollectiveName
+    """Kind of collective."""
+    axes: str
+    """Names of the axes, or `OTHER`."""
+    payload_bytes: int
+    """Payload of one run."""
+    before_runs: float
+    """Runs per step of A, averaged over all steps; 0 if it appeared."""
+    after_runs: float
+    """Runs per step of B, averaged over all steps; 0 if it went."""
+    added_seconds: float
+    """Exposed time of them in the step of B, less that in the step of A."""
+    source: str | None
+    """Place in the user's program that the first of them was compiled from, in B if B has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Step of A and step of B on one cluster, and where B is beyond a bound."""
+
+    before: Prediction
+    """Prediction of A."""
+    after: Prediction
+    """Prediction of B."""
+    time_ratio: float
+    """Step time of B over that of A; time per sample, where the global batch differs."""
+    before_flop: int
+    """FLOP of one device in one step of A, recompute included."""
+    after_flop: int
+    """FLOP of one device in one step of B, recompute included."""
+    axes: tuple[AxisBytes, ...]
+    """Bytes by mesh axes, the most bytes first."""
+    changes: tuple[CollectiveChange, ...]
+    """Collectives that appeared or went, the most bytes added or removed first."""
+    bounds: Bounds
+    """How much worse B may be."""
+    exceeded: tuple[str, ...]
+    """What is beyond its bound, as sentences without full stops; () if nothing is."""
+    notes: tuple[str, ...]
+    """Caveats of the figures."""
+
+
+def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = None) -> Comparison:
+    """Comparison of the steps that `predict` gives for `a` and `b` on `cluster`.
+
+    Args:
+        a: the program before.
+        b: the program after.
+        cluster: the hardware.
+        bounds: how much worse `b` may be; if None, the usual bounds.
+
+    Raises:
+        ConfigError: if they are for different numbers of devices, or of different compilers.
+        DoesNotFit: if the mesh has more devices than the cluster.
+    """
+    if a.device_count != b.device_count:
+        accepted = f"A is for {a.device_count}, and steps compare on equally many"
+        raise ConfigError(refusal("devices of B", b.device_count, accepted))
+    if a.backend != b.backend:
+        accepted = f"that of A is {a.backend!r}, and what each makes of one step differs"
+        raise ConfigError(refusal("compiler backend of B", b.backend, accepted))
+    bounds = bounds or Bounds()
+    before, after = predict(a, cluster), predict(b, cluster)
+    kinds_before, kinds_after = _by_kind(a, cluster), _by_kind(b, cluster)
+    axes = _axes(kinds_before, kinds_after)
+    ratio = _time_ratio(before, after)
+    return Comparison(
+        before=before,
+        after=after,
+        time_ratio=ratio,
+        before_flop=a.flop,
+        after_flop=b.flop,
+        axes=axes,
+        changes=_changes(kinds_before, kinds_after),
+        bounds=bounds,
+        exceeded=(
+            *_slowdown(ratio, bounds),
+            *_memory_growth(before, after, bounds),
+            *_bytes_growth(axes, bounds),
+        ),
+        notes=(*_differences(a, b), *_merged(before.notes, after.notes)),
+    )
+
+
+def _time_ratio(before: Prediction, after: Prediction) -> float:
+    ratio = after.step_seconds / before.step_seconds
+    if before.global_batch is None or after.global_batch is None:
+        return ratio
+    return ratio * before.global_batch / after.global_batch
+
+
+def _slowdown(ratio: float, bounds: Bounds) -> Iterator[str]:
+    if ratio > 1 + bounds.max_slowdown:
+        yield f"the step takes {ratio:.4g} times as long (max_slowdown={bounds.max_slowdown:g})"
+
+
+def _memory_growth(before: Prediction, after: Prediction, bounds: Bounds) -> Iterator[str]:
+    used, most = after.peak_memory_bytes, bounds.max_memory_growth
+    if used > (1 + most) * before.peak_memory_bytes:
+        times = used / before.peak_memory_bytes
+        yield f"peak memory is {times:.4g} times as much (max_memory_growth={most:g})"
+    if before.fits and not after.fits:
+        held = f"{format_bytes(used)} of {format_bytes(after.memory_bytes)}"
+        yield f"the step does not fit into memory any more: it needs {held} on each device"
+
+
+def _bytes_growth(axes: Sequence[AxisBytes], bounds: Bounds) -> Iterator[str]:
+    most, least = bounds.max_bytes_growth, LEAST_BYTES_SHARE * sum(x.after_bytes for x in axes)
+    all_before = sum(each.before_bytes for each in axes)
+    for each in axes:
+        added = each.after_bytes - each.before_bytes
+        if added > max(least, most * (each.before_bytes or all_before)):
+            then = f"{format_bytes(each.before_bytes)} before"
+            yield (
+                f"collectives over {each.axes} move {format_bytes(added)} more, {then} "
+                f"(max_bytes_growth={most:g})"
+            )
+
+
+@dataclass(slots=True)
+class _Runs:
+    """Collectives of one kind in one program."""
+
+    runs: float = 0.0
+    seconds: float = 0.0
+    source: str | None = None
+
+
+_Kind = tuple[CollectiveName, str, int]
+"""Collectives that count as the same: kind, mesh axes, payload bytes."""
+
+
+def _by_kind(program: Program, cluster: Cluster) -> dict[_Kind, _Runs]:
+    found: dict[_Kind, _Runs] = {}
+    for each in attributions(program, cluster):
+        collective = each.operation.collective
+        if collective is None or collective.group.size == 1:
+            continue
+        axes = " x ".join(collective.group.axes) or OTHER
+        total = found.setdefault((collective.name, axes, collective.payload_bytes), _Runs())
+        total.runs += each.runs * collective.share
+        total.seconds += each.step_seconds
+        total.source = total.source or each.operation.source
+    return found
+
+
+def _axes(before: Mapping[_Kind, _Runs], after: Mapping[_Kind, _Runs]) -> tuple[AxisBytes, ...]:
+    names = dict.fromkeys(axes for _, axes, _ in (*before, *after))
+    pairs = (
+        AxisBytes(
+            axes=axes, before_bytes=_bytes_over(axes, before), after_bytes=_bytes_over(axes, after)
+        )
+        for axes in names
+    )
+    return tuple(sorted(pairs, key=lambda each: -max(each.before_bytes, each.after_bytes)))
+
+
+def _bytes_over(axes: str, kinds: Mapping[_Kind, _Runs]) -> int:
+    return round(sum(kind[2] * found.runs for kind, found in kinds.items() if kind[1] == axes))
+
+
+def _changes(
+    before: Mapping[_Kind, _Runs], after: Mapping[_Kind, _Runs]
+) -> tuple[CollectiveChange, ...]:
+    changes = []
+    for kind in dict.fromkeys((*before, *after)):
+        old, new = before.get(kind, _Runs()), after.get(kind, _Runs())
+        if old.runs != new.runs:
+            name, axes, payload_bytes = kind
+            changes.append(
+                CollectiveChange(
+                    name=name,
+                    axes=axes,
+                    payload_bytes=payload_bytes,
+                    before_runs=old.runs,
+                    after_runs=new.runs,
+                    added_seconds=new.seconds - old.seconds,
+                    source=new.source or old.source,
+                )
+            )
+    return tuple(
+        sorted(
+            changes,
+            key=lambda each: -each.payload_bytes * abs(each.after_runs - each.before_runs),
+        )
+    )
+
+
+def _differences(a: Program, b: Program) -> Iterator[str]:
+    """Notes on what differs between the programs besides the step."""
+    for what, of_a, of_b in (
+        ("compiled by", a.compiler, b.compiler),
+        ("compiled for", a.target, b.target),
+        ("trained by", a.framework, b.framework),
+        ("global batch", a.global_batch, b.global_batch),
+    ):
+        if of_a != of_b:
+            yield f"{what}: A {of_a}, B {of_b}"
+    if a.global_batch and b.global_batch and a.global_batch != b.global_batch:
+        yield "the bound on the step time holds for the time of one sample"
+
+
+def _merged(before: Sequence[str], after: Sequence[str]) -> Iterator[str]:
+    """Notes on either program, those that hold for one alone with its name."""
+    for note in dict.fromkeys((*before, *after)):
+        names = [name for name, notes in (("A", before), ("B", after)) if note in notes]
+        yield note if len(names) == 2 else f"{note} ({names[0]})"

@@ -97,8 +97,10 @@ def request(**fields: object) -> Request:
 
 def test_checkout_has_the_files_of_the_commit_and_is_removed(repository: Path):
     """Also when it is left by Ctrl-C; the hooks of the repository do not run."""
-    (repository / ".git" / "hooks" / "post-checkout").write_text("#!/bin/sh\ntouch ../hooked\n")
-    (repository / ".git" / "hooks" / "post-checkout").chmod(0o755)
+    called = repository.parent / "called"
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.write_text(f"#!/bin/sh\ntouch '{called}'\n")
+    hook.chmod(0o755)
     (repository / "run.toml").write_text("changed")
     file = committed_file(Path("run.toml"), "HEAD")
 
@@ -108,7 +110,7 @@ def test_checkout_has_the_files_of_the_commit_and_is_removed(repository: Path):
         raise KeyboardInterrupt
 
     assert checkouts(repository) == []
-    assert not list(repository.parent.glob("**/hooked"))
+    assert not called.exists()
     assert git(repository, "status", "--porcelain") == " M run.toml\n"
 
 
@@ -197,8 +199,8 @@ def test_missing_axis_of_a_sharding_rule_is_seen_without_a_gpu(
 ):
     """One axis name less in one rule of GPT: its parameters are gathered over tensor in each layer.
 
-    Losses and gradients are the same, so tests of those do not see it. Each case compiles for the
-    CPU twice, 10 s. The working tree has neither the rule nor, in the second case, the network.
+    Losses and gradients are the same, so tests of those do not see it. Half a minute: four programs
+    are compiled for the CPU.
     """
     assert RULE in (repository / "nets.py").read_text()
     own = (repository / "nets.py").read_text()
@@ -230,7 +232,7 @@ def test_commits_without_their_network_are_refused_or_noted(
     repository: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A module that is in the working tree alone is not the commit's; an installed one is of no
-    commit, and a note says so. 10 s to compile."""
+    commit, and a note says so. Half a minute to compile."""
     git(repository, "rm", "--quiet", "--cached", "nets.py")
     git(repository, "commit", "--quiet", "--message=two")
     words = ["compare", "run.toml@HEAD", "run.toml", "--cluster", "../paper.toml"]

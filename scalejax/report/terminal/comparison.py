@@ -111,7 +111,7 @@ def changes(found: Sequence[CollectiveChange]) -> Table:
         )
     if rest := found[_MOST_SHOWN:]:
         seconds = sum(each.added_seconds for each in rest)
-        table.add_row(f"{len(rest)} others", "", "", "", "", _signed_seconds(seconds), "")
+        table.add_row(counted(len(rest), "other"), "", "", "", "", _signed_seconds(seconds), "")
     return table
 
 

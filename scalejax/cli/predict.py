@@ -162,7 +162,7 @@ class Explain(RunFileCommand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """List clusters, chips and frameworks, or one of them with its sources."""
+    """List clusters, chips and frameworks, or one with its sources."""
 
     name: Annotated[Positional[str | None], flag("NAME")] = None
     """A cluster, a chip, a framework, or a TOML file that describes a cluster."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scalejax.measure.devices import calibrate
     from scalejax.planning.scaling_study import study
     from scalejax.report.html.report import write_report
-    from scalejax.simulator.frameworks import FRAMEWORKS, Framework
+    from scalejax.simulator.frameworks import Framework
     from scalejax.simulator.predict import Prediction, ScalingPrediction
     from scalejax.simulator.program import Program
     from scalejax.training.mesh import build_mesh
@@ -30,7 +30,6 @@ __version__ = "0.2.0"
 """As in pyproject.toml."""
 
 __all__ = [
-    "FRAMEWORKS",
     "Chip",
     "Cluster",
     "ConfigError",
@@ -76,7 +75,7 @@ _HOMES = {
     "training.mesh": ("build_mesh",),
     "simulator.predict": ("Prediction", "ScalingPrediction"),
     "xla": ("profile_call", "profile_function", "profile_many"),
-    "simulator.frameworks": ("FRAMEWORKS", "Framework"),
+    "simulator.frameworks": ("Framework",),
     "measure.devices": ("calibrate",),
     "validation": ("Validation", "validate"),
     "simulator.program": ("Program",),

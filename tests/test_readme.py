@@ -84,7 +84,7 @@ def test_cheap_command_of_the_documents_works(
 
 def test_python_of_the_guide_works():
     """Three lines cost a function written without scalejax, typed beside it; 5 s to compile it."""
-    code, _ = blocks("python")
+    (code,) = (block for block in blocks("python") if "profile_function" in block)
 
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -102,7 +102,8 @@ def test_network_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Both blocks as they stand, and the tables that the guide leaves out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder is added
-    (_, network), (model,) = blocks("python"), blocks("toml")
+    (network,) = (block for block in blocks("python") if "nn.Module" in block)
+    (model,) = blocks("toml")
     (tmp_path / "my_networks.py").write_text(network)
     (tmp_path / "run.toml").write_text(
         model

@@ -72,6 +72,7 @@ UNPICKLE = {
     "launch/called.py": "the function of a Runner, in a folder of this user alone",
     "launch/runner.py": "its result, in the same folder",
     "measure/input/probes.py": "the data set that our own process was told of, through a pipe",
+    "xla/functions.py": "a function of the caller, sent to our own worker through a pipe",
     "models/torch_checkpoint.py": "an unpickler that knows five names, and refuses all others",
 }
 """The files that unpickle, and why that is safe."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.serialization import document
 from scalejax.core.units import format_bytes
 from scalejax.hardware import Cluster
 from scalejax.simulator.predict import Prediction, predict
@@ -72,6 +73,7 @@ class CollectiveChange:
     """Place in the user's program that the first of them was compiled from, in B if B has one."""
 
 
+@document("comparison")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Step of A and step of B on one cluster, and where B is beyond a bound."""

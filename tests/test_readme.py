@@ -102,7 +102,7 @@ def test_network_of_the_guide_trains(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Both blocks as they stand, and the tables that the guide leaves out."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # to which the folder is added
-    (network,) = (block for block in blocks("python") if "nn.Module" in block)
+    (network,) = (block for block in blocks("python") if "(Network)" in block)
     (model,) = blocks("toml")
     (tmp_path / "my_networks.py").write_text(network)
     (tmp_path / "run.toml").write_text(

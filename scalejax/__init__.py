@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from scalejax.api import explain, plan, predict, search, train
     from scalejax.config.parallelism import Layout
-    from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+    from scalejax.config.run import ResolvedRun, RunConfig, load_config
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
+    from scalejax.data.facts import resolve
     from scalejax.hardware import Chip, Cluster, cluster_names, load_cluster
     from scalejax.measure.devices import calibrate
     from scalejax.planning.scaling_study import study
@@ -68,7 +69,8 @@ __all__ = [
 
 _HOMES = {
     "api": ("explain", "plan", "predict", "search", "train"),
-    "config.run": ("ResolvedRun", "RunConfig", "load_config", "resolve"),
+    "config.run": ("ResolvedRun", "RunConfig", "load_config"),
+    "data.facts": ("resolve",),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),
     "hardware": ("Chip", "Cluster", "cluster_names", "load_cluster"),
     "config.parallelism": ("Layout",),

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from scalejax.cli.main import main
-from scalejax.config.run import load_config, resolve
+from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import parse_toml
+from scalejax.data.facts import resolve
 
 FUZZ = Path(__file__).parents[1] / "experiments" / "fuzzing" / "fuzz.py"
 RUN = """

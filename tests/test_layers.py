@@ -47,20 +47,6 @@ NEVER_JAX = (
     "report",
 )
 """Packages that start without JAX; `planning` has it compile in other processes."""
-EXCEPTIONS = {
-    **dict.fromkeys(
-        (
-            "config.advice -> data.formats.tokens",
-            "config.data -> data.formats.array_record",
-            "config.data -> data.formats.image_folder",
-            "config.data -> data.formats.numpy",
-            "config.data -> data.formats.parquet_columns",
-            "config.data -> data.formats.tokens",
-        ),
-        "the config of a format of files is read where the files are",
-    ),
-}
-"""Imports against the layers that are there, and why they are still."""
 
 
 @cache
@@ -151,8 +137,8 @@ def test_every_package_has_its_layer():
 
 
 def test_packages_import_from_the_layers_above_their_own():
-    """The exceptions are those that are listed, and each of them is still there."""
-    assert wrong_imports(modules()) == set(EXCEPTIONS)
+    """None imports from its own line or below."""
+    assert wrong_imports(modules()) == set()
 
 
 def test_check_of_layers_can_fail():

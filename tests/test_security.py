@@ -32,11 +32,11 @@ from test_report import prediction, study, write_run
 
 import scalejax
 from scalejax.cli.main import main
-from scalejax.config.data import facts
+from scalejax.config.data import NumpyConfig
 from scalejax.core import serialization
 from scalejax.core.errors import CheckpointMismatch, ConfigError
 from scalejax.data.convert import open_rows
-from scalejax.data.formats.numpy import NumpyConfig
+from scalejax.data.facts import read_facts
 from scalejax.report.html.report import write_report
 from scalejax.training.checkpoint import Checkpoints
 
@@ -173,7 +173,7 @@ def test_a_pickle_in_an_array_is_not_run(tmp_path, called):
 
     for location in (tmp_path / "a.npz", tmp_path):
         with pytest.raises(ConfigError, match=r"unpickling|Python objects"):
-            facts(NumpyConfig(train=str(location), test=str(location)))
+            read_facts(NumpyConfig(train=str(location), test=str(location)))
     for location in (tmp_path / "a.npz", tmp_path / "x_train.npy"):
         assert main(["data", "inspect", str(location)]) == 2
         assert main(["data", "convert", str(location), str(tmp_path / "out")]) == 2
@@ -255,7 +255,7 @@ def test_an_array_that_says_it_is_larger_than_its_archive_gets_no_room(tmp_path)
     location = str(tmp_path / "a.npz")
 
     with pytest.raises(ConfigError, match=r"x_t\w+'\] is not whole: .*1000000000\d+ bytes"):
-        facts(NumpyConfig(train=location, test=location))
+        read_facts(NumpyConfig(train=location, test=location))
 
 
 def test_a_file_that_says_its_rows_are_huge_is_read_in_pieces(tmp_path):
@@ -279,7 +279,7 @@ def test_a_url_runs_nothing(tmp_path, monkeypatch, location):
     monkeypatch.chdir(tmp_path)
 
     with pytest.raises(ConfigError, match=r"data\.train"):
-        facts(NumpyConfig(train=location, test=location))
+        read_facts(NumpyConfig(train=location, test=location))
     assert not any(tmp_path.iterdir())
 
 

@@ -10,11 +10,12 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.data import SyntheticImagesConfig
 from scalejax.config.model import ImageNetworkConfig
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 
-CALTECH = facts(SyntheticImagesConfig(image_size=299, classes=257))
+CALTECH = read_facts(SyntheticImagesConfig(image_size=299, classes=257))
 """Caltech-256 has 257 classes, clutter being one."""
 
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from scalejax.cli.command import flag
+from scalejax.config.data import ImageFolderConfig, NumpyConfig
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import counted, format_bytes
-from scalejax.data.formats.image_folder import ImageFolderConfig
-from scalejax.data.formats.numpy import NumpyConfig, part_headers
+from scalejax.data.facts import fitting_facts
+from scalejax.data.formats.numpy import part_headers
 from scalejax.report.terminal import tables
 
 if TYPE_CHECKING:  # which imports Arrow
@@ -165,7 +166,9 @@ def _of_run(path: str) -> list[_Inspected]:
     """The training and test files that the [data] table of a run.toml names."""
     from scalejax.data.convert import RowsOptions
 
-    data = load_config(Path(path)).data
+    config = load_config(Path(path))
+    fitting_facts(config)  # refuses files that cannot be read, naming the field of each
+    data = config.data
     match data:
         case ParquetConfig():
             # Test data is not shuffled.

@@ -19,6 +19,7 @@ from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.process_group import GO_ON
 from scalejax.core.serialization import JsonValue
+from scalejax.data.facts import fitting_facts
 from scalejax.launch import Launch, launch
 from scalejax.launch.kubernetes import JobSetRun, manifest
 from scalejax.launch.local import LOST
@@ -104,7 +105,8 @@ class LaunchRun(RunFileCommand):
         if not self.np:
             accepted = "it must be -4 for 4 processes here, or 4 for 4 on a cluster"
             raise ConfigError(refusal("np", self.np, accepted))
-        load_config(self.run_file, overrides)  # refused once, and before anything is started
+        config = load_config(self.run_file, overrides)
+        fitting_facts(config)  # refused once, and before anything is started
         changed = [f"--{name}={_as_toml(value)}" for name, value in overrides.items()]
         if self.cpu_devices is not None:
             changed = ["--cpu-devices", str(self.cpu_devices), *changed]

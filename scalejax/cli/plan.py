@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
 from scalejax.cli.predict import find_cluster, take_conditions
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
@@ -35,6 +35,9 @@ class PlanRun(RunFileCommand):
     """Numbers of devices to choose from: 8..4096 for every doubling, or 8,64,256."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    facts: FactsFile = None
+    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
+    data, or kept beside RUN.toml."""
     target: Annotated[str | None, flag("VALUE")] = None
     """Test metric to reach, such as 0.759 or 75.9%; by default that of the convergence points."""
     convergence: Annotated[str | None, flag("FILE|DIR")] = None
@@ -76,7 +79,10 @@ class PlanRun(RunFileCommand):
         framework = framework_named(self.framework)
         options, rest = self._options(overrides)
         config = load_config(self.run_file, rest)
-        data = find_convergence(config, self.convergence, target=target, recipe=self.recipe)
+        facts = facts_of(config, self.run_file, rest, self.facts)
+        data = find_convergence(
+            config, self.convergence, target=target, recipe=self.recipe, facts=facts
+        )
         with progress.compiling_programs() as on_progress:
             plan = plan_run(
                 config,
@@ -89,6 +95,7 @@ class PlanRun(RunFileCommand):
                 deadline_seconds=deadline,
                 budget=self.budget,
                 framework=framework,
+                facts=facts,
                 on_progress=on_progress,
             )
         if not plan.points:

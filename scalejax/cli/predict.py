@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
-from scalejax.config.data import facts
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
@@ -49,6 +48,9 @@ class Predict(RunFileCommand):
     """Numbers of devices, such as 8,64,256. Efficiency is relative to the smallest."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    facts: FactsFile = None
+    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
+    data, or kept beside RUN.toml."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     scaling: Literal["weak", "strong"] = "weak"
@@ -70,10 +72,11 @@ class Predict(RunFileCommand):
         framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
+        facts = facts_of(config, self.run_file, overrides, self.facts)
         cluster = with_input(cluster, self.input_rates, config)
         counts = parse_counts(self.devices)
         name = given_name(self.run_file, overrides)
-        costed = costed_note(name, config.model, facts(config.data))
+        costed = costed_note(name, config.model, facts)
         programs: list[Program] = []
         phases = 1 + len(config.batch.ramp_epochs)
         with progress.compiling(phases * len(set(counts))) as on_case:
@@ -83,6 +86,7 @@ class Predict(RunFileCommand):
                 counts,
                 self.scaling,
                 framework=framework,
+                facts=facts,
                 notes=(costed,) if costed else (),
                 on_case=on_case,
                 on_program=programs.append,
@@ -114,6 +118,9 @@ class Explain(RunFileCommand):
     """Number of devices."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    facts: FactsFile = None
+    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
+    data, or kept beside RUN.toml."""
     input_rates: Annotated[Path | None, flag("INPUT.toml")] = None
     """Input rates of a host, measured by scalejax data bench."""
     output: Annotated[Path | None, flag("FILE.html")] = None
@@ -137,11 +144,17 @@ class Explain(RunFileCommand):
         framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
         config = load_config(self.run_file, overrides)
+        facts = facts_of(config, self.run_file, overrides, self.facts)
         cluster = with_input(cluster, self.input_rates, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
         with progress.compiling(CASES) as on_case:
             explained = explain_run(
-                config, cluster, self.devices, framework=framework, on_case=on_case
+                config,
+                cluster,
+                self.devices,
+                framework=framework,
+                facts=facts,
+                on_case=on_case,
             )
         if recorded:
             explained = compare_trace(explained, cluster, recorded)

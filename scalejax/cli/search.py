@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
 from scalejax.cli.predict import find_cluster, parse_counts, take_conditions
-from scalejax.config.data import facts
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.presets import costed_note
 from scalejax.config.run import given_name, load_config
@@ -53,6 +52,9 @@ class Search(RunFileCommand):
     """Number of devices, or several to choose from, such as 64 or 64,128,256."""
     framework: Annotated[str, flag("NAME")] = "xla"
     """Framework that trains it, such as megatron-lm (see scalejax hardware)."""
+    facts: FactsFile = None
+    """Counts and shapes of the data, kept as facts.json in a run folder. By default read from the
+    data, or kept beside RUN.toml."""
     global_batch: Annotated[int | None, flag("B")] = None
     """Samples per update; by default that of the file."""
     objective: Literal["time", "cost", "memory"] = "time"
@@ -94,8 +96,9 @@ class Search(RunFileCommand):
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
         is_given = given_name(self.run_file, overrides, table="gradient_sync") is not None
         config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
+        facts = facts_of(config, self.run_file, overrides, self.facts)
         name = given_name(self.run_file, overrides)
-        costed = costed_note(name, config.model, facts(config.data))
+        costed = costed_note(name, config.model, facts)
         with progress.searching() as on_progress:
             found = search_run(
                 config,
@@ -104,10 +107,11 @@ class Search(RunFileCommand):
                 global_batch=self.global_batch,
                 objective=self.objective,
                 processes=machine_cores(),
+                facts=facts,
                 on_progress=on_progress,
             )
         if not found.ranked:
-            notes = left_out_notes(shape_of(config, cluster.chip), counts)
+            notes = left_out_notes(shape_of(config, cluster.chip, facts), counts)
             raise DoesNotFit(self._nothing_fits(found.nearest, cluster.title, notes))
         report = report_search(
             config,
@@ -118,6 +122,7 @@ class Search(RunFileCommand):
             price_per_device_hour=self.price_per_device_hour,
             top=self.top,
             notes=(costed,) if costed else (),
+            facts=facts,
         )
         tables.show(search_tables.searched(report))
         if self.confirm:
@@ -128,6 +133,7 @@ class Search(RunFileCommand):
                     cluster,
                     confirm=self.confirm,
                     framework=framework,
+                    facts=facts,
                     on_case=on_case,
                 )
         print()

@@ -11,15 +11,16 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.cli.command import Overrides, RunFileCommand, facts_of, flag
 from scalejax.config.advice import notes_of
 from scalejax.config.checks import require_listable_steps
-from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.config.run import ResolvedRun, load_config, resolve
 from scalejax.core import process_group, serialization
 from scalejax.core.environment import choose_platform, limit_arenas
 from scalejax.core.errors import ConfigError
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
+from scalejax.training.record import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +97,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigShow(RunFileCommand):
-    """Print the resolved run: batches, steps, learning rates."""
+    """Print the resolved run: batches, steps, learning rates.
+
+    RUN.toml may also be the folder of a run, whose data need not be there any more.
+    """
 
     devices: Annotated[int | None, flag("N")] = None
     """Number of devices. By default those of the layout, or else of this machine."""
 
     def execute(self, overrides: Overrides) -> None:
         """Resolve the run and print it."""
-        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        run = _resolve_here(self.run_file, overrides, self.devices)
         learning = None if run.config.fine_tuning is None else _learning_count(run)
         shown = tables.run(run, _learning_rates(run))
         notes = (*notes_of(run), *_missing_weights(run))
@@ -164,7 +168,7 @@ class SchedulePlot(RunFileCommand):
         from scalejax.report.figures.style import save_schedule
 
         serialization.require_writable("output", self.output)
-        run = _resolve_here(load_config(self.run_file, overrides), self.devices)
+        run = _resolve_here(self.run_file, overrides, self.devices)
         rates = _learning_rates(run)
         epochs = [run.epoch_of(step) for step in range(run.total_steps)]
         save_schedule(rates, epochs=epochs, path=self.output)
@@ -187,15 +191,19 @@ class Quickstart:
         quickstart(self.folder, seeds=self.seeds)
 
 
-def _resolve_here(config: RunConfig, device_count: int | None) -> ResolvedRun:
-    """The run resolved on `device_count` devices; by default those of its layout or of this
-    machine."""
+def _resolve_here(run_file: Path, overrides: Overrides, device_count: int | None) -> ResolvedRun:
+    """The run of a file, or of a run folder, resolved on `device_count` devices; by default those
+    of its layout or of this machine."""
+    if run_file.is_dir():
+        run_file = RunFolder(path=run_file).config
+    config = load_config(run_file, overrides)
+    facts = facts_of(config, run_file, overrides)
     choose_platform()
     if device_count is None and config.layout.data is None:
         import jax
 
         device_count = jax.device_count()
-    return resolve(config, device_count)
+    return resolve(config, device_count, facts)
 
 
 def _learning_count(run: ResolvedRun) -> tuple[int, int]:

@@ -3,9 +3,9 @@
 Refuses nothing.
 """
 
+from scalejax.config.data import TokensConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.config.scaling_rules import warmup_epochs
-from scalejax.data.formats.tokens import TokensConfig
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ number is checked when a run is resolved.
 import math
 from collections.abc import Iterator
 
-from scalejax.config.data import DataConfig, facts
+from scalejax.config.data import DataConfig
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.gradient_sync import (
     AdasumConfig,
     GradientSyncConfig,
@@ -101,9 +102,8 @@ def _head_counts(model: ModelConfig) -> list[tuple[str, int]]:
             return []
 
 
-def require_compatible_data(model: ModelConfig, data: DataConfig) -> None:
+def require_compatible_data(model: ModelConfig, data: DataConfig, dataset: DatasetFacts) -> None:
     """Refuse a network whose input is not that of the examples of `data`."""
-    dataset = facts(data)
     has = (
         "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
     )
@@ -147,13 +147,12 @@ def require_compatible_data(model: ModelConfig, data: DataConfig) -> None:
 
 
 def require_compatible_augmentation(
-    augmentation: AugmentationConfig | None, data: DataConfig
+    augmentation: AugmentationConfig | None, data: DataConfig, dataset: DatasetFacts
 ) -> None:
     """Refuse augmentation of data without images, of colours of grey images, and shifts as large as
     an image."""
     if augmentation is None:
         return
-    dataset = facts(data)
     if dataset.is_text or dataset.is_table:
         has = "rows of numbers" if dataset.is_table else "text"
         accepted = f"it changes images, but data.name={data.name!r} holds {has}; leave it out"
@@ -182,11 +181,9 @@ def require_mixup_pairs(split: BatchSplit) -> None:
         raise ConfigError(refusal("batch.global_batch", split.global_batch, accepted))
 
 
-def require_divisible_blocks(
-    model: ModelConfig, data: DataConfig, batch: BatchConfig, layout: LayoutConfig
-) -> None:
+def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: LayoutConfig) -> None:
     """Refuse context, pipeline and sequence parallelism of other networks than transformers with
-    stacked blocks, and axes that do not divide their blocks and tokens.
+    stacked blocks, and axes that do not divide their blocks.
 
     Raises:
         ConfigError: naming the axis, and the nearest value that divides.
@@ -211,7 +208,19 @@ def require_divisible_blocks(
         require_multiple("model.layers", model.layers, stages * chunks, "layout.pipeline*chunks")
         microbatches = batch.microbatches
         require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
-    (tokens, *_) = facts(data).input_shape
+
+
+def require_divisible_tokens(
+    model: ModelConfig, dataset: DatasetFacts, layout: LayoutConfig
+) -> None:
+    """Refuse context and sequence parallelism that do not divide the tokens of an example.
+
+    Raises:
+        ConfigError: naming the nearest numbers of tokens that do.
+    """
+    if not isinstance(model, CausalConfig):
+        return
+    (tokens, *_) = dataset.input_shape
     shared = layout.tensor if layout.sequence_parallel else 1
     dividing = {"layout.context": layout.context, "layout.tensor": shared}
     axes = [name for name, size in dividing.items() if size > 1]

@@ -1,10 +1,9 @@
-"""Config of the data sets that a `run.toml` can name, and their facts: counts and shapes.
+"""Config of the data sets that a `run.toml` can name, and the counts and shapes that it says.
 
-Reads only as much of the files as it takes to count the examples; returns no arrays.
+Opens no files: what they hold is read by `scalejax.data.facts`.
 """
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,10 +12,6 @@ from pydantic import Field
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.data.formats.array_record import ArrayRecordConfig, array_record_facts
-from scalejax.data.formats.image_folder import ImageFolderConfig, image_folder_facts
-from scalejax.data.formats.numpy import NumpyConfig, numpy_facts
-from scalejax.data.formats.tokens import TokensConfig, tokens_facts
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package `dataset-fashion-mnist` puts the full set."""
@@ -32,18 +27,10 @@ class FashionMnistConfig:
     """embedded: 10,000 + 2,000 images that come with scalejax. full: 60,000 + 10,000 of the Debian
     package `dataset-fashion-mnist`. auto: full where it is installed, else embedded."""
 
-    def __post_init__(self) -> None:
-        if self.edition == "full" and not FASHION_MNIST_FOLDER.is_dir():
-            accepted = (
-                f"{FASHION_MNIST_FOLDER} is not there; install it with "
-                '"apt-get install dataset-fashion-mnist", or use "embedded"'
-            )
-            raise ConfigError(refusal("data.edition", self.edition, accepted))
-
     @property
     def is_full(self) -> bool:
         """Whether the full edition is used: asked for, or with "auto" installed."""
-        return self.edition != "embedded" and FASHION_MNIST_FOLDER.is_dir()
+        return self.edition == "full" or (self.edition == "auto" and FASHION_MNIST_FOLDER.is_dir())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +122,155 @@ class PythonDocsConfig:
         require_at_least("data.tokens", self.tokens, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderConfig:
+    """Images in a folder for each class: root/class/**/name.jpg, as torchvision's ImageFolder has
+    them, by the same indices.
+
+    `train` and `test` are each a folder or a URL of `fsspec`. Classes are the folders in `train`,
+    sorted by name; an image lies in one, or in any folder below it, also by a link. Files whose
+    names do not end as an image's, and files and folders whose names begin with ".", are left out.
+    """
+
+    name: Literal["image_folder"] = "image_folder"
+    """Selects this data set."""
+    train: str
+    """Folder to train on."""
+    test: str
+    """Folder to evaluate on; its classes are among those of `train`."""
+    image_size: int = 224
+    """Height and width to which images are brought: the shorter side is scaled to it, the middle
+    of the longer kept."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.image_size", self.image_size, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumpyConfig:
+    """Images or numbers, and their classes, in NumPy's files.
+
+    `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
+    arrays (an .npz that was unzipped). Arrays in .npy files are mapped into memory, or, at a URL,
+    read in the ranges that a batch needs; those of an .npz are loaded whole, in every process that
+    makes batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or
+    numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
+    spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
+    """
+
+    name: Literal["numpy"] = "numpy"
+    """Selects this data set."""
+    train: str
+    """Arrays to train on."""
+    test: str
+    """Arrays to evaluate on; it may be the same file, with other arrays in it."""
+    inputs: str | None = None
+    """Name of the array to learn from, "{part}" in it standing for train or test; if absent, the
+    first of x_{part}, {part}_images, inputs, images and x that is there with its targets."""
+    targets: str | None = None
+    """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
+    classes: int | None = None
+    """Values of the target; if absent, one more than the largest."""
+    memory_bytes: int = 4 * 2**30
+    """Most that arrays of .npz files take in all processes of a host's `input.workers`."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.memory_bytes", self.memory_bytes, 1)
+        if self.classes is not None:
+            require_at_least("data.classes", self.classes, 1)
+        if (self.inputs is None) != (self.targets is None):
+            given = "inputs" if self.targets is None else "targets"
+            accepted = "data.inputs and data.targets are named both or neither"
+            raise ConfigError(refusal(f"data.{given}", getattr(self, given), accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensConfig:
+    """Text as tokens in flat files, one after the other: .bin of unsigned integers, as nanoGPT
+    (no header) and llm.c (its header) write them, .npy of integers, or .txt, read by bytes.
+
+    `train` and `test` are each a file, a folder, a glob, or a URL of `fsspec`; the files make one
+    stream, in the order of their names. They are mapped into memory, or, at a URL, read in the
+    ranges that a batch needs. An example is the next `tokens` of the stream, its targets the same
+    one place on: in an epoch each token is a target once, but for the first and for those at the
+    end that fill no example. Examples run over the ends of documents, and attention sees across
+    them: there is no mask.
+    """
+
+    name: Literal["tokens"] = "tokens"
+    """Selects this data set."""
+    train: str
+    """Files to train on."""
+    test: str | None = None
+    """Files to evaluate on; if absent, the end of `train`, which is not trained on then."""
+    test_fraction: float = 0.05
+    """Part of the tokens of `train` that is its end, where `test` is absent."""
+    tokens: int = 1024
+    """Tokens in an example."""
+    vocabulary: int = 50_304
+    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
+    dtype: Literal["uint8", "uint16", "uint32"] | None = None
+    """Type of a token in .bin files without a header; if absent, uint16. Files whose header has
+    another type are refused."""
+    packing: Literal["concatenate", "documents"] = "concatenate"
+    """Concatenate: the stream is cut as it lies, and its examples are shuffled. Documents: they are
+    put in another order in every epoch of training, one after the other, and then cut (as
+    Megatron-LM's GPT data sets): what stands beside a document in an example changes too."""
+    end_of_document: int | None = None
+    """Token that ends a document; the end of a file does too. For packing by documents: their
+    files are read once to find it, and a document takes 40 bytes of memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "vocabulary"):
+            require_at_least(f"data.{name}", getattr(self, name), 1)
+        if not 0 < self.test_fraction < 1:
+            raise ConfigError(
+                refusal("data.test_fraction", self.test_fraction, "it must be between 0 and 1")
+            )
+        if self.end_of_document is not None and self.packing != "documents":
+            accepted = 'it is for packing = "documents"; leave it out'
+            raise ConfigError(refusal("data.end_of_document", self.end_of_document, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRecordConfig:
+    """Images and their classes in ArrayRecord files whose records are `tf.train.Example`, as TFDS
+    writes them.
+
+    `train` and `test` are each a file, a folder (every name.array_record and
+    name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files count in
+    the order of their names. TensorFlow is not needed.
+    """
+
+    name: Literal["array_record"] = "array_record"
+    """Selects this data set."""
+    train: str
+    """Files to train on."""
+    test: str
+    """Files to evaluate on."""
+    classes: int
+    """Values of the target; the files do not say it."""
+    image_column: str = "image"
+    """Feature that holds an encoded image (JPEG, PNG, ...)."""
+    label_column: str = "label"
+    """Feature that holds a class, an integer from 0."""
+    image_size: int = 224
+    """Height and width to which images are brought: the shorter side is scaled to it, the middle
+    of the longer kept."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue."""
+    cache_folder: str | None = None
+    """Where files at a URL are copied to, whole, before the first is read; they stay there. The
+    format is read from local disks alone. Refused for files whose store does not say when they
+    were written."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.image_size", self.image_size, 1)
+        require_at_least("data.classes", self.classes, 1)
+
+
 DataConfig = Annotated[
     FashionMnistConfig
     | SyntheticImagesConfig
@@ -152,19 +288,10 @@ DataConfig = Annotated[
 OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
 """Data sets in files that a user names."""
 
-BYTE_VALUES = 256
-"""Vocabulary of a text read by bytes."""
-TEST_FRACTION = 0.05
-"""Share of the text, at its end, that is held out for evaluation."""
 
-
-def facts(config: DataConfig) -> DatasetFacts:
-    """The counts and shapes of the data set named in `config`.
-
-    Raises:
-        ConfigError: if a text is too short for one example of the length asked for, or files
-            cannot be read or hold something else.
-    """
+def known_facts(config: DataConfig) -> DatasetFacts | None:
+    """The counts and shapes of a data set where they follow from `config`; None where they are in
+    files, which `scalejax.data.facts.read_facts` reads."""
     match config:
         case FashionMnistConfig():
             train, test = (60_000, 10_000) if config.is_full else (10_000, 2_000)
@@ -203,58 +330,5 @@ def facts(config: DataConfig) -> DatasetFacts:
                 classes=config.vocabulary,
                 is_masked=True,
             )
-        case PythonDocsConfig():
-            return _text_facts(config)
-        case ParquetConfig():
-            return _parquet_facts(config)
-        case ImageFolderConfig():
-            return image_folder_facts(config)
-        case NumpyConfig():
-            return numpy_facts(config)
-        case TokensConfig():
-            return tokens_facts(config)
-        case ArrayRecordConfig():
-            return array_record_facts(config)
-
-
-def _text_facts(config: PythonDocsConfig) -> DatasetFacts:
-    text = python_docs()
-    test_bytes = int(len(text) * TEST_FRACTION)
-    # An example needs one byte more than it has tokens: the target of its last position.
-    train_examples = (len(text) - test_bytes - 1) // config.tokens
-    test_examples = (test_bytes - 1) // config.tokens
-    if test_examples < 1:
-        accepted = f"it must be at most {test_bytes - 1}, the bytes kept for evaluation less one"
-        raise ConfigError(refusal("data.tokens", config.tokens, accepted))
-    return DatasetFacts(
-        train_examples=train_examples,
-        test_examples=test_examples,
-        input_shape=(config.tokens,),
-        target_shape=(config.tokens,),
-        classes=BYTE_VALUES,
-    )
-
-
-@cache
-def python_docs() -> bytes:
-    """The help topics of this Python, in the order of their names, UTF-8."""
-    from pydoc_data.topics import topics
-
-    return "".join(topics[name] for name in sorted(topics)).encode()
-
-
-def _parquet_facts(config: ParquetConfig) -> DatasetFacts:
-    # Imported here because other data sets need no Arrow, and commands start sooner without.
-    from scalejax.data.formats.parquet_columns import class_values, parquet_part
-
-    values = class_values(config)
-    return DatasetFacts(
-        train_examples=parquet_part(config, "train").kept_count,
-        test_examples=parquet_part(config, "test").kept_count,
-        input_shape=(len(config.feature_columns),)
-        if config.feature_columns
-        else (config.image_size, config.image_size, config.channels),
-        target_shape=(),
-        classes=len(values) if isinstance(values, tuple) else values,
-        is_table=bool(config.feature_columns),
-    )
+        case _:
+            return None

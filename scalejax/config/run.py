@@ -20,6 +20,7 @@ from scalejax.config.checks import (
     require_correction_in_every_step,
     require_divisible_blocks,
     require_divisible_heads,
+    require_divisible_tokens,
     require_evaluated_devices,
     require_finite_epochs,
     require_int32_steps,
@@ -34,7 +35,8 @@ from scalejax.config.checks import (
     require_supported_convolutions,
     require_unmasked_rows,
 )
-from scalejax.config.data import DataConfig, DatasetFacts, facts
+from scalejax.config.data import DataConfig, known_facts
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
@@ -111,9 +113,9 @@ class RunConfig:
             raise ConfigError(refusal("seed", self.seed, "it must be from 0 to 4294967295"))
         model, layout, train = self.model, self.layout, self.train
         require_divisible_heads(model, layout)
-        require_compatible_data(model, self.data)
-        require_compatible_augmentation(self.input.augmentation, self.data)
-        require_divisible_blocks(model, self.data, self.batch, layout)
+        require_divisible_blocks(model, self.batch, layout)
+        if (facts := known_facts(self.data)) is not None:
+            require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)
         require_ramp_within_run(self.batch, self.averaging, train)
         require_batch_norm_statistics(model, self.optimizer, self.averaging)
@@ -127,6 +129,17 @@ class RunConfig:
         require_compatible_gradient_sync(
             self.gradient_sync, model, self.batch, self.optimizer, self.averaging, layout, train
         )
+
+
+def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
+    """Refuse network, augmentation and layout of `config` where its data contradict them.
+
+    Raises:
+        ConfigError: naming the field, and what it may be.
+    """
+    require_compatible_data(config.model, config.data, facts)
+    require_compatible_augmentation(config.input.augmentation, config.data, facts)
+    require_divisible_tokens(config.model, facts, config.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,16 +214,27 @@ class ResolvedRun:
         return changes(config.schedule, config.optimizer, self.split.global_batch)
 
 
-def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
+def resolve(
+    config: RunConfig, device_count: int | None = None, facts: DatasetFacts | None = None
+) -> ResolvedRun:
     """The run of `config` on `device_count` devices: layout, batch, data set, steps.
+
+    Opens no file: `scalejax.data.facts.resolve` reads the facts of data in files.
 
     Args:
         config: the run.
         device_count: devices to use; if None, those that the config's axes multiply to.
+        facts: counts and shapes of its data; if None, those that follow from the config.
 
     Raises:
-        ConfigError: if axes, batch or data do not divide, naming the nearest that do.
+        ConfigError: if axes, batch or data do not divide, naming the nearest that do; if there are
+            no facts.
     """
+    facts = facts or known_facts(config.data)
+    if facts is None:
+        accepted = "its counts and shapes are in files; give the facts that read_facts returns"
+        raise ConfigError(refusal("data.name", config.data.name, accepted))
+    require_fitting_data(config, facts)
     wanted = config.layout
     others = {axis: getattr(wanted, axis) for axis in MODEL_AXES}
     if wanted.data is not None:
@@ -235,7 +259,7 @@ def resolve(config: RunConfig, device_count: int | None = None) -> ResolvedRun:
     if config.train.noise_scale is not None:
         keeps = has_batch_norm(config.model)
         require_noise_scale_parts(split, mode=wanted.mode, has_batch_norm=keeps)
-    dataset = _with_model_pixels(facts(config.data), config.model)
+    dataset = _with_model_pixels(facts, config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
         shards, most = layout.batch_shards, dataset.train_examples // per_device
         accepted = (

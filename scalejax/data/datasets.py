@@ -6,20 +6,20 @@ Knows which reader reads which data set. Knows no batches, no sampler and no dev
 from dataclasses import dataclass
 
 from scalejax.config.data import (
+    ArrayRecordConfig,
     DataConfig,
     FashionMnistConfig,
+    ImageFolderConfig,
     MaskedTokensConfig,
+    NumpyConfig,
     OfFiles,
     PythonDocsConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
+    TokensConfig,
 )
 from scalejax.config.input import AugmentationConfig
 from scalejax.config.parquet import ParquetConfig
-from scalejax.data.formats.array_record import ArrayRecordConfig
-from scalejax.data.formats.image_folder import ImageFolderConfig
-from scalejax.data.formats.numpy import NumpyConfig
-from scalejax.data.formats.tokens import TokensConfig
 from scalejax.data.source import Shared, Source, Split
 
 

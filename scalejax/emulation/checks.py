@@ -6,6 +6,7 @@ Knows configs; nothing of how a run is emulated.
 import math
 
 from scalejax.config.checks import has_batch_norm
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import (
     EmulationConfig,
     LocalSgdConfig,
@@ -13,19 +14,26 @@ from scalejax.config.emulation import (
     SynchronousConfig,
 )
 from scalejax.config.optimizer import LambConfig, LarsConfig, ScheduleFreeConfig
-from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.data.facts import resolve
 from scalejax.emulation.virtual_cluster import Durations, are_returning
 
 _MOST_TRIES = 10_000
 """Most tries of a round, on average; each recomputes its gradients."""
 
 
-def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
+def emulated_run(
+    config: RunConfig, facts: DatasetFacts | None = None
+) -> tuple[ResolvedRun, EmulationConfig]:
     """The run of each worker, on a device of its own, and the emulation config.
 
     `batch.per_device_batch` is the batch of a worker: the global batch of synchronous workers is
     that times the number of workers whose gradients count.
+
+    Args:
+        config: the run, with an [emulation].
+        facts: counts and shapes of its data; if None, they are read.
 
     Raises:
         ConfigError: if the run cannot be emulated, naming the field.
@@ -47,7 +55,7 @@ def emulated_run(config: RunConfig) -> tuple[ResolvedRun, EmulationConfig]:
         config = with_fields(
             config, {"batch.per_device_batch": None, "batch.global_batch": samples}
         )
-    run = resolve(config, 1)
+    run = resolve(config, 1, facts)
     if run.split.global_batch % counted:
         accepted = (
             f"it must be a multiple of {counted}, the workers whose gradients an update is of"

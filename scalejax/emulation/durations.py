@@ -194,7 +194,9 @@ def _compiled(
     else:
         samples //= emulation.sharing_workers
     fields = {"layout.data": devices, "batch.global_batch": samples, "emulation": None}
-    job = ProfileJob(run=resolve(with_fields(run.config, fields), devices), cluster=cluster)
+    job = ProfileJob(
+        run=resolve(with_fields(run.config, fields), devices, run.dataset), cluster=cluster
+    )
     (program,) = compile_cases([job], [in_words(devices)], on_case)
     cluster = under_load(cluster, program)
     times = what_if(program).timeline(cluster)

@@ -40,6 +40,7 @@ _README = """\
 A run that scalejax emulated: real gradients, virtual time.
 
 run.toml             the config, [emulation] included
+facts.json           counts and shapes of the data
 measurements.jsonl   losses and accuracies, a line each; all seconds in it are virtual
 emulation.json       virtual time, staleness, bytes sent, failures
 events.parquet       every executed instruction with its virtual time (with --events)
@@ -90,6 +91,7 @@ def emulate(
     with RunLock() as lock:
         lock.take(folder)
         files.measurements.unlink(missing_ok=True)
+        serialization.save(run.dataset, files.facts)
         serialization.save_toml(resolved_config(run), files.config)
         serialization.save_text(_README.format(path=folder), files.readme)
         events = write_events(folder / _EVENTS) if keeps_events else nullcontext()

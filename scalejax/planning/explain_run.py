@@ -5,10 +5,12 @@ Knows neither compiler nor equations: those are `profile` and `explain`.
 
 from dataclasses import dataclass, replace
 
-from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ProfileError
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
+from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.device_state import under_load
@@ -42,6 +44,7 @@ def explain_run(
     device_count: int,
     *,
     framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
     on_case: OnCase = nothing_said,
 ) -> ExplainedRun:
     """Explanation of the predicted step time of `config` on `device_count` devices of `cluster`.
@@ -54,6 +57,7 @@ def explain_run(
         cluster: where it would run.
         device_count: devices in the run.
         framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
         on_case: called as each of the two programs starts to compile, is done, or is cached.
 
     Raises:
@@ -61,7 +65,7 @@ def explain_run(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
-    run = resolve(config, device_count)
+    run = resolve(config, device_count, facts)
     runs, refused = [run], None
     try:
         runs.append(_with_doubled_batch(run))
@@ -108,4 +112,4 @@ def _with_doubled_batch(run: ResolvedRun) -> ResolvedRun:
         "batch.per_device_batch": 2 * run.split.per_device_batch,
         "batch.global_batch": None,
     }
-    return resolve(with_fields(run.config, batch), run.layout.device_count)
+    return resolve(with_fields(run.config, batch), run.layout.device_count, run.dataset)

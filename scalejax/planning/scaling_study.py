@@ -7,12 +7,14 @@ the results. Knows neither compiler nor equations: those are `profile` and `pred
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from scalejax.config.run import ResolvedRun, RunConfig, in_phase, resolve, with_fields
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.run import ResolvedRun, RunConfig, in_phase, with_fields
 from scalejax.config.scaling_rules import scaled_optimizer
 from scalejax.config.schedule import Phase, ScheduleConfig
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
+from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
 from scalejax.planning.memory_advice import memory_notes
 from scalejax.simulator.frameworks import XLA, Framework
@@ -36,6 +38,7 @@ def study(
     scaling: Scaling,
     *,
     framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
     title: str | None = None,
     notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
@@ -51,6 +54,7 @@ def study(
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed.
         framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
         title: title of the study; if None, the model and the cluster.
         notes: further notes on every prediction.
         on_case: called as each device count starts to compile, is done, or is cached.
@@ -61,7 +65,7 @@ def study(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses the step.
     """
-    runs = resolve_all(config, device_counts, scaling)
+    runs = resolve_all(config, device_counts, scaling, facts)
     programs = compile_cases(
         [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs],
         [in_words(run.layout.device_count) for run in runs],
@@ -102,7 +106,10 @@ def predict_run(
 
 
 def resolve_all(
-    config: RunConfig, device_counts: Sequence[int], scaling: Scaling
+    config: RunConfig,
+    device_counts: Sequence[int],
+    scaling: Scaling,
+    facts: DatasetFacts | None = None,
 ) -> list[ResolvedRun]:
     """The run on each number of devices, in rising order, with its batch scaled.
 
@@ -117,7 +124,8 @@ def resolve_all(
     if not counts:
         raise ConfigError(refusal("devices", [], "at least one number is needed"))
     require_at_least("devices", counts[0], 1)
-    split = resolve(config, counts[0] if config.layout.data is None else None).split
+    first = resolve(config, counts[0] if config.layout.data is None else None, facts)
+    split = first.split
     kept = {
         "layout.data": None,
         "batch.global_batch": split.global_batch if scaling == "strong" else None,
@@ -127,7 +135,7 @@ def resolve_all(
     runs = []
     for count in counts:
         try:
-            runs.append(resolve(scaled, count))
+            runs.append(resolve(scaled, count, first.dataset))
         except ConfigError as error:
             raise ConfigError(f"on {counted(count, 'device')}, {error}") from error
     return runs
@@ -143,6 +151,7 @@ def ramp_study(
     scaling: Scaling,
     *,
     framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
     notes: Sequence[str] = (),
     on_case: OnCase = nothing_said,
     on_program: Callable[[Program], None] = lambda program: None,
@@ -157,6 +166,7 @@ def ramp_study(
         device_counts: numbers of devices; the smallest is the baseline of the efficiencies.
         scaling: what stays fixed as devices are added: of the first batch, and so of all.
         framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
         notes: further notes on every prediction.
         on_case: called as each batch and device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of batch, then of devices.
@@ -166,7 +176,7 @@ def ramp_study(
         DoesNotFit: if the cluster has fewer devices.
         ProfileError: if the compiler refuses a step.
     """
-    runs = resolve_all(config, device_counts, scaling)
+    runs = resolve_all(config, device_counts, scaling, facts)
     phase_count = len(runs[0].phases)
     alone = [[phase_alone(run, run.phases[index]) for run in runs] for index in range(phase_count)]
     flat = [run for phase in alone for run in phase]

@@ -11,12 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, cast
 
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.grid import Fields, Grammar, flat_fields
 from scalejax.config.migrate import current_name, current_value, load_run_file, migrated
 from scalejax.config.reference import run_reference
-from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve
+from scalejax.config.run import ResolvedRun, RunConfig, load_config
 from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
 from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text, stamped, unstamped
+from scalejax.data.facts import resolve
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
@@ -286,8 +288,15 @@ def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
         return False
 
 
-def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
+def read_runs(
+    folder: SweepFolder, *, uses_kept_facts: bool = False
+) -> tuple[list[ResolvedRun], int | None]:
     """The runs of the plan in `folder`, and the virtual devices of each.
+
+    Args:
+        folder: the sweep.
+        uses_kept_facts: whether counts and shapes of the data are those that begun runs kept, so
+            that their data need not be there; otherwise they are read anew.
 
     Raises:
         ConfigError: if the plan or the run.toml is missing or damaged.
@@ -297,7 +306,13 @@ def read_runs(folder: SweepFolder) -> tuple[list[ResolvedRun], int | None]:
     assert isinstance(runs, list)  # noqa: S101  as `begin_sweep` wrote it
     devices = cpu_devices if isinstance(cpu_devices, int) else None
     return [
-        _resolved(folder.run_file, dict(fields), devices, f"run {index}")
+        _resolved(
+            folder.run_file,
+            dict(fields),
+            devices,
+            f"run {index}",
+            folder.run(index).load_facts() if uses_kept_facts else None,
+        )
         for index, fields in enumerate(runs)
         if isinstance(fields, dict)
     ], devices
@@ -338,14 +353,20 @@ def written(folder: SweepFolder) -> dict[str, JsonValue]:
         raise ConfigError(f"{folder.path} holds no sweep that can be read: {error}.") from error
 
 
-def _resolved(run_file: Path, fields: Fields, cpu_devices: int | None, which: str) -> ResolvedRun:
+def _resolved(
+    run_file: Path,
+    fields: Fields,
+    cpu_devices: int | None,
+    which: str,
+    facts: DatasetFacts | None = None,
+) -> ResolvedRun:
     """A run of the plan on its devices; a refusal names the run."""
     try:
         config = load_config(run_file, fields)
         if config.emulation is not None:
-            emulated_run(config)  # refuse it now rather than when it starts
+            emulated_run(config, facts)  # refuse it now rather than when it starts
         count = cpu_devices or (1 if config.layout.data is None else None)
-        return resolve(config, count)
+        return resolve(config, count, facts)
     except ConfigError as error:
         where = f"{which} ({shortened(in_words(fields))}): " if fields else ""
         raise ConfigError(

@@ -273,7 +273,7 @@ def recorded_sweep(path: Path) -> tuple[SweepPlan, list[RunRow]]:
     """
     folder = SweepFolder(path=path)
     document = written(folder)
-    resolved, cpu_devices = read_runs(folder)
+    resolved, cpu_devices = read_runs(folder, uses_kept_facts=True)
     listed = document.get("runs")
     fields = [dict(each) for each in listed if isinstance(each, dict)] if listed else []  # type: ignore[union-attr]
     names = list(dict.fromkeys(name for each in fields for name in each))

@@ -10,16 +10,23 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Literal
 
-from scalejax.config.data import DataConfig, OfFiles
+from scalejax.config.data import (
+    ArrayRecordConfig,
+    DataConfig,
+    ImageFolderConfig,
+    NumpyConfig,
+    OfFiles,
+    TokensConfig,
+)
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.filesystem import DataFile, absolute_location, states_below
 from scalejax.core.serialization import document, load, save
-from scalejax.data.formats.array_record import ArrayRecordConfig, record_files
-from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
-from scalejax.data.formats.numpy import NumpyConfig, part_headers
+from scalejax.data.formats.array_record import record_files
+from scalejax.data.formats.image_folder import image_files
+from scalejax.data.formats.numpy import part_headers
 from scalejax.data.formats.parquet import find_files
-from scalejax.data.formats.tokens import TokensConfig, token_files
+from scalejax.data.formats.tokens import token_files
 from scalejax.training.record import RunFolder
 
 Part = Literal["train", "test"]

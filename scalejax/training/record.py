@@ -1,6 +1,7 @@
 """The record of a run: the files of its folder, and the measurements in them.
 
     run.toml             the config as resolved on these devices
+    facts.json           counts and shapes of its data
     program.json         the compiled step that was trained
     prediction.json      its time and memory as predicted, written before training started
     measurements.jsonl   one line per measurement, in order of time
@@ -18,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError
-from scalejax.core.serialization import build, plain, save_text
+from scalejax.core.serialization import build, load, plain, save_text
 from scalejax.training.time_accounting import TimeAccount, load_time_account
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
@@ -157,6 +159,11 @@ class RunFolder:
         return self.path / "run.toml"
 
     @property
+    def facts(self) -> Path:
+        """Counts and shapes of its data, `DatasetFacts` in JSON; absent in earlier versions."""
+        return self.path / "facts.json"
+
+    @property
     def data_files(self) -> Path:
         """Fingerprints of the data files, `UsedFiles` in JSON; absent if the data has no files."""
         return self.path / "data_files.json"
@@ -205,6 +212,14 @@ class RunFolder:
     def holds_run(self) -> bool:
         """Whether a run was begun here."""
         return self.config.exists() or self.measurements.exists()
+
+    def load_facts(self) -> DatasetFacts | None:
+        """The counts and shapes of its data that the run kept; None if it kept none.
+
+        Raises:
+            ConfigError: if the file is damaged.
+        """
+        return load(DatasetFacts, self.facts) if self.facts.is_file() else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

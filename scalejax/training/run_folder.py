@@ -16,7 +16,7 @@ from typing import NoReturn, Self
 from scalejax.config.run import ResolvedRun, RunConfig, load_kept_config, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.filesystem import absolute_location
-from scalejax.core.serialization import JsonValue, load, plain, save_text, save_toml
+from scalejax.core.serialization import JsonValue, load, plain, save, save_text, save_toml
 from scalejax.simulator.predict import Prediction
 from scalejax.training.data_fingerprints import refuse_other_files, save_used_files
 from scalejax.training.multihost import broadcast_from_first, is_first
@@ -26,6 +26,7 @@ _README = """\
 A run of scalejax.
 
 run.toml             the config, as resolved on these devices
+facts.json           counts and shapes of the data, for when it is no longer there
 data_files.json      the files trained on, if the data is files: the run resumes on no others
 program.json         the compiled training step: its operations, bytes and FLOP
 prediction.json      its time and memory on this machine, predicted before training started
@@ -208,7 +209,7 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
 
 
 def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None) -> None:
-    """Write the config, the README with the resume command, and the data fingerprints of the run.
+    """Write the config, the README with the resume command, and facts and fingerprints of the data.
 
     A prediction of another layout or model is removed first, so that a prediction in the folder is
     always of the config beside it, even if the process is killed in between.
@@ -217,6 +218,7 @@ def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None
         folder.prediction.unlink(missing_ok=True)
         folder.program.unlink(missing_ok=True)
     save_used_files(folder, run.config.data)
+    save(run.dataset, folder.facts)
     save_toml(resolved_config(run), folder.config)
     command = command or f"scalejax train {folder.config} --folder {folder.path} --resume"
     save_text(_README.format(path=folder.path, command=command), folder.readme)

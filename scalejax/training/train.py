@@ -14,9 +14,10 @@ from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import Mesh
 
 from scalejax.config.advice import idle_notes, notes_of
-from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.config.run import ResolvedRun, RunConfig
 from scalejax.core import serialization
 from scalejax.core.heartbeat import Heartbeat
+from scalejax.data.facts import resolve
 from scalejax.data.source import UnreadableExample
 from scalejax.models.pretrained import require_weights
 from scalejax.training.checkpoint import Checkpoints

@@ -122,7 +122,7 @@ def stage_run(run: ResolvedRun) -> ResolvedRun:
         model=replace(model, layers=-(-model.layers // stages)),
         layout=replace(config.layout, pipeline=1, pipeline_chunks=1),
     )
-    return resolve(stage, run.layout.device_count // stages)
+    return resolve(stage, run.layout.device_count // stages, run.dataset)
 
 
 def _pipeline(run: ResolvedRun, stage: ResolvedRun) -> Pipeline:

@@ -7,16 +7,12 @@ import jax
 import pytest
 from flax import nnx
 
-from scalejax.config.data import (
-    MaskedTokensConfig,
-    SyntheticImagesConfig,
-    SyntheticTokensConfig,
-    facts,
-)
+from scalejax.config.data import MaskedTokensConfig, SyntheticImagesConfig, SyntheticTokensConfig
 from scalejax.config.model import BertConfig, GptConfig, LlamaConfig
 from scalejax.config.presets import PRESETS, costed_note, published_model
 from scalejax.config.run import given_name, load_config, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 
 RUN = """
@@ -43,11 +39,13 @@ def test_a_published_network_has_as_many_parameters_as_published(name):
     """Counted in the network itself, of the published vocabulary, context and classes."""
     preset, model = PRESETS[name], published_model(name)
     if preset.tokens is None or preset.vocabulary is None:
-        dataset = facts(SyntheticImagesConfig())
+        dataset = read_facts(SyntheticImagesConfig())
     elif isinstance(model, BertConfig):
-        dataset = facts(MaskedTokensConfig(tokens=preset.tokens, vocabulary=preset.vocabulary))
+        dataset = read_facts(MaskedTokensConfig(tokens=preset.tokens, vocabulary=preset.vocabulary))
     else:
-        dataset = facts(SyntheticTokensConfig(tokens=preset.tokens, vocabulary=preset.vocabulary))
+        dataset = read_facts(
+            SyntheticTokensConfig(tokens=preset.tokens, vocabulary=preset.vocabulary)
+        )
 
     shapes = nnx.eval_shape(  # nothing is computed, and no memory taken
         lambda: build_network(model, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0))
@@ -83,7 +81,7 @@ def test_what_is_costed_other_than_published_is_said(tmp_path):
     def note(**changed):
         overrides = {**published, **changed}
         config = load_config(path, overrides)
-        return costed_note(given_name(path, overrides), config.model, facts(config.data))
+        return costed_note(given_name(path, overrides), config.model, read_facts(config.data))
 
     assert note() is None
     assert note(**{"model.name": "gpt", "data.tokens": 8}) is None

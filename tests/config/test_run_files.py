@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.config import run as config_module
 from scalejax.config.model import MlpConfig
 from scalejax.config.run import RunConfig, load_config, resolve, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, parse_value, plain
+from scalejax.data.facts import read_facts
 
 RUN = """
 [model]
@@ -105,7 +105,7 @@ def test_one_batch_replaces_the_other_of_the_file(run_toml: Path):
             {"train.evaluate_every_steps": 5, "train.early_stopping": {}},
             r"train\.evaluate_every_steps=5 is refused: train\.early_stopping counts epochs",
         ),
-        ({"data": {"name": "python_docs"}}, r"model\.name='mlp' .*holds text"),
+        ({"data": {"name": "synthetic_tokens"}}, r"model\.name='mlp' .*holds text"),
         (
             {"model": {"name": "inception_v3"}},
             r"model\.name='inception_v3' .*at least 75 x 75, but .*holds images of 28 x 28",
@@ -213,12 +213,14 @@ def test_flag_values_are_toml_or_text():
 
 def test_the_full_edition_is_refused_where_it_is_not_installed(run_toml, monkeypatch, tmp_path):
     """The refusal is the command that installs it."""
-    monkeypatch.setattr("scalejax.config.data.FASHION_MNIST_FOLDER", tmp_path / "nowhere")
+    for module in ("config.data", "data.facts"):
+        monkeypatch.setattr(f"scalejax.{module}.FASHION_MNIST_FOLDER", tmp_path / "nowhere")
 
+    full = load_config(run_toml, {"data.edition": "full"})
     with pytest.raises(ConfigError, match="apt-get install dataset-fashion-mnist"):
-        load_config(run_toml, {"data.edition": "full"})
+        read_facts(full.data)
     auto = load_config(run_toml, {"data.edition": "auto"})
-    assert config_module.facts(auto.data).train_examples == 10_000
+    assert read_facts(auto.data).train_examples == 10_000
 
 
 def test_the_example_is_toml():

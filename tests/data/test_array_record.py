@@ -5,10 +5,10 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 from parquet_cases import encoded, random_images
 
-from scalejax.config.data import facts
+from scalejax.config.data import ArrayRecordConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
-from scalejax.data.formats.array_record import ArrayRecordConfig
+from scalejax.data.facts import read_facts
 from scalejax.data.source import UnreadableExample
 from scalejax.training.data_fingerprints import used_files
 
@@ -80,7 +80,7 @@ INDICES = np.array([29, 0, 4, 4, 3, 24, 25])
 
 def test_records_are_found_by_index(folder):
     """In the order of the names of the files, whatever else a record holds."""
-    about, source = facts(config_of(folder)), open_source(config_of(folder), "train", seed=0)
+    about, source = read_facts(config_of(folder)), open_source(config_of(folder), "train", seed=0)
 
     rows = source.take(INDICES, 0)
 
@@ -104,13 +104,13 @@ def test_files_at_a_url_are_copied_once_and_anew_when_they_change(folder, monkey
 
     config = config_of(where, cache_folder=str(folder / "copies"))
     with pytest.raises(ConfigError, match=r"data\.cache_folder=.* is refused: the store of memory"):
-        facts(config)
+        read_facts(config)
     tag = "a"
     monkeypatch.setattr(type(store), "info", lambda *a, **k: info(*a, **k) | {"ETag": tag})
     rows = open_source(config, "train", seed=0).take(INDICES)
 
     np.testing.assert_array_equal(rows["inputs"], IMAGES[INDICES])
-    assert facts(config).test_examples == 5
+    assert read_facts(config).test_examples == 5
     assert len(list((folder / "copies").iterdir())) == 4
     write(folder / "test.array_record", RECORDS[5:10])
     store.pipe("/records/test.array_record", (folder / "test.array_record").read_bytes())
@@ -118,7 +118,7 @@ def test_files_at_a_url_are_copied_once_and_anew_when_they_change(folder, monkey
     rows = open_source(config, "test", seed=0).take(np.arange(5))
     np.testing.assert_array_equal(rows["inputs"], IMAGES[5:10])
     with pytest.raises(ConfigError, match=r"data\.cache_folder=None .*data\.train is a URL"):
-        facts(config_of(where))
+        read_facts(config_of(where))
 
 
 def _no_label(folder):
@@ -165,7 +165,7 @@ def test_what_cannot_work_is_refused(folder, damage, changed, message):
         damage(folder)
 
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(folder, **changed))
+        read_facts(config_of(folder, **changed))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from scalejax.config.data import FashionMnistConfig, SyntheticImagesConfig
 from scalejax.config.input import AugmentationConfig
 from scalejax.config.parallelism import Layout
 from scalejax.config.parquet import ParquetConfig
-from scalejax.config.run import RunConfig, resolve
+from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import resolve
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.images import Box, decoded
@@ -392,7 +393,7 @@ def test_what_does_not_fit_the_data_is_refused(model, data, changes, refusal):
     wanted |= {"model": model or wanted["model"], "data": data or wanted["data"]}
 
     with pytest.raises(ConfigError, match=refusal):
-        build(RunConfig, wanted)
+        resolve(build(RunConfig, wanted))
 
 
 def test_rows_of_numbers_are_not_augmented(tmp_path):
@@ -406,4 +407,4 @@ def test_rows_of_numbers_are_not_augmented(tmp_path):
     wanted |= {"model": {"name": "mlp"}, "data": {**data, "feature_columns": ["x"]}}
 
     with pytest.raises(ConfigError, match="'parquet' holds rows of numbers; leave it out"):
-        build(RunConfig, wanted)
+        resolve(build(RunConfig, wanted))

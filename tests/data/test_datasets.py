@@ -17,18 +17,19 @@ from scalejax.config.data import (
     PythonDocsConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
-    facts,
 )
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
 from scalejax.data.loader.loader import (
     evaluation_batches,
     training_batches,
     training_batches_of_seeds,
 )
 from scalejax.data.readers import fashion_mnist
+from scalejax.data.readers.python_docs import python_docs
 from scalejax.training.mesh import batch_sharding, build_mesh
 
 EMBEDDED = FashionMnistConfig(edition="embedded")
@@ -46,7 +47,7 @@ CONFIGS = (
 
 def shapes_of(config, global_batch, layout=None, *, has_mask=False):
     """Shapes of a global batch of `config` over `layout`, as a `Step` states them."""
-    about = facts(config)
+    about = read_facts(config)
     sharding = batch_sharding(build_mesh(layout or Layout(data=4)))
     image_type = np.int32 if about.is_text else np.uint8
     parts = {"inputs": (about.input_shape, image_type), "targets": (about.target_shape, np.int32)}
@@ -88,7 +89,7 @@ def order_of(length, global_batch, *, seed=0, start=0, stop, layout=None):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_a_source_holds_what_the_facts_say(config, split):
     """Counts, shapes, types and ranges of a source are those that shape the step."""
-    about = facts(config)
+    about = read_facts(config)
     source = open_source(config, split, seed=0)
     length = about.train_examples if split == "train" else about.test_examples
 
@@ -126,7 +127,7 @@ def test_embedded_fashion_mnist_is_balanced_and_has_the_stated_mean():
 
     assert np.bincount(rows["targets"]).tolist() == [1000] * 10
     # the mean in `facts` is of the 60,000; one of 10,000 differs by its sampling error
-    assert rows["inputs"].mean() / 255 == pytest.approx(facts(EMBEDDED).pixel_mean, abs=0.005)
+    assert rows["inputs"].mean() / 255 == pytest.approx(read_facts(EMBEDDED).pixel_mean, abs=0.005)
 
 
 def test_full_fashion_mnist_is_read_from_idx_files(tmp_path, monkeypatch):
@@ -185,7 +186,7 @@ def test_the_target_of_a_token_is_the_next_token(config):
 
 def test_text_to_evaluate_on_is_never_trained_on():
     """The parts of the text do not overlap, and leave out less than an example each."""
-    config, text = PythonDocsConfig(tokens=64), data.python_docs()
+    config, text = PythonDocsConfig(tokens=64), python_docs()
     train = open_source(config, "train", seed=0)
     test = open_source(config, "test", seed=0)
 
@@ -286,8 +287,8 @@ def test_the_debian_package_holds_the_full_set():
 
     images = source.take(np.arange(len(source)))["inputs"]
 
-    assert len(source) == facts(config).train_examples
-    assert images.mean() / 255 == pytest.approx(facts(config).pixel_mean, abs=1e-5)
+    assert len(source) == read_facts(config).train_examples
+    assert images.mean() / 255 == pytest.approx(read_facts(config).pixel_mean, abs=1e-5)
 
 
 def test_the_licence_notice_is_beside_the_embedded_file():

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from parquet_cases import encoded, random_images
 
-from scalejax.config.data import facts
+from scalejax.config.data import ImageFolderConfig
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
-from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
+from scalejax.data.facts import read_facts
+from scalejax.data.formats.image_folder import image_files
 from scalejax.data.loader.skip_unreadable import ReadableExamples
 from scalejax.data.source import UnreadableExample
 from scalejax.training.data_fingerprints import used_files
@@ -66,7 +67,7 @@ def config_of(root, **changed):
 
 def require_tree(config):
     """The images of TREE in ORDER, and their classes."""
-    about, source = facts(config), open_source(config, "train", seed=0)
+    about, source = read_facts(config), open_source(config, "train", seed=0)
     indices = np.array([6, 0, 3, 3, 1, 2, 4, 5])
 
     rows = source.take(indices, 0)
@@ -94,17 +95,17 @@ def test_a_url_gives_the_same_examples(root):
 
     require_tree(config_of("memory://tree"))
     with pytest.raises(ConfigError, match="there is no such folder"):
-        facts(config_of("memory://elsewhere"))
+        read_facts(config_of("memory://elsewhere"))
 
 
 def test_what_changes_in_a_folder_is_seen(root):
     """A new image counts though the folder was listed before."""
     config = config_of(root)
-    assert facts(config).train_examples == 7
+    assert read_facts(config).train_examples == 7
 
     (root / "train/Zebra/sub/deep/c.jpg").write_bytes(encoded(IMAGES[0], "JPEG"))
 
-    assert facts(config).train_examples == 8
+    assert read_facts(config).train_examples == 8
 
 
 def test_links_are_followed(root):
@@ -133,7 +134,7 @@ def test_what_cannot_work_is_refused(root, made, changed, message):
         changed = {"train": changed["train"].format(root=root)}
 
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(root, **changed))
+        read_facts(config_of(root, **changed))
 
 
 def test_a_loop_of_links_is_refused(root):
@@ -141,7 +142,7 @@ def test_a_loop_of_links_is_refused(root):
     os.symlink(root / "train", root / "train" / "cat" / "loop")
 
     with pytest.raises(ConfigError, match=r"data\.train=.* cannot be read .*symbolic links"):
-        facts(config_of(root))
+        read_facts(config_of(root))
 
 
 @pytest.mark.parametrize("content", [None, b"", encoded(IMAGES[0], "JPEG")[:80]])
@@ -289,4 +290,4 @@ def test_a_hundred_thousand_files_take_no_more_memory_than_their_names(tmp_path)
 
     assert len(files) == 100_000
     assert len(files.names) + files.ends.nbytes < 100_000 * 32
-    assert facts(config).test_examples == 100_000
+    assert read_facts(config).test_examples == 100_000

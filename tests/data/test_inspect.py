@@ -11,9 +11,10 @@ import pytest
 from parquet_cases import encoded, random_images, write_images
 
 from scalejax.cli.main import main
+from scalejax.config.data import NumpyConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.convert import RowsOptions, open_rows
-from scalejax.data.formats.numpy import NumpyConfig, numpy_facts
+from scalejax.data.formats.numpy import numpy_facts
 from scalejax.data.inspect import inspect
 
 

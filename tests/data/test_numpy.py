@@ -7,11 +7,11 @@ from functools import partial
 import numpy as np
 import pytest
 
-from scalejax.config.data import facts
+from scalejax.config.data import NumpyConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import for_process, open_source
-from scalejax.data.formats.numpy import NumpyConfig
+from scalejax.data.facts import read_facts
 from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
 
@@ -72,7 +72,7 @@ def test_rows_are_found_by_index(tmp_path, stored, targets):
     """Images as they were saved, whatever the files are; columns of classes are classes."""
     config = config_of(stored(tmp_path, keras(IMAGES, targets)))
 
-    about, source = facts(config), open_source(config, "train", seed=0)
+    about, source = read_facts(config), open_source(config, "train", seed=0)
     rows = source.take(INDICES, 0)
 
     assert (about.train_examples, about.test_examples, about.classes) == (40, 10, 7)
@@ -103,8 +103,8 @@ def test_arrays_go_by_usual_names(tmp_path, train, test):
     save(tmp_path / "test.npz", **{test[0]: grey[:9], test[1]: CLASSES[:9]})
     config = NumpyConfig(train=f"{tmp_path}/train.npz", test=f"{tmp_path}/test.npz")
 
-    assert facts(config).input_shape == (6, 5, 1)
-    assert facts(config).test_examples == 9
+    assert read_facts(config).input_shape == (6, 5, 1)
+    assert read_facts(config).test_examples == 9
     rows = open_source(config, "train", seed=0).take(INDICES)
     np.testing.assert_array_equal(rows["inputs"], grey[INDICES, :, :, None])
 
@@ -114,7 +114,7 @@ def test_arrays_go_by_the_names_given(tmp_path):
     arrays = {"my_train": IMAGES, "is_train": CLASSES, "my_test": IMAGES, "is_test": CLASSES}
     config = config_of(as_files(tmp_path, arrays), inputs="my_{part}", targets="is_{part}")
 
-    assert facts(config).train_examples == 40
+    assert read_facts(config).train_examples == 40
 
 
 @pytest.mark.parametrize("stored", [as_archive, as_files, as_url])
@@ -131,7 +131,7 @@ def test_numbers_have_mean_0_and_deviation_1(tmp_path, stored, dtype):
     deviation = np.where(np.arange(4) == 2, 1, exact.std(axis=0))
     expected = (exact - exact.mean(axis=0)) / deviation
     np.testing.assert_allclose(rows, expected[10:20], atol=1e-6)
-    assert (facts(config).input_shape, facts(config).is_table) == ((4,), True)
+    assert (read_facts(config).input_shape, read_facts(config).is_table) == ((4,), True)
     assert rows.dtype == np.float32
 
 
@@ -202,16 +202,16 @@ def test_what_cannot_work_is_refused(tmp_path, stored, spoil, changed, message):
         spoil(arrays)
 
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(stored(tmp_path, arrays), **changed))
+        read_facts(config_of(stored(tmp_path, arrays), **changed))
 
 
 def test_a_folder_without_arrays_and_a_single_array_are_refused(tmp_path):
     """With what is accepted."""
     with pytest.raises(ConfigError, match=r"no array \(\*\.npy\) is there"):
-        facts(NumpyConfig(train=str(tmp_path), test=str(tmp_path)))
+        read_facts(NumpyConfig(train=str(tmp_path), test=str(tmp_path)))
     np.savetxt(tmp_path / "x.csv", NUMBERS)
     with pytest.raises(ConfigError, match=r"it must be an \.npz, or a folder of \.npy files"):
-        facts(NumpyConfig(train=f"{tmp_path}/x.csv", test=f"{tmp_path}/x.csv"))
+        read_facts(NumpyConfig(train=f"{tmp_path}/x.csv", test=f"{tmp_path}/x.csv"))
 
 
 def test_one_name_alone_is_refused():
@@ -224,9 +224,9 @@ def test_arrays_of_archives_are_loaded_within_a_limit(tmp_path):
     """3600 + 900 bytes of pixels, 320 + 80 of classes; files of their own need none."""
     stored = as_archive(tmp_path, keras(IMAGES, CLASSES))
 
-    facts(config_of(stored, memory_bytes=4900))
+    read_facts(config_of(stored, memory_bytes=4900))
     with pytest.raises(ConfigError, match=r"data\.memory_bytes=4899 .*: the arrays take 4900; unz"):
-        facts(config_of(stored, memory_bytes=4899))
+        read_facts(config_of(stored, memory_bytes=4899))
     with zipfile.ZipFile(tmp_path / "data.npz") as archive:
         archive.extractall(tmp_path / "unzipped")
     unzipped = f"{tmp_path}/unzipped"
@@ -268,7 +268,7 @@ def test_half_a_file_is_refused(tmp_path, stored, file, message):
     (tmp_path / file).write_bytes(whole[: len(whole) // 2])
 
     with pytest.raises(ConfigError, match=message):
-        facts(config)
+        read_facts(config)
 
 
 def test_a_file_of_another_kind_and_one_in_columns_are_refused(tmp_path):
@@ -276,11 +276,11 @@ def test_a_file_of_another_kind_and_one_in_columns_are_refused(tmp_path):
     config = config_of(as_files(tmp_path, keras(NUMBERS, CLASSES)))
     np.save(tmp_path / "x_train.npy", np.asfortranarray(NUMBERS))
     with pytest.raises(ConfigError, match=r"x_train\.npy lies column by column"):
-        facts(config)
+        read_facts(config)
 
     (tmp_path / "x_train.npy").write_bytes(b"no header" * 100)
     with pytest.raises(ConfigError, match=r"x_train\.npy cannot be read as \.npy"):
-        facts(config)
+        read_facts(config)
 
 
 def test_what_is_no_number_is_named_by_file_and_row(tmp_path):

@@ -12,11 +12,11 @@ from parquet_cases import encoded, random_images, write_images
 from PIL import Image
 
 from scalejax.cli.main import main
-from scalejax.config.data import facts
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
 from scalejax.training.train import train
 
 IMAGES = random_images(40)
@@ -82,7 +82,7 @@ def test_what_a_writer_left_unfinished_is_no_data(tmp_path, monkeypatch, unfinis
     monkeypatch.chdir(tmp_path)
 
     for location in (str(folder), "_data", "./_data/", "../" + tmp_path.name + "/_data"):
-        assert facts(config_of(folder, train=location, test=location)).train_examples == 40
+        assert read_facts(config_of(folder, train=location, test=location)).train_examples == 40
 
 
 def test_files_are_read_where_fsspec_finds_them(folder):
@@ -105,7 +105,7 @@ def test_files_are_read_where_fsspec_finds_them(folder):
         rows = open_source(config, "train", seed=0).take(np.arange(40))
 
         np.testing.assert_array_equal(rows["inputs"], IMAGES)
-        assert facts(config).test_examples == 10
+        assert read_facts(config).test_examples == 10
 
 
 def test_filters_keep_the_rows_for_which_they_hold(folder):
@@ -115,7 +115,7 @@ def test_filters_keep_the_rows_for_which_they_hold(folder):
 
     source = open_source(config, "train", seed=0)
 
-    assert facts(config).train_examples == len(source) == len(kept)
+    assert read_facts(config).train_examples == len(source) == len(kept)
     np.testing.assert_array_equal(source.take(np.arange(len(kept)))["inputs"], IMAGES[kept])
 
 
@@ -125,24 +125,24 @@ def test_integers_compare_with_fractions(folder, comparison, kept):
     config = config_of(folder, filters=(("label", comparison, 0.5), ("label", "<", 9.0)))
 
     if kept:
-        assert facts(config).train_examples == kept
+        assert read_facts(config).train_examples == kept
     else:
         with pytest.raises(ConfigError, match="they keep no row"):
-            facts(config)
+            read_facts(config)
 
 
 def test_facts_are_what_the_files_hold(folder):
     """Counts of rows and classes, from the footers; a count that is given is taken."""
-    about = facts(config_of(folder))
+    about = read_facts(config_of(folder))
 
     assert (about.train_examples, about.test_examples, about.classes) == (40, 10, 5)
     assert about.input_shape == (8, 8, 3)
-    assert facts(config_of(folder, classes=12)).classes == 12
+    assert read_facts(config_of(folder, classes=12)).classes == 12
 
 
 def test_pixels_enter_less_a_half_and_over_a_quarter(folder):
     """As the data set says in its description, whatever the images hold."""
-    about = facts(config_of(folder))
+    about = read_facts(config_of(folder))
 
     assert (about.pixel_mean, about.pixel_std) == (0.5, 0.25)
     assert "mean 0.5 and deviation 0.25" in " ".join((ParquetConfig.__doc__ or "").split())
@@ -159,7 +159,7 @@ def test_a_file_is_opened_once_for_its_classes(folder, monkeypatch):
 
     monkeypatch.setattr(pq.ParquetFile, "__init__", counted)
 
-    assert facts(config_of(folder)).classes == 5
+    assert read_facts(config_of(folder)).classes == 5
     assert len(paths) == 2  # one file to train on, one to test on
 
 
@@ -168,8 +168,8 @@ def test_classes_are_those_of_the_rows_that_are_kept(folder):
     write_images(folder / "train.parquet", IMAGES, np.where(LABELS == 2, -1, LABELS))
     kept = (("label", ">=", 0), ("label", "<", 3))
 
-    assert facts(config_of(folder, filters=kept)).classes == 3  # 2 in the test part
-    assert facts(config_of(folder, filters=(("label", "==", 1),))).classes == 2
+    assert read_facts(config_of(folder, filters=kept)).classes == 3  # 2 in the test part
+    assert read_facts(config_of(folder, filters=(("label", "==", 1),))).classes == 2
 
 
 def test_classes_are_counted_as_hugging_face_names_them(folder):
@@ -179,7 +179,7 @@ def test_classes_are_counted_as_hugging_face_names_them(folder):
     table = table.replace_schema_metadata({"huggingface": json.dumps(about)})
     pq.write_table(table, folder / "train.parquet")
 
-    assert facts(config_of(folder)).classes == 10
+    assert read_facts(config_of(folder)).classes == 10
 
 
 def test_texts_are_classes_in_their_sorted_order(folder):
@@ -190,7 +190,7 @@ def test_texts_are_classes_in_their_sorted_order(folder):
 
     config = config_of(folder)
 
-    assert facts(config).classes == 3
+    assert read_facts(config).classes == 3
     train_rows = open_source(config, "train", seed=0).take(np.arange(6))
     test_rows = open_source(config, "test", seed=0).take(np.arange(2))
     assert train_rows["targets"].tolist() == [2, 0, 1, 2, 0, 1]
@@ -345,7 +345,7 @@ def test_what_cannot_work_is_refused_before_anything_runs(folder, damage, change
         changed = {**changed, "train": str(folder / changed["train"])}
 
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(folder, **changed))
+        read_facts(config_of(folder, **changed))
 
 
 def test_an_unreadable_image_is_named_by_file_and_row(folder):

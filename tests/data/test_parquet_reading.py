@@ -15,12 +15,12 @@ import pytest
 from parquet_cases import encoded, random_images, write_images
 from test_datasets import order_of
 
-from scalejax.config.data import facts
 from scalejax.config.parallelism import Layout
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts, resolve
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.readers.row_group_cache import BoundedMemory
 from scalejax.training.mesh import batch_sharding, build_mesh
@@ -68,7 +68,7 @@ def test_numbers_have_mean_0_and_deviation_1_and_classes_a_bound(table):
     """As NumPy makes them of the columns that were written."""
     path, columns = table
     indices = np.random.default_rng(1).permutation(ROWS)
-    about = facts(config_of(path))
+    about = read_facts(config_of(path))
 
     rows = open_source(config_of(path), "train", seed=0).take(indices)
 
@@ -108,7 +108,7 @@ def test_what_is_no_number_is_named_by_file_and_row(table):
 def test_what_cannot_work_is_refused(table, changed, message):
     """At the door, with what is accepted."""
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(table[0], **changed))
+        read_facts(config_of(table[0], **changed))
 
 
 def seen(path, *, stop, start=0, **reading):
@@ -184,7 +184,7 @@ def test_a_run_learns_from_numbers(table, tmp_path):
     assert record.evaluations[-1].test_accuracy is not None
     assert record.evaluations[-1].test_accuracy > 0.95
     with pytest.raises(ConfigError, match=r"but data\.name='parquet' holds rows of 2 numbers"):
-        load_config(path, {"model": {"name": "cnn"}})
+        resolve(load_config(path, {"model": {"name": "cnn"}}), 2)
 
 
 def test_memory_keeps_what_was_used_last_within_its_limit():

@@ -8,10 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from test_parquet_reading import seen
 
-from scalejax.config.data import facts
 from scalejax.config.parquet import ParquetConfig, PetastormConfig, ReadingConfig
-from scalejax.config.run import load_config, resolve
+from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.data.facts import read_facts, resolve
 from scalejax.data.formats.petastorm import epoch_rows, shard_groups
 
 ORDERS = [
@@ -109,7 +109,7 @@ def test_steps_take_that_order_and_resume_in_it(path):
 def test_what_petastorm_does_not_repeat_is_refused(path, changed, message):
     """And readers without a row group of their own, as it does."""
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(path, lambda: PetastormConfig(**{"seed": 3, **changed})))
+        read_facts(config_of(path, lambda: PetastormConfig(**{"seed": 3, **changed})))
 
 
 def config_of(path, petastorm, **changed):
@@ -125,7 +125,7 @@ def test_a_reader_whose_rows_are_all_filtered_out_is_refused(path):
     config = config_of(path, lambda: order_of(10), filters=(("number", "<", 150),))
 
     with pytest.raises(ConfigError, match=r"data\.filters=.* keep no row .* of process 2"):
-        facts(config)
+        read_facts(config)
 
 
 def test_batches_that_readers_do_not_share_are_refused(path, tmp_path):

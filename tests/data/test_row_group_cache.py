@@ -17,10 +17,10 @@ import pytest
 from cache_writer import table_of
 from parquet_cases import encoded, random_images, write_images
 
-from scalejax.config.data import facts
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
 from scalejax.data.formats.parquet import _footer
 from scalejax.data.readers.parquet import ParquetExamples
 from scalejax.data.readers.row_group_cache import DiskCache, _memories
@@ -223,7 +223,7 @@ def test_files_that_may_change_unseen_are_not_kept(config, monkeypatch):
     memory.pipe("/cached/images.parquet", content)
     remote = replace(config, train=url, test=url)
     with pytest.raises(ConfigError, match=r"cache_folder=.* is refused: the store of memory://"):
-        facts(remote)
+        read_facts(remote)
 
     info = type(memory).info
     tag = "a"

@@ -20,10 +20,11 @@ from scalejax.api import train
 from scalejax.cli.main import main
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import Layout
-from scalejax.config.run import load_config, resolve
+from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import load
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import resolve
 from scalejax.data.loader.batching import take_batches
 from scalejax.data.loader.loader import _are_counted_here, evaluation_batches, training_batches
 from scalejax.data.loader.sampler import Rows

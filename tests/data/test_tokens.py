@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.config.data import facts
+from scalejax.config.data import TokensConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
-from scalejax.data.formats.tokens import TokensConfig
+from scalejax.data.facts import read_facts
 from scalejax.data.readers.tokens import cut
 from scalejax.data.source import UnreadableExample
 from scalejax.training.train import train
@@ -68,7 +68,7 @@ def test_every_kind_of_file_gives_its_tokens(tmp_path, name):
     rows = open_source(config, "train", seed=0).take(np.arange(59), 0)
     of_test = open_source(config, "test", seed=0).take(np.arange(3))
 
-    assert (facts(config).train_examples, facts(config).test_examples) == (59, 3)
+    assert (read_facts(config).train_examples, read_facts(config).test_examples) == (59, 3)
     np.testing.assert_array_equal(rows["inputs"].reshape(-1), STREAM[: 59 * 8])
     np.testing.assert_array_equal(rows["targets"].reshape(-1), STREAM[1 : 59 * 8 + 1])
     np.testing.assert_array_equal(of_test["targets"].reshape(-1), STREAM[476 : 476 + 24])
@@ -100,7 +100,7 @@ def test_files_are_one_stream(tmp_path, is_url):
     rows = source.take(indices, 0)
 
     assert len(source) == 502 // 8
-    assert facts(config).test_examples == 299 // 8
+    assert read_facts(config).test_examples == 299 // 8
     np.testing.assert_array_equal(
         rows["targets"], [STREAM[8 * index + 1 : 8 * index + 9] for index in indices]
     )
@@ -231,7 +231,7 @@ def test_what_cannot_work_is_refused(tmp_path, name, damage, changed, message):
         damage(tmp_path / name)
 
     with pytest.raises(ConfigError, match=message):
-        facts(config_of(changed.pop("train", tmp_path / name), **changed))
+        read_facts(config_of(changed.pop("train", tmp_path / name), **changed))
 
 
 def test_an_array_of_more_dimensions_is_refused(tmp_path):
@@ -239,7 +239,7 @@ def test_an_array_of_more_dimensions_is_refused(tmp_path):
     for array in (np.zeros((100, 2), np.uint16), np.zeros(100)):
         np.save(tmp_path / "a.npy", array)
         with pytest.raises(ConfigError, match=r"a\.npy holds .*: tokens are integers in one"):
-            facts(config_of(tmp_path))
+            read_facts(config_of(tmp_path))
 
 
 @pytest.mark.slow  # trains a gpt

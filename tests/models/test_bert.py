@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.config.data import SEPARATOR_TOKEN, MaskedTokensConfig, facts
+from scalejax.config.data import SEPARATOR_TOKEN, MaskedTokensConfig
 from scalejax.config.model import BertConfig, Remat
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.bert import Bert
 from scalejax.xla.model_flop import forward_flop
@@ -24,7 +25,7 @@ EXAMPLES = open_source(DATA, "train", seed=0).take(np.arange(4))
 def built(remat: Remat) -> Bert:
     """A small network."""
     config = BertConfig(name="bert_base", layers=2, hidden=32, heads=4, max_tokens=16, remat=remat)
-    network = build_network(config, facts(DATA), bn=BatchNormScope(), rngs=nnx.Rngs(0))
+    network = build_network(config, read_facts(DATA), bn=BatchNormScope(), rngs=nnx.Rngs(0))
     assert isinstance(network, Bert)
     return network
 
@@ -51,7 +52,7 @@ def test_bert_is_as_large_as_published(name, count, hidden, layers):
     That is 110 M and 340 M in the paper, which counts the pooler too. Per token and block 12 h^2
     multiply-adds and 2 s h for attention; per masked place h^2 and h v.
     """
-    dataset = facts(MaskedTokensConfig())
+    dataset = read_facts(MaskedTokensConfig())
     graph, state = nnx.split(
         nnx.eval_shape(
             lambda: build_network(

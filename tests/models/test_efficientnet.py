@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.data import SyntheticImagesConfig
 from scalejax.config.model import ImageNetworkConfig
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.efficientnet import Depthwise
 from scalejax.xla.model_flop import forward_flop
@@ -21,7 +22,7 @@ def abstract_network():
     """The network for ImageNet, nothing computed."""
     return nnx.eval_shape(
         lambda: build_network(
-            LITE, facts(SyntheticImagesConfig()), bn=BatchNormScope(), rngs=nnx.Rngs(0)
+            LITE, read_facts(SyntheticImagesConfig()), bn=BatchNormScope(), rngs=nnx.Rngs(0)
         )
     )
 

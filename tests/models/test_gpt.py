@@ -15,16 +15,17 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.config.data import SyntheticTokensConfig, facts
+from scalejax.config.data import SyntheticTokensConfig
 from scalejax.config.model import GptConfig
 from scalejax.config.parallelism import BATCH_AXES, Layout
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network, param_specs
 from scalejax.models.gpt import Gpt
 from scalejax.training.mesh import build_mesh
 from scalejax.xla.model_flop import forward_flop
 
 LAYERS, HIDDEN, TOKENS, VOCABULARY, BATCH = 3, 64, 16, 512, 16
-DATASET = facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
+DATASET = read_facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
 INPUTS = jax.random.randint(jax.random.key(7), (BATCH, TOKENS), 0, VOCABULARY)
 
 
@@ -56,7 +57,7 @@ def loss(params: nnx.State, structure: nnx.GraphDef, inputs: jax.Array) -> jax.A
 
 def test_gpt2_small_has_as_many_parameters_as_published():
     """124,439,808: 12 layers, 768 wide, 1024 places, 50257 tokens, tied output."""
-    dataset = facts(SyntheticTokensConfig(tokens=1024, vocabulary=50_257))
+    dataset = read_facts(SyntheticTokensConfig(tokens=1024, vocabulary=50_257))
     config = GptConfig(layers=12, hidden=768, heads=12)
     network = nnx.eval_shape(
         lambda: build_network(config, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0))

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.config.data import DatasetFacts, FashionMnistConfig, SyntheticImagesConfig, facts
+from scalejax.config.data import FashionMnistConfig, SyntheticImagesConfig
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import (
     CnnConfig,
     ImageNetworkConfig,
@@ -17,13 +18,14 @@ from scalejax.config.model import (
     ModelConfig,
     ResNetConfig,
 )
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, Network, build_network
 from scalejax.models.cnn import Cnn
 from scalejax.models.resnet import Block, ResNet
 from scalejax.xla.model_flop import forward_flop
 
-FASHION = facts(FashionMnistConfig(edition="embedded"))
-IMAGENET = facts(SyntheticImagesConfig())
+FASHION = read_facts(FashionMnistConfig(edition="embedded"))
+IMAGENET = read_facts(SyntheticImagesConfig())
 
 
 @cache
@@ -73,7 +75,7 @@ def test_resnets_have_as_many_parameters_as_published(name, count):
 )
 def test_published_networks_are_as_large_as_published(name, image_size, count, giga_multiply_adds):
     """Parameters exactly; multiply-adds of one image, forward, to the digits published."""
-    dataset = facts(SyntheticImagesConfig(image_size=image_size))
+    dataset = read_facts(SyntheticImagesConfig(image_size=image_size))
     model = ImageNetworkConfig(name=name)
 
     assert parameter_count(model, dataset) == count
@@ -97,7 +99,7 @@ def test_the_smallest_image_is_the_smallest_that_leaves_something(name):
 
 def multiply_adds(model: ModelConfig, image_size: int) -> int:
     """Of the matrix products and convolutions of one image's forward pass."""
-    dataset = facts(SyntheticImagesConfig(image_size=image_size))
+    dataset = read_facts(SyntheticImagesConfig(image_size=image_size))
     graph, state = nnx.split(shapes_of(model, dataset))
     image = jax.ShapeDtypeStruct((1, image_size, image_size, 3), jnp.float32)
     return forward_flop(lambda s, x: nnx.merge(graph, s)(x, is_training=False), state, image) // 2

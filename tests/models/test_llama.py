@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 from program_cases import kept_jobs
 
-from scalejax.config.data import SyntheticTokensConfig, facts
+from scalejax.config.data import SyntheticTokensConfig
 from scalejax.config.model import GptConfig, LlamaConfig, Remat
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build as build_config
+from scalejax.data.facts import read_facts
 from scalejax.hardware import load_cluster
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.gpt import Gpt
@@ -24,7 +25,7 @@ from scalejax.xla import profile
 from scalejax.xla.model_flop import forward_flop
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, TOKENS, VOCABULARY, BATCH = 2, 32, 4, 2, 48, 12, 64, 4
-DATASET = facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
+DATASET = read_facts(SyntheticTokensConfig(tokens=TOKENS, vocabulary=VOCABULARY))
 INPUTS = jax.random.randint(jax.random.key(7), (BATCH, TOKENS), 0, VOCABULARY)
 SMALL = LlamaConfig(
     layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, ffn_hidden=FFN, rope_theta=100.0

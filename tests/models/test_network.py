@@ -12,13 +12,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.data import (
-    DatasetFacts,
     FashionMnistConfig,
     MaskedTokensConfig,
     SyntheticImagesConfig,
     SyntheticTokensConfig,
-    facts,
 )
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import (
     BertConfig,
     CnnConfig,
@@ -33,6 +32,7 @@ from scalejax.config.model import (
 )
 from scalejax.config.parallelism import Layout
 from scalejax.core.errors import ConfigError
+from scalejax.data.facts import read_facts
 from scalejax.models import (
     BatchNormScope,
     Network,
@@ -44,10 +44,10 @@ from scalejax.models import (
 from scalejax.models.sharding import constrained_by_row
 from scalejax.training.mesh import build_mesh
 
-FASHION = facts(FashionMnistConfig(edition="embedded"))
-TOKENS = facts(SyntheticTokensConfig(tokens=8, vocabulary=32))
-HIDDEN = facts(MaskedTokensConfig(tokens=8, masked=2, vocabulary=32))
-PHOTOGRAPHS = facts(SyntheticImagesConfig(image_size=75, classes=8))
+FASHION = read_facts(FashionMnistConfig(edition="embedded"))
+TOKENS = read_facts(SyntheticTokensConfig(tokens=8, vocabulary=32))
+HIDDEN = read_facts(MaskedTokensConfig(tokens=8, masked=2, vocabulary=32))
+PHOTOGRAPHS = read_facts(SyntheticImagesConfig(image_size=75, classes=8))
 AXIS_SIZES = {"pipeline": 1, "data": 2, "fsdp": 2, "context": 1, "tensor": 2}
 SMALL = [
     pytest.param(MlpConfig(hidden=(16, 8)), FASHION, id="mlp"),
@@ -287,7 +287,7 @@ def test_a_network_that_takes_no_places_is_refused_hidden_words(custom_module):
 
 def test_images_of_any_size_and_colour_are_taken():
     """Convolutional networks average over places, so only the stem sees the image's shape."""
-    dataset = facts(SyntheticImagesConfig(image_size=32, channels=3, classes=7))
+    dataset = read_facts(SyntheticImagesConfig(image_size=32, channels=3, classes=7))
 
     logits = nnx.eval_shape(
         lambda: build(CnnConfig(channels=(4,)), dataset)(

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.data import SyntheticImagesConfig
 from scalejax.config.model import VitConfig
 from scalejax.config.presets import published_model
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build as build_config
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 from scalejax.models.vit import Vit
 from scalejax.xla.model_flop import forward_flop
 
-DATASET = facts(SyntheticImagesConfig(image_size=12, channels=3, classes=5))
+DATASET = read_facts(SyntheticImagesConfig(image_size=12, channels=3, classes=5))
 SMALL = VitConfig(patch=4, layers=2, hidden=32, heads=4)
 IMAGES = jax.random.normal(jax.random.key(3), (2, 12, 12, 3))
 
@@ -111,7 +112,7 @@ def test_recompute_changes_no_gradient():
 
 def test_flop_of_vit_b_16_are_those_published():
     """17.6 GMAC of an image of 224 x 224: per place and block 12 h^2 and 2 s h, 197 places."""
-    dataset = facts(SyntheticImagesConfig())
+    dataset = read_facts(SyntheticImagesConfig())
     model = published_model("vit-b/16")
     graph, state = nnx.split(
         nnx.eval_shape(lambda: build_network(model, dataset, bn=BatchNormScope(), rngs=nnx.Rngs(0)))

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from scalejax.config.data import facts
 from scalejax.config.parallelism import Layout
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
+from scalejax.data.facts import read_facts
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.readers.parquet import _moments
 from scalejax.data.readers.row_group_cache import _memories
@@ -35,7 +35,7 @@ def peak_bytes() -> int:
 
 def batches(config, start=0):
     """The batches of the first epoch from step `start` on, and how many there are in it."""
-    about = facts(config)
+    about = read_facts(config)
     sharding = batch_sharding(build_mesh(Layout()))
     shapes = {
         "inputs": jax.ShapeDtypeStruct(

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 from parquet_cases import encoded, random_images
 
-from scalejax.config.run import RunConfig, resolve
+from scalejax.config.data import ArrayRecordConfig, ImageFolderConfig, NumpyConfig, TokensConfig
+from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import Origin, for_process, open_source
-from scalejax.data.formats.array_record import ArrayRecordConfig
-from scalejax.data.formats.image_folder import ImageFolderConfig
-from scalejax.data.formats.numpy import NumpyConfig
-from scalejax.data.formats.tokens import TokensConfig
+from scalejax.data.facts import resolve
 from scalejax.training import loop
 from scalejax.training.features import open_examples
 from scalejax.training.reporter import Silent

@@ -12,11 +12,12 @@ import pytest
 from flax import nnx
 
 import scalejax
-from scalejax.config.data import SyntheticImagesConfig, facts
+from scalejax.config.data import SyntheticImagesConfig
 from scalejax.config.model import ResNetConfig
 from scalejax.config.run import RunConfig, load_config, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.data.facts import read_facts
 from scalejax.models import BatchNormScope, build_network
 from scalejax.training.evaluation import build_evaluation
 from scalejax.training.mesh import build_mesh
@@ -95,7 +96,7 @@ def test_the_schedule_of_8192_images(warmup):
 
 def in_numpy(params, batch, smoothing: float) -> tuple[float, Any]:
     """Loss and parameters after an update of a network of one hidden layer."""
-    about = facts(SyntheticImagesConfig(**{k: v for k, v in DATA.items() if k != "name"}))  # type: ignore[arg-type]
+    about = read_facts(SyntheticImagesConfig(**{k: v for k, v in DATA.items() if k != "name"}))  # type: ignore[arg-type]
     x = ((batch["inputs"] / 255.0 - about.pixel_mean) / about.pixel_std).reshape(-1, 64)
     first, last = params["layers"][0], params["layers"][1]
     before = x @ first["kernel"] + first["bias"]
@@ -215,7 +216,7 @@ def resnet_params() -> Any:
 
 def params_of(config: ResNetConfig) -> Any:
     """Initial parameters of a ResNet for small images."""
-    data = facts(SyntheticImagesConfig(image_size=32, channels=3, classes=10))
+    data = read_facts(SyntheticImagesConfig(image_size=32, channels=3, classes=10))
 
     network = build_network(config, data, bn=BatchNormScope(), rngs=nnx.Rngs(0))
     return nnx.to_pure_dict(nnx.state(network, nnx.Param))

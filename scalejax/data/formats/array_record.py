@@ -6,51 +6,15 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from scalejax.config.data import ArrayRecordConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, require_at_least, unknown_name
+from scalejax.core.errors import ConfigError, refusal, unknown_name
 
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
     from scalejax.core.filesystem import DataFile
 
 _FILE_NAME = re.compile(r".*\.array_?record(-\d+-of-\d+)?")
 """name.array_record, or name-train.array_record-00000-of-00010 as TFDS has it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayRecordConfig:
-    """Images and their classes in ArrayRecord files whose records are `tf.train.Example`, as TFDS
-    writes them.
-
-    `train` and `test` are each a file, a folder (every name.array_record and
-    name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files count in
-    the order of their names. TensorFlow is not needed.
-    """
-
-    name: Literal["array_record"] = "array_record"
-    """Selects this data set."""
-    train: str
-    """Files to train on."""
-    test: str
-    """Files to evaluate on."""
-    classes: int
-    """Values of the target; the files do not say it."""
-    image_column: str = "image"
-    """Feature that holds an encoded image (JPEG, PNG, ...)."""
-    label_column: str = "label"
-    """Feature that holds a class, an integer from 0."""
-    image_size: int = 224
-    """Height and width to which images are brought: the shorter side is scaled to it, the middle
-    of the longer kept."""
-    channels: Literal[1, 3] = 3
-    """1: grey, 3: red, green, blue."""
-    cache_folder: str | None = None
-    """Where files at a URL are copied to, whole, before the first is read; they stay there. The
-    format is read from local disks alone. Refused for files whose store does not say when they
-    were written."""
-
-    def __post_init__(self) -> None:
-        require_at_least("data.image_size", self.image_size, 1)
-        require_at_least("data.classes", self.classes, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

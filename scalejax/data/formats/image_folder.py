@@ -7,40 +7,15 @@ from typing import Literal
 
 import numpy as np
 
+from scalejax.config.data import ImageFolderConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal
 
 IMAGE_SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp"),
     *(".pgm", ".tif", ".tiff", ".webp"),
 )
 """Ends of the names of images, in small or capital letters (those of torchvision)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFolderConfig:
-    """Images in a folder for each class: root/class/**/name.jpg, as torchvision's ImageFolder has
-    them, by the same indices.
-
-    `train` and `test` are each a folder or a URL of `fsspec`. Classes are the folders in `train`,
-    sorted by name; an image lies in one, or in any folder below it, also by a link. Files whose
-    names do not end as an image's, and files and folders whose names begin with ".", are left out.
-    """
-
-    name: Literal["image_folder"] = "image_folder"
-    """Selects this data set."""
-    train: str
-    """Folder to train on."""
-    test: str
-    """Folder to evaluate on; its classes are among those of `train`."""
-    image_size: int = 224
-    """Height and width to which images are brought: the shorter side is scaled to it, the middle
-    of the longer kept."""
-    channels: Literal[1, 3] = 3
-    """1: grey, 3: red, green, blue."""
-
-    def __post_init__(self) -> None:
-        require_at_least("data.image_size", self.image_size, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

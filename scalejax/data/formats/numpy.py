@@ -6,8 +6,9 @@ from typing import Literal
 
 import numpy as np
 
+from scalejax.config.data import NumpyConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, require_at_least, unknown_name
+from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.data.formats.npy_headers import ArrayHeader, headers_at, loaded_array
 
 Part = Literal["train", "test"]
@@ -19,44 +20,6 @@ PAIRS = (
     ("x", "y"),
 )
 """Default names of inputs and targets, in order of preference."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumpyConfig:
-    """Images or numbers, and their classes, in NumPy's files.
-
-    `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
-    arrays (an .npz that was unzipped). Arrays in .npy files are mapped into memory, or, at a URL,
-    read in the ranges that a batch needs; those of an .npz are loaded whole, in every process that
-    makes batches. Inputs are uint8 images [n, height, width] or [n, height, width, 1 or 3], or
-    numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
-    spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
-    """
-
-    name: Literal["numpy"] = "numpy"
-    """Selects this data set."""
-    train: str
-    """Arrays to train on."""
-    test: str
-    """Arrays to evaluate on; it may be the same file, with other arrays in it."""
-    inputs: str | None = None
-    """Name of the array to learn from, "{part}" in it standing for train or test; if absent, the
-    first of x_{part}, {part}_images, inputs, images and x that is there with its targets."""
-    targets: str | None = None
-    """Name of its classes; if absent, y_{part}, {part}_labels, targets, labels or y."""
-    classes: int | None = None
-    """Values of the target; if absent, one more than the largest."""
-    memory_bytes: int = 4 * 2**30
-    """Most that arrays of .npz files take in all processes of a host's `input.workers`."""
-
-    def __post_init__(self) -> None:
-        require_at_least("data.memory_bytes", self.memory_bytes, 1)
-        if self.classes is not None:
-            require_at_least("data.classes", self.classes, 1)
-        if (self.inputs is None) != (self.targets is None):
-            given = "inputs" if self.targets is None else "targets"
-            accepted = "data.inputs and data.targets are named both or neither"
-            raise ConfigError(refusal(f"data.{given}", getattr(self, given), accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

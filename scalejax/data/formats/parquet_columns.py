@@ -11,6 +11,7 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.parquet import (
@@ -23,6 +24,25 @@ from scalejax.data.formats.parquet import (
     read_columns,
 )
 from scalejax.data.formats.petastorm import require_full_shards
+
+
+def parquet_facts(config: ParquetConfig) -> DatasetFacts:
+    """Counts of rows and classes.
+
+    Raises:
+        ConfigError: as of `parquet_part` and `class_values`.
+    """
+    values = class_values(config)
+    return DatasetFacts(
+        train_examples=parquet_part(config, "train").kept_count,
+        test_examples=parquet_part(config, "test").kept_count,
+        input_shape=(len(config.feature_columns),)
+        if config.feature_columns
+        else (config.image_size, config.image_size, config.channels),
+        target_shape=(),
+        classes=len(values) if isinstance(values, tuple) else values,
+        is_table=bool(config.feature_columns),
+    )
 
 
 def parquet_part(config: ParquetConfig, split: Literal["train", "test"]) -> ParquetFiles:

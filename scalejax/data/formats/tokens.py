@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from scalejax.config.data import TokensConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.npy_headers import header_of_file
 
 if TYPE_CHECKING:  # other data sets need no Arrow, and commands start sooner without
@@ -19,54 +20,6 @@ LLM_C_TYPES = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
 """First number of a file of llm.c, and the type of the tokens after its header: the 256 int32
 number, version, count of tokens and nothing (its dev/data/data_common.py)."""
 LLM_C_HEADER_BYTES = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensConfig:
-    """Text as tokens in flat files, one after the other: .bin of unsigned integers, as nanoGPT
-    (no header) and llm.c (its header) write them, .npy of integers, or .txt, read by bytes.
-
-    `train` and `test` are each a file, a folder, a glob, or a URL of `fsspec`; the files make one
-    stream, in the order of their names. They are mapped into memory, or, at a URL, read in the
-    ranges that a batch needs. An example is the next `tokens` of the stream, its targets the same
-    one place on: in an epoch each token is a target once, but for the first and for those at the
-    end that fill no example. Examples run over the ends of documents, and attention sees across
-    them: there is no mask.
-    """
-
-    name: Literal["tokens"] = "tokens"
-    """Selects this data set."""
-    train: str
-    """Files to train on."""
-    test: str | None = None
-    """Files to evaluate on; if absent, the end of `train`, which is not trained on then."""
-    test_fraction: float = 0.05
-    """Part of the tokens of `train` that is its end, where `test` is absent."""
-    tokens: int = 1024
-    """Tokens in an example."""
-    vocabulary: int = 50_304
-    """Values of a token (default: GPT-2's 50,257 rounded up to a multiple of 128)."""
-    dtype: Literal["uint8", "uint16", "uint32"] | None = None
-    """Type of a token in .bin files without a header; if absent, uint16. Files whose header has
-    another type are refused."""
-    packing: Literal["concatenate", "documents"] = "concatenate"
-    """Concatenate: the stream is cut as it lies, and its examples are shuffled. Documents: they are
-    put in another order in every epoch of training, one after the other, and then cut (as
-    Megatron-LM's GPT data sets): what stands beside a document in an example changes too."""
-    end_of_document: int | None = None
-    """Token that ends a document; the end of a file does too. For packing by documents: their
-    files are read once to find it, and a document takes 40 bytes of memory."""
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "vocabulary"):
-            require_at_least(f"data.{name}", getattr(self, name), 1)
-        if not 0 < self.test_fraction < 1:
-            raise ConfigError(
-                refusal("data.test_fraction", self.test_fraction, "it must be between 0 and 1")
-            )
-        if self.end_of_document is not None and self.packing != "documents":
-            accepted = 'it is for packing = "documents"; leave it out'
-            raise ConfigError(refusal("data.end_of_document", self.end_of_document, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from scalejax.config.data import ArrayRecordConfig
 from scalejax.data.formats.array_record import (
-    ArrayRecordConfig,
     NoExample,
     image_and_class,
     read_records,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from scalejax.config.data import ImageFolderConfig
 from scalejax.core.filesystem import is_url, opened_filesystem
-from scalejax.data.formats.image_folder import ImageFolderConfig, image_files
+from scalejax.data.formats.image_folder import image_files
 from scalejax.data.source import Split
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 from scalejax.data.transforms.images import decoded_all

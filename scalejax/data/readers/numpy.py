@@ -5,8 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from scalejax.config.data import NumpyConfig
 from scalejax.data.formats.npy_headers import ArrayHeader, loaded_array
-from scalejax.data.formats.numpy import NumpyConfig, part_headers, require_room, targets_of
+from scalejax.data.formats.numpy import part_headers, require_room, targets_of
 from scalejax.data.readers.memmap import FlatFile
 from scalejax.data.source import Split, UnreadableExample
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation

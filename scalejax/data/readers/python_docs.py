@@ -1,16 +1,56 @@
 """Python's help topics as a byte-level text data set, which every installation includes."""
 
+from functools import cache
+
 import numpy as np
 
-from scalejax.config.data import PythonDocsConfig, facts, python_docs
+from scalejax.config.data import PythonDocsConfig
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.source import Split
+
+BYTE_VALUES = 256
+"""Vocabulary of a text read by bytes."""
+TEST_FRACTION = 0.05
+"""Share of the text, at its end, that is held out for evaluation."""
+
+
+@cache
+def python_docs() -> bytes:
+    """The help topics of this Python, in the order of their names, UTF-8."""
+    from pydoc_data.topics import topics
+
+    return "".join(topics[name] for name in sorted(topics)).encode()
+
+
+def python_docs_facts(config: PythonDocsConfig) -> DatasetFacts:
+    """Counts of examples.
+
+    Raises:
+        ConfigError: if the text is too short for one example of the length asked for.
+    """
+    text = python_docs()
+    test_bytes = int(len(text) * TEST_FRACTION)
+    # An example needs one byte more than it has tokens: the target of its last position.
+    train_examples = (len(text) - test_bytes - 1) // config.tokens
+    test_examples = (test_bytes - 1) // config.tokens
+    if test_examples < 1:
+        accepted = f"it must be at most {test_bytes - 1}, the bytes kept for evaluation less one"
+        raise ConfigError(refusal("data.tokens", config.tokens, accepted))
+    return DatasetFacts(
+        train_examples=train_examples,
+        test_examples=test_examples,
+        input_shape=(config.tokens,),
+        target_shape=(config.tokens,),
+        classes=BYTE_VALUES,
+    )
 
 
 class PythonDocs:
     """Consecutive pieces of the text as int32 tokens; the target is the byte that follows."""
 
     def __init__(self, config: PythonDocsConfig, split: Split) -> None:
-        counts = facts(config)
+        counts = python_docs_facts(config)
         text = np.frombuffer(python_docs(), np.uint8)
         if split == "train":
             self._length = counts.train_examples

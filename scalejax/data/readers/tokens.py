@@ -4,7 +4,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from scalejax.data.formats.tokens import TokensConfig, token_files, token_span
+from scalejax.config.data import TokensConfig
+from scalejax.data.formats.tokens import token_files, token_span
 from scalejax.data.readers.memmap import FlatFile, gathered
 from scalejax.data.source import Split, UnreadableExample
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from scalejax.config.data import DataConfig, facts
+from scalejax.config.data import DataConfig
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, load_toml
+from scalejax.data.facts import read_facts
 from scalejax.data.formats.parquet import ParquetFiles, read_columns
 from scalejax.data.formats.parquet_columns import parquet_part, rows_within, stays_on_disk
 from scalejax.hardware import FileWork, HostInput, InputRates, SampleWork
@@ -32,7 +33,7 @@ def sample_work(config: DataConfig) -> SampleWork:
     Raises:
         ConfigError: if files cannot be read.
     """
-    about = facts(config)
+    about = read_facts(config)
     bytes_each = 1 if not (about.is_text or about.is_table) else 4
     inputs = int(np.prod(about.input_shape)) * bytes_each
     targets = 4 * int(np.prod(about.target_shape, initial=1))

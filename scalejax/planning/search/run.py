@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from scalejax.config.data import facts
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import ELEMENT_BYTES, CausalConfig, LlamaConfig
 from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
-from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
+from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
+from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import Chip, Cluster
 from scalejax.planning.search import (
     Candidate,
@@ -101,8 +102,13 @@ class SearchReport(Tabular):
         ]
 
 
-def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
+def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -> TransformerShape:
     """Dimensions of the network of `config`, as it would run on `chip`.
+
+    Args:
+        config: the run.
+        chip: a device.
+        facts: counts and shapes of its data; if None, they are read.
 
     Raises:
         ConfigError: if it is no transformer of equal blocks, is fine-tuned in parts, has gradient
@@ -119,7 +125,7 @@ def shape_of(config: RunConfig, chip: Chip) -> TransformerShape:
         accepted = "the closed form sums uncompressed gradients; use scalejax predict"
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     require_type(model, chip)
-    dataset = facts(config.data)
+    dataset = fitting_facts(config, facts)
     is_llama = isinstance(model, LlamaConfig)
     return TransformerShape(
         layers=model.layers,
@@ -155,6 +161,7 @@ def search_run(
     global_batch: int | None = None,
     objective: Objective = "time",
     processes: int = 1,
+    facts: DatasetFacts | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult:
     """Search result for `config`; its layout, microbatches and remat are replaced.
@@ -166,6 +173,7 @@ def search_run(
         global_batch: samples per update; that of `config` unless given.
         objective: quantity to minimise.
         processes: see `search`.
+        facts: counts and shapes of its data; if None, they are read.
         on_progress: see `search`.
 
     Raises:
@@ -173,7 +181,7 @@ def search_run(
         DoesNotFit: if the cluster has fewer devices.
         ScalejaxError: if the system ends a process.
     """
-    shape = shape_of(config, cluster.chip)
+    shape = shape_of(config, cluster.chip, facts)
     batch = config.batch.global_batch if global_batch is None else global_batch
     if batch is None:
         raise ConfigError("batch.global_batch is missing: give --global-batch.")
@@ -208,6 +216,7 @@ def report_search(
     price_per_device_hour: float | None = None,
     top: int = 10,
     notes: Sequence[str] = (),
+    facts: DatasetFacts | None = None,
 ) -> SearchReport:
     """Report of the best strategies of a search, none of them compiled.
 
@@ -221,9 +230,10 @@ def report_search(
         price_per_device_hour: price of a device-hour, in any currency.
         top: number of strategies in the table.
         notes: further notes.
+        facts: counts and shapes of its data; if None, they are read.
     """
     best = deduplicated(found.ranked)[:top]
-    ranked = list(_ranked(config, cluster, best, framework, price_per_device_hour))
+    ranked = list(_ranked(config, facts, cluster, best, framework, price_per_device_hour))
     if framework != XLA:
         ranked.sort(key=lambda each: _rank(each.prediction, objective))
         ranked = [replace(each, place=place) for place, each in enumerate(ranked, start=1)]
@@ -244,7 +254,7 @@ def report_search(
         notes=(
             *notes,
             *_framework_notes(framework, best),
-            *left_out_notes(shape_of(config, cluster.chip), counts),
+            *left_out_notes(shape_of(config, cluster.chip, facts), counts),
         ),
     )
 
@@ -256,6 +266,7 @@ def confirm_search(
     *,
     confirm: int,
     framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
     on_case: OnCase = nothing_said,
 ) -> SearchReport:
     """`report` with its first strategies compiled, and ranked by the compiled steps.
@@ -266,10 +277,12 @@ def confirm_search(
         cluster: where it would run.
         confirm: number of strategies that are compiled.
         framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
         on_case: called for each compilation.
     """
     first = report.ranked[:confirm]
-    answers = _confirmed(config, cluster, framework, [each.strategy for each in first], on_case)
+    strategies = [each.strategy for each in first]
+    answers = _confirmed(config, facts, cluster, framework, strategies, on_case)
     answered = (
         replace(
             each,
@@ -280,7 +293,7 @@ def confirm_search(
     )
     ranked = [*answered, *report.ranked[confirm:]]
     ranked.sort(key=lambda each: _order(each, report.objective))
-    costs = StrategyCosts(shape_of(config, cluster.chip), cluster)
+    costs = StrategyCosts(shape_of(config, cluster.chip, facts), cluster)
     winner = costs.terms(ranked[0].strategy)
     return replace(
         report,
@@ -341,13 +354,14 @@ def _rank(prediction: Prediction, objective: Objective) -> tuple[int, float]:
 
 def _ranked(
     config: RunConfig,
+    facts: DatasetFacts | None,
     cluster: Cluster,
     best: Sequence[Candidate],
     framework: Framework,
     price_per_device_hour: float | None,
 ) -> Iterator[Ranked]:
     """Yield the table's rows, with predictions of the whole closed-form programs."""
-    shape, workspace = shape_of(config, cluster.chip), workspace_bytes(cluster.chip)
+    shape, workspace = shape_of(config, cluster.chip, facts), workspace_bytes(cluster.chip)
     costs = StrategyCosts(shape, cluster)
     winner = costs.terms(best[0].strategy) if best else ()
     for place, each in enumerate(best, start=1):
@@ -359,7 +373,7 @@ def _ranked(
             transformer_program(one, each.strategy, workspace_bytes=workspace) for one in shapes
         )
         if framework != XLA:
-            program = framework.applied(program, run_of(config, each.strategy), larger)
+            program = framework.applied(program, run_of(config, each.strategy, facts), larger)
         price = None
         if price_per_device_hour is not None:
             price = 1e6 * each.device_hours_per_sample * price_per_device_hour
@@ -388,7 +402,7 @@ def in_words(strategy: Strategy) -> str:
     return ", ".join(parts)
 
 
-def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
+def run_of(config: RunConfig, strategy: Strategy, facts: DatasetFacts | None = None) -> ResolvedRun:
     """`config` with the layout, batch and remat of `strategy`.
 
     Raises:
@@ -417,11 +431,13 @@ def run_of(config: RunConfig, strategy: Strategy) -> ResolvedRun:
             },
         ),
         layout.device_count,
+        facts,
     )
 
 
 def _confirmed(
     config: RunConfig,
+    facts: DatasetFacts | None,
     cluster: Cluster,
     framework: Framework,
     best: Sequence[Strategy],
@@ -439,7 +455,7 @@ def _confirmed(
             answers[index] = reason
             continue
         try:
-            run = run_of(config, each)
+            run = run_of(config, each, facts)
         except ConfigError as error:
             answers[index] = str(error)
         else:

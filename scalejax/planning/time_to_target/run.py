@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scalejax.config.data import facts
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
+from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Cluster
 from scalejax.planning.convergence import (
     ConvergenceData,
@@ -77,6 +78,7 @@ def find_convergence(
     *,
     target: float | None = None,
     recipe: str | None = None,
+    facts: DatasetFacts | None = None,
 ) -> ConvergenceData | None:
     """Convergence data for `config`; None if there is none.
 
@@ -87,11 +89,12 @@ def find_convergence(
             network, if they are of an equally large data set and counted from scratch.
         target: the requested target; if None, that of the points.
         recipe: see `scalejax.planning.convergence.read_data`.
+        facts: counts and shapes of its data; if None, they are read.
 
     Raises:
         ConfigError: if `source` is none of them, or its points reach other targets.
     """
-    examples = facts(config.data).train_examples
+    examples = fitting_facts(config, facts).train_examples
     if source is None:
         data = published_data(config.model.name)
         if data is None or data.starts_from_checkpoint or data.train_examples != examples:
@@ -142,6 +145,7 @@ def plan_run(
     deadline_seconds: float | None = None,
     budget: float | None = None,
     framework: Framework = XLA,
+    facts: DatasetFacts | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Plan:
     """Plan of `config` on `options`: all device counts and batches, and the best of them.
@@ -162,6 +166,7 @@ def plan_run(
         deadline_seconds: time within which the target must be reached.
         budget: maximum cost: in the currency of the prices, or in device-hours.
         framework: the framework that trains it.
+        facts: counts and shapes of its data; if None, they are read.
         on_progress: called with the number of programs that have been compiled, and of all that
             must be.
 
@@ -179,7 +184,13 @@ def plan_run(
         is_plain_sgd=is_plain_sgd(config.optimizer),
     )
     planned_runs = _planned_runs(
-        config, options, device_counts, global_batches, convergence, left_out
+        config,
+        fitting_facts(config, facts),
+        options,
+        device_counts,
+        global_batches,
+        convergence,
+        left_out,
     )
     points, predictions = [], []
     jobs = [
@@ -238,6 +249,7 @@ def _require_recipe(recipe: str | None, convergence: ConvergenceData | None) -> 
 
 def _planned_runs(
     config: RunConfig,
+    facts: DatasetFacts,
     options: Sequence[ClusterOption],
     device_counts: Sequence[int],
     global_batches: Sequence[int],
@@ -250,7 +262,7 @@ def _planned_runs(
         raise ConfigError(refusal("devices", [], "at least one number is needed"))
     require_at_least("devices", counts[0], 1)
     planned_runs = []
-    for fields in _batches(config, counts, global_batches):
+    for fields in _batches(config, facts, counts, global_batches):
         wanted = with_fields(config, {"layout.data": None, **fields})
         for option in options:
             for count in counts:
@@ -258,7 +270,7 @@ def _planned_runs(
                     left_out[_TOO_MANY] += 1
                     continue
                 try:
-                    run = resolve(wanted, count)
+                    run = resolve(wanted, count, facts)
                 except ConfigError as error:
                     left_out[_reason(error)] += 1
                     continue
@@ -276,7 +288,7 @@ def _reason(error: ConfigError) -> str:
 
 
 def _batches(
-    config: RunConfig, counts: Sequence[int], global_batches: Sequence[int]
+    config: RunConfig, facts: DatasetFacts, counts: Sequence[int], global_batches: Sequence[int]
 ) -> list[dict[str, int | None]]:
     """Fields of the run for each batch that is considered."""
     if global_batches:
@@ -287,7 +299,7 @@ def _batches(
     kept = config.batch.per_device_batch
     if kept is None:
         first = counts[0] if config.layout.data is None else None
-        kept = resolve(config, first).split.per_device_batch
+        kept = resolve(config, first, facts).split.per_device_batch
     return [{"batch.global_batch": None, "batch.per_device_batch": kept}]
 
 

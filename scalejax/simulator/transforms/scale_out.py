@@ -52,7 +52,7 @@ def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
         microbatches=microbatches,
     )
     layout = replace(config.layout, data=data)
-    return resolve(replace(config, batch=batch, layout=layout))
+    return resolve(replace(config, batch=batch, layout=layout), facts=run.dataset)
 
 
 def _reduced_data_size(run: ResolvedRun) -> int:

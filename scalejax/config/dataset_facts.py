@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from scalejax.core.serialization import document
 
+
+@document("facts")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetFacts:
     """Counts and shapes of a data set."""

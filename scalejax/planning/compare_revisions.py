@@ -19,11 +19,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO
 
-from scalejax.config.run import ResolvedRun, load_config, resolve
+from scalejax.config.run import ResolvedRun, load_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ProfileError, refusal
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.serialization import JsonValue
+from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
 from scalejax.planning.git_checkout import CommittedFile, checked_out, committed_file
 from scalejax.simulator.comparison import Bounds, Comparison, compare

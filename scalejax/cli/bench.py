@@ -195,7 +195,7 @@ class Bench(RunFileCommand):
         """Write the results and the plots."""
         from scalejax.report.figures.bench import save_scaling, save_steps, save_usage
 
-        rows = [row_of(each) for each in summaries]
+        rows: list[JsonValue] = [dict(row_of(each)) for each in summaries]
         serialization.save_text(
             serialization.stamped("bench_results", 1, {"rows": rows}), folder.results
         )

@@ -92,7 +92,7 @@ def test_each_seed_is_a_run_and_the_table_has_their_range(
     def written(config: RunConfig, place: Path) -> RunRecord:
         return RunRecord.load(write_run(place, [0.5 + 0.01 * config.seed]))
 
-    monkeypatch.setattr("scalejax.training.train.train", written)
+    monkeypatch.setattr("scalejax.api.train", written)
     monkeypatch.setattr(quickstart, "study", lambda *_, title, on_case: fixed_study(title))
 
     quickstart.quickstart(tmp_path / "tour", seeds=3)

@@ -28,6 +28,7 @@ WORKERS = 8
 SYNCHRONOUS = EmulationConfig(algorithm=SynchronousConfig(), workers=WORKERS)
 
 
+@pytest.mark.slow  # compiles in a worker
 def test_synchronous_step_takes_what_predict_says():
     """The same step, compiled for the same devices, on a cluster whose steps do not vary: the
     compiler is 4 s of it."""

@@ -358,8 +358,9 @@ def test_what_is_no_duration_is_refused(text: str):
 def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small run, whose steps were compiled once and kept."""
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
-    monkeypatch.setattr("scalejax.xla.target.has_cuda_compiler", lambda: True)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
+    for module in ("batch", "target"):
+        monkeypatch.setattr(f"scalejax.xla.{module}.has_cuda_compiler", lambda: True)
     path = tmp_path / "run.toml"
     path.write_text(RUN)
     return path

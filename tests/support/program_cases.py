@@ -11,6 +11,7 @@ import pytest
 from hardware_cases import CHIP, cluster_of
 from hypothesis import strategies as st
 
+from scalejax.core.errors import ScalejaxError
 from scalejax.core.serialization import build
 from scalejax.hardware import Cluster
 from scalejax.simulator.program import Collective, DeviceGroup, Loop, MemoryUse, Operation, Program
@@ -102,8 +103,13 @@ def resnet50_on_256() -> Program:
     return build(Program, json.loads(text))
 
 
-def kept_jobs(jobs: Sequence[RunJob], on_done: Callable[[int, Compiled], None]) -> None:
-    """In place of `scalejax.xla.run_jobs`: what the compiler made of each job once."""
+def kept_jobs(
+    jobs: Sequence[RunJob],
+    on_done: Callable[[int, Compiled], None],
+    on_error: Callable[[int, ScalejaxError], None] | None = None,
+) -> None:
+    """In place of `scalejax.xla.worker_pool.run_jobs`: what the compiler made of each job once."""
+    del on_error  # what was kept compiles
     if REMAKES:
         made: dict[str, Program] = {}
         run_jobs(jobs, lambda i, each: made.update({case_key(jobs[i]): each.program}))

@@ -11,10 +11,11 @@ from parquet_cases import encoded, random_images
 
 from scalejax.config.checks import require_cacheable_features
 from scalejax.config.input import AugmentationConfig, InputConfig
-from scalejax.config.run import RunConfig, resolve
+from scalejax.config.run import RunConfig
 from scalejax.config.training import FineTuningConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
+from scalejax.data.facts import resolve
 from scalejax.models import BatchNorm, Network
 from scalejax.training import features
 from scalejax.training.checkpoint import load_weights

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, median, quantiles
+from typing import Any
 
 from scalejax.core import metrics, serialization
 from scalejax.core.errors import ConfigError, refusal
@@ -161,7 +162,9 @@ def read_plan(folder: BenchFolder) -> BenchPlan:
     Raises:
         ConfigError: if there is none, or it is damaged.
     """
-    written = serialization.unstamped("bench_plan", 1, serialization.load(dict, folder.plan))
+    written: dict[str, Any] = serialization.unstamped(
+        "bench_plan", 1, serialization.load(dict, folder.plan)
+    )
     entries, repeats = written.get("benchmarks"), written.get("repeats")
     if not isinstance(entries, list) or not isinstance(repeats, int):
         raise ConfigError(f"{folder.plan} is no plan of scalejax bench.")

@@ -352,3 +352,28 @@ def _require_stack(model: CausalConfig) -> None:
     if model.compute_dtype == "float8" and model.layers == 1:
         accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
         raise ConfigError(refusal("model.layers", model.layers, accepted))
+
+
+_FUSED_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
+"""Largest head of cuDNN's fused attention by oldest compute capability; all are multiples of 8, and
+activations have 16 bits (cuDNN's support matrix)."""
+
+
+def lacks_for_fused_attention(
+    model: CausalConfig, capability: tuple[int, int] | None
+) -> str | None:
+    """What `model` would need for fused attention; None if it can have it.
+
+    Args:
+        model: the network.
+        capability: compute capability of the NVIDIA GPU; None for other devices.
+    """
+    if capability is None or capability < min(_FUSED_HEAD_SIZES):
+        return "an NVIDIA GPU of compute capability 8.0 or later"
+    if ELEMENT_BYTES[model.compute_dtype] != 2:
+        return 'model.compute_dtype="bfloat16" or "float16"'
+    head_size = model.hidden // model.heads
+    largest = max(size for oldest, size in _FUSED_HEAD_SIZES.items() if oldest <= capability)
+    if head_size % 8 or head_size > largest:
+        return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
+    return None

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalejax.config.model import ELEMENT_BYTES, AttentionKind, CausalConfig, ModelConfig, Remat
+from scalejax.config.model import (
+    AttentionKind,
+    CausalConfig,
+    ModelConfig,
+    Remat,
+    lacks_for_fused_attention,
+)
 from scalejax.config.parallelism import DATA, FSDP, TENSOR
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models.remat import kept
 from scalejax.models.sharding import constrained_keys, is_data_manual
-
-FUSED_CAPABILITY = (8, 0)
-"""Oldest GPUs that cuDNN has fused attention for (cuDNN's support matrix)."""
-_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
-"""Largest head by oldest compute capability; all are multiples of 8 (cuDNN's support matrix)."""
 
 
 def with_resolved_attention(model: ModelConfig, device: Any | None) -> ModelConfig:
@@ -43,27 +44,13 @@ def with_resolved_attention(model: ModelConfig, device: Any | None) -> ModelConf
     """
     if not isinstance(model, CausalConfig) or model.attention == "unfused":
         return model
-    lacks = _missing(model, device) if device is not None else None
+    lacks = None if device is None else lacks_for_fused_attention(model, _capability(device))
     if device is not None and lacks is None:
         return replace(model, attention="fused")
     if lacks is not None and model.attention == "fused":
         accepted = f'fused attention needs {lacks}; use "auto" or "unfused"'
         raise ConfigError(refusal("model.attention", model.attention, accepted))
     return replace(model, attention="unfused")
-
-
-def _missing(model: CausalConfig, device: Any) -> str | None:
-    """Why `model` cannot use fused attention on `device`; None if it can."""
-    capability = _capability(device)
-    if capability is None or capability < FUSED_CAPABILITY:
-        return "an NVIDIA GPU of compute capability 8.0 or later"
-    if ELEMENT_BYTES[model.compute_dtype] != 2:
-        return 'model.compute_dtype="bfloat16" or "float16"'
-    head_size = model.hidden // model.heads
-    largest = max(size for oldest, size in _HEAD_SIZES.items() if oldest <= capability)
-    if head_size % 8 or head_size > largest:
-        return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
-    return None
 
 
 def _capability(device: Any) -> tuple[int, int] | None:

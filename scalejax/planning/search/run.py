@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import ELEMENT_BYTES, CausalConfig, LlamaConfig
+from scalejax.config.model import CausalConfig, LlamaConfig, lacks_for_fused_attention
 from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
@@ -37,9 +37,6 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
 from scalejax.xla import ProfileJob, has_cuda_compiler, require_type
 from scalejax.xla.batch import compile_cases
-
-_FUSED_CAPABILITY, _WIDE_CAPABILITY = (8, 0), (9, 0)  # as `models.attention` has them
-_FUSED_HEAD, _WIDE_HEAD = 128, 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,19 +135,10 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         has_learned_positions=not is_llama,
         vocabulary=dataset.classes,
         tokens=dataset.input_shape[0],
-        is_fused=model.attention != "unfused" and has_fused_attention(model, chip),
+        is_fused=model.attention != "unfused"
+        and lacks_for_fused_attention(model, chip.cuda and chip.cuda.compute_capability) is None,
         compute_dtype=model.compute_dtype,
     )
-
-
-def has_fused_attention(model: CausalConfig, chip: Chip) -> bool:
-    """Whether `chip` has a fused kernel for the attention of `model`."""
-    capability = (0, 0) if chip.cuda is None else chip.cuda.compute_capability
-    if capability < _FUSED_CAPABILITY or ELEMENT_BYTES[model.compute_dtype] != 2:
-        return False
-    largest = _WIDE_HEAD if capability >= _WIDE_CAPABILITY else _FUSED_HEAD
-    size = model.hidden // model.heads
-    return size % 8 == 0 and size <= largest
 
 
 def search_run(

@@ -4,25 +4,36 @@ Names of clusters and frameworks, paths of run files, and a step of any kind are
 command accepts a flag. JAX starts only where something is compiled in this process.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from scalejax.config.run import RunConfig, load_config
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.config.run import ResolvedRun, RunConfig, load_config, with_fields
+from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.serialization import JsonValue
+from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.planning.explain_run import explain_run
 from scalejax.planning.scaling_study import predict_run, study
 from scalejax.planning.search import Objective
-from scalejax.planning.search.run import SearchReport, confirm_search, report_search, search_run
+from scalejax.planning.search.run import (
+    SEARCHED_FIELDS,
+    SearchReport,
+    confirm_search,
+    report_search,
+    search_run,
+)
 from scalejax.planning.time_to_target.plan import Plan
 from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
 from scalejax.simulator.explain import Explanation
 from scalejax.simulator.explain import explain as explain_program
-from scalejax.simulator.frameworks import Framework, framework_named
+from scalejax.simulator.frameworks import XLA, Framework, framework_named
 from scalejax.simulator.predict import Prediction, Scaling, ScalingPrediction
 from scalejax.simulator.predict import predict as predict_program
 from scalejax.simulator.program import Program
+from scalejax.training.record import facts_of
 from scalejax.xla import profile, profile_call
 
 if TYPE_CHECKING:
@@ -53,7 +64,7 @@ def predict(
     devices: int | None = None,
     *,
     arguments: Sequence[Any] = (),
-    batch_argnums: Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     framework: Framework | str = "xla",
     scaling: Scaling = "weak",
 ) -> Prediction: ...
@@ -65,7 +76,7 @@ def predict(
     devices: int | Sequence[int] | None = None,
     *,
     arguments: Sequence[Any] = (),
-    batch_argnums: Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     framework: Framework | str = "xla",
     scaling: Scaling = "weak",
 ) -> Prediction | ScalingPrediction:
@@ -100,25 +111,29 @@ def predict(
     where = _cluster(cluster)
     if isinstance(subject, Program):
         _refuse_devices(devices, "a program")
+        _refuse_framework(framework)
         return predict_program(subject, where)
     if isinstance(subject, RunConfig | Path | str):
-        counts = _counts(devices)
-        found = study(_config(subject), where, counts, scaling, framework=_framework(framework))
-        return found.predictions[0] if isinstance(devices, int) else found
-    if _framework(framework).name != "xla":
-        accepted = "a step of your own is predicted as XLA compiles it"
-        raise ConfigError(refusal("framework", _framework(framework).name, accepted))
-    if run := getattr(subject, "run", None):
+        config, facts = _read(subject)
+        if config.batch.ramp_epochs:
+            accepted = "its batch grows: scalejax.planning.scaling_study.ramp_study predicts that"
+            raise ConfigError(refusal("batch.ramp_epochs", config.batch.ramp_epochs, accepted))
+        found = study(
+            config, where, _counts(devices), scaling, facts=facts, framework=_framework(framework)
+        )
+        return found if isinstance(devices, Sequence) else found.predictions[0]
+    _refuse_framework(framework)
+    if isinstance(run := getattr(subject, "run", None), ResolvedRun):
         _refuse_devices(devices, "a step")
         epochs = run.config.train.epochs
         return predict_run(run, profile(run, where), where, epochs=epochs)
     if not callable(subject):
         accepted = "it must be a config, a run file, a program, a step or a function"
         raise ConfigError(refusal("subject", subject, accepted))
-    if not isinstance(devices, int):
+    if devices is None or isinstance(devices, Sequence):
         raise ConfigError(refusal("devices", devices, "one number is needed for a function"))
     program = profile_call(
-        subject, arguments, cluster=where, device_count=devices, batch_argnums=batch_argnums
+        subject, arguments, cluster=where, device_count=index(devices), batch_argnums=batch_argnums
     )
     return predict_program(program, where)
 
@@ -195,10 +210,12 @@ def explain(
     where = _cluster(cluster)
     if isinstance(subject, Program):
         _refuse_devices(devices, "a program")
+        _refuse_framework(framework)
         return explain_program(subject, where)
     (count,) = _counts(devices)
-    run = _config(subject)
-    return explain_run(run, where, count, framework=_framework(framework)).explanation
+    config, facts = _read(subject)
+    by = _framework(framework)
+    return explain_run(config, where, count, facts=facts, framework=by).explanation
 
 
 def search(
@@ -228,24 +245,33 @@ def search(
 
     Raises:
         ConfigError: if the network has no closed form, or no batch is given.
-        DoesNotFit: if the cluster has fewer devices.
+        DoesNotFit: if the cluster has fewer devices, or no strategy fits.
     """
-    config, where, by = _config(run), _cluster(cluster), _framework(framework)
+    where, by = _cluster(cluster), _framework(framework)
+    config, facts = _read(run, SEARCHED_FIELDS)
     found = search_run(
-        config, where, tuple(_counts(devices)), global_batch=global_batch, objective=objective
+        config,
+        where,
+        tuple(_counts(devices)),
+        facts=facts,
+        global_batch=global_batch,
+        objective=objective,
     )
+    if not found.ranked:
+        raise DoesNotFit(f"no strategy fits on devices={devices} of {where.name}.")
     report = report_search(
         config,
         where,
         found,
+        facts=facts,
         objective=objective,
         framework=by,
         price_per_device_hour=price_per_device_hour,
         top=top,
     )
-    if not confirm or not report.ranked:
+    if not confirm:
         return report
-    return confirm_search(report, config, where, confirm=confirm, framework=by)
+    return confirm_search(report, config, where, facts=facts, confirm=confirm, framework=by)
 
 
 def plan(
@@ -281,7 +307,7 @@ def plan(
         DoesNotFit: if a cluster has fewer devices.
         ProfileError: if the compiler refuses a step.
     """
-    config = _config(run)
+    config, facts = _read(run)
     prices = [None] * len(clusters) if prices_per_device_hour is None else prices_per_device_hour
     if len(prices) != len(clusters):
         accepted = f"there must be one for each of {len(clusters)} clusters"
@@ -295,7 +321,8 @@ def plan(
         options,
         devices,
         global_batches=global_batches,
-        convergence=find_convergence(config, convergence, target=target),
+        facts=facts,
+        convergence=find_convergence(config, convergence, target=target, facts=facts),
         target=target,
         deadline_seconds=deadline_seconds,
         budget=budget,
@@ -305,6 +332,18 @@ def plan(
 
 def _config(run: Run) -> RunConfig:
     return run if isinstance(run, RunConfig) else load_config(Path(run))
+
+
+def _read(
+    run: Run, fields: Mapping[str, JsonValue] | None = None
+) -> tuple[RunConfig, DatasetFacts]:
+    """The config with `fields` replaced, and the counts and shapes of its data: those that a run
+    kept beside its run.toml, or else those read from the data."""
+    if isinstance(run, RunConfig):
+        config = with_fields(run, fields) if fields else run
+        return config, fitting_facts(config)
+    config = load_config(Path(run), fields)
+    return config, facts_of(config, Path(run))
 
 
 def _cluster(cluster: Cluster | Path | str) -> Cluster:
@@ -318,7 +357,13 @@ def _framework(framework: Framework | str) -> Framework:
 def _counts(devices: int | Sequence[int] | None) -> Sequence[int]:
     if devices is None:
         raise ConfigError(refusal("devices", None, "the number of devices is needed for a run"))
-    return [devices] if isinstance(devices, int) else devices
+    return devices if isinstance(devices, Sequence) else [index(devices)]
+
+
+def _refuse_framework(framework: Framework | str) -> None:
+    if (asked := _framework(framework)) != XLA:
+        accepted = "a framework is for a run; a step of your own is predicted as XLA compiles it"
+        raise ConfigError(refusal("framework", asked.name, accepted))
 
 
 def _refuse_devices(devices: int | Sequence[int] | None, subject: str) -> None:

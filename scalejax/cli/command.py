@@ -10,11 +10,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.run import RunConfig
-from scalejax.core.serialization import JsonValue, load
-from scalejax.data.facts import fitting_facts
-from scalejax.training.record import RunFolder
+from scalejax.core.serialization import JsonValue
 
 Overrides = dict[str, JsonValue]
 """Values for fields of a run.toml by dotted name."""
@@ -48,20 +44,3 @@ class RunFileCommand(OverridingCommand):
 
     run_file: RunFile
     """The config of the run."""
-
-
-def facts_of(
-    config: RunConfig, run_file: Path, overrides: Overrides, given: Path | None = None
-) -> DatasetFacts:
-    """Counts and shapes of the data of `config`: those in the file `given`; else those that a run
-    kept beside its run.toml, unless flags name other data; else those read from the data.
-
-    Raises:
-        ConfigError: if they cannot be read, or contradict the config.
-    """
-    names_data = any(name.partition(".")[0] == "data" for name in overrides)
-    if given is not None:
-        kept = load(DatasetFacts, given)
-    else:
-        kept = None if names_data else RunFolder(path=run_file.parent).load_facts()
-    return fitting_facts(config, kept)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
 from scalejax.cli.predict import find_cluster, take_conditions
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
@@ -15,6 +15,7 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.units import parse_seconds
 from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import framework_named
+from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
     from scalejax.planning.time_to_target.run import ClusterOption

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
 from scalejax.config.presets import costed_note
 from scalejax.config.run import RunConfig, given_name, load_config
 from scalejax.core import progress, serialization
@@ -29,6 +29,7 @@ from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import FRAMEWORKS, framework_named
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import RampPrediction
+from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
     from scalejax.measure.fit import MeasuredRun

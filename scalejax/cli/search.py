@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, facts_of, flag
+from scalejax.cli.command import FactsFile, Overrides, RunFileCommand, flag
 from scalejax.cli.predict import find_cluster, parse_counts, take_conditions
-from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.presets import costed_note
 from scalejax.config.run import given_name, load_config
 from scalejax.core import progress, serialization
@@ -20,20 +19,10 @@ from scalejax.planning.search import SearchResult
 from scalejax.report.terminal import tables
 from scalejax.simulator.frameworks import framework_named
 from scalejax.simulator.transformer import Strategy
+from scalejax.training.record import facts_of
 
 if TYPE_CHECKING:
     from scalejax.planning.search.run import SearchReport
-
-_OPEN: Overrides = {
-    **{f"layout.{axis}": 1 for axis in MODEL_AXES},
-    "layout.data": None,
-    "layout.pipeline_chunks": 1,
-    "layout.sequence_parallel": False,
-    "layout.zero_stage": 0,
-    "layout.mode": "jit",
-    "batch.microbatches": 1,
-}
-"""Fields that a search varies; their values in the file are replaced before it is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +62,7 @@ class Search(RunFileCommand):
     def execute(self, overrides: Overrides) -> None:
         """Search, compile the best strategies, print the table, write the results."""
         from scalejax.planning.search.run import (
+            SEARCHED_FIELDS,
             confirm_search,
             left_out_notes,
             report_search,
@@ -89,13 +79,13 @@ class Search(RunFileCommand):
             require_at_least("price_per_device_hour", self.price_per_device_hour, 0)
         framework = framework_named(self.framework)
         cluster, overrides = take_conditions(find_cluster(self.cluster), overrides)
-        for name in sorted((_OPEN.keys() | {"model.remat"}) & overrides.keys()):
+        for name in sorted((SEARCHED_FIELDS.keys() | {"model.remat"}) & overrides.keys()):
             accepted = "search tries every value; leave it out, or ask predict for one"
             raise ConfigError(refusal(name, overrides[name], accepted))
         counts = tuple(dict.fromkeys(parse_counts(self.devices)))
         # With a gradient_sync table the layout is kept, and `shape_of` refuses what it cannot cost.
         is_given = given_name(self.run_file, overrides, table="gradient_sync") is not None
-        config = load_config(self.run_file, {**overrides, **({} if is_given else _OPEN)})
+        config = load_config(self.run_file, {**overrides, **({} if is_given else SEARCHED_FIELDS)})
         facts = facts_of(config, self.run_file, overrides, self.facts)
         name = given_name(self.run_file, overrides)
         costed = costed_note(name, config.model, facts)

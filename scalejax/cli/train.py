@@ -11,7 +11,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
-from scalejax.cli.command import Overrides, RunFileCommand, facts_of, flag
+from scalejax.cli.command import Overrides, RunFileCommand, flag
 from scalejax.config.advice import notes_of
 from scalejax.config.checks import require_listable_steps
 from scalejax.config.run import ResolvedRun, load_config, resolve
@@ -20,7 +20,7 @@ from scalejax.core.environment import choose_platform, limit_arenas
 from scalejax.core.errors import ConfigError
 from scalejax.report.terminal import data as data_tables
 from scalejax.report.terminal import tables
-from scalejax.training.record import RunFolder
+from scalejax.training.record import RunFolder, facts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

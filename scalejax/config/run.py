@@ -35,7 +35,7 @@ from scalejax.config.checks import (
     require_supported_convolutions,
     require_unmasked_rows,
 )
-from scalejax.config.data import DataConfig, known_facts
+from scalejax.config.data import DataConfig, FashionMnistConfig, known_facts
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
@@ -230,7 +230,10 @@ def resolve(
         ConfigError: if axes, batch or data do not divide, naming the nearest that do; if there are
             no facts.
     """
-    facts = facts or known_facts(config.data)
+    known = known_facts(config.data)
+    # Words come first, but which edition of Fashion-MNIST was there only the facts say.
+    if facts is None or (known is not None and not isinstance(config.data, FashionMnistConfig)):
+        facts = known
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"
         raise ConfigError(refusal("data.name", config.data.name, accepted))

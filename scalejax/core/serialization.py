@@ -188,15 +188,13 @@ def load(type_: type[T], path: Path) -> T:
     """
     text = _read(path)
     try:
-        if type_ in _DOCUMENTS and f'"{_KIND}"' in text[:_HEAD]:
+        if type_ in _DOCUMENTS:
             fields = _validate(dict, text)
-            text = json.dumps(unstamped(*_DOCUMENTS[type_], fields))
+            if _KIND in fields:
+                text = json.dumps(unstamped(*_DOCUMENTS[type_], fields))
         return _validate(type_, text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-
-
-_HEAD = 64  # characters in which a document says what it is
 
 
 def kind_of(path: Path) -> str | None:

@@ -8,6 +8,7 @@ compiled by a process of its own. Knows neither compiler nor equations: those ar
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from scalejax.planning.git_checkout import CommittedFile, checked_out, committed
 from scalejax.simulator.comparison import Bounds, Comparison, compare
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
+from scalejax.training.record import facts_of
 from scalejax.xla import ProfileJob
 from scalejax.xla.batch import compile_cases
 
@@ -109,15 +111,18 @@ def find_revision(text: str, request: Request) -> Revision:
     Raises:
         ConfigError: if there is no such file or commit, or the file is refused.
     """
-    path, at, commit = text.rpartition("@")
-    if not at or Path(text).is_file():  # the name of a file may hold an @
-        path, at = text, ""
+    # git has an @ in names of commits too, and the name of a file may hold one.
+    named = None if Path(text).is_file() else re.fullmatch(r"(.*?\.(?:toml|json))@(.*)", text)
+    path, commit = named.groups() if named else (text, "")
+    at = named is not None
     if not path.endswith(".json"):
         if at:
             source = committed_file(Path(path), commit)
             _require_own_scalejax(text, source.repository)
         else:
-            source = resolve(load_config(Path(path), request.overrides), request.device_count)
+            config = load_config(Path(path), request.overrides)
+            facts = facts_of(config, Path(path), request.overrides)
+            source = resolve(config, request.device_count, facts)
         return Revision(title=text, source=source)
     if at:
         accepted = "a program is compiled already; only a run file can be taken at a commit"

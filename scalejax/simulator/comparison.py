@@ -134,24 +134,29 @@ def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = No
         changes=_changes(kinds_before, kinds_after),
         bounds=bounds,
         exceeded=(
-            *_slowdown(ratio, bounds),
+            *_slowdown(ratio, _batch_ratio(before, after), bounds),
             *_memory_growth(before, after, bounds),
-            *_bytes_growth(axes, bounds),
+            *_bytes_growth(axes, _batch_ratio(before, after), bounds),
         ),
         notes=(*_differences(a, b), *_merged(before.notes, after.notes)),
     )
 
 
-def _time_ratio(before: Prediction, after: Prediction) -> float:
-    ratio = after.step_seconds / before.step_seconds
+def _batch_ratio(before: Prediction, after: Prediction) -> float:
+    """Samples of a step of A over those of B; 1 where unknown."""
     if before.global_batch is None or after.global_batch is None:
-        return ratio
-    return ratio * before.global_batch / after.global_batch
+        return 1.0
+    return before.global_batch / after.global_batch
 
 
-def _slowdown(ratio: float, bounds: Bounds) -> Iterator[str]:
+def _time_ratio(before: Prediction, after: Prediction) -> float:
+    return after.step_seconds / before.step_seconds * _batch_ratio(before, after)
+
+
+def _slowdown(ratio: float, batch_ratio: float, bounds: Bounds) -> Iterator[str]:
+    what = "the step" if batch_ratio == 1 else "a sample"
     if ratio > 1 + bounds.max_slowdown:
-        yield f"the step takes {ratio:.4g} times as long (max_slowdown={bounds.max_slowdown:g})"
+        yield f"{what} takes {ratio:.4g} times as long (max_slowdown={bounds.max_slowdown:g})"
 
 
 def _memory_growth(before: Prediction, after: Prediction, bounds: Bounds) -> Iterator[str]:
@@ -164,11 +169,12 @@ def _memory_growth(before: Prediction, after: Prediction, bounds: Bounds) -> Ite
         yield f"the step does not fit into memory any more: it needs {held} on each device"
 
 
-def _bytes_growth(axes: Sequence[AxisBytes], bounds: Bounds) -> Iterator[str]:
+def _bytes_growth(axes: Sequence[AxisBytes], batch_ratio: float, bounds: Bounds) -> Iterator[str]:
     most, least = bounds.max_bytes_growth, LEAST_BYTES_SHARE * sum(x.after_bytes for x in axes)
     all_before = sum(each.before_bytes for each in axes)
     for each in axes:
-        added = each.after_bytes - each.before_bytes
+        # Some grow with the batch and some do not: B may have as much more as its batch allows.
+        added = each.after_bytes * min(1.0, batch_ratio) - each.before_bytes
         if added > max(least, most * (each.before_bytes or all_before)):
             then = f"{format_bytes(each.before_bytes)} before"
             yield (

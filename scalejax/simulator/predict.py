@@ -36,7 +36,7 @@ _CPU = "cpu"
 
 
 _COLUMNS = (
-    "cluster", "device_count", "global_batch", "step_seconds", "p10_step_seconds",
+    "cluster", "framework", "device_count", "global_batch", "step_seconds", "p10_step_seconds",
     "p90_step_seconds", "epoch_seconds", "samples_per_second", "tokens_per_second", "mfu",
     "peak_memory_bytes", "fits",
 )  # fmt: skip

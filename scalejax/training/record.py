@@ -15,13 +15,16 @@ Knows files and measurements; no devices, no loop, and nothing of the contents o
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.core.errors import ConfigError
-from scalejax.core.serialization import build, load, plain, save_text
+from scalejax.config.run import RunConfig
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.serialization import JsonValue, build, load, plain, save_text
+from scalejax.data.facts import fitting_facts
 from scalejax.training.time_accounting import TimeAccount, load_time_account
 
 Status = Literal["started", "resumed", "completed", "stopped_early", "diverged", "interrupted"]
@@ -220,6 +223,29 @@ class RunFolder:
             ConfigError: if the file is damaged.
         """
         return load(DatasetFacts, self.facts) if self.facts.is_file() else None
+
+
+def facts_of(
+    config: RunConfig,
+    run_file: Path,
+    overrides: Mapping[str, JsonValue] | None = None,
+    given: Path | None = None,
+) -> DatasetFacts:
+    """Counts and shapes of the data of `config`: those in the file `given`; else those that a run
+    kept beside its run.toml, unless flags name other data; else those read from the data.
+
+    Raises:
+        ConfigError: if they cannot be read, contradict the config, or are given beside other data.
+    """
+    named = [name for name in overrides or () if name.partition(".")[0] == "data"]
+    if given is not None:
+        if named:
+            accepted = f"it says what the data of the file are; leave it out, or --{named[0]}"
+            raise ConfigError(refusal("facts", str(given), accepted))
+        return fitting_facts(config, load(DatasetFacts, given))
+    folder = RunFolder(path=run_file.parent)
+    is_kept = run_file.name == folder.config.name and not named
+    return fitting_facts(config, folder.load_facts() if is_kept else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def framework_of(row: LedgerRow) -> Framework:
     if named.startswith("Megatron-Core"):
         name = "megatron-core"
     elif _is_megatron(row):
-        name = "megatron-lm" if row.work.precision == "fp16" else "megatron-lm-bf16"
+        name = "megatron-lm-fp16" if row.work.precision == "fp16" else "megatron-lm"
     elif _is_titan(row):
         name = "torchtitan" if (row.year or _LOSS_COMPILED) >= _LOSS_COMPILED else _TITAN_2024
         name += "-async-tp" if _ASYNC_TENSOR in marks else "-eager" if _EAGER in marks else ""

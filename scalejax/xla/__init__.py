@@ -195,7 +195,7 @@ def profile_call(
     *,
     cluster: Cluster,
     device_count: int,
-    batch_argnums: Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
     backend: Backend | None = None,
 ) -> Program:
     """Program of `function(*arguments)` on `device_count` devices, compiled for `cluster`.
@@ -224,9 +224,9 @@ def profile_call(
     program = replace(program, name=call.name, global_batch=call.global_batch)
     if call.global_batch is None:
         return program
-    which = (len(arguments) - 1,) if batch_argnums is None else tuple(batch_argnums)
+    which = ", ".join(map(str, call.batch_argnums))
     note = (
-        f"data parallel: argument {', '.join(map(str, which))} of {call.name!r} is divided along "
+        f"data parallel: argument {which} of {call.name!r} is divided along "
         "its first dimension, all others are replicated (batch_argnums, or shardings of your own)"
     )
     return replace(program, notes=(*program.notes, note))

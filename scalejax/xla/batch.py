@@ -7,6 +7,7 @@ from scalejax.core.cache import user_folder
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
+from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
 from scalejax.xla import ProfileJob, profile_many, remembered
 from scalejax.xla.cache import cached_program, case_key, keep
@@ -87,7 +88,7 @@ class Programs:
         """
         self.known: dict[str, Program | ScalejaxError] = {}
         """Compiled program of each `case_key`, or the reason why there is none."""
-        self._derived: dict[tuple[str, str, str], Program | ScalejaxError | None] = {}
+        self._derived: dict[tuple[str, str, Framework], Program | ScalejaxError | None] = {}
         self._archived = archived
         self._folder = user_folder()
         self._on_progress = on_progress
@@ -118,7 +119,7 @@ class Programs:
         """The derived program; None if it cannot be scaled out."""
         keys = [case_key(job) for job in how.compiled]
         whole = case_key(replace(how.compiled[0], run=how.job.run))
-        key = (keys[0], whole, how.job.framework.name)
+        key = (keys[0], whole, how.job.framework)
         if key not in self._derived:
             self._derived[key] = self._derive(how, [self.known[each] for each in keys])
         return self._derived[key]

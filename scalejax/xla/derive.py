@@ -134,12 +134,13 @@ def _pipeline(run: ResolvedRun, stage: ResolvedRun) -> Pipeline:
     is_even = layout.pipeline_chunks > 1 or layers % layout.pipeline == 0
     (tokens,) = stage.dataset.input_shape
     element_bytes = ELEMENT_BYTES[model.compute_dtype]
+    rows = stage.split.microbatch * tokens // stage.layout.context
     return Pipeline(
         stages=layout.pipeline,
         chunks=layout.pipeline_chunks,
         layers=None if is_even else stage_layers(layers, layout.pipeline),
         microbatches=stage.split.microbatches,
-        boundary_bytes=stage.split.microbatch * tokens * model.hidden * element_bytes,
+        boundary_bytes=rows * model.hidden * element_bytes,
         is_boundary_divided=layout.sequence_parallel,
     )
 

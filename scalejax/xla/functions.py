@@ -37,6 +37,8 @@ class Call:
     """Name of the function."""
     global_batch: int | None
     """Rows of the arguments that are sharded over the data axis; None if shardings were given."""
+    batch_argnums: tuple[int, ...] = ()
+    """Positions of those arguments."""
 
 
 class _Pickler(cloudpickle.Pickler):
@@ -90,7 +92,7 @@ def call_of(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     device_count: int,
-    batch_argnums: Sequence[int] | None = None,
+    batch_argnums: int | Sequence[int] | None = None,
 ) -> Call:
     """`function` called with `arguments` on `device_count` devices.
 
@@ -124,7 +126,9 @@ def call_of(
             accepted = f"its mesh must have devices={device_count} devices"
             raise ConfigError(refusal("shardings", dict(axes), accepted))
         specs = [
-            each.spec if isinstance(each, jax.sharding.NamedSharding) else None
+            each.spec
+            if isinstance(each, jax.sharding.NamedSharding) and each.mesh.size > 1
+            else None
             for each in shardings
         ]
         builder = _Builder(function, _shapes(tuple(arguments)), specs)
@@ -136,18 +140,23 @@ def _data_parallel(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     device_count: int,
-    batch_argnums: Sequence[int] | None,
+    batch_argnums: int | Sequence[int] | None,
     name: str,
 ) -> Call:
     import jax
     from jax.sharding import PartitionSpec
 
-    if batch_argnums is None:
-        batch_argnums = (len(arguments) - 1,)
+    given = len(arguments) - 1 if batch_argnums is None else batch_argnums
+    given = given if isinstance(given, Sequence) else (given,)
+    for position in given:
+        if not -len(arguments) <= position < len(arguments):
+            accepted = f"there are {len(arguments)} arguments, counted from 0"
+            raise ConfigError(refusal("batch_argnums", position, accepted))
+    positions = tuple(sorted({position % len(arguments) for position in given}))
     specs: list[Any] = []
     rows = None
     for index, argument in enumerate(arguments):
-        is_batch = index - len(arguments) in batch_argnums or index in batch_argnums
+        is_batch = index in positions
         for leaf in jax.tree.leaves(argument):
             shape = getattr(leaf, "shape", ())
             if not (is_batch and shape):
@@ -160,12 +169,13 @@ def _data_parallel(
         accepted = (
             f"none of its {len(arguments)} arguments holds arrays of samples; name those that do"
         )
-        raise ConfigError(refusal("batch_argnums", tuple(batch_argnums), accepted))
+        raise ConfigError(refusal("batch_argnums", positions, accepted))
     return Call(
         builder=_Builder(function, _shapes(arguments), specs),
         mesh_axes={DATA: device_count},
         name=name,
         global_batch=rows,
+        batch_argnums=positions,
     )
 
 
@@ -175,8 +185,12 @@ def _shapes(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     import jax.numpy as jnp
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
-        return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+        try:
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+            return jax.ShapeDtypeStruct(jnp.shape(leaf), dtype)
+        except TypeError as error:
+            accepted = "it must be an array, a number, or a jax.ShapeDtypeStruct; close over others"
+            raise ConfigError(refusal("arguments", leaf, accepted)) from error
 
     return jax.tree.map(shape, arguments)
 

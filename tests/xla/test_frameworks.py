@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from program_cases import matmul, program_of
 
 from scalejax.config.run import RunConfig, resolve
 from scalejax.core.errors import ConfigError, DoesNotFit
@@ -10,7 +11,7 @@ from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import FRAMEWORKS, XLA, framework_named
 from scalejax.simulator.program import BUBBLE, Loop, Program
-from scalejax.xla import ProfileJob, profile_many
+from scalejax.xla import ProfileJob, derive, profile_many
 from scalejax.xla.batch import Programs
 from scalejax.xla.derive import derivation, stage_run
 
@@ -91,6 +92,81 @@ def test_an_unknown_framework_is_refused():
     """With the nearest that is known."""
     with pytest.raises(ConfigError, match=r"framework='megatron' is refused.*megatron-lm"):
         framework_named("megatron")
+
+
+def llama():
+    """A llama of two layers."""
+    tables = {
+        "model": {"name": "llama", "layers": 2, "hidden": 64, "heads": 4, "ffn_hidden": 128},
+        "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 512},
+        "batch": {"per_device_batch": 4},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 0.1},
+    }
+    return resolve(build(RunConfig, tables), 2)
+
+
+def test_a_step_says_what_sets_it_apart_and_nothing_else():
+    """Megatron-LM's differences are known of gpt; of a llama there is none to tell."""
+    step = program_of(matmul("up", 1.0), devices=2)
+    megatron = FRAMEWORKS["megatron-lm-fp16"]
+
+    as_llama = megatron.applied(step, llama())
+
+    assert as_llama.operations == step.operations
+    assert as_llama.notes == (
+        *step.notes,
+        "the step of Megatron-LM or Megatron-DeepSpeed, fp16: no difference from XLA's is known "
+        "for this run",
+    )
+    assert XLA.applied(step, llama()) is step
+
+
+def test_stages_of_other_networks_are_told_apart():
+    """70 and 72 layers on 12 stages have one longest stage, and not one bubble: (70 - 6) / 6 and
+    (72 - 6) / 6 stages wait."""
+    jobs = [
+        ProfileJob(
+            run=run_of(layers=layers, pipeline=12, devices=12, microbatches=2),
+            cluster=CLUSTER,
+            framework=FRAMEWORKS["pytorch"],
+        )
+        for layers in (70, 72)
+    ]
+    blocks = Loop(name="blocks", trip_count=6, body=(matmul("up", 1.0),))
+    stage = program_of(Loop(name="microbatches", trip_count=2, body=(blocks,)), devices=1)
+
+    uneven, even = Programs(archived=lambda _: stage).find(jobs)
+
+    assert isinstance(uneven, Program)
+    assert isinstance(even, Program)
+    waits = [
+        sum(times for each, times in program.walk() if BUBBLE in each.name)
+        for program in (uneven, even)
+    ]
+    assert waits == [70 - 6, 72 - 6]
+
+
+def test_tokens_over_context_are_sent_in_parts():
+    """Each device sends what it has."""
+    whole, split = (
+        derivation(
+            ProfileJob(
+                run=run_of(pipeline=2, context=context),
+                cluster=CLUSTER,
+                framework=FRAMEWORKS["pytorch"],
+            )
+        )
+        for context in (1, 2)
+    )
+
+    assert pipeline_of(whole).boundary_bytes == 32 * 64 * 2
+    assert pipeline_of(split).boundary_bytes == 32 * 64 * 2 // 2
+
+
+def pipeline_of(how):
+    """The pipeline of a derivation."""
+    return derive._pipeline(how.job.run, how.run)
 
 
 def test_every_property_has_a_source():

@@ -12,6 +12,7 @@ from typing import Literal
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import CausalConfig, LlamaConfig, lacks_for_fused_attention
 from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
+from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
 from scalejax.core.progress import OnCase, nothing_said
@@ -37,6 +38,17 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
 from scalejax.xla import ProfileJob, has_cuda_compiler, require_type
 from scalejax.xla.batch import compile_cases
+
+SEARCHED_FIELDS: dict[str, JsonValue] = {
+    **{f"layout.{axis}": 1 for axis in MODEL_AXES},
+    "layout.data": None,
+    "layout.pipeline_chunks": 1,
+    "layout.sequence_parallel": False,
+    "layout.zero_stage": 0,
+    "layout.mode": "jit",
+    "batch.microbatches": 1,
+}
+"""Fields that a search varies; their values in a file are replaced before it is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +236,16 @@ def report_search(
     ranked = list(_ranked(config, facts, cluster, best, framework, price_per_device_hour))
     if framework != XLA:
         ranked.sort(key=lambda each: _rank(each.prediction, objective))
-        ranked = [replace(each, place=place) for place, each in enumerate(ranked, start=1)]
+        costs = StrategyCosts(shape_of(config, cluster.chip, facts), cluster)
+        winner = costs.terms(ranked[0].strategy) if ranked else ()
+        ranked = [
+            replace(
+                each,
+                place=place,
+                losses=breakdown_difference(costs.terms(each.strategy), winner),
+            )
+            for place, each in enumerate(ranked, start=1)
+        ]
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
@@ -360,8 +381,12 @@ def _ranked(
         program, *larger = (
             transformer_program(one, each.strategy, workspace_bytes=workspace) for one in shapes
         )
+        note = None
         if framework != XLA:
-            program = framework.applied(program, run_of(config, each.strategy, facts), larger)
+            try:
+                program = framework.applied(program, run_of(config, each.strategy, facts), larger)
+            except ConfigError as error:  # scalejax trains no such run
+                note = f"as XLA runs it: {' '.join(str(error).split())}"
         price = None
         if price_per_device_hour is not None:
             price = 1e6 * each.device_hours_per_sample * price_per_device_hour
@@ -372,7 +397,7 @@ def _ranked(
             price=price,
             losses=breakdown_difference(costs.terms(each.strategy), winner),
             confirmed=None,
-            note=None,
+            note=note,
         )
 
 

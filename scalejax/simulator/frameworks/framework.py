@@ -78,16 +78,17 @@ class Framework:
             run: its run.
             larger_vocabularies: the programs for `vocabulary_factors`, in order.
         """
-        rest = list(larger_vocabularies)
+        rest, differences = list(larger_vocabularies), []
         for each in self.properties:
             count = len(each.vocabulary_factors)
-            program = each.transform(program, run, rest[:count])
+            changed = each.transform(program, run, rest[:count])
             rest = rest[count:]
-        if self.name == program.framework:
+            if changed != program:
+                program, differences = changed, [*differences, each.title]
+        if self == XLA:
             return program
-        note = f"the step of {self.title}"
-        if self.properties:
-            note += ": " + "; ".join(each.title for each in self.properties)
+        note = f"the step of {self.title}: "
+        note += "; ".join(differences) or "no difference from XLA's is known for this run"
         return replace(program, framework=self.name, notes=(*program.notes, note))
 
 
@@ -131,13 +132,13 @@ def _unpadded_heads(program: Program, run: ResolvedRun, model: GptConfig) -> Pro
 
 
 def _half_gradients(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run, model
-    return with_half_gradients(program)
+    del run
+    return with_half_gradients(program) if ELEMENT_BYTES[model.compute_dtype] == 2 else program
 
 
 def _half_weights(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run, model
-    return with_half_weights(program)
+    del run
+    return with_half_weights(program) if ELEMENT_BYTES[model.compute_dtype] == 2 else program
 
 
 def _overlapped_tensor(
@@ -253,16 +254,16 @@ FRAMEWORKS = {
         Framework(name="pytorch", title="PyTorch", year=2023, schedule="1f1b"),
         Framework(
             name="megatron-lm",
-            title="Megatron-LM or Megatron-DeepSpeed, fp16",
-            year=2021,
-            properties=_MEGATRON_FP16,
-            schedule="1f1b",
-        ),
-        Framework(
-            name="megatron-lm-bf16",
             title="Megatron-LM or Megatron-DeepSpeed, bf16",
             year=2022,
             properties=_MEGATRON,
+            schedule="1f1b",
+        ),
+        Framework(
+            name="megatron-lm-fp16",
+            title="Megatron-LM or Megatron-DeepSpeed, fp16",
+            year=2021,
+            properties=_MEGATRON_FP16,
             schedule="1f1b",
         ),
         Framework(

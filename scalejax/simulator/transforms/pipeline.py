@@ -95,7 +95,8 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         each for item in stage.operations for each in (schedule if item is work else (item,))
     )
     in_flight = min(pipeline.stages, pipeline.microbatches) - 1
-    held = in_flight * _layers(work) * pipeline.boundary_bytes
+    kept_bytes = pipeline.boundary_bytes // (tensor if pipeline.is_boundary_divided else 1)
+    held = in_flight * _layers(work) * kept_bytes
     memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
     return replace(
         stage,

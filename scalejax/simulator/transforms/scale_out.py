@@ -30,7 +30,7 @@ def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
     """`run` on the fewest devices and microbatches whose program can be scaled out to it.
 
     The microbatch per device is unchanged. The number of microbatches is kept for images, as
-    their bytes outside the loop are not negligible.
+    their bytes outside the loop are not negligible, and over a pipeline.
 
     Args:
         run: run whose program is wanted.
@@ -38,9 +38,9 @@ def reduced(run: ResolvedRun, *, has_server: bool = False) -> ResolvedRun:
             them too, and its program is that of two, each of which sends.
     """
     config, split = run.config, run.split
-    microbatches = (
-        min(split.microbatches, REDUCED_SIZE) if run.dataset.is_text else split.microbatches
-    )
+    # Stages loop over ticks and not over microbatches.
+    is_reducible = run.dataset.is_text and run.layout.pipeline == 1
+    microbatches = min(split.microbatches, REDUCED_SIZE) if is_reducible else split.microbatches
     data = REDUCED_SIZE if has_server else min(run.layout.data, _reduced_data_size(run))
     if (data, microbatches) == (run.layout.data, split.microbatches):
         return run

@@ -175,7 +175,7 @@ def unstamped(kind: str, version: int, fields: Mapping[str, JsonValue]) -> dict[
         raise ConfigError(refusal(_KIND, found, f"a document of kind {kind!r} is needed here"))
     written = fields.get(_VERSION, version)
     if not isinstance(written, int) or not 1 <= written <= version:
-        accepted = f"this scalejax reads {kind!r} up to version {version}; a newer one reads it"
+        accepted = f"of {kind!r} it must be 1 to {version}; a later scalejax reads later ones"
         raise ConfigError(refusal(_VERSION, written, accepted))
     return {name: value for name, value in fields.items() if name not in (_KIND, _VERSION)}
 

@@ -75,7 +75,7 @@ def test_a_document_says_what_it_is(tmp_path):
     ("change", "message"),
     [
         ({"kind": "plan"}, r"program\.json: kind='plan' is refused: a document of kind 'program'"),
-        ({"version": 2}, r"version=2 is refused: this scalejax reads 'program' up to version 1"),
+        ({"version": 2}, r"version=2 is refused: of 'program' it must be 1 to 1"),
         ({"version": "new"}, r"version='new' is refused"),
     ],
 )

@@ -19,14 +19,13 @@ SMALL_BERT = {"layers": 2, "hidden": 32, "heads": 4}
 NETWORKS = {
     "alexnet": ({"width": 1 / 16}, 67),
     "vgg16": ({"width": 1 / 16}, 32),
-    "inception_v3": ({"width": 1 / 8}, 75),
-    "xception": ({"width": 1 / 16}, 32),
     "efficientnet_lite0": ({"width": 1 / 4}, 32),
     "bert_base": (SMALL_BERT, None),
     "bert_large": (SMALL_BERT | {"remat": "selective"}, None),
     "vit": ({"patch": 4, "layers": 2, "hidden": 32, "heads": 4}, 16),
 }
-"""Options, and pixels of an image."""
+"""Options, and pixels of an image. Inception and Xception, long to compile, train in
+tests/training/test_conformance.py."""
 
 
 def data_of(image_size: int | None) -> dict[str, Any]:

@@ -441,7 +441,6 @@ def test_uneven_stages_train_what_one_device_trains(blocks):
             ("alexnet", "sgd", "data=2 x tensor=4"),
             ("vgg16", "sgd", "data=2 x fsdp=4"),
             ("vgg16", "sgd", "data=2 x tensor=4"),
-            ("xception", "sgd", "data=2 x fsdp=4"),
             ("xception", "sgd", "data=2 x tensor=4"),
         ],
     ),

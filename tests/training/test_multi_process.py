@@ -294,6 +294,7 @@ def test_only_the_first_process_writes_and_each_file_once(beginnings):
     assert other == []
     assert sorted(finished) == [
         "README.txt",
+        "facts.json",
         "measurements.jsonl",  # begun, as the others are
         "measurements.jsonl",  # and opened, for lines to be added
         "prediction.json",

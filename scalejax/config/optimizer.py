@@ -4,11 +4,10 @@ Each class checks its own fields when built.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.serialization import Family
 
 MomentumForm = Literal["rate_outside", "rate_inside", "rate_inside_corrected"]
 """Where the learning rate r enters a momentum buffer, for gradients g and momentum m (Goyal et
@@ -18,7 +17,14 @@ correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SgdConfig:
+class OptimizerConfig(Family):
+    """One of the optimizers, selected by `name`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SgdConfig(OptimizerConfig):
     """Stochastic gradient descent, with or without momentum."""
 
     name: Literal["sgd"] = "sgd"
@@ -48,7 +54,7 @@ class SgdConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
+class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
 
     name: Literal["adamw"] = "adamw"
@@ -69,7 +75,7 @@ class AdamWConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdagradConfig:
+class AdagradConfig(OptimizerConfig):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al. 2011, JMLR 12)."""
 
     name: Literal["adagrad"] = "adagrad"
@@ -85,7 +91,7 @@ class AdagradConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleFreeConfig:
+class ScheduleFreeConfig(OptimizerConfig):
     """Schedule-free optimization (Defazio et al. 2024, arXiv 2405.15682), as in Optax: iterates are
     averaged in place of a learning rate decay.
 
@@ -117,7 +123,7 @@ class ScheduleFreeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LarsConfig:
+class LarsConfig(OptimizerConfig):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888)."""
 
     name: Literal["lars"] = "lars"
@@ -146,7 +152,7 @@ class LarsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LambConfig:
+class LambConfig(OptimizerConfig):
     """Adam with layer-wise trust ratios (You et al. 2019, arXiv 1904.00962)."""
 
     name: Literal["lamb"] = "lamb"
@@ -176,13 +182,6 @@ class LambConfig:
         require_above("optimizer.weight_norm_bound", self.weight_norm_bound, 0)
         if self.trust_clip is not None:
             require_above("optimizer.trust_clip", self.trust_clip, 0)
-
-
-OptimizerConfig = Annotated[
-    SgdConfig | AdamWConfig | AdagradConfig | ScheduleFreeConfig | LarsConfig | LambConfig,
-    Field(discriminator="name"),
-]
-"""One of the optimizers, selected by `name`."""
 
 
 def _require_fraction(field: str, value: float) -> None:

@@ -13,6 +13,7 @@ import typing
 from dataclasses import dataclass
 
 from scalejax.config.run import RunConfig
+from scalejax.core.serialization import is_family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,9 @@ def _hints(kind: type) -> dict[str, object]:
 
 
 def _kinds(hint: object) -> list[type]:
-    """The dataclasses that a field may hold: none, one, or those of a union."""
+    """The dataclasses that a field may hold: none, one, or those of a family or union."""
+    if is_family(hint):
+        return list(hint.members())
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return [hint]
     return [kind for part in typing.get_args(hint) for kind in _kinds(part)]

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
 
 from scalejax.core.errors import ConfigError, nearest_name, refusal, unknown_name
 
@@ -87,8 +87,49 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
 
 
+class Family:
+    """Base of an open family of dataclasses, whose members are told apart by their `name`.
+
+    A direct subclass is a family, and its subclasses are members: a field of the family's type may
+    hold any of them, and a member is read wherever its module was imported before.
+    """
+
+    __slots__ = ()
+    _members: typing.ClassVar[dict[str, type]]
+
+    def __init_subclass__(cls) -> None:
+        if Family in cls.__bases__:
+            cls._members = {}
+        else:  # by name, as `dataclass(slots=True)` makes the class a second time
+            cls._members[cls.__qualname__] = cls
+            _adapter.cache_clear()
+
+    @classmethod
+    def members(cls) -> tuple[type, ...]:
+        """The classes of the family, in order of definition."""
+        return tuple(cls._members.values())
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Every `name` of a member."""
+        return tuple(name for member in cls.members() for name in _tags(member))
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type["Family"], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        if Family not in source.__bases__:
+            return handler(source)
+        choices = {
+            name: handler.generate_schema(member)
+            for member in source.members()
+            for name in _tags(member)
+        }
+        return core_schema.tagged_union_schema(choices, discriminator="name")
+
+
 def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:
-    """A `type_` (a dataclass, or a union of them) from plain data, strictly typed.
+    """A `type_` (a dataclass, a family or a union of them) from plain data, strictly typed.
 
     Integers are taken for floats, nothing else is converted; unknown keys are refused.
 
@@ -403,13 +444,20 @@ def _descend(type_: object, location: tuple[int | str, ...]) -> tuple[object, li
 
 
 def _options(type_: object) -> list[object]:
-    """The members of a (possibly annotated) union; the type itself when it is none."""
+    """The members of a family or (possibly annotated) union; the type itself when it is none."""
+    if is_family(type_):
+        return list(type_.members())
     if typing.get_origin(type_) is typing.Annotated:
         return _options(typing.get_args(type_)[0])
     members = typing.get_args(type_)
     if not members or isinstance(type_, type):
         return [type_]
     return [option for member in members for option in _options(member)]
+
+
+def is_family(type_: object) -> "typing.TypeGuard[type[Family]]":
+    """Whether a type is a family itself, and not a member of one."""
+    return isinstance(type_, type) and Family in type_.__bases__
 
 
 def _tags(type_: object) -> tuple[str, ...]:

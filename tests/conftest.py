@@ -1,6 +1,7 @@
 """What every test runs under: eight virtual CPU devices, and no silence about mistakes."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,14 @@ if "SCALEJAX_COMPILED_BY_TESTS" not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ["SCALEJAX_COMPILED_BY_TESTS"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps modules and collected tests out of garbage collection, which took a seventh of the
+    time of tests that train."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -252,9 +252,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/training/test_reference_schedules.py",),
     ),
     Mutation(
-        path="scalejax/config/scaling_rules.py",
-        old="epsilon=optimizer.epsilon / k**0.5,",
-        new="epsilon=optimizer.epsilon * k**0.5,",
+        path="scalejax/config/optimizer.py",
+        old="epsilon=self.epsilon / k**0.5,",
+        new="epsilon=self.epsilon * k**0.5,",
         mistake="the SDE rule moves epsilon the wrong way",
         first_tests=("tests/config/test_scaling_rules.py",),
     ),

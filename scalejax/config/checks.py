@@ -31,7 +31,7 @@ from scalejax.config.model import (
     ResNetConfig,
     VitConfig,
 )
-from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
+from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.scaling_rules import warmup_epochs
@@ -297,7 +297,7 @@ def require_batch_norm_statistics(
     accepted = "the average would need BatchNorm statistics of its own; use a network without"
     if isinstance(averaging, SwaConfig):
         raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
-    if isinstance(optimizer, ScheduleFreeConfig):
+    if optimizer.averages_iterates:
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
 
 
@@ -305,7 +305,7 @@ def require_single_average(
     optimizer: OptimizerConfig, schedule: LearningRateConfig, averaging: AveragingConfig | None
 ) -> None:
     """Refuse a learning rate decay or another average with a schedule-free optimizer."""
-    if not isinstance(optimizer, ScheduleFreeConfig):
+    if not optimizer.averages_iterates:
         return
     if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
         accepted = 'it averages in place of a decay; use schedule.decay="constant"'
@@ -329,7 +329,7 @@ def require_cacheable_features(fine_tuning: FineTuningConfig | None, given: Inpu
 
 def require_single_rate(optimizer: OptimizerConfig, fine_tuning: FineTuningConfig | None) -> None:
     """Refuse rate factors with a schedule-free optimizer, whose average is weighted by one rate."""
-    if not isinstance(optimizer, ScheduleFreeConfig):
+    if not optimizer.averages_iterates:
         return
     if fine_tuning is not None and fine_tuning.rate_factors:
         accepted = f"optimizer.name={optimizer.name!r} averages by one rate; use another"
@@ -438,7 +438,7 @@ def _require_local_sgd_compatible(
     if averaging is not None:
         accepted = 'gradient_sync.name="local_sgd" evaluates an average of its own; leave it out'
         raise ConfigError(refusal("averaging.name", averaging.name, accepted))
-    if isinstance(optimizer, ScheduleFreeConfig):
+    if optimizer.averages_iterates:
         accepted = (
             'it evaluates an average of its own, as gradient_sync.name="local_sgd"; use another'
         )

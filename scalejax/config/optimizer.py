@@ -1,10 +1,10 @@
-"""Config of the optimizers and their hyper-parameters.
+"""Config of the optimizers and their hyper-parameters, and what follows from them.
 
-Each class checks its own fields when built.
+Each class checks its own fields when built; `training/optimizers/` builds what it names.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.serialization import Family
@@ -21,6 +21,30 @@ class OptimizerConfig(Family):
     """One of the optimizers, selected by `name`."""
 
     name: str
+    averages_iterates: ClassVar[bool] = False
+    """Whether it evaluates an average of its iterates, in place of a decay of the learning rate and
+    of any other average."""
+    is_layer_wise: ClassVar[bool] = False
+    """Whether it takes norms of whole layers, so that no server may hold a part of one."""
+
+    @property
+    def in_words(self) -> str:
+        """Its name, and what sets it apart from a plainer one of that name."""
+        return self.name
+
+    @property
+    def moments(self) -> Literal[0, 1, 2]:
+        """Number of arrays like the parameters that it keeps; 0 if it steps along one gradient."""
+        return 1
+
+    def scaled_by_sde(self, k: float, reference_batch: int) -> "OptimizerConfig":
+        """The optimizer for k times the reference batch, by the rule of `scaled_optimizer`.
+
+        Raises:
+            ConfigError: if it has no such rule, or k is too large for it.
+        """
+        accepted = f"its rule is that of adamw, not of optimizer.name={self.name!r}"
+        raise ConfigError(refusal("schedule.scaling", "sde", accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +76,16 @@ class SgdConfig(OptimizerConfig):
                 form = self.momentum_form
                 raise ConfigError(refusal("optimizer.momentum_form", form, accepted))
 
+    @property
+    def in_words(self) -> str:
+        """Its name, and whether it has momentum."""
+        return "sgd with momentum" if self.momentum else "sgd"
+
+    @property
+    def moments(self) -> Literal[0, 1]:
+        """1 for momentum."""
+        return 1 if self.momentum else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWConfig(OptimizerConfig):
@@ -72,6 +106,28 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         _require_moments(self)
+
+    @property
+    def moments(self) -> Literal[2]:
+        """Two: of the gradient, and of its square."""
+        return 2
+
+    def scaled_by_sde(self, k: float, reference_batch: int) -> "AdamWConfig":
+        """The optimizer for k times the reference batch, by the rule of `scaled_optimizer`."""
+        largest = 1 / (1 - min(self.beta1, self.beta2))
+        if k > largest:
+            most = int(largest * reference_batch)
+            accepted = (
+                f"k={k:g} would leave no average of gradients (1 - beta becomes k (1 - beta)); "
+                f"with schedule.reference_batch={reference_batch} it may be at most {most}"
+            )
+            raise ConfigError(refusal("batch.global_batch", round(k * reference_batch), accepted))
+        return replace(
+            self,
+            beta1=max(1 - k * (1 - self.beta1), 0.0),
+            beta2=max(1 - k * (1 - self.beta2), 0.0),
+            epsilon=self.epsilon / k**0.5,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +154,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     Gradients are taken between the average and the newest iterate; evaluation uses the average.
     """
 
+    averages_iterates: ClassVar[bool] = True
     name: Literal["schedule_free"] = "schedule_free"
     """Selects this optimizer."""
     base: Literal["sgd", "adamw"] = "adamw"
@@ -121,11 +178,17 @@ class ScheduleFreeConfig(OptimizerConfig):
         require_above("optimizer.epsilon", self.epsilon, 0)
         require_at_least("optimizer.weight_decay", self.weight_decay, 0)
 
+    @property
+    def moments(self) -> Literal[1, 2]:
+        """1 for the average, and of base adamw the second moment."""
+        return 2 if self.base == "adamw" else 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LarsConfig(OptimizerConfig):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888)."""
 
+    is_layer_wise: ClassVar[bool] = True
     name: Literal["lars"] = "lars"
     """Selects this optimizer."""
     variant: Literal["optax", "paper"] = "optax"
@@ -155,6 +218,7 @@ class LarsConfig(OptimizerConfig):
 class LambConfig(OptimizerConfig):
     """Adam with layer-wise trust ratios (You et al. 2019, arXiv 1904.00962)."""
 
+    is_layer_wise: ClassVar[bool] = True
     name: Literal["lamb"] = "lamb"
     """Selects this optimizer."""
     variant: Literal["optax", "paper", "nvlamb"] = "optax"
@@ -182,6 +246,11 @@ class LambConfig(OptimizerConfig):
         require_above("optimizer.weight_norm_bound", self.weight_norm_bound, 0)
         if self.trust_clip is not None:
             require_above("optimizer.trust_clip", self.trust_clip, 0)
+
+    @property
+    def moments(self) -> Literal[2]:
+        """Two: of the gradient, and of its square."""
+        return 2
 
 
 def _require_fraction(field: str, value: float) -> None:

@@ -5,9 +5,9 @@ Arithmetic on configs; knows no steps and no arrays.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
-from scalejax.config.optimizer import AdamWConfig, OptimizerConfig
+from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.schedule import (
     HorovodScheduleConfig,
     LearningRateConfig,
@@ -113,7 +113,8 @@ def scaled_optimizer(
     """
     if not isinstance(schedule, ScheduleConfig) or schedule.scaling != "sde":
         return optimizer
-    return _moments_scaled(optimizer, global_batch / schedule.reference_batch, schedule)
+    k = global_batch / schedule.reference_batch
+    return optimizer.scaled_by_sde(k, schedule.reference_batch)
 
 
 def changes(
@@ -132,25 +133,3 @@ def changes(
         names = [each.name for each in fields(optimizer)]
         pairs += [(name, getattr(optimizer, name), getattr(scaled, name)) for name in names]
     return tuple(Change(name=n, before=a, after=b) for n, a, b in pairs if a != b)
-
-
-def _moments_scaled(
-    optimizer: OptimizerConfig, k: float, schedule: ScheduleConfig
-) -> OptimizerConfig:
-    if not isinstance(optimizer, AdamWConfig):
-        accepted = f"its rule is that of adamw, not of optimizer.name={optimizer.name!r}"
-        raise ConfigError(refusal("schedule.scaling", "sde", accepted))
-    reference = schedule.reference_batch
-    largest = 1 / (1 - min(optimizer.beta1, optimizer.beta2))
-    if k > largest:
-        accepted = (
-            f"k={k:g} would leave no average of gradients (1 - beta becomes k (1 - beta)); with "
-            f"schedule.reference_batch={reference} it may be at most {int(largest * reference)}"
-        )
-        raise ConfigError(refusal("batch.global_batch", round(k * reference), accepted))
-    return replace(
-        optimizer,
-        beta1=max(1 - k * (1 - optimizer.beta1), 0.0),
-        beta2=max(1 - k * (1 - optimizer.beta2), 0.0),
-        epsilon=optimizer.epsilon / k**0.5,
-    )

@@ -13,7 +13,6 @@ from scalejax.config.emulation import (
     SandblasterConfig,
     SynchronousConfig,
 )
-from scalejax.config.optimizer import LambConfig, LarsConfig, ScheduleFreeConfig
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import resolve
@@ -121,7 +120,7 @@ def _require_plain(config: RunConfig) -> None:
         accepted = "all samples of a minibatch count in an emulation; leave it out"
         raise ConfigError(refusal(f"input.{field}", getattr(config.input, field), accepted))
     _require_plain_training(config)
-    if isinstance(config.optimizer, ScheduleFreeConfig):
+    if config.optimizer.averages_iterates:
         accepted = "servers hold no average; take sgd, adagrad or adamw"
         raise ConfigError(refusal("optimizer.name", config.optimizer.name, accepted))
 
@@ -148,7 +147,7 @@ def _require_plain_training(config: RunConfig) -> None:
 
 def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
     """Refuse a layer-wise optimizer where servers hold parts of layers."""
-    if emulation.server_shards > 1 and isinstance(config.optimizer, LarsConfig | LambConfig):
+    if emulation.server_shards > 1 and config.optimizer.is_layer_wise:
         accepted = f"{config.optimizer.name} takes norms of whole layers; it must be 1"
         raise ConfigError(refusal("emulation.server_shards", emulation.server_shards, accepted))
 

@@ -15,7 +15,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.config.gradient_sync import LocalSgdConfig
-from scalejax.config.optimizer import ScheduleFreeConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
 from scalejax.training.data_parallel import with_constraints
@@ -102,7 +101,7 @@ def _evaluated_weights(
         return lambda state: mean((state.params, state.model_state))
     if averaging is not None and averaging.is_evaluated:
         return lambda state: (state.average["params"], state.average["model_state"])
-    if isinstance(optimizer, ScheduleFreeConfig):
+    if optimizer.averages_iterates:
 
         def averaged(opt_state: PyTree, params: PyTree) -> PyTree:
             learned = evaluated_params(optimizer, opt_state, learning_params(setup, params))

@@ -7,11 +7,9 @@ steps.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.model import CausalConfig, LlamaConfig, lacks_for_fused_attention
-from scalejax.config.optimizer import OptimizerConfig, ScheduleFreeConfig, SgdConfig
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
@@ -191,19 +189,10 @@ def search_run(
         device_counts,
         batch,
         objective=objective,
-        moments=_moments(config.optimizer),
+        moments=config.optimizer.moments,
         processes=processes,
         on_progress=on_progress,
     )
-
-
-def _moments(optimizer: OptimizerConfig) -> Literal[0, 1, 2]:
-    """Number of arrays like the parameters that the optimizer keeps."""
-    if isinstance(optimizer, SgdConfig):
-        return 1 if optimizer.momentum else 0
-    if isinstance(optimizer, ScheduleFreeConfig):
-        return 2 if optimizer.base == "adamw" else 1
-    return 2 if optimizer.name in ("adamw", "lamb") else 1
 
 
 def report_search(

@@ -5,7 +5,6 @@ Knows runs, points and predictions; costs and compares nothing.
 
 from collections.abc import Sequence
 
-from scalejax.config.optimizer import OptimizerConfig, SgdConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.units import (
     UNKNOWN,
@@ -23,11 +22,6 @@ from scalejax.planning.time_to_target.plan import (
     soonest_by_devices,
 )
 from scalejax.simulator.predict import RUN_CONDITIONS, STEP_CONDITIONS, Prediction
-
-
-def is_plain_sgd(optimizer: OptimizerConfig) -> bool:
-    """Whether the optimizer is SGD without momentum."""
-    return isinstance(optimizer, SgdConfig) and not optimizer.momentum
 
 
 def other_optimizer(config: RunConfig, convergence: ConvergenceData | None) -> str | None:
@@ -89,10 +83,9 @@ def notes_of(
                 f"time, range and probability is that of a run which learns as {other} did"
             )
         notes += convergence.notes
-        if convergence.noise_scale is not None and not is_plain_sgd(config.optimizer):
-            momentum = " with momentum" if isinstance(config.optimizer, SgdConfig) else ""
+        if convergence.noise_scale is not None and config.optimizer.moments:
             notes.append(
-                f"the noise scale is likely too small for {config.optimizer.name}{momentum}: it "
+                f"the noise scale is likely too small for {config.optimizer.in_words}: it "
                 "foretells the critical batch of SGD without momentum, and those of four other "
                 "optimizers were 4 to 8 times as large (experiments/critical_batch); the range "
                 "is wider upward for that, and steps at several batches narrow it"

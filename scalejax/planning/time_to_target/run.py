@@ -27,7 +27,6 @@ from scalejax.planning.convergence import (
     read_run,
 )
 from scalejax.planning.time_to_target.notes import (
-    is_plain_sgd,
     notes_of,
     other_optimizer,
     source_in_words,
@@ -181,7 +180,7 @@ def plan_run(
     curve = convergence and fit(
         convergence.points,
         noise_scale=convergence.noise_scale,
-        is_plain_sgd=is_plain_sgd(config.optimizer),
+        is_plain_sgd=config.optimizer.moments == 0,
     )
     planned_runs = _planned_runs(
         config,

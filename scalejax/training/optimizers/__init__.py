@@ -4,12 +4,14 @@ Knows paths and which parameters are stacked over layers; nothing of networks.
 """
 
 from collections.abc import Callable
+from functools import singledispatch
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import tree_map_with_path
+from optax import GradientTransformation
 
 from scalejax.config.optimizer import (
     AdagradConfig,
@@ -32,55 +34,54 @@ Mask = Callable[[Any], Any]
 """Function from a tree of parameters to a tree of booleans that select them."""
 
 
+@singledispatch
 def build_optimizer(
     config: OptimizerConfig, schedule: Schedule, *, stacked: tuple[str, ...]
-) -> optax.GradientTransformation:
+) -> GradientTransformation:
     """The Optax transformation that `config` names; its updates are added to the parameters.
+
+    Each optimizer registers its own, by the class of its config.
 
     Args:
         config: which optimizer, and its numbers.
         schedule: the learning rate by step.
         stacked: `Network.stacked`; in LARS and LAMB each layer in there has its own trust ratio.
     """
-    match config:
-        case SgdConfig():
-            return _sgd(config, schedule)
-        case AdamWConfig():
-            return optax.chain(
-                optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-                optax.add_decayed_weights(config.weight_decay, _mask(config)),
-                optax.scale_by_learning_rate(schedule),
-            )
-        case AdagradConfig():
-            return optax.adagrad(schedule, config.initial_accumulator, config.epsilon)
-        case ScheduleFreeConfig():
-            return optax.contrib.schedule_free(
-                _without_momentum(config, schedule), schedule, b1=config.interpolation
-            )
-        case LarsConfig():
-            return _lars(config, schedule, stacked)
-        case LambConfig():
-            return _lamb(config, schedule, stacked)
+    raise NotImplementedError(f"build_optimizer is not registered for {type(config).__name__}")
 
 
-def evaluated_params(config: OptimizerConfig, opt_state: optax.OptState, params: Any) -> Any:
-    """The parameters to evaluate, which for schedule-free optimizers differ from the trained."""
-    if not isinstance(config, ScheduleFreeConfig):
-        return params
-    inner = opt_state.inner if isinstance(opt_state, LossScaled) else opt_state
-    return optax.contrib.schedule_free_eval_params(inner, params)
+@singledispatch
+def evaluated_params(config: OptimizerConfig, opt_state: Any, params: Any) -> Any:
+    """The parameters to evaluate; others than the trained where `config.averages_iterates`."""
+    return params
 
 
-def _sgd(config: SgdConfig, schedule: Schedule) -> optax.GradientTransformation:
+@build_optimizer.register
+def _sgd(config: SgdConfig, schedule: Schedule, **_: object) -> GradientTransformation:
     decayed = optax.add_decayed_weights(config.weight_decay, _mask(config))
     if not config.momentum:
         return optax.chain(decayed, optax.identity(), optax.scale_by_learning_rate(schedule))
     return optax.chain(decayed, *_momentum(config, schedule))
 
 
+@build_optimizer.register
+def _adamw(config: AdamWConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    return optax.chain(
+        optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
+        optax.add_decayed_weights(config.weight_decay, _mask(config)),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+@build_optimizer.register
+def _adagrad(config: AdagradConfig, schedule: Schedule, **_: object) -> GradientTransformation:
+    return optax.adagrad(schedule, config.initial_accumulator, config.epsilon)
+
+
+@build_optimizer.register
 def _lars(
-    config: LarsConfig, schedule: Schedule, stacked: tuple[str, ...]
-) -> optax.GradientTransformation:
+    config: LarsConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+) -> GradientTransformation:
     mask = _mask(config)
     decayed = optax.add_decayed_weights(config.weight_decay, mask)
     ratio = Ratio(coefficient=config.trust_coefficient)
@@ -93,9 +94,10 @@ def _lars(
     return optax.chain(*scaled, *_momentum(config, schedule))
 
 
+@build_optimizer.register
 def _lamb(
-    config: LambConfig, schedule: Schedule, stacked: tuple[str, ...]
-) -> optax.GradientTransformation:
+    config: LambConfig, schedule: Schedule, *, stacked: tuple[str, ...]
+) -> GradientTransformation:
     is_nvidias, mask = config.variant == "nvlamb", _mask(config)
     bound = config.weight_norm_bound if config.variant == "paper" else None
     ratio = scale_by_layer(Ratio(weight_norm_bound=bound, clip=config.trust_clip), stacked)
@@ -108,18 +110,25 @@ def _lamb(
     )
 
 
-def _without_momentum(
-    config: ScheduleFreeConfig, schedule: Schedule
-) -> optax.GradientTransformation:
-    """The base optimizer of schedule-free training, without momentum: averaging replaces it."""
+@build_optimizer.register
+def _schedule_free(
+    config: ScheduleFreeConfig, schedule: Schedule, **_: object
+) -> GradientTransformation:
     adapted = optax.scale_by_rms(
         config.beta2, config.epsilon, eps_in_sqrt=False, bias_correction=True
     )
-    return optax.chain(
+    base = optax.chain(  # without momentum: averaging replaces it
         adapted if config.base == "adamw" else optax.identity(),
         optax.add_decayed_weights(config.weight_decay, _mask(config)),
         optax.scale_by_learning_rate(schedule),
     )
+    return optax.contrib.schedule_free(base, schedule, b1=config.interpolation)
+
+
+@evaluated_params.register
+def _averaged(config: ScheduleFreeConfig, opt_state: Any, params: Any) -> Any:
+    inner = opt_state.inner if isinstance(opt_state, LossScaled) else opt_state
+    return optax.contrib.schedule_free_eval_params(inner, params)
 
 
 # --- momentum, and where the learning rate enters it ---
@@ -127,7 +136,7 @@ def _without_momentum(
 
 def _momentum(
     config: SgdConfig | LarsConfig, schedule: Schedule
-) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+) -> tuple[GradientTransformation, GradientTransformation]:
     """The momentum buffer and the learning rate, in the order of the config's form."""
     buffer = optax.trace(config.momentum, config.nesterov)
     rate = optax.scale_by_learning_rate(schedule)
@@ -145,9 +154,7 @@ class _CorrectedState(NamedTuple):
     buffer: optax.OptState
 
 
-def _corrected(
-    buffer: optax.GradientTransformation, schedule: Schedule
-) -> optax.GradientTransformation:
+def _corrected(buffer: GradientTransformation, schedule: Schedule) -> GradientTransformation:
     """`buffer`, an `optax.trace`, with momentum correction for a changed learning rate.
 
     The buffer is multiplied by r / r_before, so that equation 10 of Goyal et al. 2017 (section 3,
@@ -166,7 +173,7 @@ def _corrected(
         updates, new_buffer = buffer.update(updates, corrected, params)
         return updates, _CorrectedState(state.updates_made + 1, new_buffer)
 
-    return optax.GradientTransformation(init, update)
+    return GradientTransformation(init, update)
 
 
 # --- masks ---

@@ -745,9 +745,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         words="definition and top_k",
     ),
     Mutation(
-        path="scalejax/training/gradient_sync/error_feedback.py",
-        old="lambda new, left: new + left",
-        new="lambda new, left: new - left",
+        path="scalejax/training/gradient_sync/method.py",
+        old="whole = jax.tree.map(jnp.add, ",
+        new="whole = jax.tree.map(jnp.subtract, ",
         mistake="error feedback takes off what it kept back",
         first_tests=("tests/training/test_gradient_sync.py",),
         words="definition and top_k",

@@ -9,14 +9,7 @@ from collections.abc import Iterator
 
 from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.gradient_sync import (
-    AdasumConfig,
-    GradientSyncConfig,
-    LocalSgdConfig,
-    TopKConfig,
-    TwoBitConfig,
-    keeps_state,
-)
+from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.model import (
     BertConfig,
@@ -31,7 +24,7 @@ from scalejax.config.model import (
     ResNetConfig,
     VitConfig,
 )
-from scalejax.config.optimizer import OptimizerConfig, SgdConfig
+from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.scaling_rules import warmup_epochs
@@ -358,7 +351,7 @@ def require_correction_in_every_step(
     makes no update then, and the correction would miss the learning rate of that step."""
     form = getattr(optimizer, "momentum_form", "rate_outside")
     may_be_idle = given.remainder == "pad" or given.unreadable == "skip"
-    is_local = isinstance(gradient_sync, LocalSgdConfig)
+    is_local = gradient_sync is not None and gradient_sync.averages_parameters
     if is_local and may_be_idle and form == "rate_inside_corrected":
         accepted = (
             'with gradient_sync.name="local_sgd" and rows of weight 0 (input.remainder="pad", '
@@ -382,7 +375,6 @@ def require_finite_epochs(given: InputConfig, data: DataConfig) -> None:
 def require_compatible_gradient_sync(
     gradient_sync: GradientSyncConfig | None,
     model: ModelConfig,
-    batch: BatchConfig,
     optimizer: OptimizerConfig,
     averaging: AveragingConfig | None,
     layout: LayoutConfig,
@@ -402,13 +394,7 @@ def require_compatible_gradient_sync(
             "(--layout.mode shard_map)"
         )
         raise ConfigError(refusal("layout.mode", layout.mode, accepted))
-    if isinstance(gradient_sync, AdasumConfig) and not isinstance(optimizer, SgdConfig):
-        accepted = (
-            f"{name} combines gradients, where Horovod combines the updates of an optimizer like "
-            'this; use gradient_sync = { name = "local_sgd", every_steps = 1, reduction = "adasum" '
-            '}, which does too, or the optimizer "sgd"'
-        )
-        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+    gradient_sync.require_optimizer(optimizer)
     if train.noise_scale is not None:
         accepted = (
             "train.noise_scale compares gradients with their mean, which is not made; leave one "
@@ -416,33 +402,19 @@ def require_compatible_gradient_sync(
         )
         raise ConfigError(refusal("gradient_sync.name", gradient_sync.name, accepted))
     # With loss scaling, error feedback would be of another scale, or not finite.
-    is_lossy = isinstance(gradient_sync, TwoBitConfig | TopKConfig)
-    if model.compute_dtype == "float16" and (keeps_state(gradient_sync) or is_lossy):
+    hides_overflow = gradient_sync.keeps_state or gradient_sync.is_lossy
+    if model.compute_dtype == "float16" and hides_overflow:
         accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
         raise ConfigError(refusal("model.compute_dtype", "float16", accepted))
-    if isinstance(gradient_sync, LocalSgdConfig):
-        _require_local_sgd_compatible(gradient_sync, model, optimizer, averaging, layout)
-        _require_local_sgd_within_run(gradient_sync, batch, train)
-
-
-def _require_local_sgd_compatible(
-    gradient_sync: LocalSgdConfig,
-    model: ModelConfig,
-    optimizer: OptimizerConfig,
-    averaging: AveragingConfig | None,
-    layout: LayoutConfig,
-) -> None:
-    """Refuse fields that need the devices to be synchronised in every step."""
-    if has_batch_norm(model):
-        require_local_batch_norm(layout)
-    if averaging is not None:
-        accepted = 'gradient_sync.name="local_sgd" evaluates an average of its own; leave it out'
-        raise ConfigError(refusal("averaging.name", averaging.name, accepted))
-    if optimizer.averages_iterates:
-        accepted = (
-            'it evaluates an average of its own, as gradient_sync.name="local_sgd"; use another'
-        )
-        raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+    if gradient_sync.averages_parameters:
+        if has_batch_norm(model):
+            require_local_batch_norm(layout)
+        if averaging is not None:
+            accepted = (
+                f'gradient_sync.name="{gradient_sync.name}" evaluates an average of its own; '
+                "leave it out"
+            )
+            raise ConfigError(refusal("averaging.name", averaging.name, accepted))
 
 
 def require_local_batch_norm(layout: LayoutConfig) -> None:
@@ -456,10 +428,12 @@ def require_local_batch_norm(layout: LayoutConfig) -> None:
         raise ConfigError(refusal("layout.bn_scope", layout.bn_scope, accepted))
 
 
-def _require_local_sgd_within_run(
-    gradient_sync: LocalSgdConfig, batch: BatchConfig, train: TrainConfig
+def require_local_sgd_within_run(
+    gradient_sync: LocalSgdConfig | None, batch: BatchConfig, train: TrainConfig
 ) -> None:
     """Refuse local SGD that begins after the last epoch, or together with a ramp of the batch."""
+    if gradient_sync is None:
+        return
     if gradient_sync.begin_epoch >= train.epochs:
         accepted = f"it must be below train.epochs={train.epochs}"
         raise ConfigError(refusal("gradient_sync.begin_epoch", gradient_sync.begin_epoch, accepted))
@@ -474,13 +448,11 @@ def require_power_of_two_devices(gradient_sync: GradientSyncConfig | None, devic
     Raises:
         ConfigError: naming the nearest powers of two.
     """
-    is_local = isinstance(gradient_sync, LocalSgdConfig) and gradient_sync.reduction == "adasum"
-    if (is_local or isinstance(gradient_sync, AdasumConfig)) and devices & (devices - 1):
-        field = "reduction" if is_local else "name"
+    if gradient_sync is not None and gradient_sync.paired_by and devices & (devices - 1):
         below = 1 << (devices.bit_length() - 1)
         accepted = (
-            f'gradient_sync.{field}="adasum" takes devices in pairs, and pairs of pairs: their '
-            f"number must be a power of two (nearest: {below} or {2 * below})"
+            f"{gradient_sync.paired_by} takes devices in pairs, and pairs of pairs: their number "
+            f"must be a power of two (nearest: {below} or {2 * below})"
         )
         raise ConfigError(refusal("layout.data", devices, accepted))
 

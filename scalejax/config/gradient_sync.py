@@ -1,18 +1,52 @@
 """Config of gradient synchronisation over the data axis: compression, Adasum, local SGD.
 
-Each class checks its own fields when built; `checks` compares them with the rest of the run.
+Each class checks its own fields when built, and says what follows from them; `checks` compares them
+with the rest of the run, and `training/gradient_sync/` builds what they name.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
+from scalejax.config.optimizer import OptimizerConfig
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.serialization import Family
+
+AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
+"""Scopes of the conditional collectives: averages of local SGD, and synchronous steps before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdasumConfig:
+class GradientSyncConfig(Family):
+    """One of the methods, selected by `name`."""
+
+    name: str
+    averages_parameters: ClassVar[bool] = False
+    """Whether devices train parameters of their own, which are averaged in place of gradients."""
+    is_lossy: ClassVar[bool] = False
+    """Whether what a device sends may not show that its gradient overflowed."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether each device keeps state of its own from one step to the next."""
+        return self.averages_parameters or getattr(self, "error_feedback", False)
+
+    @property
+    def paired_by(self) -> str | None:
+        """What takes devices in pairs, whose number must then be a power of two; None if nothing
+        does."""
+        return None
+
+    def shares(self, epochs: int) -> dict[str, float]:
+        """Share of the steps of a run, 0..1, in which each conditional collective runs, by its
+        named scope."""
+        return {}
+
+    def require_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Refuse optimizers that this method does not go with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdasumConfig(GradientSyncConfig):
     """Adasum of the gradients, layer by layer: orthogonal gradients are summed, parallel ones
     averaged (Maleki et al. 2020, arXiv 2006.02924).
 
@@ -26,9 +60,25 @@ class AdasumConfig:
     name: Literal["adasum"]
     """Selects this method."""
 
+    @property
+    def paired_by(self) -> str:
+        """The method itself."""
+        return 'gradient_sync.name="adasum"'
+
+    def require_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Refuse all but "sgd"."""
+        if optimizer.name != "sgd":
+            accepted = (
+                f"gradient_sync.name={self.name!r} combines gradients, where Horovod combines the "
+                "updates of an optimizer like this; use gradient_sync = "
+                '{ name = "local_sgd", every_steps = 1, reduction = "adasum" }, which does too, '
+                'or the optimizer "sgd"'
+            )
+            raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp16Config:
+class Fp16Config(GradientSyncConfig):
     """Gradients cast to float16 and summed in it, as Horovod's `Compression.fp16`."""
 
     name: Literal["fp16"]
@@ -38,13 +88,14 @@ class Fp16Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TwoBitConfig:
+class TwoBitConfig(GradientSyncConfig):
     """Gradients quantised to threshold, 0 or -threshold, in two bits each (MXNet's "2bit").
 
     An all-gather: each device receives the bits of all others, from 32 devices on more than an
     all-reduce of float32 would send.
     """
 
+    is_lossy: ClassVar[bool] = True
     name: Literal["two_bit"]
     """Selects this method."""
     threshold: float = 0.5
@@ -59,13 +110,14 @@ class TwoBitConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopKConfig:
+class TopKConfig(GradientSyncConfig):
     """The largest entries of each layer's gradient, with their indices (Lin et al. 2017, arXiv
     1712.01887, section 3; error feedback of Stich et al. 2018, arXiv 1809.07599, algorithm 1).
 
     An all-gather: each device receives the entries of all others, 8 bytes each.
     """
 
+    is_lossy: ClassVar[bool] = True
     name: Literal["top_k"]
     """Selects this method."""
     fraction: float = 0.001
@@ -81,7 +133,7 @@ class TopKConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSgdConfig:
+class LocalSgdConfig(GradientSyncConfig):
     """Local SGD: each device updates its own parameters, which are averaged every few steps (Stich
     2018, arXiv 1805.09767).
 
@@ -92,6 +144,7 @@ class LocalSgdConfig:
     algorithm 1).
     """
 
+    averages_parameters: ClassVar[bool] = True
     name: Literal["local_sgd"]
     """Selects this method."""
     every_steps: int
@@ -124,16 +177,20 @@ class LocalSgdConfig:
         has_outer_optimizer = self.outer_learning_rate != 1 or self.outer_momentum != 0
         return has_outer_optimizer or self.reduction == "adasum"
 
+    @property
+    def paired_by(self) -> str | None:
+        """Its reduction, if that is Adasum."""
+        return 'gradient_sync.reduction="adasum"' if self.reduction == "adasum" else None
 
-GradientSyncConfig = Annotated[
-    AdasumConfig | Fp16Config | TwoBitConfig | TopKConfig | LocalSgdConfig,
-    Field(discriminator="name"),
-]
-"""One of the methods, selected by `name`."""
+    def shares(self, epochs: int) -> dict[str, float]:
+        """Shares of the synchronous steps, and of the averages."""
+        before = self.begin_epoch / epochs
+        return {SYNCHRONOUS: before, AVERAGE: (1 - before) / self.every_steps}
 
-
-def keeps_state(gradient_sync: GradientSyncConfig | None) -> bool:
-    """Whether each device keeps state of its own from one step to the next."""
-    return isinstance(gradient_sync, LocalSgdConfig) or getattr(
-        gradient_sync, "error_feedback", False
-    )
+    def require_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Refuse those that average their iterates."""
+        if optimizer.averages_iterates:
+            accepted = (
+                'it evaluates an average of its own, as gradient_sync.name="local_sgd"; use another'
+            )
+            raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))

@@ -24,6 +24,7 @@ from scalejax.config.checks import (
     require_evaluated_devices,
     require_finite_epochs,
     require_int32_steps,
+    require_local_sgd_within_run,
     require_mixup_pairs,
     require_noise_scale_parts,
     require_petastorm_batch,
@@ -127,8 +128,14 @@ class RunConfig:
         require_correction_in_every_step(self.gradient_sync, self.optimizer, self.input)
         require_finite_epochs(self.input, self.data)
         require_compatible_gradient_sync(
-            self.gradient_sync, model, self.batch, self.optimizer, self.averaging, layout, train
+            self.gradient_sync, model, self.optimizer, self.averaging, layout, train
         )
+        require_local_sgd_within_run(self.local_sgd, self.batch, train)
+
+    @property
+    def local_sgd(self) -> LocalSgdConfig | None:
+        """`gradient_sync`, if it averages parameters, by an update of its own."""
+        return self.gradient_sync if isinstance(self.gradient_sync, LocalSgdConfig) else None
 
 
 def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
@@ -435,21 +442,7 @@ def _replace(tables: dict[str, JsonValue], path: list[str], value: JsonValue) ->
     table[path[-1]] = value
 
 
-# Local SGD: the share of steps in which gradients, or parameters, are averaged.
-
-AVERAGE, SYNCHRONOUS = "average_of_parameters", "mean_of_gradients"
-"""Scopes of the conditional collectives: averages of local SGD, and synchronous steps before it."""
-
-
-def begin_step(run: ResolvedRun, config: LocalSgdConfig) -> int:
-    """Synchronous updates before local SGD begins."""
-    return round(config.begin_epoch * run.steps_per_epoch)
-
-
 def gradient_sync_shares(run: ResolvedRun) -> dict[str, float]:
-    """Share of the steps of `run`, 0..1, in which each scope runs; empty without local SGD."""
+    """Share of the steps of `run`, 0..1, in which each conditional collective runs, by scope."""
     config = run.config.gradient_sync
-    if not isinstance(config, LocalSgdConfig):
-        return {}
-    before = config.begin_epoch / run.config.train.epochs
-    return {SYNCHRONOUS: before, AVERAGE: (1 - before) / config.every_steps}
+    return {} if config is None else config.shares(run.config.train.epochs)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.models import BatchNormScope
 from scalejax.training.data_parallel import with_constraints
@@ -94,7 +93,7 @@ def _evaluated_weights(
 ) -> Callable[[TrainState], tuple[PyTree, PyTree]]:
     """Function from a state to the parameters and statistics to evaluate, with `shardings`."""
     averaging, optimizer = setup.run.config.averaging, setup.run.config.optimizer
-    if isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
+    if setup.run.config.local_sgd is not None:
         mean = jax.jit(
             partial(jax.tree.map, lambda copies: copies.mean(axis=0)), out_shardings=shardings
         )

@@ -15,7 +15,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
@@ -131,9 +130,9 @@ def gradient_sync_of(setup: TrainSetup) -> GradientSync:
 
 def initial_gradient_sync(setup: TrainSetup, params: PyTree) -> PyTree:
     """State of gradient synchronisation before the first update."""
-    config, learning = setup.run.config.gradient_sync, learning_params(setup, params)
-    if isinstance(config, LocalSgdConfig):
-        return initial_outer(config, learning)
+    learning = learning_params(setup, params)
+    if (local_sgd := setup.run.config.local_sgd) is not None:
+        return initial_outer(local_sgd, learning)
     return copies(setup, gradient_sync_of(setup).init(learning))
 
 
@@ -164,7 +163,7 @@ def state_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     """Shapes of the state with their shardings: those of `whole_shapes`, or with local SGD one
     copy of parameters and optimizer state for each device along the data axis."""
     shapes = whole_shapes(setup, mesh)
-    if not isinstance(setup.run.config.gradient_sync, LocalSgdConfig):
+    if setup.run.config.local_sgd is None:
         return shapes
     parts = NamedSharding(mesh, PartitionSpec(DATA))
     own = (shapes.params, shapes.model_state, shapes.opt_state)
@@ -188,7 +187,7 @@ def whole_shapes(setup: TrainSetup, mesh: Mesh) -> TrainState:
     if setup.run.config.layout.zero_stage:
         params = jax.tree.map(_over_data, shapes.params, params)
     model_state = jax.tree.map(lambda _: whole, shapes.model_state)
-    is_local = isinstance(setup.run.config.gradient_sync, LocalSgdConfig)
+    is_local = setup.run.config.local_sgd is not None
     kept = whole if is_local else NamedSharding(mesh, PartitionSpec(DATA))
     shardings = TrainState(
         step=whole,

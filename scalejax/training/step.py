@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from scalejax.config.checks import require_noise_scale_parts
 from scalejax.config.data import DatasetFacts
-from scalejax.config.gradient_sync import LocalSgdConfig
 from scalejax.config.run import ResolvedRun, in_phase
 from scalejax.models import BatchNormScope
 from scalejax.models.pretrained import pretrained_weights
@@ -157,7 +156,7 @@ def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     if run.config.gradient_sync is not None:
         init_sync = jax.jit(partial(initial_gradient_sync, setup), out_shardings=shardings.exchange)
         state = replace(state, exchange=init_sync(params))
-    if isinstance(run.config.gradient_sync, LocalSgdConfig):
+    if run.config.local_sgd is not None:
         per_device = shardings_of(state_shapes(setup, mesh))
         one, out_shardings = (
             (tree.params, tree.model_state, tree.opt_state) for tree in (state, per_device)
@@ -216,9 +215,8 @@ def _traced(setup: TrainSetup) -> tuple[PyTree, ...]:
 def _update(
     setup: TrainSetup, mesh: Mesh, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    gradient_sync = setup.run.config.gradient_sync
-    if isinstance(gradient_sync, LocalSgdConfig):
-        return local_update(setup, gradient_sync, mesh, state, batch)
+    if (local_sgd := setup.run.config.local_sgd) is not None:
+        return local_update(setup, local_sgd, mesh, state, batch)
     before = state.opt_state
     scale = before.scale if isinstance(before, LossScaled) else None
     params = gathered_params(setup, mesh, state.params)

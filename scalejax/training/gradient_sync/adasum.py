@@ -24,10 +24,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.config.gradient_sync import AdasumConfig
 from scalejax.config.parallelism import DATA
 from scalejax.training.gradient_sync.layers import from_layers, layers_of
+from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, stateless
 
 PyTree = Any
+
+
+@build_gradient_sync.register
+def _adasum(config: AdasumConfig, *, stacked: tuple[str, ...]) -> GradientSync:
+    return stateless(lambda gradient, _: combined(gradient, stacked))
 
 
 class _Block(NamedTuple):

@@ -10,9 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.config.gradient_sync import Fp16Config
 from scalejax.config.parallelism import DATA
+from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
 
 PyTree = Any
+
+
+@build_gradient_sync.register
+def _fp16(config: Fp16Config, **_: object) -> GradientSync:
+    return compressed(lambda weighted, _: synchronised(weighted), config.error_feedback)
 
 
 def synchronised(gradient: PyTree) -> tuple[PyTree, PyTree]:

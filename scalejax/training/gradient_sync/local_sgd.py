@@ -26,9 +26,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from scalejax.config.checks import require_local_batch_norm
-from scalejax.config.gradient_sync import LocalSgdConfig
+from scalejax.config.gradient_sync import AVERAGE, SYNCHRONOUS, LocalSgdConfig
 from scalejax.config.parallelism import DATA
-from scalejax.config.run import AVERAGE, SYNCHRONOUS, begin_step
 from scalejax.models import BatchNormScope, network_class
 from scalejax.training.gradient_sync import adasum
 from scalejax.training.gradient_sync.device_rows import device_rows
@@ -81,7 +80,7 @@ def _on_device(
     batch: Batch,
 ) -> tuple[tuple[PyTree, PyTree, PyTree], PyTree, dict[str, jax.Array]]:
     """The update of one device, on its slice of [devices, ...]."""
-    run, begin = setup.run, begin_step(setup.run, config)
+    run, begin = setup.run, round(config.begin_epoch * setup.run.steps_per_epoch)
     params, model_state, opt_state = local_slice(copies)
     if jax.tree.leaves(model_state):  # only known here for a user's own network
         require_local_batch_norm(run.config.layout)

@@ -14,14 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.config.gradient_sync import TopKConfig
 from scalejax.config.parallelism import DATA
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.training.gradient_sync.layers import from_layers, layers_of
+from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
 
 PyTree = Any
 
 _MOST_ENTRIES = 2**31 - 1
 """Indices are int32."""
+
+
+@build_gradient_sync.register
+def _top_k(config: TopKConfig, *, stacked: tuple[str, ...]) -> GradientSync:
+    return compressed(
+        lambda weighted, _: synchronised(weighted, config.fraction, stacked), config.error_feedback
+    )
 
 
 def synchronised(

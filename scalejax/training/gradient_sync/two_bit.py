@@ -13,13 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+from scalejax.config.gradient_sync import TwoBitConfig
 from scalejax.config.parallelism import DATA
+from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync, compressed
 
 PyTree = Any
 
 _PER_WORD = 16
 _UP, _DOWN = 1, 2
 """Codes of threshold and -threshold; the code of 0 is 0."""
+
+
+@build_gradient_sync.register
+def _two_bit(config: TwoBitConfig, **_: object) -> GradientSync:
+    return compressed(  # the weighted gradient times rows.mean is the sum over rows
+        lambda weighted, rows: synchronised(weighted, config.threshold / rows.mean),
+        config.error_feedback,
+    )
 
 
 def synchronised(gradient: PyTree, threshold: jax.Array | float) -> tuple[PyTree, PyTree]:

@@ -1,43 +1,179 @@
 """Config of an emulation in virtual time: algorithm, workers, timing, stragglers, failures.
 
-Each class checks its own fields when built; emulates nothing.
+Each class checks its own fields when built, and says what follows from them; emulates nothing.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
+from scalejax.config.all_reduce_spec import ReduceRange, parse_all_reduce_spec
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.serialization import Family
 
-# Gradient compression, and the algorithms beside Downpour and synchronous SGD.
+# The algorithms.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionConfig:
-    """Compression of the gradients that workers push, with error feedback except for fp16."""
+class AlgorithmConfig(Family):
+    """One of the algorithms, selected by `name`."""
 
-    method: Literal["fp16", "two_bit", "top_k"]
-    """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
-    top_k: the largest entries of each layer, with their indices; with several servers, the largest
-    of the shard of a parameter that each holds, all stacked blocks counting as one layer."""
-    threshold: float = 0.5
-    """two_bit: least magnitude of an entry that is sent, and the magnitude that is sent; of
-    gradients summed over their samples, as MXNet's."""
-    fraction: float = 0.001
-    """top_k: share of the entries that is sent; at least one of each layer, and with several
-    servers at least one to each that holds a shard of a parameter."""
+    name: str
+    divides: ClassVar[Literal["examples", "batch", "work"]] = "examples"
+    """What is divided among the workers: all training examples, of which each has a part for
+    itself; the batch of each step; or a queue of work items."""
+    all_reduces: ClassVar[bool] = False
+    """Whether workers communicate by a collective, without servers."""
+    pushes_gradients: ClassVar[bool] = False
+    """Whether servers apply gradients that workers push to them."""
+    waits_for_all: ClassVar[bool] = False
+    """Whether a lost worker stalls the others."""
+    has_optimizer: ClassVar[bool] = True
+    """Whether the optimizer of the run makes the updates."""
+
+    @property
+    def core(self) -> "AlgorithmConfig":
+        """The algorithm that is emulated: another one for modes of tf_cnn_benchmarks and MXNet."""
+        return self
+
+    @property
+    def is_all_reduced(self) -> bool:
+        """Whether it `all_reduces`, with these fields."""
+        return self.all_reduces
+
+    @property
+    def divides_examples(self) -> bool:
+        """Whether the training examples are partitioned among the workers."""
+        return self.divides == "examples"
+
+    @property
+    def one_machine(self) -> tuple[str, str, str] | None:
+        """Field and value that limit it to one machine, and the alternative; else None."""
+        return None
+
+    @property
+    def all_reduce_ranges(self) -> tuple[ReduceRange, ...] | None:
+        """Reduction by which a mode of another program is costed, without emulated servers."""
+        return None
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bandwidth between the workers of one host, bytes per second, where it has a field."""
+        return getattr(self, "host_bytes_per_second", None)
+
+    def sharing_workers(self, workers: int) -> int:
+        """Workers among whom the samples of a step are divided; 1 where each has all of them."""
+        return workers if self.divides == "batch" else 1
+
+    def round_steps(self, total_steps: int) -> int:
+        """Steps that are lost where a worker fails."""
+        return 1
+
+    def steps_per_update(self, workers: int) -> int:
+        """Steps of the run for each update of one optimizer, on which the learning rate depends."""
+        return 1
+
+    def require_workers(self, workers: int, server_shards: int) -> None:
+        """Refuse numbers of workers and shards that it cannot have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownpourConfig(AlgorithmConfig):
+    """Downpour SGD: replicas fetch and push asynchronously (Dean et al. 2012, section 4.1).
+
+    Each push is one update, so that `batch.global_batch` is the minibatch of a replica.
+    """
+
+    pushes_gradients = True
+    name: Literal["downpour"] = "downpour"
+    """Selects this algorithm."""
+    n_fetch: int = 1
+    """Minibatches from one fetch of the parameters to the next."""
+    n_push: int = 1
+    """Minibatches whose gradients are summed for one push."""
+    waits_for_fetch: bool = True
+    """Whether a replica waits for the parameters that it fetches; else it continues with the ones
+    it has, as algorithm 7.1 of the paper's appendix."""
+    local_learning_rate: float = 0.0
+    """Learning rate of the plain SGD that a replica applies to its own copy between fetches."""
+    warmstart_updates: int = 0
+    """Updates made by a single replica before the others begin; if it fails, the next one takes
+    over."""
 
     def __post_init__(self) -> None:
-        require_above("emulation.compression.threshold", self.threshold, 0)
-        if not 0 < self.fraction <= 1:
-            accepted = "it must be above 0, and at most 1"
-            raise ConfigError(refusal("emulation.compression.fraction", self.fraction, accepted))
+        for name in ("n_fetch", "n_push"):
+            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 1)
+        for name in ("warmstart_updates", "local_learning_rate"):
+            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 0)
+
+    def steps_per_update(self, workers: int) -> int:
+        """A push is one update."""
+        return self.n_push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StaleSynchronousConfig:
+class SynchronousConfig(AlgorithmConfig):
+    """Synchronous SGD: every update uses the gradients of all workers, or of the first to arrive.
+
+    The `batch.global_batch` samples of an update are divided among the workers, less
+    `backup_workers`.
+    """
+
+    divides = "batch"
+    pushes_gradients = True
+    waits_for_all = True
+    name: Literal["synchronous"] = "synchronous"
+    """Selects this algorithm."""
+    gradient_sync: Literal["all_reduce", "parameter_server"] = "all_reduce"
+    """How gradients are reduced: by the all-reduce of the compiled step, or by parameter
+    servers."""
+    backup_workers: int = 0
+    """How many of the workers are backups (Chen et al. 2016, arXiv 1604.00981, section 3): an
+    update uses the first gradients that arrive, and does not wait for that many of the last."""
+    reduction: Literal["mean", "adasum"] = "mean"
+    """Reduction of the gradients: their mean, or Adasum, which sums orthogonal ones and averages
+    parallel ones (Maleki et al. 2020, arXiv 2006.02924)."""
+
+    def __post_init__(self) -> None:
+        require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
+        if self.backup_workers and self.gradient_sync == "all_reduce":
+            accepted = 'a collective waits for all; it needs gradient_sync = "parameter_server"'
+            raise ConfigError(
+                refusal("emulation.algorithm.backup_workers", self.backup_workers, accepted)
+            )
+
+    @property
+    def is_all_reduced(self) -> bool:
+        """Whether there are no servers."""
+        return self.gradient_sync == "all_reduce"
+
+    @property
+    def divides_examples(self) -> bool:
+        """Whether workers have samples of their own, as the fastest are not known beforehand."""
+        return self.backup_workers > 0
+
+    def sharing_workers(self, workers: int) -> int:
+        """All but the backup workers."""
+        return workers - self.backup_workers
+
+    def require_workers(self, workers: int, server_shards: int) -> None:
+        """Refuse numbers of workers and shards that Adasum cannot reduce."""
+        reduced = self.sharing_workers(workers)
+        if self.reduction == "mean":
+            return
+        if reduced & (reduced - 1):
+            below = 1 << (reduced.bit_length() - 1)
+            accepted = (
+                'reduction = "adasum" takes gradients in pairs: those that count must be a power '
+                f"of two (nearest: {below} or {2 * below})"
+            )
+            raise ConfigError(refusal("emulation.workers", workers, accepted))
+        if server_shards > 1:
+            accepted = 'reduction = "adasum" looks at whole layers; it must be 1'
+            raise ConfigError(refusal("emulation.server_shards", server_shards, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleSynchronousConfig(AlgorithmConfig):
     """Stale synchronous parallel: asynchronous workers with bounded staleness (Ho et al. 2013).
 
     As with Downpour, an update is of one worker's minibatch of `batch.global_batch` samples: with a
@@ -45,6 +181,8 @@ class StaleSynchronousConfig:
     they are applied one after another.
     """
 
+    pushes_gradients = True
+    waits_for_all = True
     name: Literal["stale_synchronous"] = "stale_synchronous"
     """Selects this algorithm."""
     staleness_bound: int = 0
@@ -55,7 +193,7 @@ class StaleSynchronousConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EasgdConfig:
+class EasgdConfig(AlgorithmConfig):
     """Asynchronous elastic averaging SGD (Zhang, Choromanska & LeCun 2015, algorithm 1).
 
     Every worker trains its own parameters, in minibatches of `batch.global_batch`; an elastic force
@@ -78,9 +216,13 @@ class EasgdConfig:
                 refusal("emulation.algorithm.moving_rate", self.moving_rate, accepted)
             )
 
+    def steps_per_update(self, workers: int) -> int:
+        """Every worker has an optimizer, for its share of all steps."""
+        return workers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HogwildConfig:
+class HogwildConfig(AlgorithmConfig):
     """Hogwild: workers update one shared memory without locks (Niu, Recht, Re & Wright 2011).
 
     The memory is read and written in `server_shards` blocks, at `timing.worker_bytes_per_second`;
@@ -91,9 +233,14 @@ class HogwildConfig:
     name: Literal["hogwild"] = "hogwild"
     """Selects this algorithm."""
 
+    @property
+    def one_machine(self) -> tuple[str, str, str]:
+        """The algorithm itself."""
+        return "name", "hogwild", '"downpour"'
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalSgdConfig:
+class EmulatedLocalSgdConfig(AlgorithmConfig):
     """Local SGD: workers train independently, and their parameters are averaged every few steps
     (Stich 2018).
 
@@ -101,6 +248,9 @@ class LocalSgdConfig:
     own optimizer state, which is not averaged.
     """
 
+    divides = "batch"
+    all_reduces = True
+    waits_for_all = True
     name: Literal["local_sgd"] = "local_sgd"
     """Selects this algorithm."""
     every_steps: int | None = None
@@ -124,11 +274,18 @@ class LocalSgdConfig:
                 refusal("emulation.algorithm.outer_momentum", self.outer_momentum, accepted)
             )
 
+    def round_steps(self, total_steps: int) -> int:
+        """Steps from one average to the next."""
+        return min(self.every_steps or total_steps, total_steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayedConfig:
+class DelayedConfig(AlgorithmConfig):
     """Synchronous SGD that overlaps its communication with the next step, at a staleness of 1."""
 
+    divides = "batch"
+    all_reduces = True
+    waits_for_all = True
     name: Literal["delayed"] = "delayed"
     """Selects this algorithm."""
     delayed: Literal["gradients", "reads"] = "gradients"
@@ -138,15 +295,17 @@ class DelayedConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndependentConfig:
+class IndependentConfig(AlgorithmConfig):
     """Workers that do not communicate: an upper bound of speed; the result is that of the first."""
 
+    divides = "batch"
+    waits_for_all = True
     name: Literal["independent"] = "independent"
     """Selects this algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandblasterConfig:
+class SandblasterConfig(AlgorithmConfig):
     """Sandblaster L-BFGS: one large batch as a queue of work items (Dean et al. 2012, section 4.2).
 
     A work item is of `batch.global_batch` samples; the batch is always all training examples, less
@@ -154,6 +313,8 @@ class SandblasterConfig:
     There is no learning rate: the line search determines the step.
     """
 
+    divides = "work"
+    has_optimizer = False
     name: Literal["sandblaster"] = "sandblaster"
     """Selects this algorithm."""
     memory_size: int = 10
@@ -169,108 +330,171 @@ class SandblasterConfig:
         require_at_least("emulation.algorithm.backup_copies", self.backup_copies, 0)
 
 
-Distribution = Literal["normal", "lognormal", "exponential"]
+# The `variable_update` modes of tf_cnn_benchmarks and the types of MXNet's kvstore. Those that are
+# synchronous SGD differ in the cost of their gradient synchronisation alone.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DownpourConfig:
-    """Downpour SGD: replicas fetch and push asynchronously (Dean et al. 2012, section 4.1).
+class VariableUpdateConfig(AlgorithmConfig):
+    """A `variable_update` mode of tf_cnn_benchmarks (2023-10-05), with its flags."""
 
-    Each push is one update, so that `batch.global_batch` is the minibatch of a replica.
-    """
-
-    name: Literal["downpour"] = "downpour"
+    name: Literal["variable_update"] = "variable_update"
     """Selects this algorithm."""
-    n_fetch: int = 1
-    """Minibatches from one fetch of the parameters to the next."""
-    n_push: int = 1
-    """Minibatches whose gradients are summed for one push."""
-    waits_for_fetch: bool = True
-    """Whether a replica waits for the parameters that it fetches; else it continues with the ones
-    it has, as algorithm 7.1 of the paper's appendix."""
-    local_learning_rate: float = 0.0
-    """Learning rate of the plain SGD that a replica applies to its own copy between fetches."""
-    warmstart_updates: int = 0
-    """Updates made by a single replica before the others begin; if it fails, the next one takes
-    over."""
+    variable_update: Literal[
+        "parameter_server",
+        "replicated",
+        "independent",
+        "distributed_replicated",
+        "distributed_all_reduce",
+        "collective_all_reduce",
+        "horovod",
+    ] = "parameter_server"
+    """Where variables are stored, and how gradients are reduced."""
+    all_reduce_spec: str | None = None
+    """Reduction of gradients by replicated, distributed_all_reduce and collective_all_reduce, such
+    as "pscpu:32k:xring"; if absent, the default of the mode: tensors assigned to the devices round
+    robin, or a ring."""
+    staged_vars: bool = False
+    """Whether parameters are read a step ahead (parameter_server)."""
+    variable_consistency: Literal["strong", "relaxed"] = "strong"
+    """relaxed: gradients are those of the step before (replicated)."""
+    cross_replica_sync: bool = True
+    """Whether workers are synchronous (parameter_server); else each updates asynchronously, with a
+    minibatch of `batch.global_batch`."""
+    host_bytes_per_second: float | None = None
+    """Bandwidth between the workers of one host; if absent, that of the cluster."""
 
     def __post_init__(self) -> None:
-        for name in ("n_fetch", "n_push"):
-            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 1)
-        for name in ("warmstart_updates", "local_learning_rate"):
-            require_at_least(f"emulation.algorithm.{name}", getattr(self, name), 0)
+        mode, at = self.variable_update, "emulation.algorithm"
+        if self.host_bytes_per_second is not None:
+            require_above(f"{at}.host_bytes_per_second", self.host_bytes_per_second, 0)
+        if mode != "parameter_server":
+            accepted = 'only variable_update="parameter_server" has it'
+            if self.staged_vars:
+                raise ConfigError(refusal(f"{at}.staged_vars", True, accepted))
+            if not self.cross_replica_sync:
+                raise ConfigError(refusal(f"{at}.cross_replica_sync", False, accepted))
+        if self.staged_vars and not self.cross_replica_sync:
+            accepted = "asynchronous workers read the latest parameters; use one of the two"
+            raise ConfigError(refusal(f"{at}.staged_vars", True, accepted))
+        if self.variable_consistency == "relaxed" and mode != "replicated":
+            accepted = 'only variable_update="replicated" has it'
+            raise ConfigError(refusal(f"{at}.variable_consistency", "relaxed", accepted))
+        self._check_spec(f"{at}.all_reduce_spec")
 
+    def _check_spec(self, field: str) -> None:
+        mode, spec = self.variable_update, self.all_reduce_spec
+        if spec is None:
+            if mode == "distributed_all_reduce":
+                raise ConfigError(f"{field} is missing: distributed_all_reduce needs one.")
+            return
+        if mode not in ("replicated", "distributed_all_reduce", "collective_all_reduce"):
+            accepted = f"{mode} reduces in its own way; leave it out"
+            raise ConfigError(refusal(field, spec, accepted))
+        ranges = parse_all_reduce_spec(spec, field)
+        if mode == "replicated" and len(ranges) > 1:
+            raise ConfigError(refusal(field, spec, "replicated takes one range for all tensors"))
+        if mode != "collective_all_reduce" and any(
+            each.algorithm == "collective" for each in ranges
+        ):
+            accepted = 'it needs variable_update="collective_all_reduce" for "collective"'
+            raise ConfigError(refusal(field, spec, accepted))
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SynchronousConfig:
-    """Synchronous SGD: every update uses the gradients of all workers, or of the first to arrive.
+    @property
+    def all_reduce_ranges(self) -> tuple[ReduceRange, ...]:
+        """Reduction by which gradient synchronisation without emulated servers is costed."""
+        if self.all_reduce_spec is not None:
+            return parse_all_reduce_spec(self.all_reduce_spec)
+        usual = {"replicated": "psgpu", "parameter_server": "pscpu"}
+        return parse_all_reduce_spec(usual.get(self.variable_update, "xring"))
 
-    The `batch.global_batch` samples of an update are divided among the workers, less
-    `backup_workers`.
-    """
-
-    name: Literal["synchronous"] = "synchronous"
-    """Selects this algorithm."""
-    gradient_sync: Literal["all_reduce", "parameter_server"] = "all_reduce"
-    """How gradients are reduced: by the all-reduce of the compiled step, or by parameter
-    servers."""
-    backup_workers: int = 0
-    """How many of the workers are backups (Chen et al. 2016, arXiv 1604.00981, section 3): an
-    update uses the first gradients that arrive, and does not wait for that many of the last."""
-
-    reduction: Literal["mean", "adasum"] = "mean"
-    """Reduction of the gradients: their mean, or Adasum, which sums orthogonal ones and averages
-    parallel ones (Maleki et al. 2020, arXiv 2006.02924)."""
-
-    def __post_init__(self) -> None:
-        require_at_least("emulation.algorithm.backup_workers", self.backup_workers, 0)
-        if self.backup_workers and self.gradient_sync == "all_reduce":
-            accepted = 'a collective waits for all; it needs gradient_sync = "parameter_server"'
-            raise ConfigError(
-                refusal("emulation.algorithm.backup_workers", self.backup_workers, accepted)
-            )
-
-
-CoreConfig = (
-    DownpourConfig
-    | SynchronousConfig
-    | StaleSynchronousConfig
-    | EasgdConfig
-    | HogwildConfig
-    | LocalSgdConfig
-    | DelayedConfig
-    | IndependentConfig
-    | SandblasterConfig
-)
-"""Any of the algorithms by its own name."""
-AlgorithmConfig = Annotated[
-    CoreConfig | VariableUpdateConfig | KvStoreConfig, Field(discriminator="name")
-]
-"""Any of the algorithms, selected by `name`; variable_update and kvstore are modes of
-tf_cnn_benchmarks and MXNet."""
-
-
-def core_of(algorithm: AlgorithmConfig) -> CoreConfig:
-    """The algorithm that is emulated, for modes of tf_cnn_benchmarks and MXNet too."""
-    match algorithm:
-        case KvStoreConfig(type="dist_async"):
-            return DownpourConfig()
-        case KvStoreConfig(type="dist_sync" | "dist_device_sync"):
-            return SynchronousConfig(gradient_sync="parameter_server")
-        case VariableUpdateConfig(variable_update="independent"):
+    @property
+    def core(self) -> AlgorithmConfig:
+        """The algorithm that the flags make."""
+        mode = self.variable_update
+        if mode == "independent":
             return IndependentConfig()
-        case VariableUpdateConfig(cross_replica_sync=False):
+        if not self.cross_replica_sync:
             return DownpourConfig()
-        case VariableUpdateConfig(staged_vars=True):
+        if self.staged_vars:
             return DelayedConfig(delayed="reads")
-        case VariableUpdateConfig(variable_consistency="relaxed"):
+        if self.variable_consistency == "relaxed":
             return DelayedConfig(delayed="gradients")
-        case VariableUpdateConfig(variable_update="parameter_server" | "distributed_replicated"):
-            return SynchronousConfig(gradient_sync="parameter_server")
-        case VariableUpdateConfig() | KvStoreConfig():
-            return SynchronousConfig()
-        case _:
-            return algorithm
+        has_servers = mode in ("parameter_server", "distributed_replicated")
+        return SynchronousConfig(gradient_sync="parameter_server" if has_servers else "all_reduce")
+
+    @property
+    def one_machine(self) -> tuple[str, str, str] | None:
+        """The mode "replicated"."""
+        if self.variable_update != "replicated":
+            return None
+        return "variable_update", "replicated", '"distributed_all_reduce" or "horovod"'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvStoreConfig(AlgorithmConfig):
+    """A type of MXNet's kvstore (MXNet 1.x)."""
+
+    name: Literal["kvstore"] = "kvstore"
+    """Selects this algorithm."""
+    type: Literal["local", "device", "nccl", "dist_sync", "dist_device_sync", "dist_async"] = (
+        "local"
+    )
+    """Where gradients are summed. local: on the host. device: on the devices, key by key. nccl: by
+    rings. dist_sync, dist_device_sync: on servers that wait for all workers. dist_async: on servers
+    that update at each push of a minibatch of `batch.global_batch`."""
+    host_bytes_per_second: float | None = None
+    """Bandwidth between the workers of one host; if absent, that of the cluster."""
+
+    def __post_init__(self) -> None:
+        if self.host_bytes_per_second is not None:
+            field = "emulation.algorithm.host_bytes_per_second"
+            require_above(field, self.host_bytes_per_second, 0)
+
+    @property
+    def all_reduce_ranges(self) -> tuple[ReduceRange, ...]:
+        """Reduction by which gradient synchronisation without emulated servers is costed."""
+        return parse_all_reduce_spec({"device": "psgpu", "nccl": "nccl"}.get(self.type, "pscpu"))
+
+    @property
+    def core(self) -> AlgorithmConfig:
+        """The algorithm of the type."""
+        if self.type == "dist_async":
+            return DownpourConfig()
+        has_servers = self.type in ("dist_sync", "dist_device_sync")
+        return SynchronousConfig(gradient_sync="parameter_server" if has_servers else "all_reduce")
+
+    @property
+    def one_machine(self) -> tuple[str, str, str] | None:
+        """The types without servers."""
+        if self.type.startswith("dist_"):
+            return None
+        return "type", self.type, '"dist_sync"' if self.type == "local" else '"dist_device_sync"'
+
+
+# What the algorithms run on.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionConfig:
+    """Compression of the gradients that workers push, with error feedback except for fp16."""
+
+    method: Literal["fp16", "two_bit", "top_k"]
+    """fp16: half of the bytes (Horovod). two_bit: threshold, 0 or -threshold in two bits (MXNet).
+    top_k: the largest entries of each layer, with their indices; with several servers, the largest
+    of the shard of a parameter that each holds, all stacked blocks counting as one layer."""
+    threshold: float = 0.5
+    """two_bit: least magnitude of an entry that is sent, and the magnitude that is sent; of
+    gradients summed over their samples, as MXNet's."""
+    fraction: float = 0.001
+    """top_k: share of the entries that is sent; at least one of each layer, and with several
+    servers at least one to each that holds a shard of a parameter."""
+
+    def __post_init__(self) -> None:
+        require_above("emulation.compression.threshold", self.threshold, 0)
+        if not 0 < self.fraction <= 1:
+            accepted = "it must be above 0, and at most 1"
+            raise ConfigError(refusal("emulation.compression.fraction", self.fraction, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +530,9 @@ class TimingConfig:
                 require_above(f"emulation.timing.{name}", value, 0)
         if self.workers_per_host is not None:
             require_at_least("emulation.timing.workers_per_host", self.workers_per_host, 1)
+
+
+Distribution = Literal["normal", "lognormal", "exponential"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,11 +612,9 @@ class EmulationConfig:
     def __post_init__(self) -> None:
         require_at_least("emulation.workers", self.workers, 1)
         require_at_least("emulation.server_shards", self.server_shards, 1)
-        core = self.core
-        if isinstance(core, SynchronousConfig) and core.reduction == "adasum":
-            self._require_adasum_workers()
-        pushing = isinstance(core, DownpourConfig | StaleSynchronousConfig | SynchronousConfig)
-        if self.compression is not None and (not pushing or self.is_all_reduced):
+        self.core.require_workers(self.workers, self.server_shards)
+        pushing = self.core.pushes_gradients and not self.core.is_all_reduced
+        if self.compression is not None and not pushing:
             accepted = (
                 "it is of gradients that are pushed to servers: of downpour, stale_synchronous, "
                 'and synchronous with gradient_sync = "parameter_server"'
@@ -397,55 +622,12 @@ class EmulationConfig:
             field = "emulation.compression.method"
             raise ConfigError(refusal(field, self.compression.method, accepted))
 
-    def _require_adasum_workers(self) -> None:
-        """Refuse a number of workers that is no power of two, which Adasum combines in pairs."""
-        reduced = self.sharing_workers
-        if reduced & (reduced - 1):
-            below = 1 << (reduced.bit_length() - 1)
-            accepted = (
-                'reduction = "adasum" takes gradients in pairs: those that count must be a power '
-                f"of two (nearest: {below} or {2 * below})"
-            )
-            raise ConfigError(refusal("emulation.workers", self.workers, accepted))
-        if self.server_shards > 1:
-            accepted = 'reduction = "adasum" looks at whole layers; it must be 1'
-            raise ConfigError(refusal("emulation.server_shards", self.server_shards, accepted))
-
     @property
-    def core(self) -> CoreConfig:
+    def core(self) -> AlgorithmConfig:
         """The algorithm that is emulated, for modes of tf_cnn_benchmarks and MXNet too."""
-        return core_of(self.algorithm)
+        return self.algorithm.core
 
     @property
     def sharing_workers(self) -> int:
         """Workers among whom the samples of a step are divided; 1 where each has all of them."""
-        match self.core:
-            case SynchronousConfig(backup_workers=backup_workers):
-                return self.workers - backup_workers
-            case LocalSgdConfig() | DelayedConfig() | IndependentConfig():
-                return self.workers
-            case _:
-                return 1
-
-    @property
-    def divides_examples(self) -> bool:
-        """Whether the training examples are partitioned among the workers."""
-        core = self.core
-        if isinstance(core, SynchronousConfig):
-            return core.backup_workers > 0
-        own = DownpourConfig | StaleSynchronousConfig | EasgdConfig | HogwildConfig
-        return isinstance(core, own)
-
-    @property
-    def is_all_reduced(self) -> bool:
-        """Whether workers communicate by a collective, without servers."""
-        core = self.core
-        if isinstance(core, SynchronousConfig):
-            return core.gradient_sync == "all_reduce"
-        return isinstance(core, LocalSgdConfig | DelayedConfig)
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether a lost worker stalls the others."""
-        waiting = SynchronousConfig | LocalSgdConfig | StaleSynchronousConfig | DelayedConfig
-        return isinstance(self.core, waiting | IndependentConfig)
+        return self.core.sharing_workers(self.workers)

@@ -95,7 +95,7 @@ class TwoBitConfig(GradientSyncConfig):
     all-reduce of float32 would send.
     """
 
-    is_lossy: ClassVar[bool] = True
+    is_lossy = True
     name: Literal["two_bit"]
     """Selects this method."""
     threshold: float = 0.5
@@ -117,7 +117,7 @@ class TopKConfig(GradientSyncConfig):
     An all-gather: each device receives the entries of all others, 8 bytes each.
     """
 
-    is_lossy: ClassVar[bool] = True
+    is_lossy = True
     name: Literal["top_k"]
     """Selects this method."""
     fraction: float = 0.001
@@ -144,7 +144,7 @@ class LocalSgdConfig(GradientSyncConfig):
     algorithm 1).
     """
 
-    averages_parameters: ClassVar[bool] = True
+    averages_parameters = True
     name: Literal["local_sgd"]
     """Selects this method."""
     every_steps: int

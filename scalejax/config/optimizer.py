@@ -154,7 +154,7 @@ class ScheduleFreeConfig(OptimizerConfig):
     Gradients are taken between the average and the newest iterate; evaluation uses the average.
     """
 
-    averages_iterates: ClassVar[bool] = True
+    averages_iterates = True
     name: Literal["schedule_free"] = "schedule_free"
     """Selects this optimizer."""
     base: Literal["sgd", "adamw"] = "adamw"
@@ -188,7 +188,7 @@ class ScheduleFreeConfig(OptimizerConfig):
 class LarsConfig(OptimizerConfig):
     """Layer-wise adaptive rate scaling (You et al. 2017, arXiv 1708.03888)."""
 
-    is_layer_wise: ClassVar[bool] = True
+    is_layer_wise = True
     name: Literal["lars"] = "lars"
     """Selects this optimizer."""
     variant: Literal["optax", "paper"] = "optax"
@@ -218,7 +218,7 @@ class LarsConfig(OptimizerConfig):
 class LambConfig(OptimizerConfig):
     """Adam with layer-wise trust ratios (You et al. 2019, arXiv 1904.00962)."""
 
-    is_layer_wise: ClassVar[bool] = True
+    is_layer_wise = True
     name: Literal["lamb"] = "lamb"
     """Selects this optimizer."""
     variant: Literal["optax", "paper", "nvlamb"] = "optax"

@@ -7,12 +7,7 @@ import math
 
 from scalejax.config.checks import has_batch_norm
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.emulation import (
-    EmulationConfig,
-    LocalSgdConfig,
-    SandblasterConfig,
-    SynchronousConfig,
-)
+from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.facts import resolve
@@ -45,9 +40,9 @@ def emulated_run(
         )
     _require_plain(config)
     counted = emulation.sharing_workers
-    if isinstance(emulation.algorithm, SynchronousConfig) and counted < 1:
+    if counted < 1:
         accepted = f"it must leave one of emulation.workers={emulation.workers}"
-        backup = emulation.algorithm.backup_workers
+        backup = emulation.workers - counted
         raise ConfigError(refusal("emulation.algorithm.backup_workers", backup, accepted))
     if config.batch.per_device_batch is not None:
         samples = config.batch.per_device_batch * counted
@@ -60,7 +55,7 @@ def emulated_run(
             f"it must be a multiple of {counted}, the workers whose gradients an update is of"
         )
         raise ConfigError(refusal("batch.global_batch", run.split.global_batch, accepted))
-    if emulation.divides_examples:
+    if emulation.core.divides_examples:
         require_enough(
             emulation.workers, run.split.global_batch // counted, run.dataset.train_examples
         )
@@ -155,14 +150,14 @@ def _require_parts(config: RunConfig, emulation: EmulationConfig) -> None:
 def _require_loss_alone(config: RunConfig, emulation: EmulationConfig) -> None:
     """Refuse weight decay where it would be ignored: L-BFGS has no optimizer."""
     decay = getattr(config.optimizer, "weight_decay", 0.0)
-    if isinstance(emulation.algorithm, SandblasterConfig) and decay:
+    if decay and not emulation.core.has_optimizer:
         accepted = "sandblaster steps by the gradient of the loss, and has no optimizer; leave it 0"
         raise ConfigError(refusal("optimizer.weight_decay", decay, accepted))
 
 
 def _require_returning(emulation: EmulationConfig) -> None:
     """Refuse workers that never restart where others wait for them."""
-    if emulation.waits_for_all and not are_returning(emulation.failures):
+    if emulation.core.waits_for_all and not are_returning(emulation.failures):
         raise ConfigError(
             "emulation.failures.worker_restart_seconds is missing: others wait for a worker that "
             "fails, and it must come back."
@@ -180,17 +175,14 @@ def require_progress(run: ResolvedRun, emulation: EmulationConfig, times: Durati
     Raises:
         ConfigError: if that is more than 10,000, naming the shortest mean time between failures.
     """
-    failures, core = emulation.failures, emulation.core
+    failures = emulation.failures
     if failures.worker_mtbf_seconds is None:
         return
-    steps = 1
-    if isinstance(core, LocalSgdConfig):
-        steps = min(core.every_steps or run.total_steps, run.total_steps)
     stragglers = emulation.stragglers
     slowest = max(1.0, stragglers.slow_factor) if stragglers.slow_share else 1.0
-    round_seconds = steps * times.gradient_seconds * slowest
+    round_seconds = emulation.core.round_steps(run.total_steps) * times.gradient_seconds * slowest
     least = round_seconds / math.log(_MOST_TRIES)
-    if emulation.is_all_reduced:
+    if emulation.core.is_all_reduced:
         away = (failures.worker_restart_seconds or 0.0) + round_seconds
         least = max(least, away / math.expm1(math.log(_MOST_TRIES) / emulation.workers))
     if failures.worker_mtbf_seconds < least:

@@ -17,8 +17,8 @@ al. 2014, OSDI. Ignores how small tensors are packed together.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from scalejax.config.all_reduce_spec import ReduceRange
 from scalejax.config.emulation import EmulationConfig
-from scalejax.config.emulation_modes import KvStoreConfig, ReduceRange, VariableUpdateConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.virtual_cluster import Durations
 
@@ -58,8 +58,7 @@ def with_reduction(
     """
     mode = emulation.algorithm
     is_given = emulation.timing.collective_seconds is not None
-    is_mode = isinstance(mode, VariableUpdateConfig | KvStoreConfig)
-    if not is_mode or is_given or not emulation.is_all_reduced:
+    if mode.all_reduce_ranges is None or is_given or not emulation.core.is_all_reduced:
         return durations
     hop = durations.hop_seconds
     links = ReduceLinks(
@@ -68,10 +67,10 @@ def with_reduction(
         latency_seconds=durations.latency_seconds,
         hop_seconds=durations.latency_seconds if hop is None else hop,
         network_bytes_per_second=durations.worker_bytes_per_second,
-        link_bytes_per_second=mode.host_bytes_per_second or durations.link_bytes_per_second,
-        host_bytes_per_second=mode.host_bytes_per_second or durations.host_bytes_per_second,
+        link_bytes_per_second=mode.link_rate or durations.link_bytes_per_second,
+        host_bytes_per_second=mode.link_rate or durations.host_bytes_per_second,
     )
-    seconds = reduction_seconds(mode.reduction, tensor_elements, links)
+    seconds = reduction_seconds(mode.all_reduce_ranges, tensor_elements, links)
     return replace(durations, collective_seconds=seconds)
 
 

@@ -6,8 +6,7 @@ clusters; nothing of events.
 
 from dataclasses import replace
 
-from scalejax.config.emulation import AlgorithmConfig, EmulationConfig, HogwildConfig, TimingConfig
-from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
+from scalejax.config.emulation import EmulationConfig, TimingConfig
 from scalejax.config.run import ResolvedRun, resolve, with_fields
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.progress import OnCase, nothing_said
@@ -23,18 +22,13 @@ from scalejax.xla.batch import compile_cases, in_words
 # Checks of hosts: algorithms limited to one host, and the rates needed within a host.
 
 
-def is_of_one_machine(algorithm: AlgorithmConfig) -> bool:
-    """Whether all workers must share a host."""
-    return _elsewhere(algorithm) is not None
-
-
 def require_one_machine(emulation: EmulationConfig, workers_per_host: int) -> None:
     """Refuse several hosts for an algorithm that is limited to one.
 
     Raises:
         ConfigError: naming what works on several.
     """
-    found = _elsewhere(emulation.algorithm)
+    found = emulation.algorithm.one_machine
     if found is None or emulation.workers <= workers_per_host:
         return
     field, value, instead = found
@@ -53,31 +47,16 @@ def require_rates(emulation: EmulationConfig, workers_per_host: int) -> None:
     """
     mode = emulation.algorithm
     if (
-        isinstance(mode, VariableUpdateConfig | KvStoreConfig)
-        and emulation.is_all_reduced
+        mode.all_reduce_ranges is not None
+        and emulation.core.is_all_reduced
         and emulation.timing.collective_seconds is None
-        and mode.host_bytes_per_second is None
+        and mode.link_rate is None
         and min(workers_per_host, emulation.workers) > 1
     ):
         raise ConfigError(
             "emulation.algorithm.host_bytes_per_second is missing: workers share a host, "
             "and send at its rate. Give it, emulation.timing.collective_seconds, or --cluster."
         )
-
-
-def _elsewhere(algorithm: AlgorithmConfig) -> tuple[str, str, str] | None:
-    """Field and value that limit an algorithm to one machine, and the alternative; else None."""
-    match algorithm:
-        case KvStoreConfig(type="local"):
-            return "type", "local", '"dist_sync"'
-        case KvStoreConfig(type="device" | "nccl" as kind):
-            return "type", kind, '"dist_device_sync"'
-        case VariableUpdateConfig(variable_update="replicated"):
-            return "variable_update", "replicated", '"distributed_all_reduce" or "horovod"'
-        case HogwildConfig():
-            return "name", "hogwild", '"downpour"'
-        case _:
-            return None
 
 
 def durations_of(
@@ -115,7 +94,7 @@ def durations_of(
                 "emulation.cluster is missing: give --cluster NAME (see scalejax hardware), or say "
                 "how long a gradient takes by --emulation.timing.gradient_seconds SECONDS."
             )
-        alone = emulation.workers if is_of_one_machine(emulation.algorithm) else 1
+        alone = emulation.workers if emulation.algorithm.one_machine else 1
         per_host = given.workers_per_host or alone
         require_one_machine(emulation, per_host)
         require_rates(emulation, per_host)
@@ -189,7 +168,7 @@ def _compiled(
 ) -> tuple[float, float]:
     """Seconds of a gradient, and of the exposed communication."""
     devices, samples = 1, run.split.global_batch
-    if emulation.is_all_reduced:
+    if emulation.core.is_all_reduced:
         devices = emulation.workers
     else:
         samples //= emulation.sharing_workers

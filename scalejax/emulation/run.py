@@ -11,7 +11,7 @@ import numpy as np
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.data.datasets import open_source
-from scalejax.emulation.algorithms import algorithm_of, minibatches_per_update
+from scalejax.emulation.algorithms import algorithm_of
 from scalejax.emulation.checks import require_progress
 from scalejax.emulation.collective_times import with_reduction
 from scalejax.emulation.compression import Compression
@@ -79,7 +79,7 @@ def emulate_run(
         log_every_steps=run.config.train.log_every_steps,
         is_evaluated=run.is_evaluated,
     )
-    training = algorithm_of(emulation.algorithm, virtual_cluster, instructions, servers, progress)
+    training = algorithm_of(emulation.core, virtual_cluster, instructions, servers, progress)
     training.start()
     virtual_cluster.run()
     return Emulation(
@@ -111,7 +111,7 @@ def executor_of(run: ResolvedRun, emulation: EmulationConfig) -> JaxExecutor:
         build_mesh(run.layout),
         (train, test),
         shards=emulation.server_shards,
-        gradients_per_update=minibatches_per_update(emulation),
+        gradients_per_update=emulation.core.steps_per_update(emulation.workers),
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalejax.config.emulation_modes import ALGORITHMS, ReduceRange, parse_all_reduce_spec
+from scalejax.config.all_reduce_spec import ALGORITHMS, ReduceRange, parse_all_reduce_spec
 from scalejax.core.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ from least_squares_cases import emulated
 from scalejax.config.emulation import (
     DelayedConfig,
     DownpourConfig,
+    EmulatedLocalSgdConfig,
     EmulationConfig,
     FailuresConfig,
-    LocalSgdConfig,
     StragglersConfig,
     SynchronousConfig,
 )
@@ -20,7 +20,7 @@ from scalejax.emulation.virtual_cluster import VirtualCluster
 
 ALGORITHMS = {
     "all_reduce": SynchronousConfig(),
-    "local_sgd": LocalSgdConfig(every_steps=1),
+    "local_sgd": EmulatedLocalSgdConfig(every_steps=1),
     "delayed": DelayedConfig(delayed="reads"),
 }
 
@@ -90,8 +90,8 @@ def test_failures_change_the_time_and_not_the_parameters(name: str):
 @pytest.mark.parametrize(
     ("algorithm", "workers", "mtbf_seconds", "is_refused"),
     [
-        (LocalSgdConfig(), 1, 3.4, True),  # 32 s at once: exp(32 / 3.4) = 12,000 tries
-        (LocalSgdConfig(every_steps=2), 1, 3.4, False),
+        (EmulatedLocalSgdConfig(), 1, 3.4, True),  # 32 s at once: exp(32 / 3.4) = 12,000 tries
+        (EmulatedLocalSgdConfig(every_steps=2), 1, 3.4, False),
         (SynchronousConfig(), 16, 2.0, True),  # ((2 + 1 + 1) / 2)^16 = 65,536
         (SynchronousConfig(), 8, 2.0, False),  # 256
         (SynchronousConfig(gradient_sync="parameter_server"), 16, 2.0, False),  # each by itself

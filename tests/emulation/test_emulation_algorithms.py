@@ -1,15 +1,18 @@
 """Every algorithm, with the gradients of a real network: its limits are those of one device."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from emulate_cases import config, durations
 
-from scalejax.config.emulation import DownpourConfig, EasgdConfig, EmulationConfig, LocalSgdConfig
+from scalejax.config.emulation import (
+    DownpourConfig,
+    EasgdConfig,
+    EmulatedLocalSgdConfig,
+    EmulationConfig,
+)
 from scalejax.config.run import resolve
 from scalejax.core.serialization import build
-from scalejax.emulation.algorithms import minibatches_per_update
 from scalejax.emulation.record import Emulation
 from scalejax.emulation.run import emulate_run
 from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
@@ -112,8 +115,6 @@ def test_several_workers_learn_and_do_it_again(algorithm: dict):
 
 def test_optimizer_of_a_worker_goes_by_the_steps_of_the_run():
     """Elastic workers have one each, which makes its part of all updates."""
-    workers = EmulationConfig(algorithm=EasgdConfig(), workers=5)
-
-    assert minibatches_per_update(workers) == 5
-    assert minibatches_per_update(replace(workers, algorithm=LocalSgdConfig())) == 1
-    assert minibatches_per_update(replace(workers, algorithm=DownpourConfig(n_push=3))) == 3
+    assert EasgdConfig().steps_per_update(workers=5) == 5
+    assert EmulatedLocalSgdConfig().steps_per_update(workers=5) == 1
+    assert DownpourConfig(n_push=3).steps_per_update(workers=5) == 3

@@ -6,9 +6,9 @@ from emulate_cases import durations
 from least_squares_cases import BATCH, LeastSquares, emulated
 
 from scalejax.config.emulation import (
+    EmulatedLocalSgdConfig,
     EmulationConfig,
     FailuresConfig,
-    LocalSgdConfig,
     StragglersConfig,
     SynchronousConfig,
 )
@@ -20,7 +20,7 @@ WORKERS = 3
 def config(shards: int = 1, **algorithm) -> EmulationConfig:
     """Local SGD on three workers."""
     return EmulationConfig(
-        algorithm=LocalSgdConfig(**algorithm), workers=WORKERS, server_shards=shards
+        algorithm=EmulatedLocalSgdConfig(**algorithm), workers=WORKERS, server_shards=shards
     )
 
 
@@ -125,7 +125,7 @@ def test_all_reduce_is_paid_once_a_round():
 def test_rounds_wait_less_for_stragglers():
     """The slowest of sums is less slow than the sum of the slowest."""
     settings = EmulationConfig(
-        algorithm=LocalSgdConfig(every_steps=16),
+        algorithm=EmulatedLocalSgdConfig(every_steps=16),
         workers=WORKERS,
         stragglers=StragglersConfig(distribution="lognormal"),
     )
@@ -139,7 +139,7 @@ def test_rounds_wait_less_for_stragglers():
 def test_failures_change_the_time_and_not_the_result():
     """A worker that is back makes its round again, from what all began with."""
     failing = EmulationConfig(
-        algorithm=LocalSgdConfig(every_steps=4),
+        algorithm=EmulatedLocalSgdConfig(every_steps=4),
         workers=WORKERS,
         failures=FailuresConfig(worker_mtbf_seconds=15, worker_restart_seconds=2),
     )
@@ -163,4 +163,4 @@ def test_failures_change_the_time_and_not_the_result():
 def test_what_cannot_work_is_refused(algorithm: dict, words: str):
     """By field, at the door."""
     with pytest.raises(ConfigError, match=words):
-        LocalSgdConfig(**algorithm)
+        EmulatedLocalSgdConfig(**algorithm)

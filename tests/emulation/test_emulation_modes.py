@@ -9,11 +9,14 @@ import pytest
 from emulate_cases import config, durations
 from least_squares_cases import BATCH, LeastSquares, emulated
 
-from scalejax.config.emulation import AlgorithmConfig, EmulationConfig, HogwildConfig, TimingConfig
-from scalejax.config.emulation_modes import (
+from scalejax.config.all_reduce_spec import parse_all_reduce_spec
+from scalejax.config.emulation import (
+    AlgorithmConfig,
+    EmulationConfig,
+    HogwildConfig,
     KvStoreConfig,
+    TimingConfig,
     VariableUpdateConfig,
-    parse_all_reduce_spec,
 )
 from scalejax.config.run import resolve
 from scalejax.core.errors import ConfigError

@@ -71,7 +71,7 @@ def test_reads_and_writes_are_those_of_a_plain_loop(monkeypatch: pytest.MonkeyPa
 
     def later(self: hogwild.Hogwild, worker: int):
         if begins[worker]:
-            yield self._cluster.env.timeout(begins[worker])
+            yield self.cluster.env.timeout(begins[worker])
         yield from life(self, worker)
 
     monkeypatch.setattr(hogwild.Hogwild, "_worker", later)

@@ -9,10 +9,11 @@ from scalejax.config.emulation import (
     DownpourConfig,
     EasgdConfig,
     EmulationConfig,
+    KvStoreConfig,
     StaleSynchronousConfig,
     StragglersConfig,
+    VariableUpdateConfig,
 )
-from scalejax.config.emulation_modes import KvStoreConfig, VariableUpdateConfig
 
 ALGORITHMS = {
     "downpour": DownpourConfig(),

@@ -102,7 +102,7 @@ def simulated(
         log_every_steps=steps,
         is_evaluated=lambda step: False,
     )
-    algorithm_of(emulation.algorithm, cluster, instructions, servers, progress).start()
+    algorithm_of(emulation.core, cluster, instructions, servers, progress).start()
     watch(cluster)
     cluster.run()
     return cluster, servers

@@ -164,7 +164,7 @@ def emulated(
         log_every_steps=steps,
         is_evaluated=is_evaluated or (lambda step: step == steps),
     )
-    result.training = algorithm_of(config.algorithm, cluster, instructions, servers, progress)
+    result.training = algorithm_of(config.core, cluster, instructions, servers, progress)
     result.training.start()
     cluster.run()
     return result

@@ -9,35 +9,23 @@ from itertools import count
 import simpy
 
 from scalejax.config.emulation import DownpourConfig
-from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
-from scalejax.emulation.parameter_servers import Copy, Servers
-from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, VirtualCluster
+from scalejax.emulation.algorithms.algorithm import Algorithm
+from scalejax.emulation.instructions import InstructionLog, Shards, Value
+from scalejax.emulation.parameter_servers import Copy
+from scalejax.emulation.virtual_cluster import Body
 
 
-class Downpour:
+class Downpour(Algorithm[DownpourConfig], config=DownpourConfig):
     """Replicas, each with its part of the examples, and their shared servers."""
 
-    def __init__(
-        self,
-        config: DownpourConfig,
-        cluster: VirtualCluster,
-        instructions: InstructionLog,
-        servers: Servers,
-        progress: Progress,
-    ) -> None:
-        self.dropped_gradients = 0
-        """Always 0: every push is applied."""
-        self._config, self._cluster, self._instructions = config, cluster, instructions
-        self._servers, self._progress = servers, progress
-        self._minibatches = [0] * cluster.workers
-        self._warm = cluster.env.event()
-        self._warming = simpy.Resource(cluster.env)  # held by the replica that warms up
+    def __post_init__(self) -> None:
+        self._warm = self.cluster.env.event()
+        self._warming = simpy.Resource(self.cluster.env)  # held by the replica that warms up
 
     def start(self) -> None:
         """Start all replicas; only one at first if the parameters are warmed up."""
         self._warm_up()
-        self._cluster.start(self._replica)
+        self.cluster.start(self._replica)
 
     def _replica(self, worker: int) -> Body:
         """Process of a replica. It starts when the parameters are warmed up, or when it warms them
@@ -47,28 +35,28 @@ class Downpour:
             yield from self._trains(worker)
 
     def _trains(self, worker: int) -> Body:
-        config, instructions, replica = self._config, self._instructions, _Replica()
+        config, instructions, replica = self.config, self.instructions, _Replica()
         for step in count():
             if step % config.n_fetch == 0:
                 arrived = self._fetch(worker, replica)
                 if config.waits_for_fetch or not replica.copy:
                     yield arrived
             (copy,) = replica.copy
-            gradient, metrics = instructions.gradient(copy.params, self._next_rows(worker))
-            yield self._cluster.computing(worker)
+            gradient, metrics = instructions.gradient(copy.params, self._own_rows(worker))
+            yield self.cluster.computing(worker)
             replica.add(instructions, gradient, metrics, copy)
             replica.step(instructions, gradient, config.local_learning_rate)
             if step % config.n_push == 0:
                 self._push(worker, replica)
 
     def _fetch(self, worker: int, replica: "_Replica") -> simpy.Event:
-        arrived = self._cluster.env.event()
+        arrived = self.cluster.env.event()
 
         def take(copy: Copy) -> None:
             replica.copy = [copy]
             arrived.succeed()
 
-        self._servers.fetch(worker, take)
+        self.servers.fetch(worker, take)
         return arrived
 
     def _push(self, worker: int, replica: "_Replica") -> None:
@@ -76,21 +64,17 @@ class Downpour:
         replica.accrued, replica.metrics = (), []
 
         def apply(server: int, part: Value) -> None:
-            self._servers.staleness[self._servers.versions[server] - versions[server]] += 1
-            self._servers.update(server, part)
+            self.servers.staleness[self.servers.versions[server] - versions[server]] += 1
+            self.servers.update(server, part)
 
         def applied() -> None:
-            self._progress.made(len(metrics), metrics, self._servers.whole)
+            self.progress.made(len(metrics), metrics, self.servers.whole)
             self._warm_up()
 
-        self._servers.push(worker, gradient, apply, applied)
-
-    def _next_rows(self, worker: int) -> Rows:
-        index, self._minibatches[worker] = self._minibatches[worker], self._minibatches[worker] + 1
-        return Rows(worker=worker, index=index, workers=self._cluster.workers, way="own")
+        self.servers.push(worker, gradient, apply, applied)
 
     def _warm_up(self) -> None:
-        if not self._warm.triggered and self._servers.versions[0] >= self._config.warmstart_updates:
+        if not self._warm.triggered and self.servers.versions[0] >= self.config.warmstart_updates:
             self._warm.succeed()
 
 

@@ -8,51 +8,29 @@ restarts after a failure takes the centre as its parameters, and keeps its optim
 is assumed saved after each step, so that its learning rate continues.
 """
 
-import simpy
-
 from scalejax.config.emulation import EasgdConfig
-from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
-from scalejax.emulation.parameter_servers import Copy, Servers
-from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, VirtualCluster
+from scalejax.emulation.algorithms.algorithm import Algorithm
+from scalejax.emulation.instructions import Rows, Shards, Value
+from scalejax.emulation.parameter_servers import Copy
+from scalejax.emulation.virtual_cluster import Body
 
 
-class Easgd:
+class Easgd(Algorithm[EasgdConfig], config=EasgdConfig):
     """Workers, each with its part of the examples, and servers that hold the centre."""
 
-    def __init__(
-        self,
-        config: EasgdConfig,
-        cluster: VirtualCluster,
-        instructions: InstructionLog,
-        servers: Servers,
-        progress: Progress,
-    ) -> None:
-        self.dropped_gradients = 0
-        """Always 0: all are applied to their worker's parameters."""
-        self._period, self._part = config.period_steps, config.moving_rate / cluster.workers
-        self._cluster, self._instructions, self._servers, self._progress = (
-            cluster,
-            instructions,
-            servers,
-            progress,
-        )
-        self._minibatches = [0] * cluster.workers
-        self._states = [tuple(servers.states)] * cluster.workers
-
-    def start(self) -> None:
-        """Begin."""
-        self._cluster.start(self._worker)
+    def __post_init__(self) -> None:
+        self._part = self.config.moving_rate / self.cluster.workers
+        self._states = [tuple(self.servers.states)] * self.cluster.workers
 
     def _worker(self, worker: int) -> Body:
         """Process of a worker, which starts from the centre, with its next samples."""
-        instructions, cluster = self._instructions, self._cluster
+        instructions, cluster = self.instructions, self.cluster
         first: Copy = yield self._fetched(worker)
         params = first.params
         while True:
             index = self._minibatches[worker]
             before = params
-            if index % self._period == 0:
+            if index % self.config.period_steps == 0:
                 centre: Copy = yield self._fetched(worker)
                 difference = instructions.combine_shards(
                     (self._part, -self._part), (params, centre.params)
@@ -67,20 +45,15 @@ class Easgd:
                 *(instructions.update(*parts) for parts in each), strict=True
             )
             self._minibatches[worker] += 1
-            self._progress.made(1, [metrics], self._servers.whole)
-
-    def _fetched(self, worker: int) -> simpy.Event:
-        arrived = self._cluster.env.event()
-        self._servers.fetch(worker, arrived.succeed)
-        return arrived
+            self.progress.made(1, [metrics], self.servers.whole)
 
     def _push(self, worker: int, difference: Shards, centre: Copy) -> None:
-        servers = self._servers
+        servers = self.servers
 
         def apply(server: int, part: Value) -> None:
             servers.staleness[servers.versions[server] - centre.versions[server]] += 1
             servers.put(
-                server, self._instructions.combine((1.0, 1.0), (servers.params[server], part))
+                server, self.instructions.combine((1.0, 1.0), (servers.params[server], part))
             )
 
         servers.push(worker, difference, apply)

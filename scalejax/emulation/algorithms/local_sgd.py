@@ -9,48 +9,32 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from scalejax.config.emulation import LocalSgdConfig
+from scalejax.config.emulation import EmulatedLocalSgdConfig
+from scalejax.emulation.algorithms.algorithm import Algorithm
 from scalejax.emulation.barrier import Barrier
 from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
-from scalejax.emulation.parameter_servers import Servers
-from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, VirtualCluster
+from scalejax.emulation.virtual_cluster import Body
 
 
-class LocalSgd:
+class LocalSgd(Algorithm[EmulatedLocalSgdConfig], config=EmulatedLocalSgdConfig):
     """Workers that each hold all parameters and the state of an optimizer, in rounds."""
 
-    def __init__(
-        self,
-        config: LocalSgdConfig,
-        cluster: VirtualCluster,
-        instructions: InstructionLog,
-        servers: Servers,
-        progress: Progress,
-    ) -> None:
-        self.dropped_gradients = 0
-        """Always 0: all workers are waited for."""
-        self._config, self._cluster, self._instructions = config, cluster, instructions
-        self._servers, self._progress = servers, progress
-        self._states = [tuple(servers.states)] * cluster.workers
-        self._velocity: list[Value | None] = [None for _ in servers.params]
-        seconds = cluster.durations.collective_seconds
-        self._barrier = Barrier[_Local](cluster, lambda: seconds, self._synchronised)
+    def __post_init__(self) -> None:
+        self._states = [tuple(self.servers.states)] * self.cluster.workers
+        self._velocity: list[Value | None] = [None for _ in self.servers.params]
+        seconds = self.cluster.durations.collective_seconds
+        self._barrier = Barrier[_Local](self.cluster, lambda: seconds, self._synchronised)
         self._step = 0
-
-    def start(self) -> None:
-        """Begin."""
-        self._cluster.start(self._worker)
 
     @property
     def _is_local(self) -> bool:
-        return self._step >= self._config.begin_step
+        return self._step >= self.config.begin_step
 
     @property
     def _round_steps(self) -> int:
         """Steps until the next all-reduce."""
-        left = self._progress.total_steps - self._step
-        every = left if self._config.every_steps is None else self._config.every_steps
+        left = self.progress.total_steps - self._step
+        every = left if self.config.every_steps is None else self.config.every_steps
         return min(every, left) if self._is_local else 1
 
     def _worker(self, worker: int) -> Body:
@@ -60,8 +44,8 @@ class LocalSgd:
 
     def _round(self, worker: int) -> Generator[Any, Any, "_Local"]:
         """The steps of a round, from the common parameters; a worker that failed repeats them."""
-        instructions, cluster = self._instructions, self._cluster
-        local = _Local(params=self._servers.whole(), states=self._states[worker])
+        instructions, cluster = self.instructions, self.cluster
+        local = _Local(params=self.servers.whole(), states=self._states[worker])
         for step in range(self._step, self._step + self._round_steps):
             rows = Rows(worker=worker, index=step, workers=cluster.workers, way="part")
             local.gradient, metrics = instructions.gradient(local.params, rows)
@@ -79,23 +63,23 @@ class LocalSgd:
         steps, self._step = self._round_steps, self._step + self._round_steps
         self._states = [local.states for local in locals_]
         metrics = [each for local in locals_ for each in local.metrics]
-        self._progress.made(steps, metrics, self._servers.whole)
+        self.progress.made(steps, metrics, self.servers.whole)
 
     def _update_together(self, locals_: list["_Local"]) -> None:
         """A step of synchronous SGD, after which optimizer states are equal too."""
         together = locals_[0]
-        together.update(self._instructions, self._mean([local.gradient for local in locals_]))
+        together.update(self.instructions, self._mean([local.gradient for local in locals_]))
         for server, params in enumerate(together.params):
-            self._servers.put(server, params)
+            self.servers.put(server, params)
         for local in locals_:
             local.states = together.states
 
     def _average(self, locals_: list["_Local"]) -> None:
         """An outer step: with D the common start minus the average,
         v = m v + D, and the parameters change by - r (D + m v)."""
-        rate, momentum = self._config.outer_learning_rate, self._config.outer_momentum
+        rate, momentum = self.config.outer_learning_rate, self.config.outer_momentum
         for server, mean in enumerate(self._mean([local.params for local in locals_])):
-            begin, velocity = self._servers.params[server], self._velocity[server]
+            begin, velocity = self.servers.params[server], self._velocity[server]
             pull = rate * (1 + momentum)
             factors, values = [1 - pull, pull], [begin, mean]
             moved, parts = [1.0, -1.0], [begin, mean]
@@ -103,11 +87,11 @@ class LocalSgd:
                 factors, values = [*factors, -rate * momentum**2], [*values, velocity]
                 moved, parts = [*moved, momentum], [*parts, velocity]
             if momentum:
-                self._velocity[server] = self._instructions.combine(moved, parts)
-            self._servers.put(server, self._instructions.combine(factors, values))
+                self._velocity[server] = self.instructions.combine(moved, parts)
+            self.servers.put(server, self.instructions.combine(factors, values))
 
     def _mean(self, several: list[Shards]) -> Shards:
-        return self._instructions.combine_shards([1 / len(several)] * len(several), several)
+        return self.instructions.combine_shards([1 / len(several)] * len(several), several)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,11 +14,11 @@ from typing import Any
 import simpy
 
 from scalejax.config.emulation import SandblasterConfig
+from scalejax.emulation.algorithms.algorithm import Algorithm
 from scalejax.emulation.algorithms.lbfgs import SUFFICIENT_DECREASE, History, Vectors
 from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
-from scalejax.emulation.parameter_servers import Copy, Servers
-from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, VirtualCluster, after
+from scalejax.emulation.parameter_servers import Copy
+from scalejax.emulation.virtual_cluster import Body, after
 from scalejax.emulation.work_queue import WorkQueue
 
 _ADDED_AT_ONCE = 16
@@ -35,36 +35,25 @@ class _Point:
     metrics: Sequence[Value]
 
 
-class Sandblaster:
+class Sandblaster(Algorithm[SandblasterConfig], config=SandblasterConfig):
     """The coordinator, and the replicas that compute work items for it."""
 
-    def __init__(
-        self,
-        config: SandblasterConfig,
-        cluster: VirtualCluster,
-        instructions: InstructionLog,
-        servers: Servers,
-        progress: Progress,
-    ) -> None:
-        self.dropped_gradients = 0
-        """Gradients dropped because another replica had finished the work item first."""
-        self._config, self._cluster, self._instructions = config, cluster, instructions
-        self._servers, self._progress = servers, progress
+    def __post_init__(self) -> None:
         self._vectors = Vectors(dot=self._dot, combine=self._combine)
         self._batch: _Batch | None = None
-        self._work = cluster.env.event()
+        self._work = self.cluster.env.event()
 
     def start(self) -> None:
         """Begin."""
-        self._cluster.start(self._replica)
-        self._cluster.env.process(self._coordinate())
+        self.cluster.start(self._replica)
+        self.cluster.env.process(self._coordinate())
 
     # --- the coordinator ---
 
     def _coordinate(self) -> Body:
-        history = History(self._vectors, self._config.memory_size)
-        here = yield from self._evaluated(self._servers.whole())
-        self._progress.made(len(here.metrics), here.metrics, lambda: here.params)
+        history = History(self._vectors, self.config.memory_size)
+        here = yield from self._evaluated(self.servers.whole())
+        self.progress.made(len(here.metrics), here.metrics, lambda: here.params)
         while True:
             direction = yield from history.direction(here.gradient)
             there = yield from self._search(here, direction)
@@ -76,7 +65,7 @@ class Sandblaster:
             elif len(history):  # the history may be bad
                 history.clear()
             else:  # converged to float32 precision
-                self._progress.end(here.params)
+                self.progress.end(here.params)
                 return
 
     def _search(self, here: _Point, direction: Shards) -> Generator[Any, Any, _Point | None]:
@@ -85,14 +74,14 @@ class Sandblaster:
         slope, length = (yield from self._dot(direction, here.gradient)), 1.0
         if not slope < 0:  # only rounding errors remain
             return None
-        for _ in range(self._config.line_search_trials):
+        for _ in range(self.config.line_search_trials):
             tried = self._combine([1.0, length], [here.params, direction])
             there = yield from self._evaluated(tried)
             is_lower = there.loss <= here.loss + SUFFICIENT_DECREASE * length * slope
             kept = there if is_lower else here
             if is_lower:
-                self._servers.versions = [version + 1 for version in self._servers.versions]
-            self._progress.made(len(kept.metrics), kept.metrics, lambda kept=kept: kept.params)
+                self.servers.versions = [version + 1 for version in self.servers.versions]
+            self.progress.made(len(kept.metrics), kept.metrics, lambda kept=kept: kept.params)
             if is_lower:
                 return there
             length /= 2
@@ -100,37 +89,37 @@ class Sandblaster:
 
     def _evaluated(self, params: Shards) -> Generator[Any, Any, _Point]:
         """`params` with the loss and gradient, computed by the replicas over all work items."""
-        self._servers.params = list(params)
-        count, copies = self._progress.steps_per_epoch, self._config.backup_copies
-        parts = WorkQueue(count, self._cluster.workers, backup_copies=copies)
-        self._batch = batch = _Batch(parts, count, self._cluster.env.event())
+        self.servers.params = list(params)
+        count, copies = self.progress.steps_per_epoch, self.config.backup_copies
+        parts = WorkQueue(count, self.cluster.workers, backup_copies=copies)
+        self._batch = batch = _Batch(parts, count, self.cluster.env.event())
         self._call()
         yield batch.done
         metrics = [batch.metrics[part] for part in range(batch.count)]
-        losses = [float(self._instructions.read(each)[0]) for each in metrics]
+        losses = [float(self.instructions.read(each)[0]) for each in metrics]
         loss = math.fsum(losses) / batch.count if all(map(math.isfinite, losses)) else math.inf
         return _Point(params=params, loss=loss, gradient=batch.total, metrics=metrics)
 
     def _dot(self, first: Shards, second: Shards) -> Generator[Any, Any, float]:
-        answered = self._cluster.env.event()
-        self._servers.operate(answered.succeed)
+        answered = self.cluster.env.event()
+        self.servers.operate(answered.succeed)
         yield answered
-        return self._instructions.dot(first, second)
+        return self.instructions.dot(first, second)
 
     def _combine(self, factors: Sequence[float], vectors: Sequence[Shards]) -> Shards:
         """Linear combination on the servers, not waited for: servers keep the order of requests."""
-        self._servers.operate()
-        return self._instructions.combine_shards(factors, vectors)
+        self.servers.operate()
+        return self.instructions.combine_shards(factors, vectors)
 
     def _call(self) -> None:
         """Wake idle replicas because there is work."""
-        self._work, called = self._cluster.env.event(), self._work
+        self._work, called = self.cluster.env.event(), self._work
         called.succeed()
 
     # --- the replicas ---
 
     def _replica(self, worker: int) -> Body:
-        env, latency_seconds = self._cluster.env, self._cluster.durations.latency_seconds
+        env, latency_seconds = self.cluster.env, self.cluster.durations.latency_seconds
         of, copy = None, ()
         while True:
             batch = self._batch
@@ -141,14 +130,12 @@ class Sandblaster:
             try:
                 yield env.timeout(2 * latency_seconds)  # request and answer
                 if of is not batch:
-                    arrived = env.event()
-                    self._servers.fetch(worker, arrived.succeed)
-                    whole: Copy = yield arrived
+                    whole: Copy = yield self._fetched(worker)
                     of, copy = batch, whole.params
                 if batch is not self._batch:  # the parameters may mix both points
                     continue
-                made = batch.gradient(self._instructions, part, copy)
-                yield self._cluster.computing(worker)
+                made = batch.gradient(self.instructions, part, copy)
+                yield self.cluster.computing(worker)
             except simpy.Interrupt:
                 if batch.parts.give_back(part, worker) and batch is self._batch:
                     self._call()
@@ -161,15 +148,15 @@ class Sandblaster:
         self, worker: int, batch: "_Batch", part: int, gradient: Shards, metrics: Value
     ) -> None:
         def applied() -> None:
-            after(self._cluster.env, self._cluster.durations.latency_seconds, answered)
+            after(self.cluster.env, self.cluster.durations.latency_seconds, answered)
 
         def answered() -> None:
             if part in batch.metrics:
                 self.dropped_gradients += 1
             else:
-                batch.add(self._instructions, part, gradient, metrics)
+                batch.add(self.instructions, part, gradient, metrics)
 
-        self._servers.push(worker, gradient, lambda server, part: None, applied)
+        self.servers.push(worker, gradient, lambda server, part: None, applied)
 
 
 class _Batch:

@@ -10,52 +10,31 @@ server", NIPS 26, section 3. Parameters are read at every clock, not kept from o
 from dataclasses import dataclass, field
 
 from scalejax.config.emulation import StaleSynchronousConfig
-from scalejax.emulation.instructions import InstructionLog, Rows, Shards, Value
-from scalejax.emulation.parameter_servers import Copy, Servers
-from scalejax.emulation.progress import Progress
-from scalejax.emulation.virtual_cluster import Body, VirtualCluster
+from scalejax.emulation.algorithms.algorithm import Algorithm
+from scalejax.emulation.instructions import Rows, Shards, Value
+from scalejax.emulation.parameter_servers import Copy
+from scalejax.emulation.virtual_cluster import Body
 
 
-class StaleSynchronous:
+class StaleSynchronous(Algorithm[StaleSynchronousConfig], config=StaleSynchronousConfig):
     """Workers, each with its part of the examples, and servers that hold back the fastest."""
 
-    def __init__(
-        self,
-        config: StaleSynchronousConfig,
-        cluster: VirtualCluster,
-        instructions: InstructionLog,
-        servers: Servers,
-        progress: Progress,
-    ) -> None:
-        self.dropped_gradients = 0
-        """Always 0: every push is applied."""
-        self._bound = config.staleness_bound
-        self._cluster, self._instructions, self._servers, self._progress = (
-            cluster,
-            instructions,
-            servers,
-            progress,
-        )
-        self._sent = [0] * cluster.workers
-        self._clocks = [0] * cluster.workers  # clock of each worker, complete on every server
+    def __post_init__(self) -> None:
+        self._bound = self.config.staleness_bound
+        self._sent = [0] * self.cluster.workers
+        self._clocks = [0] * self.cluster.workers  # clock of each worker, complete on every server
         self._held: list[_Update] = []
-        self._advanced = cluster.env.event()
-
-    def start(self) -> None:
-        """Begin."""
-        self._cluster.start(self._worker)
+        self._advanced = self.cluster.env.event()
 
     def _worker(self, worker: int) -> Body:
         while True:
             while self._sent[worker] - min(self._clocks) > self._bound:
                 yield self._advanced
-            arrived = self._cluster.env.event()
-            self._servers.fetch(worker, arrived.succeed)
-            copy: Copy = yield arrived
+            copy: Copy = yield self._fetched(worker)
             clock = self._sent[worker]
-            rows = Rows(worker=worker, index=clock, workers=self._cluster.workers, way="own")
-            gradient, metrics = self._instructions.gradient(copy.params, rows)
-            yield self._cluster.computing(worker)
+            rows = Rows(worker=worker, index=clock, workers=self.cluster.workers, way="own")
+            gradient, metrics = self.instructions.gradient(copy.params, rows)
+            yield self.cluster.computing(worker)
             self._sent[worker] += 1
             update = _Update(
                 clock=clock,
@@ -78,16 +57,16 @@ class StaleSynchronous:
             if min(self._clocks) > slowest:
                 for held in sorted(self._held, key=lambda each: (each.clock, each.worker)):
                     self._apply(held)
-                self._advanced, following = self._cluster.env.event(), self._advanced
+                self._advanced, following = self.cluster.env.event(), self._advanced
                 following.succeed()
 
-        self._servers.push(update.worker, update.gradient, arrived, arrived_everywhere)
+        self.servers.push(update.worker, update.gradient, arrived, arrived_everywhere)
 
     def _apply(self, update: "_Update") -> None:
         """Apply the arrived parts of `update`, if the slowest worker may see it."""
         if update.clock >= min(self._clocks) + self._bound:
             return
-        servers = self._servers
+        servers = self.servers
         for server, part in update.waiting:
             servers.staleness[servers.versions[server] - update.versions[server]] += 1
             servers.update(server, part)
@@ -95,7 +74,7 @@ class StaleSynchronous:
         update.waiting.clear()
         if update.applied == len(update.gradient):
             self._held.remove(update)
-            self._progress.made(1, [update.metrics], servers.whole)
+            self.progress.made(1, [update.metrics], servers.whole)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -7,7 +7,12 @@ gradients as they are, each the step that its device would make alone; 0 adds no
 `local_sgd` averages parameters in place of gradients, and so has an update of its own.
 """
 
-from scalejax.training.gradient_sync import adasum, fp16, top_k, two_bit
+from scalejax.training.gradient_sync import (  # noqa: F401  each registers itself
+    adasum,
+    fp16,
+    top_k,
+    two_bit,
+)
 from scalejax.training.gradient_sync.method import GradientSync, build_gradient_sync
 
-__all__ = ["GradientSync", "adasum", "build_gradient_sync", "fp16", "top_k", "two_bit"]
+__all__ = ["GradientSync", "build_gradient_sync"]

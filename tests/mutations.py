@@ -259,9 +259,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/config/test_scaling_rules.py",),
     ),
     Mutation(
-        path="scalejax/config/scaling_rules.py",
-        old='stretch = k if schedule.scaling == "legw" else 1.0',
-        new='stretch = k**0.5 if schedule.scaling == "legw" else 1.0',
+        path="scalejax/config/schedule.py",
+        old='stretch = k if self.scaling == "legw" else 1.0',
+        new='stretch = k**0.5 if self.scaling == "legw" else 1.0',
         mistake="LEGW stretches warmup by the root of k",
         first_tests=("tests/config/test_scaling_rules.py",),
     ),

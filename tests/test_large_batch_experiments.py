@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scalejax.config.scaling_rules import scaled_schedule
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.sweep import SweepPlan, parse_grammar, plan_sweep
 from scalejax.training.record import MeasurementLog, RunFolder, RunRecord, TrainMeasurement
@@ -36,7 +35,7 @@ def schedules(plan: SweepPlan) -> set[tuple[int, str, str, float]]:
     for planned in plan.runs:
         schedule, batch = planned.run.config.schedule, planned.run.split.global_batch
         assert isinstance(schedule, ScheduleConfig)
-        peak, _ = scaled_schedule(schedule, batch)
+        peak, _ = schedule.scaled(batch)
         found.add((batch, schedule.scaling, schedule.warmup, round(peak, 6)))
     return found
 

@@ -129,7 +129,7 @@ def comparison(records: dict[str, list[RunRecord]]) -> Iterator[RenderableType]:
     table = tables.figures("", "batch", "peak rate", "warmup", "test accuracy")
     for name, group in records.items():
         config = load_config(group[0].folder.config)
-        warmup = config.schedule.warmup_epochs
+        _, warmup = config.schedule.scaled(None)
         peak = max(m.learning_rate for m in group[0].training)
         table.add_row(
             name,

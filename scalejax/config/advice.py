@@ -5,7 +5,6 @@ Refuses nothing.
 
 from scalejax.config.data import TokensConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.config.scaling_rules import warmup_epochs
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
@@ -24,7 +23,7 @@ def idle_notes(run: ResolvedRun, device_count: int) -> tuple[str, ...]:
 
 def _long_warmup(run: ResolvedRun) -> str | None:
     epochs = run.config.train.epochs
-    warmup = warmup_epochs(run.config.schedule, run.split.global_batch)
+    _, warmup = run.config.schedule.scaled(run.split.global_batch)
     if warmup <= epochs:
         return None
     return (

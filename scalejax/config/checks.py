@@ -5,7 +5,6 @@ number is checked when a run is resolved.
 """
 
 import math
-from collections.abc import Iterator
 
 from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
@@ -27,19 +26,12 @@ from scalejax.config.model import (
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.parquet import ParquetConfig
-from scalejax.config.scaling_rules import warmup_epochs
-from scalejax.config.schedule import (
-    HorovodScheduleConfig,
-    LearningRateConfig,
-    PiecewiseScheduleConfig,
-    ScheduleConfig,
-)
+from scalejax.config.schedule import LearningRateConfig
 from scalejax.config.training import (
     AveragingConfig,
     BatchConfig,
     FineTuningConfig,
     LayoutConfig,
-    SwaConfig,
     TrainConfig,
 )
 from scalejax.core.errors import ConfigError, nearest_multiples, refusal, require_multiple
@@ -264,16 +256,9 @@ def require_ramp_within_run(
     if epochs and epochs[-1] >= train.epochs:
         accepted = f"they must be below train.epochs={train.epochs}"
         raise ConfigError(refusal("batch.ramp_epochs", epochs, accepted))
-    if epochs and isinstance(averaging, SwaConfig):
+    if epochs and averaging is not None and averaging.samples_run:
         accepted = 'its steps are those of one batch; use "ema", or leave batch.ramp_epochs out'
-        raise ConfigError(refusal("averaging.name", "swa", accepted))
-
-
-def require_average_within_run(averaging: AveragingConfig | None, train: TrainConfig) -> None:
-    """Refuse SWA that begins after the last epoch: it would be the last parameters."""
-    if isinstance(averaging, SwaConfig) and averaging.start_epoch >= train.epochs:
-        accepted = f"it must be below train.epochs={train.epochs}, such as {train.epochs - 1}"
-        raise ConfigError(refusal("averaging.start_epoch", averaging.start_epoch, accepted))
+        raise ConfigError(refusal("averaging.name", averaging.name, accepted))
 
 
 def require_batch_norm_statistics(
@@ -288,8 +273,8 @@ def require_batch_norm_statistics(
     if not has_batch_norm(model):
         return
     accepted = "the average would need BatchNorm statistics of its own; use a network without"
-    if isinstance(averaging, SwaConfig):
-        raise ConfigError(refusal("averaging.name", "swa", f'{accepted}, or "ema"'))
+    if averaging is not None and averaging.samples_run:
+        raise ConfigError(refusal("averaging.name", averaging.name, f'{accepted}, or "ema"'))
     if optimizer.averages_iterates:
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
 
@@ -300,7 +285,7 @@ def require_single_average(
     """Refuse a learning rate decay or another average with a schedule-free optimizer."""
     if not optimizer.averages_iterates:
         return
-    if not isinstance(schedule, ScheduleConfig) or schedule.decay != "constant":
+    if not schedule.is_constant:
         accepted = 'it averages in place of a decay; use schedule.decay="constant"'
         raise ConfigError(refusal("optimizer.name", optimizer.name, accepted))
     if averaging is not None:
@@ -481,7 +466,9 @@ def require_int32_steps(
         ConfigError: naming the field and its largest value.
     """
     _require_within("train.epochs", epochs, epochs, steps_per_epoch, MOST_STEPS, "counted")
-    for name, value, last in _epochs_of(schedule, global_batch):
+    warmup, (_, warmup_epochs) = schedule.scaled(None)[1], schedule.scaled(global_batch)
+    given = (("warmup_epochs", warmup, warmup_epochs), *schedule.last_epochs())
+    for name, value, last in given:
         _require_within(f"schedule.{name}", value, last, steps_per_epoch, MOST_STEPS, "counted")
 
 
@@ -503,23 +490,6 @@ def _require_within(
             f"of {steps_per_epoch:,} steps, as data and batch make them"
         )
         raise ConfigError(refusal(field, value, accepted))
-
-
-def _epochs_of(
-    schedule: LearningRateConfig, global_batch: int
-) -> Iterator[tuple[str, object, float]]:
-    """Fields of the schedule that give epochs, their values, and the last epoch of each."""
-    yield "warmup_epochs", schedule.warmup_epochs, warmup_epochs(schedule, global_batch)
-    match schedule:
-        case ScheduleConfig() if schedule.decay_epochs:
-            yield "decay_epochs", schedule.decay_epochs, schedule.decay_epochs[-1]
-        case PiecewiseScheduleConfig() if schedule.epochs:
-            yield "learning_rates", schedule.learning_rates, schedule.epochs[-1]
-        case HorovodScheduleConfig():
-            for each in schedule.multipliers:
-                yield "multipliers.start_epoch", each.start_epoch, each.start_epoch
-                if each.end_epoch is not None:
-                    yield "multipliers.end_epoch", each.end_epoch, each.end_epoch
 
 
 def part_count(split: BatchSplit, *, mode: str, has_batch_norm: bool) -> int:

@@ -38,7 +38,8 @@ class OptimizerConfig(Family):
         return 1
 
     def scaled_by_sde(self, k: float, reference_batch: int) -> "OptimizerConfig":
-        """The optimizer for k times the reference batch, by the rule of `scaled_optimizer`.
+        """The optimizer for k times the reference batch, by the rule of Malladi et al. 2022
+        (definition 5.3, arXiv 2205.10287).
 
         Raises:
             ConfigError: if it has no such rule, or k is too large for it.
@@ -113,7 +114,8 @@ class AdamWConfig(OptimizerConfig):
         return 2
 
     def scaled_by_sde(self, k: float, reference_batch: int) -> "AdamWConfig":
-        """The optimizer for k times the reference batch, by the rule of `scaled_optimizer`."""
+        """1 - beta1 and 1 - beta2 times k, and epsilon over root k; weight decay, which they do not
+        treat, is unchanged."""
         largest = 1 / (1 - min(self.beta1, self.beta2))
         if k > largest:
             most = int(largest * reference_batch)

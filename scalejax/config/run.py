@@ -11,7 +11,6 @@ from pathlib import Path
 
 from scalejax.config.checks import (
     has_batch_norm,
-    require_average_within_run,
     require_batch_norm_statistics,
     require_cacheable_features,
     require_compatible_augmentation,
@@ -52,13 +51,14 @@ from scalejax.config.parallelism import (
     fill_data_axis,
 )
 from scalejax.config.presets import PRESETS, with_preset
-from scalejax.config.scaling_rules import (
+from scalejax.config.schedule import (
     Change,
+    LearningRateConfig,
+    Phase,
     changes,
+    ramp,
     require_single_precision,
-    scaled_optimizer,
 )
-from scalejax.config.schedule import LearningRateConfig, Phase, ramp
 from scalejax.config.training import (
     AveragingConfig,
     BatchConfig,
@@ -123,7 +123,8 @@ class RunConfig:
         require_single_average(self.optimizer, self.schedule, self.averaging)
         require_single_rate(self.optimizer, self.fine_tuning)
         require_cacheable_features(self.fine_tuning, self.input)
-        require_average_within_run(self.averaging, train)
+        if self.averaging is not None:
+            self.averaging.require_within(train.epochs)
         require_unmasked_rows(self.input, train)
         require_correction_in_every_step(self.gradient_sync, self.optimizer, self.input)
         require_finite_epochs(self.input, self.data)
@@ -277,7 +278,7 @@ def resolve(
             f"{dataset.train_examples} training examples (at most data*fsdp={most})"
         )
         raise ConfigError(refusal("devices", layout.device_count, accepted))
-    scaled_optimizer(config.schedule, config.optimizer, global_batch)  # refuses invalid scaling
+    config.schedule.scaled_optimizer(config.optimizer, global_batch)  # refuses invalid scaling
     require_single_precision(config.schedule, global_batch)
     groups = _bn_groups(wanted, split)
     if wanted.mode != "jit" and wanted.bn_scope == "local" and groups < layout.data:

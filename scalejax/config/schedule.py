@@ -1,25 +1,68 @@
-"""Config of the learning rate schedules, and the phases of a run whose batch grows.
+"""Config of learning rate schedules, of their scaling with the batch, and of a batch that grows.
 
 Each class checks its own fields when built.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Discriminator, Tag
-
+from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
 from scalejax.core.metrics import steps_per_epoch
+from scalejax.core.serialization import Family
 
 SMOOTH_DECAYS = ("cosine", "polynomial", "one_minus_sqrt")
 """The decays that depend on the length of the run."""
 
+Named = Iterator[tuple[str, object, float]]
+"""Fields, their values, and a number that follows from each."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleConfig:
+class LearningRateConfig(Family):
+    """One of the schedules, selected by `name`."""
+
+    unnamed = "scaled"
+    name: str
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the rate stays at its peak after the warmup."""
+        return False
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the rate at a step depends on the length of the run."""
+        return False
+
+    def scaled(self, global_batch: int | None) -> tuple[float, float]:
+        """The peak learning rate (after warmup, before decay) and the epochs of warmup: at a batch,
+        or as they are given."""
+        raise NotImplementedError
+
+    def scaled_optimizer(self, optimizer: OptimizerConfig, global_batch: int) -> OptimizerConfig:
+        """The optimizer at `global_batch`, where the rule scales its hyper-parameters too."""
+        return optimizer
+
+    def at_batch(self, global_batch: int) -> "LearningRateConfig":
+        """The schedule as if tuned for that batch, at which it scales nothing."""
+        return self
+
+    def largest_rates(self, global_batch: int) -> Named:
+        """Fields that determine a rate, and the largest rate that follows from each."""
+        raise NotImplementedError
+
+    def last_epochs(self) -> Named:
+        """Fields beside the warmup that give epochs, and the last epoch of each."""
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleConfig(LearningRateConfig):
     """The learning rate as a function of the step: scaling, then warmup, then decay."""
 
     name: Literal["scaled"] = "scaled"
@@ -66,9 +109,59 @@ class ScheduleConfig:
         _require_possible_decay(self)
 
     @property
+    def is_constant(self) -> bool:
+        """Whether there is no decay."""
+        return self.decay == "constant"
+
+    @property
     def depends_on_length(self) -> bool:
-        """Whether the rate at a step depends on the length of the run."""
+        """Whether the decay is smooth."""
         return self.decay in SMOOTH_DECAYS
+
+    def scaled(self, global_batch: int | None) -> tuple[float, float]:
+        """The peak learning rate and the epochs of warmup, by the scaling rule.
+
+        With k = global_batch / reference_batch the rate is the base times 1 (none), k (linear;
+        Goyal et al. 2017, section 2.1, arXiv 1706.02677) or root k (sqrt, sde, legw; Krizhevsky
+        2014, section 5, arXiv 1404.5997); "legw" has k times the epochs (You et al. 2019, section
+        3, arXiv 1901.08256).
+        """
+        if global_batch is None:
+            return self.base_learning_rate, self.warmup_epochs
+        require_at_least("batch.global_batch", global_batch, 1)
+        k = global_batch / self.reference_batch
+        factor = {"none": 1.0, "linear": k, "sqrt": k**0.5, "sde": k**0.5, "legw": k**0.5}
+        stretch = k if self.scaling == "legw" else 1.0
+        return self.base_learning_rate * factor[self.scaling], self.warmup_epochs * stretch
+
+    def scaled_optimizer(self, optimizer: OptimizerConfig, global_batch: int) -> OptimizerConfig:
+        """The optimizer at `global_batch`, its hyper-parameters scaled if scaling is "sde".
+
+        Raises:
+            ConfigError: if scaling is "sde" and the optimizer has no such rule.
+        """
+        if self.scaling != "sde":
+            return optimizer
+        return optimizer.scaled_by_sde(global_batch / self.reference_batch, self.reference_batch)
+
+    def at_batch(self, global_batch: int) -> "ScheduleConfig":
+        """The schedule with another reference batch."""
+        return replace(self, reference_batch=global_batch)
+
+    def largest_rates(self, global_batch: int) -> Named:
+        """The peak, and what a decay makes of it."""
+        peak, _ = self.scaled(global_batch)
+        yield "base_learning_rate", self.base_learning_rate, peak
+        yield "end_learning_rate", self.end_learning_rate, self.end_learning_rate
+        yield "decay_power", self.decay_power, self.decay_power
+        if self.decay_factor > 1 and self.decay_epochs:
+            doublings = math.log2(peak) + len(self.decay_epochs) * math.log2(self.decay_factor)
+            yield "decay_factor", self.decay_factor, 2.0 ** min(doublings, 1000)
+
+    def last_epochs(self) -> Named:
+        """Those of a step decay."""
+        if self.decay_epochs:
+            yield "decay_epochs", self.decay_epochs, self.decay_epochs[-1]
 
 
 def _require_possible_warmup(config: ScheduleConfig) -> None:
@@ -127,7 +220,7 @@ class HorovodMultiplierConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HorovodScheduleConfig:
+class HorovodScheduleConfig(LearningRateConfig):
     """Horovod's LearningRateWarmupCallback followed by its LearningRateScheduleCallbacks."""
 
     name: Literal["horovod"]
@@ -149,14 +242,27 @@ class HorovodScheduleConfig:
         require_at_least("schedule.workers", self.workers, 1)
         require_at_least("schedule.warmup_epochs", self.warmup_epochs, 0)
 
-    @property
-    def depends_on_length(self) -> bool:
-        """False: the rates count epochs from the start."""
-        return False
+    def scaled(self, global_batch: int | None) -> tuple[float, float]:
+        """As they are given."""
+        return self.initial_learning_rate, self.warmup_epochs
+
+    def largest_rates(self, global_batch: int) -> Named:
+        """The initial rate, and its multiples."""
+        initial = self.initial_learning_rate
+        yield "initial_learning_rate", initial, initial
+        for each in self.multipliers:
+            yield "multipliers.multiplier", each.multiplier, initial * each.multiplier
+
+    def last_epochs(self) -> Named:
+        """The bounds of the callbacks."""
+        for each in self.multipliers:
+            yield "multipliers.start_epoch", each.start_epoch, each.start_epoch
+            if each.end_epoch is not None:
+                yield "multipliers.end_epoch", each.end_epoch, each.end_epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PiecewiseScheduleConfig:
+class PiecewiseScheduleConfig(LearningRateConfig):
     """The piecewise schedule of tf_cnn_benchmarks: rates, and the epochs at which they change.
 
     A slow start (Akiba et al. 2017, arXiv 1711.04325) is one with a lower first rate.
@@ -195,30 +301,73 @@ class PiecewiseScheduleConfig:
         """Epochs at which each rate but the first begins."""
         return tuple(float(part) for part in self.learning_rates.split(";")[1::2])
 
-    @property
-    def depends_on_length(self) -> bool:
-        """False: the rates count epochs from the start."""
-        return False
+    def scaled(self, global_batch: int | None) -> tuple[float, float]:
+        """As they are given."""
+        return self.rates[0], self.warmup_epochs
 
+    def largest_rates(self, global_batch: int) -> Named:
+        """The largest of the rates."""
+        yield "learning_rates", self.learning_rates, max(self.rates)
 
-def _name_of(schedule: object) -> str:
-    """The union tag of a schedule, or of its table; "scaled" where no name is given."""
-    found = schedule.get("name") if isinstance(schedule, dict) else getattr(schedule, "name", None)
-    return "scaled" if found is None else str(found)
-
-
-LearningRateConfig = Annotated[
-    Annotated[ScheduleConfig, Tag("scaled")]
-    | Annotated[HorovodScheduleConfig, Tag("horovod")]
-    | Annotated[PiecewiseScheduleConfig, Tag("piecewise")],
-    Discriminator(_name_of),
-]
-"""One of the schedules, selected by `name`."""
+    def last_epochs(self) -> Named:
+        """The last change of the rate."""
+        if self.epochs:
+            yield "learning_rates", self.learning_rates, self.epochs[-1]
 
 
 def _require_rising(field: str, epochs: tuple[float, ...]) -> None:
     if list(epochs) != sorted(set(epochs)) or any(not 0 < epoch < math.inf for epoch in epochs):
         raise ConfigError(refusal(field, epochs, "epochs must be above 0 and rise"))
+
+
+# What a scaling rule changes with the batch, and the largest rates.
+
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32 (IEEE 754, binary32)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A hyper-parameter that the scaling rule changes."""
+
+    name: str
+    """Name of its field."""
+    before: float
+    """Value at the reference batch."""
+    after: float
+    """Value at the batch of the run."""
+
+    def __str__(self) -> str:
+        """A phrase such as "learning_rate scaled from 0.1 to 3.2"."""
+        return f"{self.name} scaled from {self.before:.6g} to {self.after:.6g}"
+
+
+def require_single_precision(schedule: LearningRateConfig, global_batch: int) -> None:
+    """Refuse learning rates beyond float32, in which they are computed.
+
+    Raises:
+        ConfigError: naming the field that makes them so large.
+    """
+    for name, value, largest in schedule.largest_rates(global_batch):
+        if not largest <= _LARGEST:
+            accepted = (
+                "learning rates, and what makes them, must stay below "
+                f"{_LARGEST:.2g}, the largest of float32"
+            )
+            raise ConfigError(refusal(f"schedule.{name}", value, accepted))
+
+
+def changes(
+    schedule: LearningRateConfig, optimizer: OptimizerConfig, global_batch: int
+) -> tuple[Change, ...]:
+    """The hyper-parameters that the scaling rule of `schedule` changes at `global_batch`."""
+    before, after = schedule.scaled(None), schedule.scaled(global_batch)
+    pairs = list(zip(("learning_rate", "warmup_epochs"), before, after, strict=True))
+    scaled = schedule.scaled_optimizer(optimizer, global_batch)
+    if scaled is not optimizer:
+        names = [each.name for each in fields(optimizer)]
+        pairs += [(name, getattr(optimizer, name), getattr(scaled, name)) for name in names]
+    return tuple(Change(name=n, before=a, after=b) for n, a, b in pairs if a != b)
 
 
 # Batch size ramps: the phases of a run whose batch grows.

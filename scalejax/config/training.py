@@ -5,12 +5,11 @@ Each class checks its own fields when built; what involves two of them is checke
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least
+from scalejax.core.serialization import Family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,25 @@ class FineTuningConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmaConfig:
+class AveragingConfig(Family):
+    """One of the averages of parameters, selected by `name`."""
+
+    name: str
+    samples_run: ClassVar[bool] = False
+    """Whether it is of parameters far from each other, at steps that are counted in one batch, so
+    that it would need BatchNorm statistics of its own."""
+
+    @property
+    def replaces_weights(self) -> bool:
+        """Whether evaluation and the final weights use the average."""
+        return getattr(self, "is_evaluated", True)
+
+    def require_within(self, epochs: int) -> None:
+        """Refuse an average that begins after the last epoch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmaConfig(AveragingConfig):
     """An exponential moving average of parameters and BatchNorm statistics, of every update."""
 
     name: Literal["ema"]
@@ -184,9 +201,10 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwaConfig:
+class SwaConfig(AveragingConfig):
     """The equal average of parameters along the run (Izmailov et al. 2018, arXiv 1803.05407)."""
 
+    samples_run = True
     name: Literal["swa"]
     """Selects this average."""
     start_epoch: float
@@ -200,9 +218,11 @@ class SwaConfig:
         require_at_least("averaging.start_epoch", self.start_epoch, 0)
         require_above("averaging.every_epochs", self.every_epochs, 0)
 
-
-AveragingConfig = Annotated[EmaConfig | SwaConfig, Field(discriminator="name")]
-"""One of the averages of parameters, selected by `name`."""
+    def require_within(self, epochs: int) -> None:
+        """Refuse a start after the last epoch: it would be the last parameters."""
+        if self.start_epoch >= epochs:
+            accepted = f"it must be below train.epochs={epochs}, such as {epochs - 1}"
+            raise ConfigError(refusal("averaging.start_epoch", self.start_epoch, accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

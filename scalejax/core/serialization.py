@@ -95,6 +95,8 @@ class Family:
     """
 
     __slots__ = ()
+    unnamed: typing.ClassVar[str | None] = None
+    """Name of the member that a table without a name is read as; None if it needs one."""
     _members: typing.ClassVar[dict[str, type]]
 
     def __init_subclass__(cls) -> None:
@@ -125,7 +127,13 @@ class Family:
             for member in source.members()
             for name in _tags(member)
         }
-        return core_schema.tagged_union_schema(choices, discriminator="name")
+        usual = source.unnamed
+
+        def name_of(member: object) -> str:
+            found = member.get("name") if isinstance(member, dict) else getattr(member, "name")  # noqa: B009
+            return str(usual if found is None else found)
+
+        return core_schema.tagged_union_schema(choices, name_of if usual else "name")
 
 
 def build(type_: type[T], value: JsonValue, *, where: str = "") -> T:

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, in_phase, with_fields
-from scalejax.config.scaling_rules import scaled_optimizer
-from scalejax.config.schedule import Phase, ScheduleConfig
+from scalejax.config.schedule import Phase
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.units import counted
@@ -208,10 +207,9 @@ def phase_alone(run: ResolvedRun, phase: Phase) -> ResolvedRun:
     Its learning rates differ, which does not matter: they are inputs of one program.
     """
     config = run.config
-    optimizer = scaled_optimizer(config.schedule, config.optimizer, run.split.global_batch)
-    schedule = config.schedule
-    if isinstance(schedule, ScheduleConfig):  # a rule would scale by the batch of the phase again
-        schedule = replace(schedule, reference_batch=phase.split.global_batch)
+    optimizer = config.schedule.scaled_optimizer(config.optimizer, run.split.global_batch)
+    # A rule would scale by the batch of the phase again.
+    schedule = config.schedule.at_batch(phase.split.global_batch)
     batch = replace(config.batch, ramp_epochs=())
     config = replace(config, batch=batch, optimizer=optimizer, schedule=schedule)
     return replace(in_phase(run, phase), config=config)

@@ -13,7 +13,6 @@ from statistics import median
 import numpy as np
 
 from scalejax.config.run import RunConfig, load_kept_config
-from scalejax.config.scaling_rules import warmup_epochs
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.record import EMULATION, Emulation
@@ -175,12 +174,8 @@ class RunSource:
     @property
     def warmup_epochs(self) -> float:
         """Length of the warmup in epochs; 0 without one."""
-        schedule, global_batch = self.config.schedule, self.config.batch.global_batch
-        return (
-            schedule.warmup_epochs
-            if global_batch is None
-            else warmup_epochs(schedule, global_batch)
-        )
+        _, epochs = self.config.schedule.scaled(self.config.batch.global_batch)
+        return epochs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

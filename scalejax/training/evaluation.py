@@ -98,7 +98,7 @@ def _evaluated_weights(
             partial(jax.tree.map, lambda copies: copies.mean(axis=0)), out_shardings=shardings
         )
         return lambda state: mean((state.params, state.model_state))
-    if averaging is not None and averaging.is_evaluated:
+    if averaging is not None and averaging.replaces_weights:
         return lambda state: (state.average["params"], state.average["model_state"])
     if optimizer.averages_iterates:
 

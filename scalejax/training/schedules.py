@@ -5,13 +5,13 @@ Knows the batch and the number of steps; nothing of optimizers.
 
 import math
 from collections.abc import Callable
+from functools import singledispatch
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from scalejax.config.scaling_rules import scaled_schedule
 from scalejax.config.schedule import (
     HorovodMultiplierConfig,
     HorovodScheduleConfig,
@@ -21,12 +21,23 @@ from scalejax.config.schedule import (
 )
 from scalejax.core.errors import require_at_least
 
+Schedule = Callable[[ArrayLike], jax.Array]
+"""From a step (or an array of steps), counted from 0, to the learning rate of its update."""
+
+
+@singledispatch
+def build_schedule(
+    config: LearningRateConfig, *, global_batch: int, steps_per_epoch: int, total_steps: int
+) -> Schedule:
+    """The learning rate of every step; each schedule registers its own, by class of its config."""
+    raise NotImplementedError(f"build_schedule is not registered for {type(config).__name__}")
+
+
 # Exact schedules of Horovod and of tf_cnn_benchmarks, as functions of the step.
 
-_Schedule = Callable[[ArrayLike], jax.Array]
 
-
-def horovod_schedule(config: HorovodScheduleConfig, steps_per_epoch: int) -> _Schedule:
+@build_schedule.register
+def _horovod(config: HorovodScheduleConfig, *, steps_per_epoch: int, **_: object) -> Schedule:
     """The rate by step that Horovod's callbacks leave in the optimizer.
 
     Warmup over E epochs of S steps and n workers, before step t: initial / n (e (n - 1) / E + 1)
@@ -83,7 +94,8 @@ def _multiplied(
     return callback
 
 
-def piecewise_schedule(config: PiecewiseScheduleConfig, steps_per_epoch: int) -> _Schedule:
+@build_schedule.register
+def _piecewise(config: PiecewiseScheduleConfig, *, steps_per_epoch: int, **_: object) -> Schedule:
     """The rate by step of tf_cnn_benchmarks' --piecewise_learning_rate_schedule.
 
     The rate after epoch e begins with step int(e S) for S steps per epoch; in a warmup of W steps
@@ -110,10 +122,6 @@ def piecewise_schedule(config: PiecewiseScheduleConfig, steps_per_epoch: int) ->
     return schedule
 
 
-Schedule = Callable[[ArrayLike], jax.Array]
-"""From a step (or an array of steps), counted from 0, to the learning rate of its update."""
-
-
 def learning_rate_schedule(
     config: LearningRateConfig, *, global_batch: int, steps_per_epoch: int, total_steps: int
 ) -> Schedule:
@@ -134,19 +142,19 @@ def learning_rate_schedule(
     require_at_least("batch.global_batch", global_batch, 1)
     require_at_least("steps_per_epoch", steps_per_epoch, 1)
     require_at_least("total_steps", total_steps, 1)
-    match config:
-        case HorovodScheduleConfig():
-            return horovod_schedule(config, steps_per_epoch)
-        case PiecewiseScheduleConfig():
-            return piecewise_schedule(config, steps_per_epoch)
-        case ScheduleConfig():
-            return _composed(config, global_batch, steps_per_epoch, total_steps)
+    return build_schedule(
+        config,
+        global_batch=global_batch,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+    )
 
 
+@build_schedule.register
 def _composed(
-    config: ScheduleConfig, global_batch: int, steps_per_epoch: int, total_steps: int
+    config: ScheduleConfig, *, global_batch: int, steps_per_epoch: int, total_steps: int
 ) -> Schedule:
-    peak, warmup_epochs = scaled_schedule(config, global_batch)
+    peak, warmup_epochs = config.scaled(global_batch)
     start = config.base_learning_rate if config.warmup_from == "base" else 0.0
     warmup_end = round(warmup_epochs * steps_per_epoch)
     begin = warmup_end

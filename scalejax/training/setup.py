@@ -14,7 +14,6 @@ from jax.typing import ArrayLike
 
 from scalejax.config.model import ModelConfig
 from scalejax.config.run import ResolvedRun, RunConfig
-from scalejax.config.scaling_rules import scaled_optimizer
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import (
     BatchNormScope,
@@ -58,7 +57,7 @@ def train_setup(
     run = replace(run, config=replace(run.config, model=model))
     schedule = schedule or schedule_of(run)
     stacked = network_class(run.config.model).stacked
-    described = scaled_optimizer(run.config.schedule, run.config.optimizer, run.split.global_batch)
+    described = run.config.schedule.scaled_optimizer(run.config.optimizer, run.split.global_batch)
     optimizer = build_optimizer(described, schedule, stacked=stacked)
     optimizer = with_rate_factors(run.config.fine_tuning, optimizer)
     if model.compute_dtype == "float16":

@@ -19,7 +19,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from scalejax.config.model import CustomConfig
 from scalejax.config.run import gradient_sync_shares
-from scalejax.config.schedule import ScheduleConfig
 from scalejax.config.training import LossConfig
 from scalejax.core.cache import package_digest
 from scalejax.core.environment import compiler_settings
@@ -33,7 +32,7 @@ _LIBRARIES = (
     "libtpu",
 )  # fmt: skip
 
-_IN_ARCHIVES = {"gradient_sync": "exchange", "selective_op": "per_op"}
+_IN_ARCHIVES = {"gradient_sync": "exchange", "selective_op": "per_op", "scaled": "ScheduleConfig"}
 """Former names of fields and values, which archive keys keep."""
 
 
@@ -114,9 +113,8 @@ def _named(part: object) -> list[JsonValue]:
         for name, value in fields.items()
         if not name.endswith("_examples")
     }
-    # The composed schedule had no name when the first programs were kept.
-    name = None if isinstance(part, ScheduleConfig) else getattr(part, "name", None)
-    return [name or type(part).__name__, kept]
+    name = getattr(part, "name", type(part).__name__)
+    return [_IN_ARCHIVES.get(name, name), kept]
 
 
 @cache

@@ -47,7 +47,7 @@ def test_a_file_becomes_what_it_says(run_toml):
 
     assert isinstance(config.model, MlpConfig)
     assert config.model.hidden == (64, 32)
-    assert config.schedule.warmup_epochs == 3.0
+    assert config.schedule.scaled(None)[1] == 3.0
     assert config.layout.mode == "jit"
     assert config.train.epochs == 10
 

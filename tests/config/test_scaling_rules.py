@@ -7,8 +7,7 @@ import pytest
 
 from scalejax.config.optimizer import AdamWConfig, SgdConfig
 from scalejax.config.run import RunConfig, resolve
-from scalejax.config.scaling_rules import Change, changes, scaled_optimizer, scaled_schedule
-from scalejax.config.schedule import ScheduleConfig
+from scalejax.config.schedule import Change, ScheduleConfig, changes
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 
@@ -25,9 +24,9 @@ LEGW = ScheduleConfig(
 
 def test_sde_scaling_by_hand():
     """k = 4: rate x 2, 1 - beta x 4, epsilon / 2 (Malladi et al. 2022, definition 5.3)."""
-    scaled = scaled_optimizer(SDE, AdamWConfig(weight_decay=0.1), 256)
+    scaled = SDE.scaled_optimizer(AdamWConfig(weight_decay=0.1), 256)
 
-    assert scaled_schedule(SDE, 256) == (pytest.approx(2e-3), 0)
+    assert SDE.scaled(256) == (pytest.approx(2e-3), 0)
     assert isinstance(scaled, AdamWConfig)
     assert (scaled.beta1, scaled.beta2) == (pytest.approx(0.6), pytest.approx(0.996))
     assert scaled.epsilon == pytest.approx(5e-9)
@@ -37,8 +36,8 @@ def test_sde_scaling_by_hand():
 def test_sde_scaling_comes_back():
     """Down by k after up by k is where one began."""
     optimizer = AdamWConfig(beta1=0.95)
-    up = scaled_optimizer(SDE, optimizer, 128)
-    down = scaled_optimizer(replace(SDE, reference_batch=128), up, 64)
+    up = SDE.scaled_optimizer(optimizer, 128)
+    down = replace(SDE, reference_batch=128).scaled_optimizer(up, 64)
 
     assert isinstance(down, AdamWConfig)
     assert down.beta1 == pytest.approx(optimizer.beta1)
@@ -47,7 +46,7 @@ def test_sde_scaling_comes_back():
 
 def test_legw_warms_up_longer_and_climbs_by_the_root():
     """k = 16: rate x 4, half an epoch of warmup becomes 8 (You et al. 2019, section 3)."""
-    assert scaled_schedule(LEGW, 1024) == (pytest.approx(0.4), pytest.approx(8.0))
+    assert LEGW.scaled(1024) == (pytest.approx(0.4), pytest.approx(8.0))
 
 
 def test_every_changed_hyperparameter_is_named():

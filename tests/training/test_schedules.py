@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.config.scaling_rules import scaled_schedule
 from scalejax.config.schedule import ScheduleConfig
 from scalejax.core.errors import ConfigError
 from scalejax.training.schedules import learning_rate_schedule
@@ -30,7 +29,7 @@ def test_peak_follows_the_scaling_rule(scaling, peak):
     """Goyal et al. 2017: 0.1 at 256 becomes 3.2 at 8192."""
     config = ScheduleConfig(base_learning_rate=0.1, scaling=scaling)
 
-    assert scaled_schedule(config, 8192)[0] == pytest.approx(peak)
+    assert config.scaled(8192)[0] == pytest.approx(peak)
     assert rates(config, range(1), global_batch=8192) == pytest.approx([peak])
 
 
@@ -248,7 +247,7 @@ schedules = st.builds(
 def test_a_gradual_warmup_ends_at_the_peak_without_a_jump(config, k):
     """The rate at W is the peak, the step before it one increment below, for every decay."""
     batch = k * config.reference_batch
-    peak = scaled_schedule(config, batch)[0]
+    peak = config.scaled(batch)[0]
     start = config.base_learning_rate if config.warmup_from == "base" else 0.0
     end = round(config.warmup_epochs * 10)
     increment = (peak - start) / max(end, 1)
@@ -272,7 +271,7 @@ def test_no_rate_is_above_the_peak_or_below_zero(config, k):
     found = np.asarray(schedule(np.arange(120)))
 
     assert found.min() >= 0
-    assert found.max() <= scaled_schedule(config, batch)[0] * (1 + 1e-5)  # float32
+    assert found.max() <= config.scaled(batch)[0] * (1 + 1e-5)  # float32
 
 
 @settings(deadline=None, max_examples=25)  # each example compiles; the first may wait
@@ -280,7 +279,7 @@ def test_no_rate_is_above_the_peak_or_below_zero(config, k):
 def test_linear_scaling_is_the_square_of_sqrt_scaling(k):
     """Peak over base: k, and root k."""
     linear, root = (
-        scaled_schedule(ScheduleConfig(base_learning_rate=1.0, scaling=rule), 256 * k)[0]
+        ScheduleConfig(base_learning_rate=1.0, scaling=rule).scaled(256 * k)[0]
         for rule in ("linear", "sqrt")
     )
 
@@ -296,4 +295,4 @@ def test_impossible_lengths_are_refused():
     with pytest.raises(ConfigError, match="total_steps=0 is refused"):
         learning_rate_schedule(config, global_batch=1, steps_per_epoch=1, total_steps=0)
     with pytest.raises(ConfigError, match=r"batch\.global_batch=0 is refused"):
-        scaled_schedule(config, 0)
+        config.scaled(0)

@@ -144,7 +144,7 @@ class Checkpoints:
         self._require_room(state)
         metrics: JsonValue = None if test_accuracy is None else {_ACCURACY: test_accuracy}
         written: JsonValue = {_CHECKSUMS: dict(checksums(state))}
-        with self._naming_unwritable():
+        with _naming_unwritable(self.folder):
             self._await_last_save()
             self._saving = self._checkpointer.save_async(
                 step,
@@ -197,7 +197,7 @@ class Checkpoints:
         Raises:
             ConfigError: if it cannot be written.
         """
-        with self._naming_unwritable():
+        with _naming_unwritable(self.folder):
             self._checkpointer.wait()
             self._await_last_save()
 
@@ -207,7 +207,7 @@ class Checkpoints:
         Raises:
             ConfigError: if it cannot be written.
         """
-        with self._naming_unwritable():
+        with _naming_unwritable(self.folder):
             self._checkpointer.close()
             self._await_last_save()
 
@@ -232,16 +232,6 @@ class Checkpoints:
                 f"{self.folder} cannot be written: {format_bytes(free)} are free there, and a "
                 f"checkpoint takes {format_bytes(needed)}."
             )
-
-    @contextmanager
-    def _naming_unwritable(self) -> Iterator[None]:
-        """Turn Orbax's various exceptions for failed writes into `ConfigError`."""
-        try:
-            yield
-        except Exception as error:
-            if is_lost_contact(error) or (failure := _failure(error)).is_damage:
-                raise
-            raise _unwritable(self.folder, failure) from error
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -296,12 +286,8 @@ def save_weights(path: Path, weights: object) -> None:
         ConfigError: if it cannot be written.
     """
     written: JsonValue = {_CHECKSUMS: dict(checksums(weights))}
-    try:
+    with _naming_unwritable(path):
         orbax.save(str(path.absolute()), weights, overwrite=True, custom_metadata=written)
-    except Exception as error:
-        if is_lost_contact(error) or (failure := _failure(error)).is_damage:
-            raise
-        raise _unwritable(path, failure) from error
 
 
 def load_weights(path: Path, like: Tree) -> Tree:
@@ -336,8 +322,15 @@ class _Failure:
     """Whether the cause is the files, not the disk, permissions or memory."""
 
 
-def _unwritable(path: Path, failure: _Failure) -> ConfigError:
-    return ConfigError(f"{path} cannot be written: {failure.text}.")
+@contextmanager
+def _naming_unwritable(path: Path) -> Iterator[None]:
+    """Turn Orbax's various exceptions for failed writes into `ConfigError`."""
+    try:
+        yield
+    except Exception as error:
+        if is_lost_contact(error) or (failure := _failure(error)).is_damage:
+            raise
+        raise ConfigError(f"{path} cannot be written: {failure.text}.") from error
 
 
 def _damage(tree: object, written: object) -> _Failure | None:

@@ -1,8 +1,8 @@
 """Sweeps: many runs from one run.toml, planned, trained in parallel, resumed, and tabulated.
 
 `config.grid` parses the command line into fields, `plan` builds runs from them, `scheduler` has
-`worker` processes train them (one by one with `train`, or several in one program with
-`vmapped_loop`), `results` reads their records. Imports no JAX, except in the workers.
+`worker` processes train them (one by one with `train`, or several in one program with `vmapped`),
+`results` reads their records. Imports no JAX, except in the workers.
 """
 
 from scalejax.config.grid import Grammar, parse_grammar

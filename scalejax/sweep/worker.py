@@ -14,7 +14,6 @@ import queue
 import sys
 import threading
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -24,18 +23,15 @@ from scalejax.core.errors import ScalejaxError
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import read_runs
 from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
+from scalejax.training.reporter import Silent
 
 
-class _Steps:
-    """A `Reporter` that sends the progress of the job."""
+class _Steps(Silent):
+    """A `Reporter` that sends the progress of the job, and no more."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._total_steps = 1
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """Compilation is not reported separately."""
-        return nullcontext()
 
     def begin(self, step: int, total_steps: int) -> None:
         """Store the total number of steps."""
@@ -49,9 +45,6 @@ class _Steps:
         """Send the fraction that is done."""
         if isinstance(measurement, EvaluationMeasurement | TrainMeasurement):
             _send(self._out, {"part": measurement.step / self._total_steps})
-
-    def end(self) -> None:
-        """Send nothing."""
 
 
 def main(folder: Path, memory_bytes: int) -> int:
@@ -112,7 +105,7 @@ def _train(
             leave=os._exit,
         )
         return
-    from scalejax.sweep.vmapped_loop import train_together
+    from scalejax.sweep.vmapped import train_together
 
     train_together(
         [runs[index] for index in indices],

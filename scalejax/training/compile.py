@@ -1,4 +1,4 @@
-"""Compiles the programs of a run on this machine."""
+"""Compiles the programs of a run on this machine, and feeds them with its batches."""
 
 import os
 from collections.abc import Sequence
@@ -10,10 +10,14 @@ import jax
 from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun
+from scalejax.config.schedule import Phase
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
 from scalejax.core.process_group import GO_ON
 from scalejax.core.units import UNKNOWN, format_seconds
+from scalejax.data.loader.loader import Batches, evaluation_batches, training_batches
+from scalejax.data.loader.skip_unreadable import Skipped
+from scalejax.data.source import Source
 from scalejax.simulator.predict import Prediction, slow_note
 from scalejax.training.evaluation import Evaluation, build_evaluation
 from scalejax.training.record import RunFolder
@@ -22,7 +26,10 @@ from scalejax.training.step import Step, build_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPrograms:
-    """The compiled programs of a run."""
+    """The compiled programs of a run, and what goes in and out of them.
+
+    `sweep.vmapped` has those of several runs: each argument and result has one more dimension.
+    """
 
     step: Step
     """The training step, with the shapes of its arguments."""
@@ -34,6 +41,52 @@ class RunPrograms:
     """The evaluation of a batch, with the shapes of its arguments."""
     evaluate: Any
     """The evaluation, compiled."""
+    together: str = ""
+    """With which other runs, in words for the record; empty for a run alone."""
+
+    def training_batches(
+        self,
+        run: ResolvedRun,
+        sources: Sequence[Source],
+        skipped: Sequence[Skipped],
+        *,
+        step: Step,
+        phase: Phase,
+        start_step: int,
+        stop_step: int,
+    ) -> Batches:
+        """The batches of a batch-size phase, for `step`, from `start_step` to `stop_step` - 1.
+
+        Args:
+            run: the run that trains.
+            sources: the training examples, of each seed.
+            skipped: count unreadable rows, one for each seed.
+            step: the step of the phase.
+            phase: the batch-size phase.
+            start_step: the first step.
+            stop_step: the step before which to end.
+        """
+        return training_batches(
+            sources[0],
+            step.batch,
+            seed=run.config.seed,
+            start_step=start_step,
+            stop_step=stop_step,
+            first_epoch=phase.first_epoch,
+            first_step=phase.first_step,
+            how=run.config.input,
+            skipped=skipped[0],
+        )
+
+    def evaluation_batches(
+        self, run: ResolvedRun, sources: Sequence[Source], skipped: Sequence[Skipped]
+    ) -> Batches:
+        """The batches of all test examples."""
+        return evaluation_batches(sources[0], self.evaluation.batch, run.config.input, skipped[0])
+
+    def of_run(self, index: int, values: Any) -> Any:
+        """The part of a state or of metrics that is of the run `index`."""
+        return values
 
 
 def compile_run(run: ResolvedRun, mesh: Mesh) -> RunPrograms:

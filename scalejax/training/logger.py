@@ -150,18 +150,21 @@ class MetricsLogger:
         clock: RunClock,
         *,
         after_step: int,
+        runs_together: int = 1,
     ) -> None:
-        """Open the record in `files`, with the lines of steps up to `after_step`."""
+        """Open the record in `files`, with the lines of steps up to `after_step`; its time is a
+        share of that of `runs_together` runs in one program."""
         self.files = files
         self.reporter = reporter
         self.heartbeat = heartbeat
         self.clock = clock
         self.earlier: tuple[Measurement, ...] = ()
         self._log = None
+        self._runs_together = runs_together
         self._zero = time.perf_counter()
         if is_first():
             self._log = MeasurementLog(files.measurements, after_step=after_step)
-            self._zero -= self._log.elapsed_seconds
+            self._zero -= self._log.elapsed_seconds * runs_together
         sync_global_devices("the record is cut")
         if after_step:  # filtered again: a shared disk may still show the old file
             measurements = RunRecord.load(files.path).measurements
@@ -170,7 +173,7 @@ class MetricsLogger:
     @property
     def elapsed_seconds(self) -> float:
         """Time since training began, over all the sessions of the run."""
-        return time.perf_counter() - self._zero
+        return (time.perf_counter() - self._zero) / self._runs_together
 
     def write(self, measurement: Measurement) -> None:
         """Append one line to the record, and report it."""

@@ -1,12 +1,19 @@
 """The training loop: feeds batches to the step, logs metrics, evaluates, saves checkpoints.
 
+It trains one run, or several that are mapped together in one program: each has a record and a
+status of its own, and ends by itself.
+
 It keeps one update queued behind the one that runs, and waits for nothing else: metrics are
 fetched only when a line is logged, once they are computed.
 
 Every process runs this loop over its own devices; only the first writes files and reports.
 """
 
+import json
+import time
+from collections.abc import Collection, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,13 +21,20 @@ import jax
 from scalejax.config.run import ResolvedRun
 from scalejax.config.schedule import Phase
 from scalejax.core.units import counted
-from scalejax.data.loader.loader import Batches, training_batches
-from scalejax.data.source import Source
+from scalejax.data.loader.loader import Batches
+from scalejax.data.loader.skip_unreadable import Skipped
+from scalejax.data.source import Source, Split
 from scalejax.training.checkpoint import Checkpoints, save_weights
-from scalejax.training.compile import RunPrograms, measured_and_predicted, resume_command
-from scalejax.training.evaluation_loop import RunEvaluation
+from scalejax.training.compile import RunPrograms, measured_and_predicted
 from scalejax.training.features import open_examples
-from scalejax.training.logger import MetricsLogger, UpdateClock, train_measurement
+from scalejax.training.input_tuning import share_memory_with_workers
+from scalejax.training.logger import (
+    MetricsLogger,
+    UpdateClock,
+    evaluation_measurement,
+    train_measurement,
+)
+from scalejax.training.multihost import all_gather_text
 from scalejax.training.profiler import StepTraces
 from scalejax.training.record import (
     DivergenceCause,
@@ -28,99 +42,149 @@ from scalejax.training.record import (
     Measurement,
     Status,
     StatusChange,
+    UnreadableExamples,
 )
 from scalejax.training.run_folder import versions
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import TrainState
 from scalejax.training.step import Step
 from scalejax.training.stopping import RunStatus
-from scalejax.training.unreadable import SkippedExamples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """One run of the loop."""
+
+    index: int
+    """Its place in the state of several runs."""
+    run: ResolvedRun
+    """The run."""
+    logger: MetricsLogger
+    """Its record."""
+    status: RunStatus
+    """Whether it is to end, and how."""
 
 
 class TrainingLoop:
-    """One session of a run, from a state to the end of the run or a signal."""
+    """One session of runs, from their state to the end of the last of them or a signal."""
 
     def __init__(
         self,
-        run: ResolvedRun,
+        runs: Sequence[ResolvedRun],
         programs: RunPrograms,
         checkpoints: Checkpoints,
-        logger: MetricsLogger,
+        loggers: Sequence[MetricsLogger],
         signals: StopSignals,
         recorder: StepTraces,
+        *,
+        resume_command: str,
+        ended: Collection[int] = (),
+        checkpoint_seconds: float = 0.0,
     ) -> None:
-        self._run = run
-        self._config = run.config.train
+        """Open the test data.
+
+        Args:
+            runs: one run, or several that differ only in what `programs` take as inputs.
+            programs: the compiled programs of all of them together.
+            checkpoints: where their common state is saved.
+            loggers: the record of each; all share heartbeat and clock.
+            signals: requests to stop.
+            recorder: the profiler.
+            resume_command: what to type after an interruption.
+            ended: indices of runs that ended in an earlier session.
+            checkpoint_seconds: least time between two checkpoints, except the last.
+        """
+        self._run = runs[0]
+        self._config = self._run.config.train
+        self._run_count = len(runs)
         self._programs = programs
         self._checkpoints = checkpoints
-        self._logger = logger
+        self._logger = loggers[0]  # its heartbeat, clock and reporter are those of the loop
         self._signals = signals
         self._recorder = recorder
-        self._status = RunStatus(run)
+        self._resume_command = resume_command
+        self._open = [
+            _Member(index=index, run=run, logger=logger, status=RunStatus(run))
+            for index, (run, logger) in enumerate(zip(runs, loggers, strict=True))
+            if index not in ended
+        ]
         self._step = 0
         self._is_tuned = False
         self._queued: dict[str, jax.Array] | None = None
-        self._skipped = SkippedExamples(run)
-        self._evaluation = RunEvaluation(
-            run, programs.evaluation, programs.evaluate, self._skipped.of["test"], logger.reporter
-        )
+        self._of_seed = {run.config.seed: run for run in runs}
+        self._skipped: dict[Split, list[Skipped]] = {
+            part: [Skipped() for _ in self._of_seed] for part in ("train", "test")
+        }
+        self._test_sources = [
+            share_memory_with_workers(source, self._run.config.input)
+            for source in self._sources("test")
+        ]
         self._clock = UpdateClock()
+        self._checkpoint_seconds = checkpoint_seconds
+        self._last_checkpoint = time.perf_counter()
 
     def train(self, state: TrainState, begin: int, remark: str = "") -> None:
-        """Train from `state`, which is after `begin` updates, until the run ends; `remark` is
+        """Train from `state`, which is after `begin` updates, until the runs end; `remark` is
         added to the first status message."""
         self._step, self._is_tuned = begin, bool(remark)
-        for measurement in self._logger.earlier:
-            self._note(measurement)
+        for each in self._open:
+            for measurement in each.logger.earlier:
+                self._note(each, measurement)
         self._logger.reporter.begin(begin, self._run.total_steps)
         layout = self._run.layout
         spread = f" ({layout})" if layout.device_count > 1 else ""
-        devices = f"on {counted(layout.device_count, 'device')}{spread}; {versions()}"
-        if begin:
-            self._change_status("resumed", f"at step {begin}, {devices}{remark}")
-        else:
-            changes = "".join(f"; {change}" for change in self._run.changes)
-            self._change_status("started", devices + changes + remark)
-        if begin and self._run.is_evaluated(begin) and self._status.evaluated_step != begin:
+        devices = f"on {counted(layout.device_count, 'device')}{spread}{self._programs.together}"
+        devices += f"; {versions()}"
+        for each in self._open:
+            if begin:
+                self._change_status(each, "resumed", f"at step {begin}, {devices}{remark}")
+            else:
+                changes = "".join(f"; {change}" for change in each.run.changes)
+                self._change_status(each, "started", devices + changes + remark)
+        has_missed = any(each.status.evaluated_step != begin for each in self._open)
+        if begin and self._run.is_evaluated(begin) and has_missed:
             self._pause(state)  # a signal had interrupted its evaluation
         state = self._run_steps(state)
         self._logger.clock.enter("checkpoint")  # until the last of them is whole
         self._logger.heartbeat.at("saving", self._step)
-        save_weights(self._logger.files.weights, self._final_weights(state))
-        self._change_status(*self._ending())
+        if len(self._open) > 1:
+            self._checkpoints.wait()  # a kill between two ends must not repeat training
+        for each in tuple(self._open):
+            self._end(each, state)
 
     def _run_steps(self, state: TrainState) -> TrainState:
         programs, phases = self._programs, self._run.phases
         # Opened once: files that appear during the run are not part of its data.
-        source = open_examples(self._run, "train", self._logger.reporter)
+        sources = self._sources("train")
         compiled = [(programs.step, programs.update), *programs.later]
         ends = [*(phase.first_step for phase in phases[1:]), self._run.total_steps]
         for phase, (step, update), end in zip(phases, compiled, ends, strict=True):
             if self._step < end:
-                state = self._run_phase(state, source, phase, step, update, end)
+                state = self._run_phase(state, sources, phase, step, update, end)
         return state
+
+    def _sources(self, part: Split) -> list[Source]:
+        """The examples of each seed."""
+        return [open_examples(run, part, self._logger.reporter) for run in self._of_seed.values()]
 
     def _run_phase(
         self,
         state: TrainState,
-        source: Source,
+        sources: Sequence[Source],
         phase: Phase,
         step: Step,
         update: Any,
         end: int,
     ) -> TrainState:
         """The updates of one batch-size phase, up to step `end` of the run."""
-        run = self._run
-        batches = training_batches(
-            source,
-            step.batch,
-            seed=run.config.seed,
+        batches = self._programs.training_batches(
+            self._run,
+            sources,
+            self._skipped["train"],
+            step=step,
+            phase=phase,
             start_step=self._step,
             stop_step=end,
-            first_epoch=phase.first_epoch,
-            first_step=phase.first_step,
-            how=run.config.input,
-            skipped=self._skipped.of["train"],
         )
         self._clock.restart(self._step)
         self._signals.restart_pace()
@@ -128,14 +192,15 @@ class TrainingLoop:
         with closing(batches):
             state = self._run_batches(state, batches, update, end)
         self._settle()
-        self._skipped.tell("train", self._logger, step=self._step)
+        self._tell_unreadable("train")
         return state
 
     def _run_batches(
         self, state: TrainState, batches: Batches, update: Any, end: int
     ) -> TrainState:
-        """Train until step `end`, or until the run ends early."""
-        while self._step < end and not self._status.has_ended_early:
+        """Train until step `end`, or until all runs are to end early."""
+        goes_on = self._goes_on(state)
+        while self._step < end and goes_on:
             if self._recorder.is_boundary:
                 self._settle()
                 self._recorder.cross(self._step)
@@ -151,15 +216,29 @@ class TrainingLoop:
             self._step += 1
             self._logger.clock.at(self._step)
             self._queued = metrics
-            if self._status.has_diverged:
+            if not self._goes_on(state):
                 break
             signal_number = self._signals.agreed("training")
             if self._is_pause or signal_number:
                 self._settle()
-                if self._status.has_diverged:
-                    break
-                self._pause(state, signal_number)
+                if goes_on := self._goes_on(state):
+                    self._pause(state, signal_number)
+                    goes_on = self._goes_on(state)
         return state
+
+    def _goes_on(self, state: TrainState) -> bool:
+        """Whether any run goes on; if so, those that are to end early are ended here."""
+        ending = [each for each in self._open if each.status.has_ended_early]
+        if len(ending) == len(self._open):
+            return False
+        if ending:
+            self._settle()
+            self._tell_unreadable("train")
+            self._logger.heartbeat.at("saving", self._step)
+            for each in ending:
+                self._end(each, state)
+            self._clock.restart(self._step)
+        return True
 
     def _is_updating(self) -> bool:
         """Whether the queued update is still running."""
@@ -189,98 +268,156 @@ class TrainingLoop:
         if self._step % self._config.log_every_steps and not self._is_last:
             # A checkpoint is saved next, or the run stops early, with no logged line of this step.
             if self._is_pause:
-                self._status.see_loss(self._step, jax.device_get(metrics))
+                values = jax.device_get(metrics)
+                for each in self._open:
+                    each.status.see_loss(self._step, self._programs.of_run(each.index, values))
             return
         step_seconds, data_wait_seconds = self._clock.lap(self._step)
-        measurement = train_measurement(
-            self._run,
-            jax.device_get(metrics),
-            step=self._step,
-            step_seconds=step_seconds,
-            data_wait_seconds=data_wait_seconds,
-            elapsed_seconds=self._logger.elapsed_seconds,
-        )
-        self._logger.write(measurement)
-        self._note(measurement)
+        values = jax.device_get(metrics)
+        is_alone = not self._programs.together  # else it has no input workers to be advised on
+        for each in self._open:
+            measurement = train_measurement(
+                each.run,
+                self._programs.of_run(each.index, values),
+                step=self._step,
+                step_seconds=step_seconds / self._run_count,
+                data_wait_seconds=data_wait_seconds if is_alone else None,
+                elapsed_seconds=each.logger.elapsed_seconds,
+            )
+            self._write(each, measurement)
 
     def _pause(self, state: TrainState, signal_number: int = 0) -> None:
         """Evaluate if due, save a checkpoint, and end the session if a signal was received.
 
         A signal does not wait for an evaluation: the resumed run repeats it.
         """
-        accuracy, clock = None, self._logger.clock
-        self._skipped.tell("train", self._logger, step=self._step)
+        clock = self._logger.clock
+        self._tell_unreadable("train")
         if self._run.is_evaluated(self._step) and not signal_number:
             self._logger.heartbeat.at("evaluating", self._step)
             with clock.within("evaluation"):
-                accuracy, signal_number = self._evaluate(state)
+                signal_number = self._evaluate(state)
         self._logger.heartbeat.at("saving", self._step)
-        if not self._status.has_diverged:  # its checkpoint would evict a better one
+        is_due = time.perf_counter() >= self._last_checkpoint + self._checkpoint_seconds
+        has_diverged = all(each.status.has_diverged for each in self._open)
+        # The checkpoint of a diverged run would evict a better one.
+        if (is_due or self._is_last or signal_number) and not has_diverged:
             with clock.within("checkpoint"):
+                accuracy = self._checkpoints.rated.get(self._step)
                 self._checkpoints.save(self._step, state, test_accuracy=accuracy)
+            self._last_checkpoint = time.perf_counter()
         clock.finish_interval()
         if signal_number:
             self._interrupt(signal_number)
         self._clock.restart(self._step)
 
-    def _evaluate(self, state: TrainState) -> tuple[float | None, int]:
-        """Test accuracy and 0, or None and the signal that interrupted the evaluation."""
-        signal_number = 0
-
-        def is_stopped() -> int:
-            nonlocal signal_number
-            signal_number = self._signals.agreed("evaluating")
-            return signal_number
-
-        evaluation = self._evaluation.measure(
-            state, self._logger, step=self._step, is_stopped=is_stopped
+    def _evaluate(self, state: TrainState) -> int:
+        """Evaluate the runs on all of their test data. Returns the signal that interrupted it,
+        or 0."""
+        begin, sums = time.perf_counter(), []
+        weights = self._programs.evaluation.weights(state)
+        batches = self._programs.evaluation_batches(
+            self._run, self._test_sources, self._skipped["test"]
         )
-        if evaluation is None:
-            return None, signal_number
-        self._skipped.tell("test", self._logger, step=self._step)
-        self._logger.write(evaluation)
-        self._note(evaluation)
-        return evaluation.test_accuracy, 0
+        with closing(batches):
+            for batch in batches:
+                self._logger.heartbeat.at("evaluating", self._step)
+                if len(sums) > 1:
+                    jax.block_until_ready(sums[-2])  # else a fast host queues unlimited batches
+                sums.append(self._programs.evaluate(*weights, batch))
+                if signal_number := self._signals.agreed("evaluating"):
+                    return signal_number
+        parts = jax.device_get(sums)
+        seconds = time.perf_counter() - begin
+        evaluations = [
+            evaluation_measurement(
+                each.run,
+                [self._programs.of_run(each.index, part) for part in parts],
+                step=self._step,
+                seconds=seconds / self._run_count,
+                elapsed_seconds=each.logger.elapsed_seconds,
+            )
+            for each in self._open
+        ]
+        self._tell_unreadable("test")
+        for each, evaluation in zip(self._open, evaluations, strict=True):
+            if each.status.evaluated_step != self._step:  # a kill left it with some of the runs
+                self._write(each, evaluation)
+        return 0
 
-    def _note(self, measurement: Measurement) -> None:
-        """Update the run status from a measurement; a resumed run replays its record here."""
-        self._status.note(measurement)
-        self._skipped.note(measurement)
-        self._checkpoints.pinned_step = self._status.best_step
+    def _tell_unreadable(self, part: Split) -> None:
+        """Log the examples that all processes could not read since the last line, if there are
+        any; every process must call it."""
+        if self._run.config.input.unreadable == "refuse":
+            return
+        found = {
+            seed: [json.loads(said) for said in all_gather_text(json.dumps(skipped.taken()))]
+            for seed, skipped in zip(self._of_seed, self._skipped[part], strict=True)
+        }
+        for each in self._open:
+            of_processes = found[each.run.config.seed]
+            if rows := sum(count for count, _ in of_processes):
+                measurement = UnreadableExamples(
+                    step=self._step,
+                    epoch=each.run.epoch_of(self._step),
+                    part=part,
+                    rows=rows,
+                    reasons=tuple(reason for _, reasons in of_processes for reason in reasons),
+                    elapsed_seconds=each.logger.elapsed_seconds,
+                )
+                self._write(each, measurement)
+
+    def _write(self, member: _Member, measurement: Measurement) -> None:
+        member.logger.write(measurement)
+        self._note(member, measurement)
+
+    def _note(self, member: _Member, measurement: Measurement) -> None:
+        """Update the status of a run from a measurement; a resumed run replays its record here."""
+        member.status.note(measurement)
+        if self._programs.together:
+            return  # their common checkpoint is not the best of each
+        self._checkpoints.pinned_step = member.status.best_step
         if isinstance(measurement, EvaluationMeasurement):
             self._checkpoints.rated[measurement.step] = measurement.test_accuracy
 
-    def _final_weights(self, state: TrainState) -> dict[str, Any]:
+    def _end(self, member: _Member, state: TrainState) -> None:
+        """Save the final weights of a run, and append its final status."""
+        save_weights(member.logger.files.weights, self._final_weights(member, state))
+        self._change_status(member, *self._ending(member))
+        self._open.remove(member)
+
+    def _final_weights(self, member: _Member, state: TrainState) -> dict[str, Any]:
         """Final parameters and running statistics: of the best epoch, if so configured."""
-        wanted, best_step = self._config.early_stopping, self._status.best_step
+        wanted, best_step = self._config.early_stopping, member.status.best_step
         if wanted and wanted.restores_best_weights and best_step not in (None, self._step):
             state = self._checkpoints.restore(best_step, self._programs.step.state)
         params, model_state = self._programs.evaluation.weights(state)
-        return {"params": params, "model_state": model_state}
+        weights = {"params": params, "model_state": model_state}
+        return self._programs.of_run(member.index, weights)
 
     def _interrupt(self, signal_number: int) -> None:
         with self._logger.clock.within("checkpoint"):
             self._checkpoints.wait()
-        command = resume_command(self._logger.files, self._run)
-        self._change_status("interrupted", f"at step {self._step}; go on with: {command}")
+        message = f"at step {self._step}; go on with: {self._resume_command}"
+        for each in self._open:
+            self._change_status(each, "interrupted", message)
         raise Interrupted(128 + signal_number)
 
-    def _ending(self) -> tuple[Status, str, DivergenceCause | None]:
-        measured = [update.step_seconds for update in self._status.updates]
-        remarks = measured_and_predicted(self._logger.files, measured) + self._skipped.in_words
-        return self._status.ending(
-            self._step, self._logger.elapsed_seconds, remarks, is_tuned=self._is_tuned
-        )
+    def _ending(self, member: _Member) -> tuple[Status, str, DivergenceCause | None]:
+        status, logger = member.status, member.logger
+        measured = [update.step_seconds for update in status.updates]
+        remarks = measured_and_predicted(logger.files, measured) + self._programs.together
+        return status.ending(self._step, logger.elapsed_seconds, remarks, is_tuned=self._is_tuned)
 
     def _change_status(
-        self, status: Status, message: str, cause: DivergenceCause | None = None
+        self, member: _Member, status: Status, message: str, cause: DivergenceCause | None = None
     ) -> None:
-        self._logger.write(
+        member.logger.write(
             StatusChange(
                 step=self._step,
                 status=status,
                 message=message,
-                elapsed_seconds=self._logger.elapsed_seconds,
+                elapsed_seconds=member.logger.elapsed_seconds,
                 cause=cause,
             )
         )

@@ -208,7 +208,7 @@ def refuse_fewer_epochs(begin: int, run: ResolvedRun) -> None:
         )
 
 
-def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None) -> None:
+def describe_run(folder: RunFolder, run: ResolvedRun, command: str) -> None:
     """Write the config, the README with the resume command, and facts and fingerprints of the data.
 
     A prediction of another layout or model is removed first, so that a prediction in the folder is
@@ -220,7 +220,6 @@ def describe_run(folder: RunFolder, run: ResolvedRun, command: str | None = None
     save_used_files(folder, run.config.data)
     save(run.dataset, folder.facts)
     save_toml(resolved_config(run), folder.config)
-    command = command or f"scalejax train {folder.config} --folder {folder.path} --resume"
     save_text(_README.format(path=folder.path, command=command), folder.readme)
 
 

@@ -22,9 +22,10 @@ from scalejax.training.record import (
     Measurement,
     Status,
     TrainMeasurement,
+    UnreadableExamples,
     finite,
 )
-from scalejax.training.reporter import statistics_in_words
+from scalejax.training.reporter import statistics_in_words, unreadable_in_words
 
 # Divergence: rules over measurements that tell when a run will not learn any more.
 
@@ -158,6 +159,7 @@ class RunStatus:
         self._divergence = Divergence(run.config.train.divergence)
         self._last_losses: dict[str, float | None] = {}
         self._statistics = ""
+        self._unreadable_rows = 0
         self.updates: list[TrainMeasurement] = []
         """The lines of updates."""
         self.best_step: int | None = None
@@ -197,6 +199,8 @@ class RunStatus:
             self._last_losses["evaluation"] = measurement.test_loss
             self.evaluated_step = measurement.step
             self._watch(measurement)
+        if isinstance(measurement, UnreadableExamples) and measurement.part == "train":
+            self._unreadable_rows += measurement.rows
 
     def ending(
         self, step: int, elapsed_seconds: float, remarks: str, *, is_tuned: bool
@@ -212,7 +216,11 @@ class RunStatus:
         took = f"{counted(step, 'step')} in {format_seconds(elapsed_seconds)}"
         if self._stopping is not None and self._stopping.best_epoch is not None:
             took += f", best after epoch {self._stopping.best_epoch + 1}"
-        took += remarks + self._statistics
+        took += remarks
+        if self._unreadable_rows:
+            rows = unreadable_in_words(self._unreadable_rows, "training")
+            took += f", {rows} in all epochs together"
+        took += self._statistics
         how = self._run.config.input
         took += wait_with_advice(self.updates, how, machine_cores(), is_tuned=is_tuned)
         if self.has_diverged:

@@ -136,7 +136,15 @@ def train(
                 closing(StepTraces(files.traces, traces)) as recorder,
                 _suggesting_to_skip(),
             ):
-                loop = TrainingLoop(run, programs, checkpoints, logger, signals, recorder)
+                loop = TrainingLoop(
+                    [run],
+                    programs,
+                    checkpoints,
+                    [logger],
+                    signals,
+                    recorder,
+                    resume_command=resume_command(files, run),
+                )
                 loop.train(state, begin, tuned)
     if is_first() and (account := load_time_account(files.time)) and account.sessions > 1:
         reporter.say(time_account_in_words(account))

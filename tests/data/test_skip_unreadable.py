@@ -32,7 +32,7 @@ from scalejax.data.loader.skip_unreadable import ReadableExamples, Skipped
 from scalejax.data.source import UnreadableExample
 from scalejax.launch import Runner
 from scalejax.simulator.predict import Prediction
-from scalejax.sweep.vmapped_loop import train_together
+from scalejax.sweep.vmapped import train_together
 from scalejax.training.checkpoint import load_weights
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import RunFolder, RunRecord

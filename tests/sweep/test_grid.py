@@ -367,7 +367,7 @@ def test_a_sweep_does_not_begin_where_a_run_is(run_file, tmp_path, capsys):
     folder = tmp_path / "run"
     record(RunFolder(path=folder), [0.5])
     described = tmp_path / "described"
-    describe_run(RunFolder(path=described), resolve(load_config(run_file), 1))
+    describe_run(RunFolder(path=described), resolve(load_config(run_file), 1), "scalejax train")
     other = tmp_path / "other"
     other.mkdir()
     (other / "run.toml").write_text("seed = 3\n")

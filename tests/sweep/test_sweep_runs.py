@@ -13,9 +13,8 @@ import pytest
 from record_cases import figures
 
 from scalejax.config.run import load_config, resolve
-from scalejax.sweep import vmapped_loop
-from scalejax.sweep.vmapped import MappedPrograms
-from scalejax.sweep.vmapped_loop import train_together
+from scalejax.sweep.vmapped import MappedPrograms, mapped_programs, train_together
+from scalejax.training import loop
 from scalejax.training.mesh import build_mesh
 from scalejax.training.record import RunFolder, RunRecord
 from scalejax.training.reporter import Silent
@@ -127,13 +126,13 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1, 2)]
     folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1, 2)]
     whole = [RunFolder(path=tmp_path / f"whole{seed}") for seed in (0, 1, 2)]
-    two, three = (MappedPrograms(runs[:count]).memory_bytes for count in (2, 3))
+    two, three = (mapped_programs(runs[:count]).memory_bytes for count in (2, 3))
     state = state_bytes(runs[0], build_mesh(runs[0].layout))
     assert two is not None
     assert three is not None
     assert three >= two + state
     train_together(runs, whole, tmp_path / "whole", Silent(), memory_bytes=three)
-    save, saved = vmapped_loop.save_weights, []
+    save, saved = loop.save_weights, []
 
     def killed_at_the_third(path, weights):
         saved.append(path)
@@ -141,7 +140,7 @@ def test_runs_that_have_no_room_together_train_in_halves(run_file, tmp_path, mon
             raise KeyboardInterrupt
         save(path, weights)
 
-    monkeypatch.setattr(vmapped_loop, "save_weights", killed_at_the_third)
+    monkeypatch.setattr(loop, "save_weights", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         train_together(runs, folders, tmp_path / "states", Silent(), memory_bytes=three - 1)
     first = [folder.measurements.read_text() for folder in folders[:2]]
@@ -337,7 +336,7 @@ def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path,
     """The first has ended, the second has not: only the end of the second is left to do."""
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
     folders = [RunFolder(path=tmp_path / f"{seed}") for seed in (0, 1)]
-    save, saved = vmapped_loop.save_weights, []
+    save, saved = loop.save_weights, []
 
     def killed_at_the_second(path, weights):
         saved.append(path)
@@ -345,7 +344,7 @@ def test_a_kill_between_the_ends_of_two_runs_repeats_neither(run_file, tmp_path,
             raise KeyboardInterrupt
         save(path, weights)
 
-    monkeypatch.setattr(vmapped_loop, "save_weights", killed_at_the_second)
+    monkeypatch.setattr(loop, "save_weights", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         train_together(runs, folders, tmp_path / "states", Silent())
     first = folders[0].measurements.read_text()

@@ -12,7 +12,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
 from scalejax.data.datasets import Origin, for_process, open_source
 from scalejax.data.facts import resolve
-from scalejax.training import loop
+from scalejax.training import compile as compiling
 from scalejax.training.features import open_examples
 from scalejax.training.reporter import Silent
 from scalejax.training.train import train
@@ -51,14 +51,14 @@ def test_files_that_appear_in_mid_run_are_not_trained_on(tmp_path, monkeypatch):
     """A shard is added once the first phase has begun: both phases see the shards before it."""
     write_tokens(tmp_path / "tokens", "b.bin", 100)
     seen = []
-    usual = loop.training_batches
+    usual = compiling.training_batches
 
     def noting(source, *arguments, **options):
         seen.append(source.take(np.arange(len(source)))["inputs"])
         write_tokens(tmp_path / "tokens", "a.bin", 500)
         return usual(source, *arguments, **options)
 
-    monkeypatch.setattr(loop, "training_batches", noting)
+    monkeypatch.setattr(compiling, "training_batches", noting)
     config = run_on_tokens(tmp_path / "tokens")
     record = train(config, tmp_path / "run", device_count=1)
 

@@ -387,7 +387,7 @@ def test_early_stopping_must_see_what_a_longer_run_would_show(tmp_path, epochs_b
         for epochs in (epochs_before, 6)
     )
     folder = RunFolder(path=tmp_path)
-    describe_run(folder, before)
+    describe_run(folder, before, "scalejax train")
 
     if is_refused:
         with pytest.raises(ConfigError, match=r"train\.epochs=6 is refused: .* keep 3"):

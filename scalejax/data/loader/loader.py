@@ -95,15 +95,7 @@ def training_batches(
         how: input settings.
         skipped: counts unreadable rows, each in one process only.
     """
-    order = TrainingSampler(
-        source,
-        _global_batch(shapes),
-        seed=seed,
-        steps=stop_step - first_step,
-        first_epoch=first_epoch,
-        is_filled=how.remainder == "pad",
-        is_weighted="weights" in shapes,
-    )
+    order = _training_order(source, shapes, seed, stop_step - first_step, how, first_epoch)
     workers = how.workers
     if workers == "auto":
         workers = chosen_workers(source, shapes, seed=seed, how=how).workers
@@ -131,17 +123,8 @@ def chosen_workers(
         UnreadableExample: if an example cannot be read or decoded.
         ConfigError: if a file cannot be read.
     """
-    order = TrainingSampler(
-        source,
-        _global_batch(shapes),
-        seed=seed,
-        steps=2**62,
-        first_epoch=0,
-        is_filled=how.remainder == "pad",
-        is_weighted="weights" in shapes,
-    )
     return choose_workers(
-        order,
+        _training_order(source, shapes, seed, 2**62, how),
         source,
         _local_rows(shapes["inputs"]),
         _row_bytes(shapes),
@@ -188,15 +171,7 @@ def training_batches_of_seeds(
         skipped: count unreadable rows, one for each seed.
     """
     orders = [
-        TrainingSampler(
-            source,
-            _global_batch(shapes),
-            seed=seed,
-            first_epoch=0,
-            steps=stop_step,
-            is_filled=how.remainder == "pad",
-            is_weighted="weights" in shapes,
-        )
+        _training_order(source, shapes, seed, stop_step, how)
         for source, seed in zip(sources, seeds, strict=True)
     ]
     return _stacked(orders, sources, shapes, start_step, how, skipped)
@@ -211,6 +186,25 @@ def evaluation_batches_of_seeds(
     """The batches of `evaluation_batches` for several sources, stacked on a new first dimension."""
     orders = [EvaluationSampler(len(source), _global_batch(shapes)) for source in sources]
     return _stacked(orders, sources, shapes, 0, how, skipped)
+
+
+def _training_order(
+    source: Source,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    seed: int,
+    steps: int,
+    how: InputConfig,
+    first_epoch: int = 0,
+) -> TrainingSampler:
+    return TrainingSampler(
+        source,
+        _global_batch(shapes),
+        seed=seed,
+        steps=steps,
+        first_epoch=first_epoch,
+        is_filled=how.remainder == "pad",
+        is_weighted="weights" in shapes,
+    )
 
 
 def _stacked(

@@ -13,10 +13,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from scalejax.config.migrate import current_fields, current_name
 from scalejax.core.errors import ConfigError, refusal, unknown_name
-from scalejax.core.serialization import JsonValue
+from scalejax.core.serialization import JsonValue, plain
 
 Fields = dict[str, JsonValue]
 """Values by dotted field name."""
@@ -263,6 +264,11 @@ def flat_fields(table: Mapping[str, JsonValue], prefix: str = "") -> Fields:
         path = f"{prefix}.{name}" if prefix else name
         flat |= flat_fields(value, path) if isinstance(value, dict) else {path: value}
     return flat
+
+
+def fields_of(described: object) -> Fields:
+    """The fields of a dataclass and of those in it, by dotted name."""
+    return flat_fields(cast(Fields, plain(described)))
 
 
 def _as_list(value: JsonValue) -> list[JsonValue]:

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
 from scalejax.config.migrate import current_name, current_value, load_run_file, migrated
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config
@@ -380,8 +380,7 @@ def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:
     For a table that is varied as a whole, the fields that distinguish the runs: its kind first,
     without the fields implied by the kind.
     """
-    # A dataclass is a table.
-    tables = [flat_fields(cast(Fields, plain(config))) for config in configs]
+    tables = [fields_of(config) for config in configs]
     differing: list[str] = []
     for name in dict.fromkeys(map(current_name, names)):  # those of a sweep of an earlier version
         inner = (leaf for table in tables for leaf in table if leaf.startswith(f"{name}."))

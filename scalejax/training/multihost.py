@@ -15,9 +15,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import CheckpointMismatch, ConfigError, refusal
-from scalejax.core.serialization import JsonValue, plain
+from scalejax.core.serialization import JsonValue
 from scalejax.core.units import counted
 from scalejax.models import parameter_path
 from scalejax.training.checkpoint import checksum
@@ -79,8 +80,8 @@ def require_same_run(run: ResolvedRun, *, resume: bool) -> None:
     Raises:
         ConfigError: naming the process that differs from the first, and up to three fields.
     """
-    fields = {name: value for name, value in _flat(run.config).items() if name not in _PER_HOST}
-    of_data = {f"examples: {name}": value for name, value in _flat(run.dataset).items()}
+    fields = {name: value for name, value in fields_of(run.config).items() if name not in _PER_HOST}
+    of_data = {f"examples: {name}": value for name, value in fields_of(run.dataset).items()}
     versions = {f"version of {name}": version(name) for name in ("scalejax", "jax")}
     _require_same(
         {**fields, **of_data, **versions, "--resume": resume},
@@ -147,12 +148,6 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
     model = run.config.model
     field, value = ("path", model.path) if model.name == "custom" else ("name", model.name)
     raise ConfigError(refusal(f"model.{field}", value, accepted))
-
-
-def _flat(value: object) -> dict[str, JsonValue]:
-    """The scalars of nested dataclasses by dotted name; absent ones left out."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(plain(value))
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
 
+from scalejax.config.grid import fields_of
 from scalejax.config.run import ResolvedRun, RunConfig, load_kept_config, with_fields
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.filesystem import absolute_location
-from scalejax.core.serialization import JsonValue, load, plain, save, save_text, save_toml
+from scalejax.core.serialization import JsonValue, load, save, save_text, save_toml
 from scalejax.simulator.predict import Prediction
 from scalejax.training.data_fingerprints import refuse_other_files, save_used_files
 from scalejax.training.multihost import broadcast_from_first, is_first
@@ -137,8 +138,8 @@ def refuse_other_run(folder: RunFolder, run: ResolvedRun) -> None:
     """
     if not folder.config.exists():
         refuse_no_run(folder)
-    before = _flat(plain(load_kept_config(folder.config)))
-    after = _flat(plain(resolved_config(run)))
+    before = fields_of(load_kept_config(folder.config))
+    after = fields_of(resolved_config(run))
     _refuse_other_devices(before["layout.data"], run)
     changeable = set(_CHANGEABLE)
     if not run.config.schedule.depends_on_length:
@@ -227,10 +228,8 @@ def _holds_same_program(folder: RunFolder, run: ResolvedRun) -> bool:
     """Whether the run in `folder` compiles to the step that `run` compiles to."""
     if not folder.config.exists():
         return False
-    before, after = (
-        _flat(plain(load_kept_config(folder.config))),
-        _flat(plain(resolved_config(run))),
-    )
+    before = fields_of(load_kept_config(folder.config))
+    after = fields_of(resolved_config(run))
     return all(
         before.get(name) == after.get(name)
         for name in before | after
@@ -253,16 +252,6 @@ def versions() -> str:
     """Versions of scalejax, jax and Python in words."""
     ours, jax = version("scalejax"), version("jax")
     return f"scalejax {ours}, jax {jax}, Python {platform.python_version()}"
-
-
-def _flat(value: JsonValue, prefix: str = "") -> dict[str, JsonValue]:
-    """The scalars and lists of nested tables by dotted name; absent ones left out."""
-    if isinstance(value, dict):
-        flat: dict[str, JsonValue] = {}
-        for name, inner in value.items():
-            flat |= _flat(inner, f"{prefix}.{name}" if prefix else name)
-        return flat
-    return {} if value is None else {prefix: value}
 
 
 # The lock of a run folder: two runs would overwrite each other's record and checkpoints.

@@ -16,7 +16,12 @@ from scalejax.config.run import load_config, resolve
 from scalejax.sweep.vmapped import MappedPrograms, mapped_programs, train_together
 from scalejax.training import loop
 from scalejax.training.mesh import build_mesh
-from scalejax.training.record import RunFolder, RunRecord
+from scalejax.training.record import (
+    EvaluationMeasurement,
+    MeasurementLog,
+    RunFolder,
+    RunRecord,
+)
 from scalejax.training.reporter import Silent
 from scalejax.training.signals import Interrupted, StopSignals
 from scalejax.training.state import state_bytes
@@ -186,7 +191,8 @@ def test_runs_that_were_killed_before_their_first_state_may_yet_be_halved(
 def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
     run_file, tmp_path, monkeypatch, of_evaluations
 ):
-    """Also the last one, at the end; the records are then as if nothing had happened."""
+    """Also the last one, at the end, and where a kill then left one of the runs with it; the
+    records are then as if nothing had happened."""
     runs = [resolve(load_config(run_file, {"seed": seed}), 1) for seed in (0, 1)]
     cut, whole = (
         [RunFolder(path=tmp_path / f"{name}{seed}") for seed in (0, 1)] for name in ("cut", "whole")
@@ -207,6 +213,20 @@ def test_an_evaluation_of_several_runs_that_a_signal_fell_into_is_made_again(
     before = RunRecord.load(cut[0].path)
     assert len(before.evaluations) == of_evaluations - 1
     assert (before.status, before.statuses[-1].step) == ("interrupted", 12 * of_evaluations)
+    append, evaluated = MeasurementLog.append, []
+
+    def killed_at_the_second(log, line):
+        evaluated.extend([line] if isinstance(line, EvaluationMeasurement) else [])
+        if len(evaluated) == 2:
+            raise KeyboardInterrupt
+        append(log, line)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MeasurementLog, "append", killed_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            train_together(runs, cut, tmp_path / "states", Silent())
+    left = [len(RunRecord.load(folder.path).evaluations) for folder in cut]
+    assert left == [of_evaluations, of_evaluations - 1]
 
     train_together(runs, cut, tmp_path / "states", Silent())
 

@@ -68,7 +68,7 @@ from scalejax.config.training import (
     TrainConfig,
 )
 from scalejax.core import metrics
-from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.errors import ConfigError, prefixed, refusal
 from scalejax.core.serialization import JsonValue, build, plain
 
 _BATCHES = ("batch.global_batch", "batch.per_device_batch")
@@ -358,11 +358,8 @@ def load_kept_config(path: Path) -> RunConfig:
     Raises:
         ConfigError: one line per problem, each with the file.
     """
-    try:
+    with prefixed(f"{path}: "):
         return load_config(path)
-    except ConfigError as error:
-        lines = (f"{path}: {line}" for line in str(error).splitlines())
-        raise ConfigError("\n".join(lines)) from error
 
 
 def _hints_of_kind(path: Path, overrides: Mapping[str, JsonValue], refused: str) -> list[str]:

@@ -12,7 +12,8 @@ Knows nothing of what is being refused: callers give the field, the value and wh
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 _QUOTED_CHARACTERS = 400
 """Longest quotation of a refused value."""
@@ -58,6 +59,16 @@ def shortened(text: str) -> str:
     """`text`, its middle elided if it is longer than a message should be."""
     half = _QUOTED_CHARACTERS // 2
     return text if len(text) <= _QUOTED_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
+
+
+@contextmanager
+def prefixed(where: str) -> Iterator[None]:
+    """Begin each line of a refusal inside the block with `where`."""
+    try:
+        yield
+    except ConfigError as error:
+        lines = (f"{where}{line}" for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from error
 
 
 def nearest_name(name: str, accepted: Iterable[str], *, alike: float = 0.5) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from scalejax.core.errors import ConfigError, UnknownHardware, refusal, unknown_name
+from scalejax.core.errors import ConfigError, UnknownHardware, prefixed, refusal, unknown_name
 from scalejax.core.serialization import JsonValue, build, load_toml
 from scalejax.hardware.chip import Chip
 from scalejax.hardware.cluster import Cluster, CommunicationLibrary
@@ -63,11 +63,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         if isinstance(each, dict):
             _fill_in(each, "chip", "chips", beside)
     _fill_in(tables, "library", "libraries", beside)
-    try:
+    with prefixed(f"{name_or_path}: "):
         return build(Cluster, tables)
-    except ConfigError as error:
-        lines = [f"{name_or_path}: {line}" for line in str(error).splitlines()]
-        raise ConfigError("\n".join(lines)) from error
 
 
 def with_conditions(cluster: Cluster, values: Mapping[str, JsonValue]) -> Cluster:

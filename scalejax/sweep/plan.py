@@ -16,7 +16,14 @@ from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
 from scalejax.config.migrate import current_name, current_value, load_run_file, migrated
 from scalejax.config.reference import run_reference
 from scalejax.config.run import ResolvedRun, RunConfig, load_config
-from scalejax.core.errors import ConfigError, nearest_name, refusal, shortened, unknown_name
+from scalejax.core.errors import (
+    ConfigError,
+    nearest_name,
+    prefixed,
+    refusal,
+    shortened,
+    unknown_name,
+)
 from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text, stamped, unstamped
 from scalejax.data.facts import resolve
 from scalejax.emulation.checks import emulated_run
@@ -361,17 +368,12 @@ def _resolved(
     facts: DatasetFacts | None = None,
 ) -> ResolvedRun:
     """A run of the plan on its devices; a refusal names the run."""
-    try:
+    with prefixed(f"{which} ({shortened(in_words(fields))}): " if fields else ""):
         config = load_config(run_file, fields)
         if config.emulation is not None:
             emulated_run(config, facts)  # refuse it now rather than when it starts
         count = cpu_devices or (1 if config.layout.data is None else None)
         return resolve(config, count, facts)
-    except ConfigError as error:
-        where = f"{which} ({shortened(in_words(fields))}): " if fields else ""
-        raise ConfigError(
-            "\n".join(f"{where}{line}" for line in str(error).splitlines())
-        ) from error
 
 
 def varied_fields(names: list[str], configs: list[RunConfig]) -> list[Fields]:

@@ -11,10 +11,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from scalejax.config.grid import Fields, Grammar, flat_fields
+from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
 from scalejax.config.migrate import load_run_file
 from scalejax.config.run import ResolvedRun, load_config
-from scalejax.core.errors import ConfigError, refusal, require_at_least, require_multiple
+from scalejax.core.errors import (
+    ConfigError,
+    prefixed,
+    refusal,
+    require_at_least,
+    require_multiple,
+)
 from scalejax.core.serialization import JsonValue, build, document, plain, stamped
 from scalejax.measure.bench.statistics import warmup_steps
 from scalejax.measure.bench.tables import Scaling
@@ -153,7 +159,7 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
     """
     require_at_least("repeats", repeats, 1)
     require_known_conditions(grammar, SETTINGS)
-    known = {**flat_fields(load_run_file(run_file)), **flat_fields(_table(Settings()))}
+    known = {**flat_fields(load_run_file(run_file)), **fields_of(Settings())}
     expanded = grammar.expanded(known)
     grammar.require_met_conditions(known)
     split = [_split(values) for values in expanded]
@@ -172,12 +178,6 @@ def plan_bench(run_file: Path, grammar: Grammar, *, repeats: int = 1) -> BenchPl
     return BenchPlan(
         text=run_file.read_text(encoding="utf-8"), benchmarks=benchmarks, repeats=repeats
     )
-
-
-def _table(settings: Settings) -> dict[str, JsonValue]:
-    table = plain(settings)
-    assert isinstance(table, dict)  # noqa: S101  a dataclass is a table
-    return table
 
 
 def _split(values: Fields) -> tuple[Settings, Fields]:
@@ -200,17 +200,13 @@ def _resolved(
 ) -> ResolvedRun:
     """The run on its devices. Where the run.toml gives a global batch, weak scaling keeps its
     per-device batch on the `fewest` devices."""
-    try:
+    with prefixed(f"{in_words(varied)}: " if varied else ""):
         config = load_config(run_file, replaced)
         if epochs := config.batch.ramp_epochs:
             accepted = "a benchmark has one batch size; leave it out with -P batch.ramp_epochs=[]"
             raise ConfigError(refusal("batch.ramp_epochs", list(epochs), accepted))
         counts = (fewest, settings.devices)
         return resolve_all(config, counts, settings.scaling)[-1]
-    except ConfigError as error:
-        where = f"{in_words(varied)}: " if varied else ""
-        lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{where}{line}" for line in lines)) from error
 
 
 def _require_different(benchmarks: tuple[Benchmark, ...]) -> None:

@@ -1,51 +1,30 @@
 """Seconds of the reductions of an `all_reduce_spec` of tf_cnn_benchmarks.
 
-With n members, tensors of P bytes, a latency a and a bandwidth B in each direction:
-    ring                 2 (n - 1) (a + P / (n B))
-    halving and doubling 2 log2(n) a + 2 (n - 1) / n P / B
-    servers              2 a + 2 (bytes received by the fullest) / B: 2 (n - 1) P / S with S equal
-                         servers among the members, 2 n P for the memory of a host
-A ring or halving reduces one tensor after the other, but NCCL all in one group. Servers take all at
-once, each tensor cut into `shards` distributed round-robin, but devices and memory of one host copy
-one tensor after the other. Traffic that leaves a host shares its links, and overlaps with the rest.
-Knows formulas and links; no events, no values.
+Knows which tensors are reduced together, and on which servers; the time of a ring, of halving and
+doubling and of a message is that of `simulator.collectives`. A ring or halving reduces one tensor
+after the other, but NCCL all in one group. Servers take all at once, each tensor cut into `shards`
+distributed round-robin, but devices and memory of one host copy one tensor after the other. Traffic
+that leaves a host shares its links, and overlaps with the rest.
 
-Sources: Patarasuk & Yuan 2009, JPDC 69(2); Thakur, Rabenseifner & Gropp 2005, IJHPCA 19(1); Li et
-al. 2014, OSDI. Ignores how small tensors are packed together.
+Ignores how small tensors are packed together, and the start of a reduction before its first
+message.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from scalejax.config.all_reduce_spec import ReduceRange
 from scalejax.config.emulation import EmulationConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.emulation.virtual_cluster import Durations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReduceLinks:
-    """Links between the workers."""
-
-    workers: int
-    """Number of workers."""
-    workers_per_host: int
-    """Workers on each host."""
-    latency_seconds: float
-    """Latency of a message between hosts."""
-    hop_seconds: float
-    """Latency of a message within a host."""
-    network_bytes_per_second: float | None
-    """Bandwidth of a host to the others, each direction; None: unlimited."""
-    link_bytes_per_second: float | None
-    """Bandwidth of a device to the others of its host, each direction; None: unlimited."""
-    host_bytes_per_second: float | None
-    """Bandwidth of all devices of a host to its memory, each direction; None: unlimited."""
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.workers // self.workers_per_host)
+from scalejax.hardware import CollectiveMethod
+from scalejax.simulator.collectives import (
+    Route,
+    halving_doubling_all_reduce_seconds,
+    permute_seconds,
+    ring_all_reduce_seconds,
+)
 
 
 def with_reduction(
@@ -60,24 +39,38 @@ def with_reduction(
     is_given = emulation.timing.collective_seconds is not None
     if mode.all_reduce_ranges is None or is_given or not emulation.core.is_all_reduced:
         return durations
+    per_host = min(emulation.workers, durations.workers_per_host)
+    hosts = -(-emulation.workers // per_host)
+    network = durations.worker_bytes_per_second or math.inf
+    link = mode.link_rate or durations.link_bytes_per_second or math.inf
+    memory = mode.link_rate or durations.host_bytes_per_second or math.inf
     hop = durations.hop_seconds
-    links = ReduceLinks(
-        workers=emulation.workers,
-        workers_per_host=durations.workers_per_host,
-        latency_seconds=durations.latency_seconds,
-        hop_seconds=durations.latency_seconds if hop is None else hop,
-        network_bytes_per_second=durations.worker_bytes_per_second,
-        link_bytes_per_second=mode.link_rate or durations.link_bytes_per_second,
-        host_bytes_per_second=mode.link_rate or durations.host_bytes_per_second,
+    route = Route(
+        members=emulation.workers,
+        members_per_node=per_host,
+        nodes=hosts,
+        link_bytes_per_second=link,
+        tree_link_bytes_per_second=link,
+        network_bytes_per_second=network if hosts > 1 else None,
+        host_bytes_per_second=memory,
     )
-    seconds = reduction_seconds(mode.all_reduce_ranges, tensor_elements, links)
+    method = CollectiveMethod(
+        algorithm="ring",
+        protocol="simple",
+        bandwidth_fraction=1.0,
+        base_seconds=0.0,
+        link_hop_seconds=durations.latency_seconds if hop is None else hop,
+        network_hop_seconds=durations.latency_seconds,
+    )
+    seconds = reduction_seconds(mode.all_reduce_ranges, tensor_elements, route, method)
     return replace(durations, collective_seconds=seconds)
 
 
 def reduction_seconds(
     ranges: Sequence[ReduceRange],
     tensor_elements: Sequence[int],
-    links: ReduceLinks,
+    route: Route,
+    method: CollectiveMethod,
     *,
     element_bytes: int = 4,
 ) -> float:
@@ -86,7 +79,8 @@ def reduction_seconds(
     Args:
         ranges: reduction method by tensor size.
         tensor_elements: elements of each tensor.
-        links: links between the workers.
+        route: links between the workers; the last host may have fewer of them.
+        method: latencies of messages within a host and between hosts.
         element_bytes: bytes of an element.
 
     Raises:
@@ -100,85 +94,70 @@ def reduction_seconds(
             for elements in tensor_elements
             if elements > below and (most is None or elements <= most)
         ]
-        total += _range_seconds(each, sizes, links) if sizes and links.workers > 1 else 0.0
+        total += _range_seconds(each, sizes, route, method) if sizes and route.members > 1 else 0.0
         below = below if most is None else most
     return total
 
 
-def _range_seconds(each: ReduceRange, sizes: list[int], links: ReduceLinks) -> float:
+def _range_seconds(
+    each: ReduceRange, sizes: list[int], route: Route, method: CollectiveMethod
+) -> float:
     inside, _, between = each.algorithm.partition("/")
-    per_host = min(links.workers, links.workers_per_host)
-    hop, link = links.hop_seconds, links.link_bytes_per_second
-    latency, network = links.latency_seconds, links.network_bytes_per_second
-    if not between:  # all workers alike
-        if inside == "nccl":
-            if links.hosts > 1:
-                accepted = "nccl alone reduces within one host; take nccl/xring or nccl/pscpu"
-                field = "emulation.algorithm.all_reduce_spec"
-                raise ConfigError(refusal(field, inside, accepted))
-            return _ring([sum(sizes)], links.workers, hop, link)
-        if inside in ("pscpu", "psgpu"):
-            return _served(sizes, each.shards, inside == "psgpu", links)
-        if links.hosts == 1:
-            return _ring(sizes, links.workers, hop, link)
-        return _ring(sizes, links.workers, latency, network)
-    local = (
-        _ring([sum(sizes)], per_host, hop, link)
-        if inside == "nccl"
-        else _served(sizes, 1, False, replace(links, workers=per_host))
-    )
+    host = replace(route, members=route.members_per_node, nodes=1, network_bytes_per_second=None)
+    hosts = replace(route, members=route.nodes, members_per_node=1)  # one worker of each
+    field = "emulation.algorithm.all_reduce_spec"
+    if inside == "nccl":
+        if not between and route.nodes > 1:
+            accepted = "nccl alone reduces within one host; take nccl/xring or nccl/pscpu"
+            raise ConfigError(refusal(field, inside, accepted))
+        seconds = ring_all_reduce_seconds(sum(sizes), host, method)
+    elif between:
+        seconds = _served(sizes, 1, False, host, method)
+    elif inside in ("pscpu", "psgpu"):
+        seconds = _served(sizes, each.shards, inside == "psgpu", route, method)
+    else:
+        seconds = sum(ring_all_reduce_seconds(size, route, method) for size in sizes)
     if between == "rechd":
-        return local + _halved(sizes, links.hosts, latency, network)
-    if between == "xring":
-        return local + _ring(sizes, links.hosts, latency, network)
-    # One worker of each host, whose gradient is already in host memory.
-    hosts = replace(links, workers=links.hosts, workers_per_host=1, host_bytes_per_second=None)
-    return local + _served(sizes, each.shards, False, hosts)
+        if route.nodes & (route.nodes - 1):
+            accepted = "nccl/rechd halves: the hosts must be a power of two"
+            raise ConfigError(refusal(field, "nccl/rechd", accepted))
+        seconds += sum(halving_doubling_all_reduce_seconds(size, hosts, method) for size in sizes)
+    elif between == "xring":
+        seconds += sum(ring_all_reduce_seconds(size, hosts, method) for size in sizes)
+    elif between:  # a host has its own gradient in memory, as a device does
+        seconds += _served(sizes, each.shards, True, hosts, method)
+    return seconds
 
 
-def _ring(sizes: list[int], members: int, latency: float, rate: float | None) -> float:
-    moved = sum(sizes) / members / rate if rate else 0.0
-    return 2 * (members - 1) * (len(sizes) * latency + moved)
-
-
-def _halved(sizes: list[int], members: int, latency: float, rate: float | None) -> float:
-    if members & (members - 1):
-        accepted = "nccl/rechd halves: the hosts must be a power of two"
-        raise ConfigError(refusal("emulation.algorithm.all_reduce_spec", "nccl/rechd", accepted))
-    moved = (members - 1) / members * sum(sizes) / rate if rate else 0.0
-    return 2 * ((members.bit_length() - 1) * len(sizes) * latency + moved)
-
-
-def _served(sizes: list[int], shards: int, on_devices: bool, links: ReduceLinks) -> float:
+def _served(
+    sizes: list[int], shards: int, on_devices: bool, route: Route, method: CollectiveMethod
+) -> float:
     """Seconds of a reduction on servers. Tensors go to groups of `shards` servers round-robin, as
     tf_cnn_benchmarks groups devices: the devices of all workers, or the memories of their hosts."""
-    if links.workers == 1:
+    if route.members == 1:
         return 0.0
-    servers = links.workers if on_devices else links.hosts
+    servers = route.members if on_devices else route.nodes
     if shards > servers:
         accepted = f"there are {servers} devices to reduce on, and no more shards than those"
         raise ConfigError(refusal("emulation.algorithm.all_reduce_spec", f"#{shards}", accepted))
     groups = -(-servers // shards)
-    loads, copies = [0.0] * servers, [0] * servers
+    parts: list[list[int]] = [[] for _ in range(servers)]
     for tensor, size in enumerate(sizes):
         for place in range(tensor % groups, groups * shards, groups):
-            loads[place % servers] += size / shards
-            copies[place % servers] += 1
-    per_host = links.workers_per_host
+            parts[place % servers].append(-(-size // shards))
+    per_host, methods = route.members_per_node, (method,)
+    rate = route.link_bytes_per_second if on_devices else route.host_bytes_per_second
+    within = replace(route, nodes=1, network_bytes_per_second=None, link_bytes_per_second=rate)
+    hosts = replace(route, members=route.nodes, members_per_node=1)
     slowest = 0.0
-    for host in range(links.hosts):
-        members = min(per_host, links.workers - host * per_host)
-        own = (
-            slice(host * per_host, host * per_host + members)
-            if on_devices
-            else slice(host, host + 1)
-        )
+    for host in range(route.nodes):
+        members = min(per_host, route.members - host * per_host)
+        own = parts[host * per_host :][:members] if on_devices else parts[host : host + 1]
         senders = members - on_devices  # a device already has its own gradient
-        rate = links.link_bytes_per_second if on_devices else links.host_bytes_per_second
-        within = senders * max(loads[own]) / rate if rate else 0.0
-        within += links.hop_seconds * max(copies[own]) if senders else 0.0
-        network = links.network_bytes_per_second
-        remote = (links.workers - members) * sum(loads[own])
-        from_others = links.latency_seconds + (remote / network if network else 0.0)
-        slowest = max(slowest, within, from_others if links.hosts > 1 else 0.0)
+        link = replace(within, members=senders + 1)
+        for server in own:
+            seconds = sum(permute_seconds(senders * part, link, methods) for part in server)
+            slowest = max(slowest, seconds)
+        remote = (route.members - members) * sum(map(sum, own))
+        slowest = max(slowest, permute_seconds(remote, hosts, methods))
     return 2 * slowest

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from scalejax.config.emulation import EmulationConfig, TimingConfig
 from scalejax.config.run import ResolvedRun, resolve, with_fields
-from scalejax.core.errors import ConfigError, DoesNotFit, refusal
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.emulation.virtual_cluster import Durations
 from scalejax.hardware import Cluster, load_library
+from scalejax.simulator.collectives import find_route
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.reliability import step_deviation_seconds
 from scalejax.simulator.site_effects import step_terms
@@ -100,15 +101,15 @@ def durations_of(
         require_rates(emulation, per_host)
         placed = replace(given, workers_per_host=per_host)
         return _given(placed, emulation, gradient=given.gradient_seconds)
-    _require_room(emulation, cluster)
+    cluster.require_devices(emulation.workers, field="emulation.workers")
     require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
     gradient, gradient_sync = _compiled(run, emulation, cluster, on_case)
     method = load_library("parameter-server").methods[0]
-    network, link = cluster.network, cluster.link
-    link_rate = link.bytes_per_second * link.attainable_fraction
-    host_rate = link.host_bytes_per_second or link_rate
+    per_host = min(emulation.workers, given.workers_per_host or cluster.devices_per_node)
+    host = find_route(cluster, members=per_host, members_per_node=per_host, nodes=1)
+    network = cluster.network
     if network is None:
-        rate = host_rate
+        rate = host.host_bytes_per_second
         latency = method.link_hop_seconds
     else:
         rate = network.bytes_per_second * network.attainable_fraction
@@ -131,8 +132,8 @@ def durations_of(
     durations = _given(both, emulation, gradient=gradient, deviation=deviation)
     return replace(
         durations,
-        link_bytes_per_second=link_rate,
-        host_bytes_per_second=host_rate,
+        link_bytes_per_second=host.link_bytes_per_second,
+        host_bytes_per_second=host.host_bytes_per_second,
         hop_seconds=_hop_seconds(cluster),
     )
 
@@ -183,12 +184,3 @@ def _compiled(
     gradient_sync = times.exposed_seconds + times.contention_seconds
     gradient = times.step_seconds - gradient_sync + (terms.input_seconds or 0.0)
     return gradient, gradient_sync
-
-
-def _require_room(emulation: EmulationConfig, cluster: Cluster) -> None:
-    most = cluster.max_device_count
-    if most is None and cluster.network is None:
-        most = cluster.devices_per_node
-    if most is not None and emulation.workers > most:
-        accepted = f"{cluster.name} has at most {most} devices, one for each"
-        raise DoesNotFit(refusal("emulation.workers", emulation.workers, accepted))

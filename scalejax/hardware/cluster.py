@@ -206,8 +206,12 @@ class Cluster:
         if self.max_device_count is not None:
             require_at_least("max_device_count", self.max_device_count, 1)
 
-    def require_devices(self, count: int) -> None:
+    def require_devices(self, count: int, *, field: str = "devices") -> None:
         """Refuse more devices than the cluster has, which without a network are those of a node.
+
+        Args:
+            count: devices asked for.
+            field: name of the field that asks for them.
 
         Raises:
             DoesNotFit: naming how many it has.
@@ -216,7 +220,7 @@ class Cluster:
         if most is None and self.network is None:
             most = self.devices_per_node
         if most is not None and count > most:
-            raise DoesNotFit(f"devices={count} is refused: {self.name} has at most {most}.")
+            raise DoesNotFit(f"{field}={count} is refused: {self.name} has at most {most}.")
 
 
 def _require_fraction(field_name: str, fraction: float) -> None:

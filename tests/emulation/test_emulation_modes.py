@@ -20,10 +20,11 @@ from scalejax.config.emulation import (
 )
 from scalejax.config.run import resolve
 from scalejax.core.errors import ConfigError
-from scalejax.emulation.collective_times import ReduceLinks, reduction_seconds, with_reduction
+from scalejax.emulation.collective_times import reduction_seconds, with_reduction
 from scalejax.emulation.durations import durations_of
 from scalejax.emulation.run import emulate_run
-from scalejax.hardware import load_cluster
+from scalejax.hardware import CollectiveMethod, load_cluster
+from scalejax.simulator.collectives import Route
 
 WORKERS, STEPS = 3, 12
 PROBLEM = LeastSquares(momentum=0.9, learning_rate=0.02)
@@ -136,17 +137,30 @@ def test_workers_that_do_not_wait_update_one_after_the_other(algorithm: Algorith
     np.testing.assert_allclose(result.params, params, rtol=1e-10)
 
 
-def links(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceLinks:
+Links = tuple[Route, CollectiveMethod]
+
+
+def links(workers: int, per_host: int = 1, latency: float = 0.0) -> Links:
     """A million bytes a second between hosts, ten within them; so are messages."""
-    return ReduceLinks(
-        workers=workers,
-        workers_per_host=per_host,
-        latency_seconds=latency,
-        hop_seconds=latency / 10,
-        network_bytes_per_second=1e6,
+    hosts = -(-workers // per_host)
+    route = Route(
+        members=workers,
+        members_per_node=min(workers, per_host),
+        nodes=hosts,
         link_bytes_per_second=1e7,
+        tree_link_bytes_per_second=1e7,
+        network_bytes_per_second=1e6 if hosts > 1 else None,
         host_bytes_per_second=1e7,
     )
+    method = CollectiveMethod(
+        algorithm="ring",
+        protocol="simple",
+        bandwidth_fraction=1.0,
+        base_seconds=0.0,
+        link_hop_seconds=latency / 10,
+        network_hop_seconds=latency,
+    )
+    return route, method
 
 
 @pytest.mark.parametrize(
@@ -154,6 +168,8 @@ def links(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceLinks:
     [
         ("xring", links(8), 2 * 7 / 8 * 4),  # 2 P (N - 1) / N
         ("collective", links(8, latency=0.1), 2 * 7 / 8 * 4 + 14 * 4 * 0.1),
+        # Of the messages around a ring of two hosts, one each way leaves either host.
+        ("xring", links(16, 8, 0.1), 2 * 15 / 16 * 4 + 2 * 4 * (0.1 + 14 * 0.01)),
         ("pscpu#8", links(8), 2 * 4 * 7 / 8),  # 2 P (N - 1) / S: its own does not travel
         ("psgpu#2", links(8), 2 * 4 * 7 / 8),  # 4 tensors to 4 pairs
         ("pscpu", links(8, latency=0.1), 2 * (0.1 + 7 * 1.0)),  # 4 tensors to 4 servers of 8
@@ -171,9 +187,9 @@ def links(workers: int, per_host: int = 1, latency: float = 0.0) -> ReduceLinks:
         ("xring", links(1), 0.0),
     ],
 )
-def test_reductions_cost_what_the_formulas_say(spec: str, joined: ReduceLinks, seconds: float):
+def test_reductions_cost_what_the_formulas_say(spec: str, joined: Links, seconds: float):
     """Four tensors of 1,000,000 bytes; by hand."""
-    found = reduction_seconds(parse_all_reduce_spec(spec), [250_000] * 4, joined)
+    found = reduction_seconds(parse_all_reduce_spec(spec), [250_000] * 4, *joined)
 
     assert found == pytest.approx(seconds)
 
@@ -182,10 +198,10 @@ def test_ranges_take_the_tensors_of_their_sizes():
     """A tensor of just the limit still belongs to the range below it."""
     sizes = [1024, 1025, 100_000]
 
-    both = reduction_seconds(parse_all_reduce_spec("pscpu#4:1k:xring"), sizes, links(4))
+    both = reduction_seconds(parse_all_reduce_spec("pscpu#4:1k:xring"), sizes, *links(4))
 
-    small = reduction_seconds(parse_all_reduce_spec("pscpu#4"), sizes[:1], links(4))
-    large = reduction_seconds(parse_all_reduce_spec("xring"), sizes[1:], links(4))
+    small = reduction_seconds(parse_all_reduce_spec("pscpu#4"), sizes[:1], *links(4))
+    large = reduction_seconds(parse_all_reduce_spec("xring"), sizes[1:], *links(4))
     assert both == pytest.approx(small + large)
 
 
@@ -218,7 +234,8 @@ def test_modes_differ_in_time_alone():
 @pytest.mark.slow
 def test_collectives_in_a_node_use_its_links():
     """8 A100 and 160 tensors of 1 MB: NCCL in one group at the rate of the links, then devices
-    that each take 20 tensors one by one, then the memory of the host that takes all."""
+    that each take 20 tensors one by one, then the memory of the host that takes all of them, at the
+    rate of 8 links."""
     cluster = load_cluster("dgx-a100")
     run = resolve(config(), 1)
     seconds = []
@@ -232,7 +249,7 @@ def test_collectives_in_a_node_use_its_links():
         [
             14 * (hop + 160e6 / 8 / rate),
             2 * (20 * hop + 7 * 20e6 / rate),
-            2 * (160 * hop + 8 * 160e6 / rate),
+            2 * (160 * hop + 8 * 160e6 / (8 * rate)),
         ]
     )
     assert seconds == sorted(seconds)
@@ -306,7 +323,7 @@ def test_flags_that_do_not_belong_together_are_refused(flags: dict, words: str):
         ("pscpu#3", links(8, per_host=4), "there are 2 devices"),
     ],
 )
-def test_reductions_that_cannot_be_are_refused(spec: str, joined: ReduceLinks, words: str):
+def test_reductions_that_cannot_be_are_refused(spec: str, joined: Links, words: str):
     """When it is known where the workers are."""
     with pytest.raises(ConfigError, match=words):
-        reduction_seconds(parse_all_reduce_spec(spec), [10], joined)
+        reduction_seconds(parse_all_reduce_spec(spec), [10], *joined)

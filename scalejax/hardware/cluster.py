@@ -4,6 +4,7 @@ A node here is the set of devices that one kind of link connects: a server of 8 
 72, a TPU slice. Knows no program; `simulator.collectives` costs the collectives.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -206,8 +207,15 @@ class Cluster:
         if self.max_device_count is not None:
             require_at_least("max_device_count", self.max_device_count, 1)
 
+    @property
+    def most_devices(self) -> float:
+        """Devices of the whole cluster, or without a network of a node; infinite if unlimited."""
+        if self.max_device_count is not None:
+            return self.max_device_count
+        return math.inf if self.network is not None else self.devices_per_node
+
     def require_devices(self, count: int, *, field: str = "devices") -> None:
-        """Refuse more devices than the cluster has, which without a network are those of a node.
+        """Refuse more devices than the cluster has.
 
         Args:
             count: devices asked for.
@@ -216,10 +224,7 @@ class Cluster:
         Raises:
             DoesNotFit: naming how many it has.
         """
-        most = self.max_device_count
-        if most is None and self.network is None:
-            most = self.devices_per_node
-        if most is not None and count > most:
+        if count > (most := self.most_devices):
             raise DoesNotFit(f"{field}={count} is refused: {self.name} has at most {most}.")
 
 

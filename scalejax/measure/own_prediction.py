@@ -87,8 +87,7 @@ def calibrated_cluster(mesh: Mesh) -> Cluster | None:
         cluster = load_cluster(str(path))
     except ScalejaxError:  # written by an older version, for example
         return None
-    most, is_alike = cluster.max_device_count, cluster.chip.title == device.device_kind
-    if not is_alike or (most is not None and mesh.size > most):
+    if cluster.chip.title != device.device_kind or mesh.size > cluster.most_devices:
         return None
     if jax.process_count() > 1 and len(jax.local_devices()) != cluster.devices_per_node:
         return None

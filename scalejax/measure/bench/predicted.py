@@ -50,5 +50,4 @@ def _has_such(cluster: Cluster, settings: Settings) -> bool:
     of_process = settings.devices // settings.processes
     if settings.processes > 1:
         return of_process == cluster.devices_per_node
-    is_enough = cluster.max_device_count is None or of_process <= cluster.max_device_count
-    return is_enough and of_process <= cluster.devices_per_node
+    return of_process <= min(cluster.most_devices, cluster.devices_per_node)

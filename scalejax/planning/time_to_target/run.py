@@ -4,7 +4,6 @@ Decides which configurations are considered and the source of steps to target; `
 them.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -265,7 +264,7 @@ def _planned_runs(
         wanted = with_fields(config, {"layout.data": None, **fields})
         for option in options:
             for count in counts:
-                if count > _most_devices(option.cluster):
+                if count > option.cluster.most_devices:
                     left_out[_TOO_MANY] += 1
                     continue
                 try:
@@ -300,12 +299,6 @@ def _batches(
         first = counts[0] if config.layout.data is None else None
         kept = resolve(config, first, facts).split.per_device_batch
     return [{"batch.global_batch": None, "batch.per_device_batch": kept}]
-
-
-def _most_devices(cluster: Cluster) -> float:
-    if cluster.max_device_count is not None:
-        return cluster.max_device_count
-    return math.inf if cluster.network is not None else cluster.devices_per_node
 
 
 def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:

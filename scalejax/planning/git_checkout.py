@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalejax.core.environment import terminated_as_interrupted
 from scalejax.core.errors import ConfigError, refusal
 
 _OF_ANOTHER_REPOSITORY = frozenset(
@@ -84,20 +85,22 @@ def checked_out(file: CommittedFile) -> Iterator[Path]:
 
     Raises:
         ConfigError: if the commit cannot be checked out.
+        KeyboardInterrupt: on SIGTERM, as on Ctrl-C.
     """
-    outer = Path(tempfile.mkdtemp(prefix="scalejax-"))
-    folder = outer / f"{file.commit[:12]}-{outer.name}"  # git names its notes by the last part
-    try:
-        add = ("worktree", "add", "--detach", "--quiet", str(folder), file.commit)
-        done = _git(file.repository, "-c", f"core.hooksPath={os.devnull}", *add)
-        if done.returncode:
-            accepted = f"it cannot be checked out ({_said(done)})"
-            raise ConfigError(refusal("commit", file.commit[:12], accepted))
-        yield folder
-    finally:
-        # Twice: one that was cut off while it was made is locked.
-        _git(file.repository, "worktree", "remove", "--force", "--force", str(folder))
-        shutil.rmtree(outer, ignore_errors=True)
+    with terminated_as_interrupted():
+        outer = Path(tempfile.mkdtemp(prefix="scalejax-"))
+        folder = outer / f"{file.commit[:12]}-{outer.name}"  # git names its notes by the last part
+        try:
+            add = ("worktree", "add", "--detach", "--quiet", str(folder), file.commit)
+            done = _git(file.repository, "-c", f"core.hooksPath={os.devnull}", *add)
+            if done.returncode:
+                accepted = f"it cannot be checked out ({_said(done)})"
+                raise ConfigError(refusal("commit", file.commit[:12], accepted))
+            yield folder
+        finally:
+            # Twice: one that was cut off while it was made is locked.
+            _git(file.repository, "worktree", "remove", "--force", "--force", str(folder))
+            shutil.rmtree(outer, ignore_errors=True)
 
 
 def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

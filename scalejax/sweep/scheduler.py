@@ -16,9 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 
-from scalejax.core.environment import has_accelerator
+from scalejax.core.environment import has_accelerator, terminated_as_interrupted
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan
@@ -63,7 +62,7 @@ def run_sweep(
     """
     if processes is not None:
         require_at_least("processes", processes, 1)
-    with _locked(folder) as lock, _terminated_as_interrupted():
+    with _locked(folder) as lock, terminated_as_interrupted():
         is_finished = [row.is_finished for row in read_rows(plan, folder)]
         waiting = []
         for position, job in enumerate(plan.jobs):
@@ -103,23 +102,6 @@ def _locked(folder: SweepFolder) -> Iterator[int]:
                     ) from error
                 time.sleep(0.1)
         yield file.fileno()
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class _Pool:

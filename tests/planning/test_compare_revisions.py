@@ -95,8 +95,9 @@ def request(**fields: object) -> Request:
     return Request(cluster=cluster_of(), **{**given, **fields})  # type: ignore[arg-type]
 
 
-def test_checkout_has_the_files_of_the_commit_and_is_removed(repository: Path):
-    """Also when it is left by Ctrl-C; the hooks of the repository do not run."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_checkout_has_the_files_of_the_commit_and_is_removed(repository: Path, how: signal.Signals):
+    """Also when Ctrl-C or SIGTERM ends it; the hooks of the repository do not run."""
     called = repository.parent / "called"
     hook = repository / ".git" / "hooks" / "post-checkout"
     hook.write_text(f"#!/bin/sh\ntouch '{called}'\n")
@@ -107,7 +108,8 @@ def test_checkout_has_the_files_of_the_commit_and_is_removed(repository: Path):
     with contextlib.suppress(KeyboardInterrupt), checked_out(file) as tree:
         assert (tree / file.path).read_text() == RUN
         assert len(checkouts(repository)) == 2  # the tree, and the folder that holds it
-        raise KeyboardInterrupt
+        signal.raise_signal(how)
+        pytest.fail("the signal was ignored")
 
     assert checkouts(repository) == []
     assert not called.exists()
@@ -251,8 +253,10 @@ def test_commits_without_their_network_are_refused_or_noted(
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_interrupted_comparison_leaves_nothing_behind(repository: Path):
-    """Ctrl-C while it compiles: exit code 130, no checkout, no process that goes on."""
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_comparison_leaves_nothing_behind(repository: Path, how: signal.Signals):
+    """Ctrl-C, or a scheduler's limit, while it compiles: exit code 130, no checkout, no process
+    that goes on."""
     scratch = repository.parent / "scratch"
     scratch.mkdir()
     environment = {
@@ -272,7 +276,7 @@ def test_interrupted_comparison_leaves_nothing_behind(repository: Path):
     assert list(scratch.glob("scalejax-*"))
     time.sleep(2)  # until the compilers are at work
 
-    process.send_signal(signal.SIGINT)
+    process.send_signal(how)
 
     assert process.wait(20) == 130
     with process.stderr as said:

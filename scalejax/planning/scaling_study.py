@@ -81,8 +81,7 @@ def study(
 
 
 def _title(config: RunConfig, cluster: Cluster, framework: Framework) -> str:
-    trained_by = "" if framework == XLA else f", by {framework.title}"
-    return f"{config.model.name} on {cluster.title}{trained_by}"
+    return framework.title_of(f"{config.model.name} on {cluster.title}")
 
 
 def predict_run(

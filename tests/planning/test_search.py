@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from program_cases import matmul, program_of
 
+import scalejax
 from scalejax.cli.main import main
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import load_config
@@ -404,6 +405,19 @@ def test_what_was_seen_not_to_fit_is_not_advised(
     assert said.count("it does not fit") == 2
     assert "None of the 2 that were compiled fits" in said
     assert "Train" not in said
+
+
+def test_the_title_names_a_framework_other_than_xla(tmp_path: Path):
+    """As those of predictions and plans do."""
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+
+    titles = [
+        scalejax.search(run, "dgx-h100", 1, framework=name, top=1, confirm=0).title
+        for name in ("xla", "pytorch")
+    ]
+
+    assert titles[1] == f"{titles[0]}, by PyTorch"
 
 
 @pytest.mark.parametrize("flag", ["layout.tensor", "model.remat", "batch.microbatches"])

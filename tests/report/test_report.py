@@ -293,6 +293,17 @@ def test_names_of_the_user_are_text_not_markup(tmp_path: Path):
     assert len(Page(html).charts) == 4
 
 
+def test_a_framework_other_than_xla_is_named(tmp_path: Path):
+    """Of a single prediction too, whose title does not say it."""
+    for name in ("megatron-lm", "xla"):
+        serialization.save(replace(prediction(8, 0.2), framework=name), tmp_path / f"{name}.json")
+
+    html = render(read_sources([tmp_path / "megatron-lm.json", tmp_path / "xla.json"]), "")
+
+    assert html.count("Weak scaling, by the framework megatron-lm: ") == 1
+    assert html.count("Weak scaling: ") == 1
+
+
 def test_runs_that_differ_in_their_seed_share_a_colour(tmp_path: Path):
     """`no-warmup/seed-0` and `no-warmup/seed-1` are one family of two runs."""
     folders = [write_run(tmp_path / "no-warmup" / f"seed-{n}", [0.1]) for n in (0, 1)]

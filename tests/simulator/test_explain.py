@@ -364,6 +364,17 @@ def test_an_explanation_fits_a_terminal(explained):
     assert "1 operations match" in text
 
 
+def test_a_framework_other_than_xla_is_in_the_headings():
+    """On a terminal and on the page; of XLA nothing is said."""
+    megatron = explain(replace(STEP, framework="megatron-lm"), CLUSTER)
+    title = f"{STEP.name} on {CLUSTER.title}"
+
+    assert explain(STEP, CLUSTER).title == title
+    assert megatron.title == f"{title}, by megatron-lm"
+    assert printed([*explanation_tables.explanation(megatron)])[0] == megatron.title
+    assert f"<h1>{megatron.title}</h1>" in render(megatron)
+
+
 def test_what_must_be_known_first_is_said_once_above_the_figures(explained):
     """That a step does not fit, say."""
     noted = replace(explained, notes=("does not fit: too large", "another"))

@@ -238,7 +238,7 @@ def report_search(
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
-        title=f"{config.model.name} on {cluster.title}",
+        title=framework.title_of(f"{config.model.name} on {cluster.title}"),
         devices=", ".join(map(str, counts)),
         objective=objective,
         global_batch=best[0].strategy.split.global_batch if best else None,

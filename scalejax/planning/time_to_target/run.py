@@ -205,11 +205,9 @@ def plan_run(
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
-    title = f"{config.model.name} on {clusters}"
-    title += "" if framework == XLA else f", by {framework.title}"
     return make_plan(
         points,
-        title=title,
+        title=framework.title_of(f"{config.model.name} on {clusters}"),
         target=target_in_words(convergence, target),
         steps_source=source_in_words(config, convergence, curve),
         has_convergence=convergence is not None,

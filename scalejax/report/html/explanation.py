@@ -56,8 +56,7 @@ def write_explanation(explained: Explanation, output: Path) -> None:
 def render(explained: Explanation) -> str:
     """The page, as HTML with everything inside it."""
     page = Page()
-    title = f"{explained.program} on {explained.cluster_title}"
-    page.add(f"<h1>{escape(title)}</h1>")
+    page.add(f"<h1>{escape(explained.title)}</h1>")
     axes = " x ".join(f"{name}={size}" for name, size in explained.mesh_axes if size > 1)
     devices = counted(explained.device_count, "device")
     page.add(
@@ -85,7 +84,7 @@ def render(explained: Explanation) -> str:
         _add_trace(page, explained.trace)
     items = "".join(f"<li>{escape(note)}</li>" for note in explained.notes)
     page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
-    return page.render(title)
+    return page.render(explained.title)
 
 
 def waterfall(explained: Explanation) -> Spec:

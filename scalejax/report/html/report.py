@@ -23,6 +23,7 @@ from scalejax.report.html.page import Page
 from scalejax.report.html.plan import add_plans
 from scalejax.report.sources import RunSource, Sources, SweepSource, gap_between, read_sources
 from scalejax.report.terminal.sweep import arm_cells, arm_headings, results_in_words
+from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.predict import Prediction, ScalingPrediction, merged_notes
 from scalejax.sweep.results import arms
 from scalejax.training.input_stalls import WORTH_SAYING
@@ -338,7 +339,10 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
     first = study.predictions[0]
     page.add(f"<h2>{escape(study.title)}</h2>")
     fixed = {"weak": "the batch of each device", "strong": "the global batch"}[study.scaling]
-    page.add(f"<p>{study.scaling.capitalize()} scaling: {fixed} stays as devices are added.</p>")
+    by = "" if first.framework == XLA.name else f", by the framework {escape(first.framework)}"
+    page.add(
+        f"<p>{study.scaling.capitalize()} scaling{by}: {fixed} stays as devices are added.</p>"
+    )
     page.add_table(
         [
             "devices",

@@ -65,8 +65,7 @@ def _heading(explained: Explanation) -> Text:
             f"p90 {format_seconds(explained.p90_step_seconds)})"
         )
     step = f"Step {format_seconds(explained.step_seconds)}{band}, MFU "
-    title = f"{explained.program} on {explained.cluster_title}"
-    return Text.assemble((title, "bold"), line, step, format_fraction(explained.mfu), ".")
+    return Text.assemble((explained.title, "bold"), line, step, format_fraction(explained.mfu), ".")
 
 
 def verdict(explained: Explanation) -> Text:

@@ -12,6 +12,7 @@ from scalejax.simulator.explain.unexpected_collectives import (
     unexpected_collectives,
 )
 from scalejax.simulator.explain.what_if import Improvement, improvements
+from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.predict import RUN_CONDITIONS, predict
 from scalejax.simulator.program import Program, without_bubble
 from scalejax.simulator.timeline.attribution import Attribution, attributions, device_terms
@@ -94,8 +95,16 @@ class Explanation(Tabular):
     """Speedups by a factor of two in one resource, the largest first."""
     notes: tuple[str, ...]
     """Caveats of the figures."""
+    framework: str = XLA.name
+    """Name of the framework whose step is explained."""
     trace: TraceMatch | None = None
     """Comparison with a profiler trace; None without one."""
+
+    @property
+    def title(self) -> str:
+        """Program, cluster, and the framework unless it is XLA."""
+        by = "" if self.framework == XLA.name else f", by {self.framework}"
+        return f"{self.program} on {self.cluster_title}{by}"
 
     def to_rows(self) -> list[dict[str, JsonValue]]:
         """The terms of the step, a row for each."""
@@ -128,6 +137,7 @@ def explain(
     costliest = sorted(every, key=lambda attribution: -attribution.step_seconds)[:most_operations]
     return Explanation(
         program=program.name,
+        framework=program.framework,
         cluster=cluster.name,
         cluster_title=cluster.title,
         device_count=program.device_count,

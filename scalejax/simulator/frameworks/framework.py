@@ -68,6 +68,10 @@ class Framework:
         """Multiples of the vocabulary with which the step must be compiled as well."""
         return tuple(factor for each in self.properties for factor in each.vocabulary_factors)
 
+    def title_of(self, step: str) -> str:
+        """Title of `step` as this framework trains it: it names all frameworks but XLA."""
+        return step if self == XLA else f"{step}, by {self.title}"
+
     def applied(
         self, program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program] = ()
     ) -> Program:

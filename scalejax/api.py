@@ -83,11 +83,12 @@ def predict(
     """Predicted time, throughput, efficiency and memory of a step on a cluster that is not here.
 
     Example:
-        >>> from scalejax import load_config, predict
-        >>> path = "scalejax/config/examples/resnet50_goyal2017.toml"
-        >>> result = predict(load_config(path), "goyal2017-p100", 8)
-        >>> result.fits
-        True
+        >>> from importlib.resources import files
+        >>> from scalejax import predict
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> prediction = predict(path, "dgx-h100", 2)
+        >>> prediction.fits, prediction.global_batch
+        (True, 32)
 
     Args:
         subject: a run (its config or run file), a compiled `Program`, a `Step` of `build_step`, or
@@ -152,6 +153,16 @@ def train(
 ) -> "RunRecord":
     """Train a run on the devices that are here, and return its record.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from tempfile import mkdtemp
+        >>> from scalejax import load_config, train
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> config = load_config(path, {"train.epochs": 1, "batch.global_batch": 500})
+        >>> record = train(config, mkdtemp(), device_count=1, predicts=False)
+        >>> record.status, record.training[-1].loss < record.training[0].loss
+        ('completed', True)
+
     Args:
         run: a config, or the path of its run file.
         folder: where its files go; it may hold a run only with `resume`.
@@ -196,6 +207,14 @@ def explain(
 ) -> Explanation:
     """Breakdown of a predicted step, its costliest operations, and what would shorten it.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import explain
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> explanation = explain(path, "dgx-h100", 2)
+        >>> [term.name for term in explanation.terms][:2]
+        ['compute at peak', 'attainable rates']
+
     Args:
         subject: a run (its config or run file), or a compiled `Program`.
         cluster: a cluster, its name in the catalogue, or the path of its file.
@@ -231,6 +250,15 @@ def search(
     confirm: int = 3,
 ) -> SearchReport:
     """The best parallelisation strategies of a transformer, those that fit ranked by an objective.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_config, search
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> tables = {"model": {"name": "gpt2-124m"}, "data": {"name": "synthetic_tokens"}}
+        >>> report = search(load_config(path, tables), "dgx-h100", 2, confirm=0)
+        >>> report.ranked[0].place, report.ranked[0].strategy.layout.device_count
+        (1, 2)
 
     Args:
         run: a config or a run file; its layout, microbatches and remat are replaced.
@@ -288,6 +316,14 @@ def plan(
     framework: Framework | str = "xla",
 ) -> Plan:
     """The devices and the batch that reach a target soonest, or cheapest.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import plan
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> found = plan(path, ["dgx-h100"], [1, 2])
+        >>> found.soonest in found.front, {point.cluster for point in found.points}
+        (True, {'dgx-h100'})
 
     Args:
         run: a config or a run file; a `layout.data` in it is replaced.

@@ -41,14 +41,6 @@ def product(weights, rows):
 WEIGHTS, ROWS = jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
 
 
-def test_every_public_name_is_there_and_documented():
-    """And starts no JAX before it is used (tests/test_layers.py)."""
-    for name in scalejax.__all__:
-        assert getattr(scalejax, name) is not None
-        if callable(getattr(scalejax, name)):
-            assert getattr(scalejax, name).__doc__, name
-
-
 @pytest.mark.slow  # compiles in workers
 def test_a_run_is_predicted_from_its_file_its_config_its_program_and_its_step(tmp_path: Path):
     """To the same time: all are the one step that trains."""

@@ -31,7 +31,14 @@ MODEL_AXES = (PIPELINE, FSDP, CONTEXT, TENSOR)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Number of devices along each mesh axis."""
+    """Number of devices along each mesh axis.
+
+    Example:
+        >>> from scalejax import Layout
+        >>> layout = Layout(data=4, tensor=2)
+        >>> print(layout, layout.device_count, layout.batch_shards)
+        data=4 x tensor=2 8 4
+    """
 
     data: int = 1
     """Devices along the data axis."""

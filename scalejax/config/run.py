@@ -77,7 +77,25 @@ _BATCHES = ("batch.global_batch", "batch.per_device_batch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The config of a run: a field for each table of a `run.toml`."""
+    """The config of a run: a field for each table of a `run.toml`.
+
+    Example:
+        >>> from scalejax import RunConfig, resolve
+        >>> from scalejax.config.data import FashionMnistConfig
+        >>> from scalejax.config.model import MlpConfig
+        >>> from scalejax.config.optimizer import SgdConfig
+        >>> from scalejax.config.schedule import ScheduleConfig
+        >>> from scalejax.config.training import BatchConfig
+        >>> config = RunConfig(
+        ...     model=MlpConfig(hidden=(128, 128)),
+        ...     data=FashionMnistConfig(),
+        ...     batch=BatchConfig(per_device_batch=32),
+        ...     optimizer=SgdConfig(momentum=0.9),
+        ...     schedule=ScheduleConfig(base_learning_rate=0.02),
+        ... )
+        >>> resolve(config, 8).split.global_batch
+        256
+    """
 
     model: ModelConfig
     """The network."""
@@ -152,7 +170,16 @@ def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
-    """A config resolved on a number of devices: layout, batch, data set, steps."""
+    """A config resolved on a number of devices: layout, batch, data set, steps.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_config, resolve
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> run = resolve(load_config(path), 8)
+        >>> run.layout.data, run.split.per_device_batch, run.steps_per_epoch
+        (8, 4, 312)
+    """
 
     config: RunConfig
     """The config as given."""
@@ -333,6 +360,14 @@ def _bn_groups(layout: LayoutConfig, split: BatchSplit) -> int:
 
 def load_config(path: Path, overrides: Mapping[str, JsonValue] | None = None) -> RunConfig:
     """The config in a `run.toml`, with fields replaced.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_config
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> config = load_config(path, {"train.epochs": 3})
+        >>> config.model.name, config.train.epochs
+        ('mlp', 3)
 
     `model.name` may name a preset, such as "gpt3-175b" (`scalejax.config.presets`).
 

@@ -20,11 +20,29 @@ _QUOTED_CHARACTERS = 400
 
 
 class ScalejaxError(Exception):
-    """A problem that the user can fix; its text says how."""
+    """A problem that the user can fix; its text says how.
+
+    Example:
+        >>> from scalejax import ScalejaxError, load_cluster
+        >>> try:
+        ...     load_cluster("dgx-h1000")
+        ... except ScalejaxError as error:
+        ...     print(type(error).__name__)
+        UnknownHardware
+    """
 
 
 class ConfigError(ScalejaxError, ValueError):
-    """A field, flag or argument has an invalid value."""
+    """A field, flag or argument has an invalid value.
+
+    Example:
+        >>> from scalejax import ConfigError, Layout
+        >>> try:
+        ...     Layout(data=0)
+        ... except ConfigError as error:
+        ...     print(error)
+        layout.data=0 is refused: it must be at least 1, and finite.
+    """
 
 
 class UnknownHardware(ScalejaxError):
@@ -32,7 +50,16 @@ class UnknownHardware(ScalejaxError):
 
 
 class DoesNotFit(ScalejaxError):
-    """A program needs more memory, or a mesh more devices, than there are."""
+    """A program needs more memory, or a mesh more devices, than there are.
+
+    Example:
+        >>> from scalejax import DoesNotFit, load_cluster
+        >>> try:
+        ...     load_cluster("tpu-v5e").require_devices(512)
+        ... except DoesNotFit as error:
+        ...     print(error)
+        devices=512 is refused: tpu-v5e has at most 256.
+    """
 
 
 class CheckpointMismatch(ScalejaxError):

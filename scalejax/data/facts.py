@@ -78,6 +78,14 @@ def resolve(
 ) -> ResolvedRun:
     """The run of `config` on `device_count` devices: layout, batch, data set, steps.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_config, resolve
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> run = resolve(load_config(path), 8)
+        >>> run.dataset.train_examples, run.split.global_batch
+        (10000, 32)
+
     Args:
         config: the run.
         device_count: devices to use; if None, those that the config's axes multiply to.

@@ -23,7 +23,13 @@ def chip_names() -> tuple[str, ...]:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """Names of the clusters in the catalogue, sorted."""
+    """Names of the clusters in the catalogue, sorted.
+
+    Example:
+        >>> from scalejax import cluster_names
+        >>> "dgx-h100" in cluster_names()
+        True
+    """
     return _names("clusters")
 
 
@@ -51,6 +57,11 @@ def load_library(name: str) -> CommunicationLibrary:
 
 def load_cluster(name_or_path: str) -> Cluster:
     """The cluster of that name in the catalogue, or in a TOML file.
+
+    Example:
+        >>> from scalejax import load_cluster
+        >>> load_cluster("dgx-h100").title
+        'NVIDIA DGX H100, 8 x 400 Gb/s InfiniBand'
 
     Raises:
         UnknownHardware: if it, its chip or its library is in neither; names the closest that is.

@@ -179,7 +179,16 @@ class Residuals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """Specification of one device: an accelerator, or one die where a card holds two."""
+    """Specification of one device: an accelerator, or one die where a card holds two.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from scalejax import load_cluster
+        >>> chip = load_cluster("dgx-h100").chip
+        >>> larger = replace(chip, name="h100-160gb", memory_bytes=2 * chip.memory_bytes)
+        >>> larger.memory_bytes // chip.memory_bytes, "bf16" in larger.peak_flop_per_second
+        (2, True)
+    """
 
     name: str
     """Name in the catalogue: "h100"."""

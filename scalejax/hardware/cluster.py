@@ -168,7 +168,16 @@ class SharedChip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Nodes of equal devices; devices are numbered node by node."""
+    """Nodes of equal devices; devices are numbered node by node.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from scalejax import load_cluster
+        >>> cluster = load_cluster("dgx-h100")
+        >>> cluster.chip.name, cluster.devices_per_node
+        ('h100', 8)
+        >>> one_rack = replace(cluster, name="one-rack", max_device_count=32)
+    """
 
     name: str
     """Name in the catalogue: "dgx-h100"."""

@@ -45,6 +45,14 @@ def study(
 ) -> ScalingPrediction:
     """Predictions for `config` on each number of devices of `cluster`, in rising order.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_cluster, load_config, study
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> found = study(load_config(path), load_cluster("dgx-h100"), [1, 2], "weak")
+        >>> [each.global_batch for each in found.predictions]
+        [32, 64]
+
     The compiler runs once for each number; several compile at a time.
 
     Args:

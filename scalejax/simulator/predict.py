@@ -46,7 +46,20 @@ _COLUMNS = (
 @document("prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Tabular):
-    """Predicted time, throughput and memory of a program on a cluster; unknown is None."""
+    """Predicted time, throughput and memory of a program on a cluster; unknown is None.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_config, search
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> tables = {"model": {"name": "gpt2-124m"}, "data": {"name": "synthetic_tokens"}}
+        >>> report = search(load_config(path, tables), "dgx-h100", 2, confirm=0)
+        >>> prediction = report.ranked[0].prediction
+        >>> prediction.device_count, prediction.fits, prediction.backend
+        (2, True, 'closed_form')
+        >>> list(prediction.to_rows()[0])[:4]
+        ['cluster', 'framework', 'device_count', 'global_batch']
+    """
 
     cluster: str
     """Name of the cluster."""
@@ -112,7 +125,18 @@ class Prediction(Tabular):
 @document("scaling_prediction")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPrediction(Tabular):
-    """One training step on growing numbers of devices."""
+    """One training step on growing numbers of devices.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import predict
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> scaling = predict(path, "dgx-h100", [1, 2], scaling="strong")
+        >>> scaling.baseline_devices, [each.global_batch for each in scaling.predictions]
+        (1, [32, 32])
+        >>> scaling.efficiencies[0]
+        1.0
+    """
 
     scaling: Scaling
     """weak: per-device batch fixed. strong: global batch fixed."""

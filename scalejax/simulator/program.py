@@ -142,7 +142,32 @@ class MemoryUse:
 @document("program")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled step: the schedule of each device, its memory and its batch."""
+    """A compiled step: the schedule of each device, its memory and its batch.
+
+    Example:
+        >>> from scalejax import Program, load_cluster, predict
+        >>> from scalejax.simulator.program import MemoryUse, Operation
+        >>> side = 8192
+        >>> program = Program(
+        ...     name="a matrix product by hand",
+        ...     backend="closed_form",
+        ...     target="any",
+        ...     compiler="none",
+        ...     mesh_axes=(("data", 8),),
+        ...     operations=(
+        ...         Operation(
+        ...             name="product", kind="matmul", dtype="bf16", shape=(1, side, side, side),
+        ...             flop=2 * side**3, read_bytes=4 * side**2, write_bytes=2 * side**2,
+        ...         ),
+        ...     ),
+        ...     memory=MemoryUse(
+        ...         argument_bytes=4 * side**2, output_bytes=2 * side**2, alias_bytes=0,
+        ...         temporary_bytes=0,
+        ...     ),
+        ... )
+        >>> predict(program, load_cluster("dgx-h100")).fits
+        True
+    """
 
     name: str
     """Title of the step: "resnet50 train step"."""

@@ -15,6 +15,11 @@ from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 def build_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of the shape of `layout`; neighbours in `devices` are neighbours on its last axis.
 
+    Example:
+        >>> from scalejax import Layout, build_mesh
+        >>> build_mesh(Layout(data=1)).axis_names
+        ('pipeline', 'data', 'fsdp', 'context', 'tensor')
+
     Axes are of type Auto: the compiler propagates shardings from the step's inputs.
 
     Args:

@@ -250,7 +250,21 @@ def facts_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """All measurements of a run."""
+    """All measurements of a run.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from pathlib import Path
+        >>> from tempfile import mkdtemp
+        >>> from scalejax import RunRecord, load_config, train
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> config = load_config(path, {"train.epochs": 1, "batch.global_batch": 500})
+        >>> folder = Path(mkdtemp())
+        >>> trained = train(config, folder, device_count=1, predicts=False)
+        >>> record = RunRecord.load(folder)
+        >>> record.status, record.training[-1].step, len(record.evaluations)
+        ('completed', 20, 1)
+    """
 
     folder: RunFolder
     """Folder that they were read from."""

@@ -83,7 +83,17 @@ def input_dtype(dataset: DatasetFacts) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One update of a run over a mesh."""
+    """One update of a run over a mesh.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import build_mesh, build_step, load_config, resolve
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> run = resolve(load_config(path), 1)
+        >>> step = build_step(run, build_mesh(run.layout))
+        >>> step.batch["inputs"].shape, step.batch["targets"].shape
+        ((32, 28, 28, 1), (32,))
+    """
 
     function: Any
     """The jitted (state, batch) -> (state, metrics); the state is donated."""
@@ -99,6 +109,19 @@ def build_step(
     run: ResolvedRun, mesh: Mesh, *, phase: int = 0, schedule: Schedule | None = None
 ) -> Step:
     """The training step of `run` over `mesh`, jitted but not compiled.
+
+    Example:
+        >>> import jax
+        >>> from importlib.resources import files
+        >>> from scalejax import build_mesh, build_step, init_state, load_config, resolve
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> run = resolve(load_config(path), 1)
+        >>> mesh = build_mesh(run.layout)
+        >>> step = build_step(run, mesh)
+        >>> batch = jax.tree.map(lambda each: jax.numpy.zeros(each.shape, each.dtype), step.batch)
+        >>> state, metrics = step.function(init_state(run, mesh), batch)
+        >>> int(state.step), sorted(metrics)
+        (1, ['accuracy', 'learning_rate', 'loss'])
 
     It applies the gradient of the mean loss of the global batch, or the gradient that the run's
     gradient synchronisation makes of those of its devices.
@@ -138,6 +161,16 @@ def build_step(
 def init_state(run: ResolvedRun, mesh: Mesh) -> TrainState:
     """The state before the first update: initialised from the run's seed, or loaded from the
     model's pretrained weights; the same on any mesh.
+
+    Example:
+        >>> import jax
+        >>> from importlib.resources import files
+        >>> from scalejax import build_mesh, init_state, load_config, resolve
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> run = resolve(load_config(path), 1)
+        >>> state = init_state(run, build_mesh(run.layout))
+        >>> sum(each.size for each in jax.tree.leaves(state.params))
+        118282
 
     Raises:
         ConfigError: if those weights are missing.

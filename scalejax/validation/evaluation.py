@@ -34,7 +34,18 @@ class CompiledCase:
 @document("validation")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation(Tabular):
-    """Errors of the predictions of a ledger."""
+    """Errors of the predictions of a ledger.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import validate
+        >>> ledger = files("scalejax") / "validation/example.csv"
+        >>> validation = validate(ledger)
+        >>> [each.name for each in validation.families]
+        ['dlperf', 'vtrain_single', 'all']
+        >>> list(validation.to_rows()[0])[:3]
+        ['case_id', 'series', 'device_count']
+    """
 
     ledger: str
     """File of the ledger."""
@@ -151,6 +162,14 @@ def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validati
 
 def validate(ledger: Path | str, *, framework: Framework | None = None) -> Validation:
     """Predictions held against a ledger of published step times.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import validate
+        >>> ledger = files("scalejax") / "validation/example.csv"
+        >>> found = validate(ledger).rows
+        >>> [abs(row.predicted_seconds / row.measured_seconds - 1) < 0.5 for row in found]
+        [True, True, True]
 
     Args:
         ledger: a CSV file in the format of the project's `step_times.csv`.

@@ -79,6 +79,16 @@ def profile_many(
 ) -> list[Program]:
     """Programs of `jobs`, compiled in parallel.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_cluster, load_config, profile_many, resolve
+        >>> from scalejax.xla import ProfileJob
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> config, cluster = load_config(path), load_cluster("dgx-h100")
+        >>> jobs = [ProfileJob(run=resolve(config, n), cluster=cluster) for n in (1, 2)]
+        >>> [program.device_count for program in profile_many(jobs)]
+        [1, 2]
+
     Args:
         jobs: runs and clusters.
         on_done: called with the position and program of each job, as it is done.
@@ -159,6 +169,19 @@ def profile_function(
 ) -> Program:
     """Program of one call of a jitted, sharded function, compiled for `cluster`.
 
+    Example:
+        >>> import jax
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from scalejax import load_cluster, profile_function
+        >>> def build(mesh):
+        ...     sharding = NamedSharding(mesh, PartitionSpec("data"))
+        ...     rows = jax.ShapeDtypeStruct((64, 512), "float32", sharding=sharding)
+        ...     return jax.jit(lambda rows: jax.numpy.tanh(rows).sum()), (rows,)
+        >>> cluster = load_cluster("dgx-h100")
+        >>> program = profile_function(build, cluster=cluster, mesh_axes={"data": 8})
+        >>> program.mesh_axes, program.collective_bytes("all_reduce")
+        ((('data', 8),), 4)
+
     Args:
         build: a function of a mesh that returns (jitted function, its arguments as arrays or
             shapes with shardings); itself, from anywhere, or as "module:name".
@@ -199,6 +222,18 @@ def profile_call(
     backend: Backend | None = None,
 ) -> Program:
     """Program of `function(*arguments)` on `device_count` devices, compiled for `cluster`.
+
+    Example:
+        >>> import jax
+        >>> from scalejax import load_cluster, profile_call
+        >>> def step(weights, rows):
+        ...     return jax.numpy.tanh(rows @ weights).sum()
+        >>> weights = jax.ShapeDtypeStruct((512, 256), "float32")
+        >>> rows = jax.ShapeDtypeStruct((64, 512), "float32")
+        >>> cluster = load_cluster("dgx-h100")
+        >>> program = profile_call(step, (weights, rows), cluster=cluster, device_count=8)
+        >>> program.global_batch, program.flop == 2 * (64 // 8) * 512 * 256
+        (64, True)
 
     Args:
         function: jitted or not; also one typed into a notebook.

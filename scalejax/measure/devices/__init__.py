@@ -92,6 +92,17 @@ def calibrate(
 ) -> Calibration:
     """Calibration of the devices of this process.
 
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import mkdtemp
+        >>> from scalejax import calibrate, load_cluster
+        >>> from scalejax.measure.devices import TINY_GRID
+        >>> folder = Path(mkdtemp())
+        >>> found = calibrate(folder, TINY_GRID)  # a minute; without TINY_GRID some more
+        >>> paths = found.save(folder / "this-machine")
+        >>> load_cluster(str(paths[0])).name
+        'this-machine'
+
     Args:
         folder: a folder on the storage to measure.
         grid: shapes to time.

@@ -99,6 +99,21 @@ _MOST_REASONS = 5
 def write_report(paths: Sequence[Path], output: Path, *, title: str = "scalejax report") -> None:
     """Write the runs and predictions at `paths` as one HTML page.
 
+    Example:
+        >>> from importlib.resources import files
+        >>> from pathlib import Path
+        >>> from tempfile import mkdtemp
+        >>> from scalejax import load_config, search, write_report
+        >>> from scalejax.core.serialization import save
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> tables = {"model": {"name": "gpt2-124m"}, "data": {"name": "synthetic_tokens"}}
+        >>> found = search(load_config(path, tables), "dgx-h100", 2, confirm=0)
+        >>> folder = Path(mkdtemp())
+        >>> save(found.ranked[0].prediction, folder / "prediction.json")
+        >>> write_report([folder / "prediction.json"], folder / "report.html", title="2 H100")
+        >>> "<h1>2 H100</h1>" in (folder / "report.html").read_text()
+        True
+
     Args:
         paths: folders of runs and sweeps, and JSON files of predictions and plans.
         output: the HTML file.

@@ -48,7 +48,17 @@ class Property:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """Software that trains, as far as its step differs from the one that XLA compiles."""
+    """Software that trains, as far as its step differs from the one that XLA compiles.
+
+    Example:
+        >>> from scalejax import Framework
+        >>> from scalejax.simulator.frameworks import FRAMEWORKS
+        >>> FRAMEWORKS["megatron-lm"].schedule
+        '1f1b'
+        >>> ours = Framework(name="ours", title="Our trainer", year=2026, schedule="1f1b")
+        >>> ours.title_of("gpt on our cluster")
+        'gpt on our cluster, by Our trainer'
+    """
 
     name: str
     """Name that `--framework` takes."""

@@ -1,7 +1,7 @@
 """Large-minibatch training in JAX, and what it would cost on hardware that is not here.
 
-The verbs (`predict`, `train`, `search`, `plan`, `explain`, `calibrate`, `validate`) do what the
-commands of these names do. Everything here is imported when it is first used, so that
+The verbs (`predict`, `train`, `search`, `plan`, `explain`, `compare`, `calibrate`, `validate`) do
+what the commands of these names do. Everything here is imported when it is first used, so that
 `import scalejax` starts no JAX.
 """
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scalejax.api import explain, plan, predict, search, train
+    from scalejax.api import compare, explain, plan, predict, search, train
     from scalejax.config.parallelism import Layout
     from scalejax.config.run import ResolvedRun, RunConfig, load_config
     from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
@@ -50,6 +50,7 @@ __all__ = [
     "build_step",
     "calibrate",
     "cluster_names",
+    "compare",
     "explain",
     "init_state",
     "load_cluster",
@@ -68,7 +69,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "api": ("explain", "plan", "predict", "search", "train"),
+    "api": ("compare", "explain", "plan", "predict", "search", "train"),
     "config.run": ("ResolvedRun", "RunConfig", "load_config"),
     "data.facts": ("resolve",),
     "core.errors": ("ConfigError", "DoesNotFit", "ScalejaxError"),

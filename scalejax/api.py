@@ -13,7 +13,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, with_fields
 from scalejax.core.errors import ConfigError, DoesNotFit, refusal
 from scalejax.core.serialization import JsonValue
-from scalejax.data.facts import fitting_facts
+from scalejax.data.facts import fitting_facts, resolve
 from scalejax.hardware import Cluster, load_cluster
 from scalejax.planning.explain_run import explain_run
 from scalejax.planning.scaling_study import predict_run, study
@@ -27,6 +27,8 @@ from scalejax.planning.search.run import (
 )
 from scalejax.planning.time_to_target.plan import Plan
 from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
+from scalejax.simulator.comparison import Bounds, Comparison
+from scalejax.simulator.comparison import compare as compare_programs
 from scalejax.simulator.explain import Explanation
 from scalejax.simulator.explain import explain as explain_program
 from scalejax.simulator.frameworks import XLA, Framework, framework_named
@@ -34,7 +36,7 @@ from scalejax.simulator.predict import Prediction, Scaling, ScalingPrediction
 from scalejax.simulator.predict import predict as predict_program
 from scalejax.simulator.program import Program
 from scalejax.training.record import facts_of
-from scalejax.xla import profile, profile_call
+from scalejax.xla import ProfileJob, profile, profile_call, profile_many
 
 if TYPE_CHECKING:
     from scalejax.training.profiler import TraceSchedule
@@ -235,6 +237,53 @@ def explain(
     config, facts = _read(subject)
     by = _framework(framework)
     return explain_run(config, where, count, facts=facts, framework=by).explanation
+
+
+def compare(
+    a: Run | Program,
+    b: Run | Program,
+    cluster: Cluster | Path | str,
+    devices: int | None = None,
+    *,
+    framework: Framework | str = "xla",
+    bounds: Bounds | None = None,
+) -> Comparison:
+    """Comparison of two revisions of a step: time, memory, and bytes and kinds of collectives.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import compare, load_config
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> wider = load_config(path, {"model.hidden": [256, 256]})
+        >>> found = compare(path, wider, "dgx-h100", 2)
+        >>> found.after_flop > found.before_flop, len(found.exceeded) > 0
+        (True, True)
+
+    Args:
+        a: the step before: a run (its config or run file), or a compiled `Program`. Steps at a
+            commit are compared by the command alone.
+        b: the step after, likewise.
+        cluster: a cluster, its name in the catalogue, or the path of its file.
+        devices: number of devices of a run; if None, those that its layout asks for.
+        framework: the framework that trains them, or its name; of runs.
+        bounds: how much worse `b` may be; if None, the usual bounds.
+
+    Raises:
+        ConfigError: if a run or a name is refused, or the steps do not compare.
+        DoesNotFit: if the cluster has fewer devices.
+        ProfileError: if the compiler refuses a step.
+    """
+    where, by = _cluster(cluster), _framework(framework)
+    jobs = []
+    for config, facts in (_read(each) for each in (a, b) if not isinstance(each, Program)):
+        run = resolve(config, devices, facts)
+        jobs.append(ProfileJob(run=run, cluster=where, framework=by))
+    if not jobs:
+        _refuse_devices(devices, "a program")
+        _refuse_framework(framework)
+    compiled = iter(profile_many(jobs))
+    before, after = (each if isinstance(each, Program) else next(compiled) for each in (a, b))
+    return compare_programs(before, after, where, bounds)
 
 
 def search(

@@ -9,13 +9,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from program_cases import matmul, program_of
 
 import scalejax
 from scalejax import predict
 from scalejax.core.errors import ConfigError, DoesNotFit, UnknownHardware
 from scalejax.hardware import load_cluster
+from scalejax.simulator.frameworks import Framework
+from scalejax.simulator.program import Program
+from scalejax.validation.archive import read_archive
+from scalejax.validation.cases import Case, case_of
+from scalejax.validation.ledger import read_ledger
 from scalejax.xla import ProfileJob
+from scalejax.xla.cache import case_key
 from scalejax.xla.functions import call_of, pickled, unpickled
+from scalejax.xla.job import Compiled
 
 RUN = """
 [model]
@@ -39,6 +47,76 @@ def product(weights, rows):
 
 
 WEIGHTS, ROWS = jax.ShapeDtypeStruct((4, 3), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+
+
+GPT = {
+    "model": {"name": "gpt", "layers": 2, "hidden": 64, "heads": 4},
+    "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 512},
+}
+BY = {"framework": "megatron-lm"}
+VERBS = {
+    "compare": lambda run: scalejax.compare(run, run, "dgx-h100", 8, **BY),
+    "explain": lambda run: scalejax.explain(run, "dgx-h100", 8, **BY),
+    "plan": lambda run: scalejax.plan(run, ["dgx-h100"], [8], **BY),
+    "predict": lambda run: scalejax.predict(run, "dgx-h100", 8, **BY),
+    "search": lambda run: scalejax.search(
+        run, "dgx-h100", 8, global_batch=64, top=1, confirm=1, **BY
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_passes_the_framework_on(verb: str, tmp_path: Path, monkeypatch):
+    """To each step that it costs, compiled or not; else the figures would be XLA's."""
+    applied: list[str] = []
+
+    def transformed(framework: Framework, program: Program, *given: object) -> Program:
+        applied.append(framework.name)
+        return program
+
+    def compiled(jobs, on_done, on_error=None):
+        for position, job in enumerate(jobs):
+            step = program_of(matmul("m", 1.0), devices=job.target.device_count)
+            on_done(position, Compiled(program=step))
+
+    monkeypatch.setattr(Framework, "applied", transformed)
+    monkeypatch.setattr("scalejax.xla.run_jobs", compiled)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", compiled)
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+
+    VERBS[verb](scalejax.load_config(path, GPT))
+
+    assert set(applied) == {"megatron-lm"}
+
+
+@pytest.mark.parametrize("row", [0, 2])  # by XLA on one device; by Megatron-LM over 2 stages
+def test_a_row_of_validate_is_what_predict_says(row: int, tmp_path: Path, monkeypatch):
+    """To the last digit, of the same compiled step: the table is of what users get."""
+    ledger = Path(scalejax.__file__).parent / "validation" / "example.csv"
+    case = case_of(read_ledger(ledger)[row])
+    assert isinstance(case, Case)
+    (run,) = case.runs
+
+    def archived(jobs, on_done):
+        for position, job in enumerate(jobs):
+            program = read_archive().program(case_key(job))
+            assert program is not None
+            on_done(position, Compiled(program=program))
+
+    monkeypatch.setattr("scalejax.xla.run_jobs", archived)
+    monkeypatch.setattr("scalejax.xla.target.has_cuda_compiler", lambda: True)
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+
+    found = predict(run.config, case.cluster, case.row.device_count, framework=case.framework)
+
+    result = scalejax.validate(ledger).rows[row]
+    assert result.predicted_seconds == found.step_seconds
+    assert (result.p10_seconds, result.p90_seconds) == (
+        found.p10_step_seconds,
+        found.p90_step_seconds,
+    )
 
 
 @pytest.mark.slow  # compiles in workers

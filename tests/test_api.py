@@ -53,14 +53,14 @@ GPT = {
     "model": {"name": "gpt", "layers": 2, "hidden": 64, "heads": 4},
     "data": {"name": "synthetic_tokens", "tokens": 32, "vocabulary": 512},
 }
-BY = {"framework": "megatron-lm"}
+BY = "megatron-lm"
 VERBS = {
-    "compare": lambda run: scalejax.compare(run, run, "dgx-h100", 8, **BY),
-    "explain": lambda run: scalejax.explain(run, "dgx-h100", 8, **BY),
-    "plan": lambda run: scalejax.plan(run, ["dgx-h100"], [8], **BY),
-    "predict": lambda run: scalejax.predict(run, "dgx-h100", 8, **BY),
+    "compare": lambda run: scalejax.compare(run, run, "dgx-h100", 8, framework=BY),
+    "explain": lambda run: scalejax.explain(run, "dgx-h100", 8, framework=BY),
+    "plan": lambda run: scalejax.plan(run, ["dgx-h100"], [8], framework=BY),
+    "predict": lambda run: scalejax.predict(run, "dgx-h100", 8, framework=BY),
     "search": lambda run: scalejax.search(
-        run, "dgx-h100", 8, global_batch=64, top=1, confirm=1, **BY
+        run, "dgx-h100", 8, global_batch=64, top=1, confirm=1, framework=BY
     ),
 }
 
@@ -80,7 +80,6 @@ def test_a_verb_passes_the_framework_on(verb: str, tmp_path: Path, monkeypatch):
             on_done(position, Compiled(program=step))
 
     monkeypatch.setattr(Framework, "applied", transformed)
-    monkeypatch.setattr("scalejax.xla.run_jobs", compiled)
     monkeypatch.setattr("scalejax.xla.batch.run_jobs", compiled)
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     path = tmp_path / "run.toml"
@@ -88,7 +87,7 @@ def test_a_verb_passes_the_framework_on(verb: str, tmp_path: Path, monkeypatch):
 
     VERBS[verb](scalejax.load_config(path, GPT))
 
-    assert set(applied) == {"megatron-lm"}
+    assert set(applied) == {BY}
 
 
 @pytest.mark.parametrize("row", [0, 2])  # by XLA on one device; by Megatron-LM over 2 stages
@@ -99,13 +98,13 @@ def test_a_row_of_validate_is_what_predict_says(row: int, tmp_path: Path, monkey
     assert isinstance(case, Case)
     (run,) = case.runs
 
-    def archived(jobs, on_done):
+    def archived(jobs, on_done, on_error):
         for position, job in enumerate(jobs):
             program = read_archive().program(case_key(job))
             assert program is not None
             on_done(position, Compiled(program=program))
 
-    monkeypatch.setattr("scalejax.xla.run_jobs", archived)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", archived)
     monkeypatch.setattr("scalejax.xla.target.has_cuda_compiler", lambda: True)
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
 

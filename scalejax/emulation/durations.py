@@ -17,8 +17,7 @@ from scalejax.simulator.device_state import under_load
 from scalejax.simulator.reliability import step_deviation_seconds
 from scalejax.simulator.site_effects import step_terms
 from scalejax.simulator.timeline.timeline import what_if
-from scalejax.xla import ProfileJob
-from scalejax.xla.batch import compile_cases, in_words
+from scalejax.xla import ProfileJob, profile_many
 
 # Checks of hosts: algorithms limited to one host, and the rates needed within a host.
 
@@ -177,7 +176,7 @@ def _compiled(
     job = ProfileJob(
         run=resolve(with_fields(run.config, fields), devices, run.dataset), cluster=cluster
     )
-    (program,) = compile_cases([job], [in_words(devices)], on_case)
+    (program,) = profile_many([job], on_case)
     cluster = under_load(cluster, program)
     times = what_if(program).timeline(cluster)
     terms = step_terms(program, cluster, times.step_seconds)

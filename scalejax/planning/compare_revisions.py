@@ -32,8 +32,7 @@ from scalejax.simulator.comparison import Bounds, Comparison, compare
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
 from scalejax.training.record import facts_of
-from scalejax.xla import ProfileJob
-from scalejax.xla.batch import compile_cases
+from scalejax.xla import ProfileJob, profile_many
 
 CASES = 2
 """Programs of a comparison that may have to be compiled."""
@@ -190,11 +189,15 @@ def _programs(
                     )
                     on_case("begun", each.title)
         jobs = [
-            ProfileJob(run=run, cluster=request.cluster, framework=request.framework)
-            for run in runs.values()
+            ProfileJob(
+                run=run,
+                cluster=request.cluster,
+                framework=request.framework,
+                name=revisions[position].title,
+            )
+            for position, run in runs.items()
         ]
-        found = compile_cases(jobs, [revisions[position].title for position in runs], on_case)
-        programs |= zip(runs, found, strict=True)
+        programs |= zip(runs, profile_many(jobs, on_case), strict=True)
         for position, each in compiling.items():
             programs[position] = each.program(notes)
             on_case("compiled", revisions[position].title)

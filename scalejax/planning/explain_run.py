@@ -19,8 +19,7 @@ from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.perfetto import MeasuredTrace
 from scalejax.simulator.program import Program
-from scalejax.xla import ProfileJob
-from scalejax.xla.batch import compile_cases, in_words
+from scalejax.xla import ProfileJob, profile_many
 
 CASES = 2
 """Programs that are compiled for one explanation: the run's, and one with twice the batch."""
@@ -71,15 +70,17 @@ def explain_run(
         runs.append(_with_doubled_batch(run))
     except ConfigError as error:
         refused = error
-    jobs = [ProfileJob(run=each, cluster=cluster, framework=framework) for each in runs]
-    name = in_words(device_count)
-    cases = [name, f"{name} with twice the batch"][: len(jobs)]
+    names = ("", f"{counted(device_count, 'device')} with twice the batch")
+    jobs = [
+        ProfileJob(run=each, cluster=cluster, framework=framework, name=name)
+        for each, name in zip(runs, names, strict=False)
+    ]
     try:
-        programs = compile_cases(jobs, cases, on_case)
+        programs = profile_many(jobs, on_case)
     except ProfileError as error:
         if len(jobs) == 1:
             raise
-        refused, programs = error, compile_cases(jobs[:1], cases[:1], on_case)
+        refused, programs = error, profile_many(jobs[:1], on_case)
     doubled = programs[1] if len(programs) > 1 else None
     explanation = explain(programs[0], cluster, doubled_batch=doubled)
     if refused is not None:

@@ -26,8 +26,7 @@ from scalejax.simulator.predict import (
 )
 from scalejax.simulator.program import Program
 from scalejax.simulator.ramp import PhasePrediction, RampPrediction
-from scalejax.xla import ProfileJob
-from scalejax.xla.batch import compile_cases, in_words
+from scalejax.xla import ProfileJob, profile_many
 
 
 def study(
@@ -73,10 +72,8 @@ def study(
         ProfileError: if the compiler refuses the step.
     """
     runs = resolve_all(config, device_counts, scaling, facts)
-    programs = compile_cases(
-        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs],
-        [in_words(run.layout.device_count) for run in runs],
-        on_case,
+    programs = profile_many(
+        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs], on_case
     )
     for program in programs:
         on_program(program)
@@ -186,11 +183,11 @@ def ramp_study(
     phase_count = len(runs[0].phases)
     alone = [[phase_alone(run, run.phases[index]) for run in runs] for index in range(phase_count)]
     flat = [run for phase in alone for run in phase]
-    programs = compile_cases(
-        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in flat],
-        [f"{in_words(run.layout.device_count)}, batch {run.split.global_batch}" for run in flat],
-        on_case,
-    )
+    jobs = []
+    for run in flat:
+        name = f"{counted(run.layout.device_count, 'device')}, batch {run.split.global_batch}"
+        jobs.append(ProfileJob(run=run, cluster=cluster, framework=framework, name=name))
+    programs = profile_many(jobs, on_case)
     for program in programs:
         on_program(program)
     first_epochs = [phase.first_epoch for phase in runs[0].phases]

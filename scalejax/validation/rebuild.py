@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
-from scalejax.simulator.program import Program
 from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
@@ -31,7 +30,7 @@ def rebuild(
     """
     programs = archived_programs(archive, on_progress)
     find_programs([case for case in map(case_of, rows) if isinstance(case, Case)], programs)
-    found = {key: each for key, each in programs.known.items() if isinstance(each, Program)}
+    found = programs.compiled.known
     return len(found), write_archive(found, path)
 
 

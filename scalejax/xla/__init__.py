@@ -6,21 +6,19 @@ already compiled. Importing this, and reading a cached program, needs no JAX.
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from scalejax.config.run import ResolvedRun
-from scalejax.core.cache import user_folder
 from scalejax.core.errors import require_at_least
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
-from scalejax.xla.cache import cached_program, keep
+from scalejax.xla.batch import CacheFolder, profile_many
 from scalejax.xla.compiled import read_compiled, read_step
-from scalejax.xla.derive import Derivation, ProfileJob, derivation
+from scalejax.xla.derive import ProfileJob
 from scalejax.xla.functions import Builder, call_of, pickled
-from scalejax.xla.job import Compiled, FunctionJob, RunJob
+from scalejax.xla.job import Compiled, FunctionJob
 from scalejax.xla.substitution import for_chip, require_type, restored
 from scalejax.xla.target import Backend, has_cuda_compiler, target_for
 from scalejax.xla.worker_pool import run_jobs
@@ -35,13 +33,9 @@ __all__ = [
     "profile_many",
     "read_compiled",
     "read_step",
-    "remembered",
     "require_type",
     "restored",
 ]
-
-CacheFolder = Path | None | Literal["user"]
-"""Cache of programs: a folder, none, or the user's cache folder."""
 
 
 def profile(
@@ -68,96 +62,6 @@ def profile(
     """
     job = ProfileJob(run=run, cluster=cluster, framework=framework)
     return profile_many([job], cache=cache, backend=backend)[0]
-
-
-def profile_many(
-    jobs: Sequence[ProfileJob],
-    on_done: Callable[[int, Program], None] | None = None,
-    *,
-    cache: CacheFolder = "user",
-    backend: Backend | None = None,
-) -> list[Program]:
-    """Programs of `jobs`, compiled in parallel.
-
-    Example:
-        >>> from importlib.resources import files
-        >>> from scalejax import load_cluster, load_config, profile_many, resolve
-        >>> from scalejax.xla import ProfileJob
-        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
-        >>> config, cluster = load_config(path), load_cluster("dgx-h100")
-        >>> jobs = [ProfileJob(run=resolve(config, n), cluster=cluster) for n in (1, 2)]
-        >>> [program.device_count for program in profile_many(jobs)]
-        [1, 2]
-
-    Args:
-        jobs: runs and clusters.
-        on_done: called with the position and program of each job, as it is done.
-        cache: cache to read programs from and to write them to.
-        backend: see `profile`.
-
-    Raises:
-        ProfileError: if the compiler refuses one; the others are stopped.
-        DoesNotFit: if a cluster has fewer devices.
-    """
-    folder = user_folder() if cache == "user" else cache
-    found = [_Found(derivation(job, backend=backend)) for job in jobs]
-    programs: dict[int, Program] = {}
-
-    def done(position: int, index: int, program: Program) -> None:
-        found[position].programs[index] = program
-        if (derived := found[position].derived()) is not None:
-            programs[position] = derived
-            if on_done is not None:
-                on_done(position, derived)
-
-    requested: list[RunJob] = []
-    waiting: list[list[tuple[int, int]]] = []
-    for position, each in enumerate(found):
-        for index, job in enumerate(each.derivation.compiled):
-            program = None if folder is None else cached_program(folder, job)
-            if program is not None:
-                done(position, index, program)
-            elif job in requested:
-                waiting[requested.index(job)].append((position, index))
-            else:
-                requested.append(job)
-                waiting.append([(position, index)])
-
-    def compiled(number: int, result: Compiled) -> None:
-        if folder is not None:
-            keep(folder, requested[number], result)
-        for position, index in waiting[number]:
-            done(position, index, result.program)
-
-    if requested:
-        run_jobs(requested, compiled)
-    return [programs[position] for position in range(len(jobs))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The compiled programs of one derivation, as far as they are there."""
-
-    derivation: Derivation
-    programs: dict[int, Program] = field(default_factory=dict)
-
-    def derived(self) -> Program | None:
-        """The requested program; None while compiled ones are missing."""
-        if len(self.programs) < len(self.derivation.compiled):
-            return None
-        return self.derivation.program([program for _, program in sorted(self.programs.items())])
-
-
-def remembered(job: ProfileJob) -> Program | None:
-    """The program of `job` in the user's cache; None if it is not there.
-
-    Raises:
-        DoesNotFit: if the cluster has fewer devices.
-    """
-    how = derivation(job)
-    programs = [cached_program(user_folder(), each) for each in how.compiled]
-    known = [each for each in programs if each is not None]
-    return how.program(known) if len(known) == len(programs) else None
 
 
 def profile_function(

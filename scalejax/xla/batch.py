@@ -1,64 +1,122 @@
-"""Programs of many runs: compiled in parallel, or scaled out from few compiled ones."""
+"""Programs of many runs: read from the cache or compiled in parallel, or scaled out from few."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 from scalejax.core.cache import user_folder
 from scalejax.core.errors import ProfileError, ScalejaxError
-from scalejax.core.progress import OnCase, nothing_said
-from scalejax.core.units import counted
+from scalejax.core.progress import OnCase, Stage, nothing_said
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
-from scalejax.xla import ProfileJob, profile_many, remembered
 from scalejax.xla.cache import cached_program, case_key, keep
-from scalejax.xla.derive import Derivation, derivation
+from scalejax.xla.derive import Derivation, ProfileJob, derivation
 from scalejax.xla.job import Compiled, RunJob
 from scalejax.xla.target import Backend, Target, has_cuda_compiler
 from scalejax.xla.worker_pool import run_jobs
 
-# Compilation of several cases, with progress of each.
+CacheFolder = Path | None | Literal["user"]
+"""Cache of programs: a folder, none, or the user's cache folder."""
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of programs that have been compiled, and of all that must be."""
 
 
-def in_words(device_count: int) -> str:
-    """Name of a case with `device_count` devices: "256 devices"."""
-    return counted(device_count, "device")
+class CompiledPrograms:
+    """Compiled programs by `case_key`, each of which is read from the cache, or compiled, once."""
+
+    def __init__(self, cache: CacheFolder = "user") -> None:
+        """Start without programs; `cache` is where they are read from and kept."""
+        self.known: dict[str, Program] = {}
+        """The programs that were found or compiled."""
+        self._folder = user_folder() if cache == "user" else cache
+
+    def missing(self, wanted: Mapping[str, RunJob]) -> dict[str, RunJob]:
+        """Those of `wanted` that must be compiled; the others are known from here on."""
+        missing: dict[str, RunJob] = {}
+        for key, job in wanted.items():
+            if key in self.known:
+                continue
+            program = None if self._folder is None else cached_program(self._folder, job)
+            if program is None:
+                missing[key] = job
+            else:
+                self.known[key] = program
+        return missing
+
+    def compile(
+        self,
+        missing: Mapping[str, RunJob],
+        on_done: Callable[[], None],
+        on_error: Callable[[str, ScalejaxError], None] | None = None,
+    ) -> None:
+        """Compile `missing`, in parallel; `on_done` is called after each.
+
+        Raises:
+            ProfileError: of the first that is refused, if there is no `on_error`.
+        """
+        keys, jobs = list(missing), list(missing.values())
+
+        def done(index: int, result: Compiled) -> None:
+            if self._folder is not None:
+                keep(self._folder, jobs[index], result)
+            self.known[keys[index]] = result.program
+            on_done()
+
+        if jobs:
+            run_jobs(jobs, done, on_error and (lambda index, error: on_error(keys[index], error)))
 
 
-def compile_cases(
-    jobs: Sequence[ProfileJob], cases: Sequence[str], on_case: OnCase = nothing_said
+def profile_many(
+    jobs: Sequence[ProfileJob],
+    on_case: OnCase = nothing_said,
+    *,
+    cache: CacheFolder = "user",
+    backend: Backend | None = None,
 ) -> list[Program]:
-    """Programs of `jobs`, compiled in parallel where they are not cached.
+    """Programs of `jobs`, compiled in parallel.
+
+    Example:
+        >>> from importlib.resources import files
+        >>> from scalejax import load_cluster, load_config, profile_many, resolve
+        >>> from scalejax.xla import ProfileJob
+        >>> path = files("scalejax") / "config/examples/fashion_small_batch.toml"
+        >>> config, cluster = load_config(path), load_cluster("dgx-h100")
+        >>> jobs = [ProfileJob(run=resolve(config, n), cluster=cluster) for n in (1, 2)]
+        >>> [program.device_count for program in profile_many(jobs)]
+        [1, 2]
 
     Args:
         jobs: runs and clusters.
-        cases: title of each job: "256 devices".
-        on_case: called as each case starts to compile, is done, or is cached.
+        on_case: called with the title of each job as it starts to compile, is done, or is found in
+            the cache.
+        cache: cache to read programs from and to write them to.
+        backend: see `profile`.
 
     Raises:
         ProfileError: if the compiler refuses one; the others are stopped.
         DoesNotFit: if a cluster has fewer devices.
     """
-    programs: dict[int, Program] = {}
+    ways = [derivation(job, backend=backend) for job in jobs]
+    wanted = [{case_key(each): each for each in how.compiled} for how in ways]
+    compiled, programs = CompiledPrograms(cache), dict[int, Program]()
+
+    def derive(stage: Stage) -> None:
+        for position, (how, needed) in enumerate(zip(ways, wanted, strict=True)):
+            if position not in programs and needed.keys() <= compiled.known.keys():
+                program = how.program([compiled.known[key] for key in needed])
+                assert program is not None  # noqa: S101  it is of all devices already
+                programs[position] = program
+                on_case(stage, how.job.title)
+
+    missing = compiled.missing({key: job for needed in wanted for key, job in needed.items()})
+    derive("remembered")
     for position, job in enumerate(jobs):
-        program = remembered(job)
-        if program is not None:
-            programs[position] = program
-            on_case("remembered", cases[position])
-    missing = [position for position in range(len(jobs)) if position not in programs]
-    for position in missing:
-        on_case("begun", cases[position])
-
-    def done(index: int, program: Program) -> None:
-        programs[missing[index]] = program
-        on_case("compiled", cases[missing[index]])
-
-    if missing:
-        profile_many([jobs[position] for position in missing], done)
+        if position not in programs:
+            on_case("begun", job.title)
+    compiled.compile(missing, lambda: derive("compiled"))
     return [programs[position] for position in range(len(jobs))]
-
-
-OnProgress = Callable[[int, int], None]
-"""Called with the number of programs that have been compiled, and of all that must be."""
 
 
 class Programs:
@@ -86,11 +144,11 @@ class Programs:
             compiles: whether programs that are not archived are read from the user's cache or
                 compiled; otherwise they are errors.
         """
-        self.known: dict[str, Program | ScalejaxError] = {}
-        """Compiled program of each `case_key`, or the reason why there is none."""
+        self.compiled = CompiledPrograms()
+        """The compiled programs that were needed."""
+        self._refused: dict[str, ScalejaxError] = {}
         self._derived: dict[tuple[str, str, Framework], Program | ScalejaxError | None] = {}
         self._archived = archived
-        self._folder = user_folder()
         self._on_progress = on_progress
         self._backend: Backend | None = backend
         self._compiles = compiles
@@ -119,58 +177,43 @@ class Programs:
         """The derived program; None if it cannot be scaled out."""
         keys = [case_key(job) for job in how.compiled]
         whole = case_key(replace(how.compiled[0], run=how.job.run))
-        key = (keys[0], whole, how.job.framework)
-        if key not in self._derived:
-            self._derived[key] = self._derive(how, [self.known[each] for each in keys])
-        return self._derived[key]
-
-    def _derive(
-        self, how: Derivation, compiled: Sequence[Program | ScalejaxError]
-    ) -> Program | ScalejaxError | None:
-        programs: list[Program] = []
-        for each in compiled:
-            if isinstance(each, ScalejaxError):
-                return each
-            programs.append(each)
-        try:
-            return how.program(programs)
-        except ScalejaxError as error:
-            return error
+        derived = (keys[0], whole, how.job.framework)
+        if derived not in self._derived:
+            try:
+                answer = next((self._refused[key] for key in keys if key in self._refused), None)
+                self._derived[derived] = answer or how.program(
+                    [self.compiled.known[key] for key in keys]
+                )
+            except ScalejaxError as error:
+                self._derived[derived] = error
+        return self._derived[derived]
 
     def _require(self, jobs: Iterable[RunJob]) -> None:
         """Find or compile the programs of `jobs`."""
-        missing: dict[str, RunJob] = {}
+        wanted: dict[str, RunJob] = {}
         for job in jobs:
             key = case_key(job)
-            if key in self.known or key in missing:
+            if key in self._refused or key in self.compiled.known:
                 continue
-            program = self._archived(key)
-            if program is None and self._compiles:
-                job = _compilable(job)
-                program = cached_program(self._folder, job)
-            if program is not None:
-                self.known[key] = program
+            if (program := self._archived(key)) is not None:
+                self.compiled.known[key] = program
             elif self._compiles:
-                missing[key] = job
+                wanted[key] = _compilable(job)
             else:
-                self.known[key] = ProfileError("its program is not in the archive.")
+                self._refused[key] = ProfileError("its program is not in the archive.")
+        missing = self.compiled.missing(wanted)
         self._total += len(missing)
         if missing:
-            self._compile(list(missing), list(missing.values()))
+            self._on_progress(self._done, self._total)
+        self.compiled.compile(missing, self._count, self._refuse)
 
-    def _compile(self, keys: list[str], jobs: list[RunJob]) -> None:
+    def _count(self) -> None:
+        self._done += 1
         self._on_progress(self._done, self._total)
 
-        def answer(index: int, program: Program | ScalejaxError) -> None:
-            self.known[keys[index]] = program
-            self._done += 1
-            self._on_progress(self._done, self._total)
-
-        def on_done(index: int, compiled: Compiled) -> None:
-            keep(self._folder, jobs[index], compiled)
-            answer(index, compiled.program)
-
-        run_jobs(jobs, on_done, answer)
+    def _refuse(self, key: str, error: ScalejaxError) -> None:
+        self._refused[key] = error
+        self._count()
 
 
 def programs_of(

@@ -12,6 +12,7 @@ from scalejax.config.model import ELEMENT_BYTES, GptConfig
 from scalejax.config.parallelism import stage_layers
 from scalejax.config.run import ResolvedRun, resolve
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.units import counted
 from scalejax.hardware import Cluster
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.program import Program
@@ -34,6 +35,13 @@ class ProfileJob:
     """The cluster to compile for."""
     framework: Framework = XLA
     """The framework that trains it."""
+    name: str = ""
+    """Name where progress is shown; if empty, the number of devices."""
+
+    @property
+    def title(self) -> str:
+        """What is shown while it is compiled."""
+        return self.name or counted(self.run.layout.device_count, "device")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

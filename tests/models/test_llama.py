@@ -223,7 +223,7 @@ def test_a_profile_has_the_exchanges_of_gpt_and_the_model_flop_of_llama(monkeypa
     for the keys, though their heads are others."""
     tables = {**RUN, "batch": {"global_batch": 8}, "layout": {"tensor": 2}}
     run = resolve(build_config(RunConfig, tables), 4)
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
     program = profile(run, load_cluster("dgx-h100"), cache=None, backend="cpu")
 

@@ -13,6 +13,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, load
 from scalejax.core.units import format_seconds
 from scalejax.hardware import load_cluster
+from scalejax.planning import scaling_study
 from scalejax.planning.scaling_study import phase_alone, ramp_study
 from scalejax.report.sources import read_sources
 from scalejax.simulator.predict import predict
@@ -20,7 +21,7 @@ from scalejax.simulator.program import MemoryUse, Operation, Program
 from scalejax.simulator.ramp import RampPrediction
 from scalejax.training.mesh import build_mesh
 from scalejax.training.step import build_step
-from scalejax.xla import batch, read_step
+from scalejax.xla import read_step
 
 CONFIG = build(RunConfig, TABLES)
 CLUSTER = load_cluster("dgx-h100")
@@ -75,12 +76,10 @@ def collectives(program: Program) -> list[tuple[str, int, int]]:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the compiler: one product, of so many FLOP for each sample of a device."""
 
-    def compiled(jobs, on_done):
-        for position, job in enumerate(jobs):
-            on_done(position, _program(job.run))
+    def compiled(jobs, on_case):
+        return [_program(job.run) for job in jobs]
 
-    monkeypatch.setattr(batch, "profile_many", compiled)
-    monkeypatch.setattr(batch, "remembered", lambda _: None)
+    monkeypatch.setattr(scaling_study, "profile_many", compiled)
 
 
 def _program(run) -> Program:

@@ -10,9 +10,10 @@ import scalejax
 from scalejax.config.run import RunConfig, load_config, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.hardware import load_cluster
+from scalejax.planning import scaling_study
 from scalejax.planning.scaling_study import resolve_all, study
 from scalejax.simulator.program import MemoryUse, Operation, Program
-from scalejax.xla import batch
+from scalejax.xla.job import Compiled
 
 EXAMPLES = Path(scalejax.__file__).parent / "config" / "examples"
 
@@ -82,28 +83,23 @@ def test_no_devices_are_refused(config: RunConfig, counts: list[int]):
         resolve_all(config, counts, "weak")
 
 
-def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
+def test_study_costs_the_program_of_each_number(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Equal steps on 8 and 16 devices are 100 % efficient, and twice as many samples."""
 
-    def compiled(jobs, on_done):
-        programs = [_program(job.run.layout.device_count) for job in jobs]
-        for position, program in enumerate(programs):
-            on_done(position, program)
-        return programs
+    def compiled(jobs, on_done, on_error):
+        for position, job in enumerate(jobs):
+            on_done(position, Compiled(program=_program(job.target.device_count)))
 
-    monkeypatch.setattr(batch, "profile_many", compiled)
-    remembered = {16: _program(16)}
-    monkeypatch.setattr(
-        batch, "remembered", lambda job: remembered.get(job.run.layout.device_count)
-    )
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", compiled)
+    monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
+    cluster = load_cluster("dgx-b200")
+    study(config, cluster, [16], "weak")
     said: list[tuple[str, str]] = []
 
     found = study(
-        config,
-        load_cluster("dgx-b200"),
-        [8, 16],
-        "weak",
-        on_case=lambda stage, case: said.append((stage, case)),
+        config, cluster, [8, 16], "weak", on_case=lambda stage, case: said.append((stage, case))
     )
 
     assert said == [
@@ -124,13 +120,11 @@ def test_study_costs_the_program_of_each_number(config: RunConfig, monkeypatch: 
 def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """First of its notes; a step that fits has none such."""
 
-    def compiled(jobs, on_done):
+    def compiled(jobs, on_case):
         large, small = (_program(job.run.layout.device_count) for job in jobs)
-        on_done(0, replace(large, memory=replace(large.memory, temporary_bytes=2**40)))
-        on_done(1, small)
+        return [replace(large, memory=replace(large.memory, temporary_bytes=2**40)), small]
 
-    monkeypatch.setattr(batch, "profile_many", compiled)
-    monkeypatch.setattr(batch, "remembered", lambda _: None)
+    monkeypatch.setattr(scaling_study, "profile_many", compiled)
 
     found = study(config, load_cluster("dgx-h100"), [8, 16], "weak")
 

@@ -360,12 +360,12 @@ def test_ranking_is_printed_before_its_first_are_compiled(
     run.write_text(RUN)
     printed = []
 
-    def compiled(jobs, cases, on_case):
+    def compiled(jobs, on_case):
         printed.append(capsys.readouterr().out)
         milliseconds = 3.0 - len(printed)  # the second takes half of the first
         return [program_of(matmul("m", milliseconds))]
 
-    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "profile_many", compiled)
     monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
     command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
 
@@ -392,10 +392,10 @@ def test_what_was_seen_not_to_fit_is_not_advised(
     run.write_text(RUN)
     wide = replace(program_of(matmul("m", 1.0)).memory, temporary_bytes=2**40)
 
-    def compiled(jobs, cases, on_case):
+    def compiled(jobs, on_case):
         return [replace(program_of(matmul("m", 1.0)), memory=wide)]
 
-    monkeypatch.setattr(searched_run, "compile_cases", compiled)
+    monkeypatch.setattr(searched_run, "profile_many", compiled)
     monkeypatch.setattr(searched_run, "has_cuda_compiler", lambda: True)
     command = ["search", str(run), "--cluster", "dgx-h100", "--devices", "8", "--top", "3"]
 

@@ -59,7 +59,7 @@ def test_the_loss_is_found_on_the_line_of_wordier_steps():
 def test_our_loss_holds_logits_and_one_array_in_float32(monkeypatch):
     """Twice the vocabulary takes 2 + 4 bytes more for each logit; and a table of words or both,
     gathered, 2 to 4 % of that."""
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
     words = 16_384
     small, large = (
         profile(llama(vocabulary), load_cluster("dgx-h100"), cache=None, backend="cuda")

@@ -98,9 +98,9 @@ def test_a_run_in_float8_is_that_in_bfloat16_with_its_linear_layers_cast(tmp_pat
     cluster = load_cluster("dgx-h100")
     jobs = [ProfileJob(run=run_in(each), cluster=cluster) for each in ("bfloat16", "float8")]
 
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
     bf16, fp8 = profile_many(jobs, cache=tmp_path, backend="cuda")
-    monkeypatch.setattr("scalejax.xla.run_jobs", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", lambda *_: pytest.fail("compiled again"))
     (again,) = profile_many(jobs[1:], cache=tmp_path, backend="cuda")
 
     assert fp8 == again == in_float8(bf16)

@@ -159,7 +159,7 @@ def products(program: Program) -> Counter[tuple[str, tuple[int, ...]]]:
 def kept(monkeypatch):
     """What is profiled was compiled once, with jax 0.10.2, and kept: the closed form was read off
     its fusions. The compiler of jax 0.12 fuses more, and moves up to a seventh less."""
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
 
 def compiled_of(run: ResolvedRun) -> Program:
@@ -274,7 +274,7 @@ def test_what_was_kept_is_what_the_compiler_makes_today(run: ResolvedRun, monkey
     """One of each kind; REMAKE_PROGRAMS=1 compiles them all anew, and holds the closed form
     against them."""
     compiled = compiled_of(run)
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
     require_same(compiled_of(run), compiled)
 

@@ -74,7 +74,7 @@ def programs(request) -> dict[str, Program]:
     """The programs of all runs for 256 H100, by one of the compilers."""
     jobs = [ProfileJob(run=resolved(name), cluster=load_cluster("dgx-h100")) for name in RUNS]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scalejax.xla.run_jobs", kept_jobs)
+        patch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
         found = profile_many(jobs, cache=None, backend=request.param)
     return dict(zip(RUNS, found, strict=True))
 
@@ -82,7 +82,7 @@ def programs(request) -> dict[str, Program]:
 @pytest.fixture
 def kept(monkeypatch):
     """What is profiled was compiled once, and kept."""
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
 
 @pytest.mark.slow  # 17 s of processor time: the compilers themselves
@@ -91,7 +91,7 @@ def test_what_was_kept_is_what_the_compiler_makes_today(backend, monkeypatch):
     """Of each compiler the network with loops and two axes; REMAKE_PROGRAMS=1 makes all anew."""
     run, cluster = resolved("gpt"), load_cluster("dgx-h100")
     compiled = profile(run, cluster, cache=None, backend=backend)
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
     require_same(profile(run, cluster, cache=None, backend=backend), compiled)
 

@@ -24,21 +24,21 @@ class Linear(Network):
 '''
 
 
-def _answer(jobs, on_done):
+def _answer(jobs, on_done, on_error):
     for position in range(len(jobs)):
         on_done(position, Compiled(program=program_of()))
 
 
-def _refuse(jobs, on_done):
+def _refuse(jobs, on_done, on_error):
     raise ProfileError("asked to compile")
 
 
 def test_a_cached_program_is_found_again_and_a_changed_run_is_not(tmp_path, monkeypatch):
     """Seeds and epochs do not shape a step; widths do."""
     cluster, wider = load_cluster("dgx-h100"), {"model": {"name": "mlp", "hidden": [64]}}
-    monkeypatch.setattr("scalejax.xla.run_jobs", _answer)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _answer)
     first = profile(resolved("mlp", 8), cluster, cache=tmp_path)
-    monkeypatch.setattr("scalejax.xla.run_jobs", _refuse)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _refuse)
 
     assert profile(resolved("mlp", 8), cluster, cache=tmp_path) == first
     again = resolved("mlp", 8, seed=7, train={"epochs": 90})
@@ -61,7 +61,7 @@ def test_a_cached_program_of_ones_own_network_lasts_until_its_file_changes(tmp_p
     run = resolved("mlp", 2, model={"name": "custom", "path": "my_network:Linear"})
     cluster, folder = load_cluster("dgx-h100"), tmp_path / "cache"
     first = profile(run, cluster, cache=folder, backend="cpu")
-    monkeypatch.setattr("scalejax.xla.run_jobs", _refuse)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _refuse)
 
     assert profile(run, cluster, cache=folder, backend="cpu") == first
     file.write_text(OWN_NETWORK + "# changed")
@@ -77,9 +77,9 @@ def test_the_same_import_path_in_another_folder_is_another_network(tmp_path, mon
         (tmp_path / name).mkdir()
         (tmp_path / name / "my_network.py").write_text(text)
     monkeypatch.chdir(tmp_path / "one")
-    monkeypatch.setattr("scalejax.xla.run_jobs", _answer)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _answer)
     profile(run, cluster, cache=folder, backend="cpu")
-    monkeypatch.setattr("scalejax.xla.run_jobs", _refuse)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _refuse)
     monkeypatch.chdir(tmp_path / "two")
 
     with pytest.raises(ProfileError, match="asked to compile"):
@@ -89,9 +89,9 @@ def test_the_same_import_path_in_another_folder_is_another_network(tmp_path, mon
 def test_compiler_flags_of_the_user_make_another_program(tmp_path, monkeypatch):
     """What is costed is what would train under them."""
     run, cluster = resolved("mlp", 2), load_cluster("dgx-h100")
-    monkeypatch.setattr("scalejax.xla.run_jobs", _answer)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _answer)
     profile(run, cluster, cache=tmp_path, backend="cpu")
-    monkeypatch.setattr("scalejax.xla.run_jobs", _refuse)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", _refuse)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_latency_hiding_scheduler=false")
 
     with pytest.raises(ProfileError, match="asked to compile"):

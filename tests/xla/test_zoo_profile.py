@@ -38,7 +38,7 @@ def profiled(name: str, data: dict):
 @pytest.fixture
 def kept(monkeypatch):
     """What is profiled was compiled once, and kept."""
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
 
 @pytest.mark.usefixtures("kept")
@@ -74,6 +74,6 @@ def test_what_was_kept_is_what_the_compiler_makes_today(monkeypatch):
     """The smallest network; REMAKE_PROGRAMS=1 compiles them all anew."""
     data = {"name": "synthetic_images", "image_size": 227}
     compiled = profiled("alexnet", data)
-    monkeypatch.setattr("scalejax.xla.run_jobs", kept_jobs)
+    monkeypatch.setattr("scalejax.xla.batch.run_jobs", kept_jobs)
 
     require_same(profiled("alexnet", data), compiled)

@@ -32,10 +32,8 @@ from scalejax.planning.search import (
 )
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
-from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import Strategy, TransformerShape, transformer_program
-from scalejax.xla import ProfileJob, has_cuda_compiler, require_type
-from scalejax.xla.batch import compile_cases
+from scalejax.xla import ProfileJob, has_cuda_compiler, profile_many, require_type
 
 SEARCHED_FIELDS: dict[str, JsonValue] = {
     **{f"layout.{axis}": 1 for axis in MODEL_AXES},
@@ -446,31 +444,14 @@ def _confirmed(
     on_case: OnCase,
 ) -> list[Prediction | str]:
     """Predictions of the compiled steps of the best, or the reason why one was not compiled."""
-    answers: dict[int, Prediction | str] = {}
-    jobs: dict[int, ProfileJob] = {}
-    needs_compiler = cluster.chip.cuda is not None and not has_cuda_compiler()
-    for index, each in enumerate(best):
-        reason = None
-        if needs_compiler:
-            reason = "no compiler for GPUs is installed (scalejax[gpu-target])"
-        if reason is not None:
-            answers[index] = reason
-            continue
+    if cluster.chip.cuda is not None and not has_cuda_compiler():
+        return ["no compiler for GPUs is installed (scalejax[gpu-target])"] * len(best)
+    answers: list[Prediction | str] = []
+    for each in best:
         try:
             run = run_of(config, each, facts)
-        except ConfigError as error:
-            answers[index] = str(error)
-        else:
-            jobs[index] = ProfileJob(run=run, cluster=cluster, framework=framework)
-    for index, job in jobs.items():
-        compiled = _compiled(job, in_words(best[index]), on_case)
-        answers[index] = compiled if isinstance(compiled, str) else predict(compiled, cluster)
-    return [answers[index] for index in range(len(best))]
-
-
-def _compiled(job: ProfileJob, case: str, on_case: OnCase) -> Program | str:
-    """The compiled step, or the compiler's refusal, which does not affect other strategies."""
-    try:
-        return compile_cases([job], [case], on_case)[0]
-    except ScalejaxError as error:
-        return " ".join(str(error).split())
+            job = ProfileJob(run=run, cluster=cluster, framework=framework, name=in_words(each))
+            answers.append(predict(profile_many([job], on_case)[0], cluster))
+        except ScalejaxError as error:  # does not affect other strategies
+            answers.append(" ".join(str(error).split()))
+    return answers

@@ -67,11 +67,9 @@ def called(tmp_path):
 
 
 UNPICKLE = {
-    "data/loader/worker.py": "answers of our own processes, through pipes",
-    "data/loader/worker_pool.py": "answers of our own processes, through pipes",
+    "core/workers.py": "messages between our own processes, through sockets that only they hold",
     "launch/called.py": "the function of a Runner, in a folder of this user alone",
     "launch/runner.py": "its result, in the same folder",
-    "measure/input/probes.py": "the data set that our own process was told of, through a pipe",
     "xla/functions.py": "a function of the caller, sent to our own worker through a pipe",
     "models/torch_checkpoint.py": "an unpickler that knows five names, and refuses all others",
 }

@@ -135,16 +135,16 @@ def machine_cores() -> int:
     return os.cpu_count() or 1
 
 
-def end_with_caller(caller: int | None = None) -> None:
+def end_with_caller(caller: int) -> None:
     """Have the kernel kill this process when its parent exits for any reason (Linux only).
 
     Args:
-        caller: process id of the parent; if given, a parent that has exited already counts too.
+        caller: process id of the parent, which may have exited already.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if caller is not None and os.getppid() != caller:
+    if os.getppid() != caller:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -7,6 +7,7 @@ Read from the environment, as set by `scalejax launch`, SLURM, Open MPI or a Kub
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import zlib
@@ -200,12 +201,18 @@ def is_lost_contact(error: BaseException) -> bool:
     return error.__cause__ is not None and is_lost_contact(error.__cause__)
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return listener.getsockname()[1]
+
+
 def die_with_launcher() -> None:
     """Have the system kill this process when its launcher exits for any reason."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
-        return
-    end_with_caller(int(launcher))
+    if launcher is not None:
+        end_with_caller(int(launcher))
 
 
 def _of_ours(environment: Mapping[str, str]) -> Place | None:

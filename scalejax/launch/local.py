@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -179,7 +178,7 @@ class _Attempt:
                 path.unlink()
         except OSError as error:
             raise ConfigError(f"folder: {folder} cannot be written ({error}).") from error
-        coordinator = f"{process_group.LOOPBACK}:{_free_port()}"
+        coordinator = f"{process_group.LOOPBACK}:{process_group.free_port()}"
         for number in range(self._count):
             environment = os.environ | self._job.environment
             # After a restart with fewer, each has as many GPUs as before: they may not divide.
@@ -370,9 +369,3 @@ def _is_stopped(process: int) -> bool:
     except OSError:
         return False
     return about.rpartition(")")[2].split()[0] in ("T", "t")  # proc(5): stopped, traced
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((process_group.LOOPBACK, 0))
-        return listener.getsockname()[1]

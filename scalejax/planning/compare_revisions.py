@@ -6,25 +6,21 @@ compiled by a process of its own. Knows neither compiler nor equations: those ar
 """
 
 import contextlib
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import IO
 
 from scalejax.config.run import ResolvedRun, load_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ProfileError, refusal
 from scalejax.core.progress import OnCase, nothing_said
 from scalejax.core.serialization import JsonValue
+from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
 from scalejax.planning.git_checkout import CommittedFile, checked_out, committed_file
@@ -37,17 +33,16 @@ from scalejax.xla import ProfileJob, profile_many
 CASES = 2
 """Programs of a comparison that may have to be compiled."""
 
-_LEAVING_SECONDS = 5.0
-"""Time for a process to stop its compiler before it is killed."""
-
 _COMPILE = """
-import json, sys
+import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from pydantic import TypeAdapter
 from scalejax import Program, ScalejaxError, load_cluster, load_config, resolve
 from scalejax.xla import profile
 
-wanted = json.load(sys.stdin)
+caller = Connection(int(sys.argv[1]))
+wanted = caller.recv()
 chosen = {}
 if wanted["framework"] != "xla":
     from scalejax.simulator.frameworks import framework_named
@@ -61,7 +56,7 @@ try:
     answer = {"program": TypeAdapter(Program).dump_python(program, mode="json"), "own": own}
 except ScalejaxError as error:
     answer = {"refused": str(error)}
-json.dump(answer, sys.stdout)
+caller.send(("answer", answer))
 """
 """What compiles a run file at a commit. In a checkout of scalejax itself an older scalejax runs it,
 so it takes what every version offers alone. A network of the user's is not cached: it is kept by
@@ -184,9 +179,8 @@ def _programs(
                     runs[position] = each.source
                 case CommittedFile():
                     tree = leaving.enter_context(checked_out(each.source))
-                    compiling[position] = leaving.enter_context(
-                        _compiling(each.title, each.source, tree, request)
-                    )
+                    compiling[position] = _compiling(each.title, each.source, tree, request)
+                    leaving.callback(compiling[position].worker.close)
                     on_case("begun", each.title)
         jobs = [
             ProfileJob(
@@ -212,8 +206,7 @@ class _Compiling:
     file: CommittedFile
     tree: Path
     places: tuple[str, ...]
-    process: "subprocess.Popen[str]"
-    log: IO[str]
+    worker: Worker
 
     def program(self, notes: list[str]) -> Program:
         """The program, once it is compiled; adds to `notes` where its code is of no commit.
@@ -222,12 +215,11 @@ class _Compiling:
             ConfigError: if the run file is refused, or its network is not in the commit.
             ProfileError: if it does not compile.
         """
-        answer, _ = self.process.communicate()
-        if self.process.returncode:
-            self.log.seek(0)
-            last = (self.log.read().strip().splitlines() or ["it said nothing"])[-1]
-            raise ProfileError(f"{self.title} does not compile: {last}")
-        found = json.loads(answer)
+        try:
+            found = self.worker.answer()
+        except WorkerFailed as failed:
+            last = str(failed).splitlines()[-1]
+            raise ProfileError(f"{self.title} does not compile: {last}") from failed
         if "refused" in found:
             lines = (f"{self.title}: {line}" for line in found["refused"].splitlines())
             raise ConfigError("\n".join(lines))
@@ -249,11 +241,8 @@ class _Compiling:
         yield f"{self.title}: {top!r} is not of the commit: found in {place or 'no folder'}"
 
 
-@contextlib.contextmanager
-def _compiling(
-    title: str, file: CommittedFile, tree: Path, request: Request
-) -> Iterator[_Compiling]:
-    """A process that compiles `file` in `tree`, its checkout; it is stopped at the end.
+def _compiling(title: str, file: CommittedFile, tree: Path, request: Request) -> _Compiling:
+    """A process that compiles `file` in `tree`, its checkout.
 
     It stays in this working folder, where data are found that are of no commit, and imports the
     modules of the checkout in place of those of the working tree.
@@ -266,42 +255,8 @@ def _compiling(
         "cluster": request.cluster_name,
         "framework": request.framework.name,
     }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMPILE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            encoding="utf-8",
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
-            # Ctrl-C reaches this process alone, which then stops it in silence.
-            start_new_session=True,
-        )
-        try:
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):  # it died, which is reported later
-                    process.stdin.write(json.dumps(wanted))
-                    process.stdin.close()
-                process.stdin = None
-            yield _Compiling(
-                title=title, file=file, tree=tree, places=places, process=process, log=log
-            )
-        finally:
-            _stop(process)
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    """End a process that still runs, and let it end its compiler first."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(_LEAVING_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    worker = Worker(wanted, program=_COMPILE, search_path=places)
+    return _Compiling(title=title, file=file, tree=tree, places=places, worker=worker)
 
 
 def _search_path(repository: Path, tree: Path) -> tuple[str, ...]:

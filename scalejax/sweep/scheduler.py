@@ -6,22 +6,19 @@ Knows processes and jobs; the workers train.
 
 import contextlib
 import fcntl
-import json
 import os
-import queue
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from scalejax.core.environment import has_accelerator, terminated_as_interrupted
-from scalejax.core.errors import ConfigError, require_at_least
+from scalejax.core.errors import ConfigError, ScalejaxError, require_at_least
+from scalejax.core.workers import Pool, Worker, WorkerFailed
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan
 from scalejax.sweep.results import read_rows
+from scalejax.sweep.worker import JobTrainer
 from scalejax.xla.worker_pool import free_bytes, worker_count
 
 OnPart = Callable[[int, float], None]
@@ -75,7 +72,7 @@ def run_sweep(
         if not waiting:
             return []
         count = _process_count(len(waiting), processes)
-        return _Pool(plan, folder, lock, count, on_part).work(waiting)
+        return _train(plan, folder, lock, count, waiting, on_part)
 
 
 def _process_count(jobs: int, wanted: int | None) -> int:
@@ -104,150 +101,70 @@ def _locked(folder: SweepFolder) -> Iterator[int]:
         yield file.fileno()
 
 
-class _Pool:
-    """Pool of workers with their current jobs."""
+def _train(
+    plan: SweepPlan,
+    folder: SweepFolder,
+    lock: int,
+    count: int,
+    positions: Sequence[int],
+    on_part: OnPart,
+) -> list[str]:
+    """Train the jobs at `positions` in `count` workers; returns error messages."""
+    trainer = JobTrainer(folder, int(_PART_FOR_PROGRAMS * free_bytes() / count))
+    environment = _environment(plan)
 
-    def __init__(
-        self, plan: SweepPlan, folder: SweepFolder, lock: int, count: int, on_part: OnPart
-    ) -> None:
-        self._plan, self._folder, self._lock = plan, folder, lock
-        self._on_part = on_part
-        self._count = count
-        self._memory_bytes = int(_PART_FOR_PROGRAMS * free_bytes() / count)
-        self._workers: list[subprocess.Popen[str]] = []
-        self._at: dict[int, int] = {}
-        self._said: queue.Queue[tuple[int, str | None]] = queue.Queue()
-        self._problems: list[str] = []
-
-    def work(self, positions: Sequence[int]) -> list[str]:
-        """Run the jobs at `positions`; returns error messages."""
-        waiting = list(positions)
-        try:
-            for number in range(self._count):
-                self._start(number)
-                self._give(number, waiting)
-            while self._at:
-                number, line = self._said.get()
-                if line is None:
-                    self._handle_death(number, waiting)
-                else:
-                    self._receive(number, json.loads(line), waiting)
-        except BaseException:
-            self._stop()
-            raise
-        self._stop()
-        return self._problems
-
-    def _start(self, number: int) -> None:
-        """Start a worker on its share of the cores."""
-        log = self._folder.log(number)
+    def start(number: int) -> Worker:
+        log = folder.log(number)
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
-            worker = subprocess.Popen(
-                # -P: the working folder may hold a json.py of the user's.
-                [
-                    *(sys.executable, "-P", "-m", "scalejax.sweep.worker"),
-                    *(str(self._folder.path), str(self._memory_bytes)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-                encoding="utf-8",
-                env=self._environment(),
-                pass_fds=(self._lock,),
-                # Ctrl-C reaches only this process, which then asks its workers to save.
-                start_new_session=True,
+        with log.open("ab") as file:
+            worker = Worker(
+                trainer,
+                name=str(log),
+                environment=environment,
+                log=file.fileno(),
+                descriptors=(lock,),
             )
         if hasattr(os, "sched_setaffinity"):
             # Each on its own cores: two that share cores wait for each other's threads.
-            os.sched_setaffinity(worker.pid, _share(number, self._count))
-        if number < len(self._workers):
-            self._workers[number] = worker
-        else:
-            self._workers.append(worker)
-        threading.Thread(target=self._listen, args=(number, worker), daemon=True).start()
+            os.sched_setaffinity(worker.pid, _share(number, count))
+        return worker
 
-    def _environment(self) -> dict[str, str]:
-        search_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        devices = self._plan.cpu_devices or max(
-            planned.run.layout.device_count for planned in self._plan.runs
-        )
-        environment = os.environ | {"PYTHONPATH": search_path}
-        if not has_accelerator() or self._plan.cpu_devices:
-            environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-        return environment
-
-    def _listen(self, number: int, worker: "subprocess.Popen[str]") -> None:
-        if worker.stdout is not None:
-            with worker.stdout as said:
-                for line in said:
-                    self._said.put((number, line))
-        self._said.put((number, None))
-
-    def _give(self, number: int, waiting: list[int]) -> None:
-        """Send a worker its next job, or close its input so that it exits."""
-        indices: tuple[int, ...] = ()
-        self._at.pop(number, None)
-        if waiting:
-            self._at[number] = waiting.pop(0)
-            indices = self._plan.jobs[self._at[number]]
-        stdin = self._workers[number].stdin
-        if stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # it died, which its listener reports next
-                stdin.write(json.dumps(indices) + "\n")
-                stdin.flush()
-
-    def _receive(self, number: int, message: dict[str, object], waiting: list[int]) -> None:
-        position = self._at[number]
-        part = message.get("part")
-        if isinstance(part, float):
-            self._on_part(position, part)
-            return
-        if "refused" in message:
-            self._problems.append(f"{self._title(position)}: {message['refused']}")
-        self._on_part(position, 1.0)
-        self._give(number, waiting)
-
-    def _handle_death(self, number: int, waiting: list[int]) -> None:
-        """Record the failed job of a dead worker, and replace the worker."""
-        position = self._at.pop(number, None)
-        if position is None:
-            return
-        code = self._workers[number].wait()
-        why = " (most likely memory ran out)" if code == -signal.SIGKILL else ""
-        self._problems.append(
-            f"{self._title(position)}: its process ended with {code}{why}; "
-            f"its log is {self._folder.log(number)}"
-        )
-        self._on_part(position, 1.0)
-        if waiting:
-            self._start(number)
-            self._give(number, waiting)
-
-    def _title(self, position: int) -> str:
-        names = [self._plan.runs[index].name for index in self._plan.jobs[position]]
-        return f"run {names[0]}" if len(names) == 1 else f"runs {', '.join(names)}"
-
-    def _stop(self) -> None:
-        """Ask the workers to save and exit; kill those that do not within the timeout."""
-        for worker in self._workers:
-            if worker.poll() is None:
-                worker.terminate() if self._at else None
-        deadline = time.monotonic() + _SECONDS_TO_STOP
+    problems = []
+    with Pool(start, count) as pool:
         try:
-            for worker in self._workers:
-                worker.wait(max(0.0, deadline - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # interrupted again: kill now
-            pass
-        finally:
-            for worker in self._workers:
-                if worker.poll() is None:
-                    worker.kill()
-                worker.wait()
-                if worker.stdin is not None:
-                    with contextlib.suppress(BrokenPipeError):
-                        worker.stdin.close()
+            for index, kind, value in pool.work([plan.jobs[each] for each in positions]):
+                if kind == "progress":
+                    on_part(positions[index], value)
+                    continue
+                if kind != "answer":
+                    problems.append(f"{_title(plan, positions[index])}: {_reason(value)}")
+                on_part(positions[index], 1.0)
+        except BaseException:
+            pool.stop(signal.SIGTERM, _SECONDS_TO_STOP)  # interrupted again, it kills them
+            raise
+    return problems
+
+
+def _environment(plan: SweepPlan) -> dict[str, str]:
+    environment = dict(os.environ)
+    if not has_accelerator() or plan.cpu_devices:
+        devices = max(planned.run.layout.device_count for planned in plan.runs)
+        environment["JAX_PLATFORMS"] = "cpu"
+        environment["JAX_NUM_CPU_DEVICES"] = str(plan.cpu_devices or devices)
+    return environment
+
+
+def _title(plan: SweepPlan, position: int) -> str:
+    names = [plan.runs[index].name for index in plan.jobs[position]]
+    return f"run {names[0]}" if len(names) == 1 else f"runs {', '.join(names)}"
+
+
+def _reason(error: ScalejaxError | WorkerFailed) -> str:
+    """Why a job failed."""
+    if isinstance(error, ScalejaxError):
+        return str(error)
+    why = " (most likely memory ran out)" if error.was_killed else ""
+    return f"its process ended with {error.return_code}{why}; its log is {error.name}"
 
 
 def _share(number: int, count: int) -> set[int]:

@@ -1,25 +1,18 @@
-"""Worker process of a sweep: trains one job after another.
+"""What a worker of a sweep does: `JobTrainer`, which trains one job after another.
 
-Jobs arrive as JSON lines on standard input, progress and results are sent as JSON lines on standard
-output; all other output goes to standard error. When standard input ends, the scheduler is gone,
-and the worker exits at once: checkpoints are on disk, and a resumed sweep must not find it still
-training.
-
-Usage: python -m scalejax.sweep.worker SWEEP_FOLDER MEMORY_BYTES
+A worker whose scheduler is gone exits at once: checkpoints are on disk, and a resumed sweep must
+not find it still training.
 """
 
-import json
 import os
-import queue
 import sys
-import threading
 import traceback
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Sequence
 
 from scalejax.config.run import ResolvedRun
 from scalejax.core.environment import limit_arenas
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.workers import report
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import read_runs
 from scalejax.training.record import EvaluationMeasurement, Measurement, TrainMeasurement
@@ -27,10 +20,9 @@ from scalejax.training.reporter import Silent
 
 
 class _Steps(Silent):
-    """A `Reporter` that sends the progress of the job, and no more."""
+    """A `Reporter` that sends the fraction of the job that is done."""
 
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
+    def __init__(self) -> None:
         self._total_steps = 1
 
     def begin(self, step: int, total_steps: int) -> None:
@@ -44,77 +36,62 @@ class _Steps(Silent):
     def measured(self, measurement: Measurement) -> None:
         """Send the fraction that is done."""
         if isinstance(measurement, EvaluationMeasurement | TrainMeasurement):
-            _send(self._out, {"part": measurement.step / self._total_steps})
+            report(measurement.step / self._total_steps)
 
 
-def main(folder: Path, memory_bytes: int) -> int:
-    """Train the jobs of standard input, each within `memory_bytes`; returns the exit code."""
-    limit_arenas()
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries must not mix with the messages
-    jobs: queue.Queue[list[int]] = queue.Queue()
-    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
-    files = SweepFolder(path=folder)
-    runs, _ = read_runs(files)
-    while True:
-        indices = jobs.get()
-        if not indices:
-            return 0
+class JobTrainer:
+    """Trains jobs of the sweep in `folder`, each within `memory_bytes`."""
+
+    def __init__(self, folder: SweepFolder, memory_bytes: int) -> None:
+        self._folder = folder
+        self._memory_bytes = memory_bytes
+        self._runs: list[ResolvedRun] = []
+
+    def __call__(self, indices: Sequence[int]) -> None:
+        """Train the runs of `indices` to their end, resuming those that began."""
+        if not self._runs:
+            limit_arenas()
+            self._runs, _ = read_runs(self._folder)
         try:
-            _train(files, runs, indices, _Steps(out), memory_bytes)
-        except ScalejaxError as error:
-            _send(out, {"refused": str(error)})
-        except Exception as error:  # noqa: BLE001  one job fails, and the others continue
+            self._train(indices)
+        except ScalejaxError:
+            raise
+        except Exception as error:  # one job fails, and the others continue
             traceback.print_exc()
-            _send(out, {"refused": f"{type(error).__name__}: {error}"})
-        else:
-            _send(out, {"done": indices})
+            raise ScalejaxError(f"{type(error).__name__}: {error}") from error
 
+    def _train(self, indices: Sequence[int]) -> None:
+        files, runs = self._folder, self._runs
+        # JAX is imported once, after the first job has arrived.
+        if len(indices) == 1:
+            from scalejax.training.train import train
 
-def _listen(jobs: "queue.Queue[list[int]]") -> None:
-    for line in sys.stdin:
-        jobs.put(json.loads(line))
-    os._exit(1)
+            (index,) = indices
+            run, folder = runs[index], files.run(index)
+            if run.config.emulation is not None:
+                from scalejax.emulation.run_folder import emulate
 
-
-def _train(
-    files: SweepFolder,
-    runs: list[ResolvedRun],
-    indices: list[int],
-    reporter: _Steps,
-    memory_bytes: int,
-) -> None:
-    """Train the runs of `indices` to their end, resuming those that began."""
-    # JAX is imported once, after the first job has arrived.
-    if len(indices) == 1:
-        from scalejax.training.train import train
-
-        (index,) = indices
-        run, folder = runs[index], files.run(index)
-        if run.config.emulation is not None:
-            from scalejax.emulation.run_folder import emulate
-
-            emulate(run.config, folder.path, reporter=reporter, begins_anew=True)
+                emulate(run.config, folder.path, reporter=_Steps(), begins_anew=True)
+                return
+            train(
+                run.config,
+                folder.path,
+                device_count=run.layout.device_count,
+                resume=folder.holds_run,
+                reporter=_Steps(),
+                leave=os._exit,
+            )
             return
-        train(
-            run.config,
-            folder.path,
-            device_count=run.layout.device_count,
-            resume=folder.holds_run,
-            reporter=reporter,
+        from scalejax.sweep.vmapped import train_together
+
+        train_together(
+            [runs[index] for index in indices],
+            [files.run(index) for index in indices],
+            files.shared_checkpoints(indices[0]),
+            _Steps(),
+            memory_bytes=_of_device(self._memory_bytes),
             leave=os._exit,
         )
-        return
-    from scalejax.sweep.vmapped import train_together
-
-    train_together(
-        [runs[index] for index in indices],
-        [files.run(index) for index in indices],
-        files.shared_checkpoints(indices[0]),
-        reporter,
-        memory_bytes=_of_device(memory_bytes),
-        leave=os._exit,
-    )
 
 
 def _of_device(memory_bytes: int) -> int:
@@ -123,11 +100,3 @@ def _of_device(memory_bytes: int) -> int:
 
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("bytes_limit", memory_bytes)
-
-
-def _send(out: TextIO, message: object) -> None:
-    print(json.dumps(message), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

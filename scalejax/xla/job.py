@@ -1,9 +1,6 @@
-"""Jobs and results of the compile workers: plain data, passed as JSON."""
+"""Jobs and results of the compile workers: plain data."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
@@ -20,8 +17,6 @@ class RunJob:
     """Devices to compile for."""
     run: ResolvedRun
     """The run."""
-    name: Literal["run"] = "run"
-    """Selects this kind."""
 
     def __post_init__(self) -> None:
         if epochs := self.run.config.batch.ramp_epochs:
@@ -53,8 +48,6 @@ class FunctionJob:
     """The function itself, by `scalejax.xla.functions.pickled`; empty where it is imported."""
     path: tuple[str, ...] = ()
     """Folders to import from what `pickled` refers to."""
-    name: Literal["function"] = "function"
-    """Selects this kind."""
 
     @property
     def title(self) -> str:
@@ -62,10 +55,6 @@ class FunctionJob:
         return (
             f"{self.builder.rpartition('/')[2]!r} for {counted(self.target.device_count, 'device')}"
         )
-
-
-Job = Annotated[RunJob | FunctionJob, Field(discriminator="name")]
-"""Either kind of job, distinguished by `name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +66,3 @@ class Compiled:
     sources: dict[str, str] = field(default_factory=dict)
     """Digests by path of the user's files that were imported: the program is valid while they are
     unchanged."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """Result of a job that the worker refused."""
-
-    error: str
-    """Name of the error's class, in `errors`."""
-    message: str
-    """Message of the error."""

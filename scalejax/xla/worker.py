@@ -1,13 +1,11 @@
-"""The process that compiles: `python -m scalejax.xla.worker`, a job in, a program out.
+"""What a compile worker does: `compile_job`, a job in, a program out.
 
 Apart from its caller, so that the caller's JAX keeps its own platform, and so that a compiler
-that aborts is an error message and not a crash. Reads a `Job` as JSON from stdin and writes a
-`Compiled` or `Refused` to stdout; whatever else is printed, by whomever, goes to stderr.
+that aborts is an error message and not a crash.
 """
 
 import hashlib
 import importlib
-import json
 import math
 import os
 import runpy
@@ -20,26 +18,16 @@ from typing import Any
 
 from scalejax.config.model import CausalConfig
 from scalejax.config.run import ResolvedRun
-from scalejax.core import serialization
-from scalejax.core.environment import end_with_caller
-from scalejax.core.errors import ConfigError, ScalejaxError, refusal
+from scalejax.core.errors import ConfigError, refusal
 from scalejax.simulator.program import Program
 from scalejax.xla.functions import unpickled
-from scalejax.xla.job import Compiled, FunctionJob, Job, Refused, RunJob
+from scalejax.xla.job import Compiled, FunctionJob, RunJob
 from scalejax.xla.target import CUDNN_VERSION, Target
 
 
-def main() -> None:
-    """Compile the job on stdin, and write the result to stdout."""
-    end_with_caller()
-    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answer:
-        os.dup2(2, 1)
-        job = serialization.build(Job, json.load(sys.stdin))  # type: ignore[arg-type]  a union
-        try:
-            result = Compiled(program=_compile(job), sources=_user_sources())
-        except ScalejaxError as error:
-            result = Refused(error=type(error).__name__, message=str(error))
-        json.dump(serialization.plain(result), answer)
+def compile_job(job: RunJob | FunctionJob) -> Compiled:
+    """The result of `job`; to be called once in a process, whose JAX it sets up."""
+    return Compiled(program=_compile(job), sources=_user_sources())
 
 
 def _compile(job: RunJob | FunctionJob) -> Program:
@@ -171,7 +159,3 @@ def _user_sources() -> dict[str, str]:
         if Path(file).is_file():
             digests[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return digests
-
-
-if __name__ == "__main__":
-    main()

@@ -5,22 +5,15 @@ Knows processes; nothing of what is compiled.
 
 import os
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path, PurePosixPath
-from threading import Lock
 
-from pydantic import TypeAdapter
-
-from scalejax.core import errors
 from scalejax.core.environment import GPU_FLAGS, compiler_settings, machine_cores
 from scalejax.core.errors import ProfileError, ScalejaxError
 from scalejax.core.units import GIB
-from scalejax.xla.job import Compiled, FunctionJob, Refused, RunJob
+from scalejax.core.workers import Pool, Worker, WorkerFailed
+from scalejax.xla.job import Compiled, FunctionJob, RunJob
+from scalejax.xla.worker import compile_job
 
 WORKER_BYTES = 2 * GIB
 """Memory to set aside for one worker: the goal that `experiments/profile_speed` checks."""
@@ -54,25 +47,20 @@ def run_jobs(
         ScalejaxError: of the first job that fails, if there is no `on_error`; the others are
             stopped.
     """
-    workers = _Workers()
-    with ThreadPoolExecutor(max_workers=worker_count(len(jobs))) as pool:
-        futures: dict[Future[Compiled], int] = {
-            pool.submit(workers.run, job): position for position, job in enumerate(jobs)
-        }
-        waiting = set(futures)
-        try:
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    error = future.exception()
-                    if on_error is not None and isinstance(error, ScalejaxError):
-                        on_error(futures[future], error)
-                    else:
-                        on_done(futures[future], future.result())
-        except BaseException:  # also Ctrl-C: no worker outlives its caller
-            workers.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+
+    def start(number: int) -> Worker:
+        return Worker(compile_job, name="compile_job", environment=_environment())
+
+    # A process for each job: JAX can be set up for one number of devices only.
+    with Pool(start, worker_count(len(jobs)), is_reused=False) as pool:
+        for position, kind, value in pool.work(jobs):
+            if kind == "answer":
+                on_done(position, value)
+                continue
+            error = value if kind == "refused" else _failure(jobs[position], value)
+            if on_error is None:
+                raise error
+            on_error(position, error)
 
 
 def worker_count(job_count: int) -> int:
@@ -130,56 +118,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-class _Workers:
-    """The workers that are running, so that all can be stopped at once."""
-
-    def __init__(self) -> None:
-        self._running: set[subprocess.Popen[str]] = set()
-        self._is_stopping = False
-        self._lock = Lock()
-
-    def run(self, job: RunJob | FunctionJob) -> Compiled:
-        """Result of `job`, compiled in a worker process."""
-        text = TypeAdapter(type(job)).dump_json(job).decode()
-        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
-            process = self._start(job, log.fileno())
-            try:
-                answer, _ = process.communicate(text)
-            finally:
-                with self._lock:
-                    self._running.discard(process)
-            log.seek(0)
-            if process.returncode != 0:
-                raise ProfileError(_failure(job, process.returncode, log.read()))
-        return _result(answer)
-
-    def _start(self, job: RunJob | FunctionJob, log: int) -> "subprocess.Popen[str]":
-        with self._lock:
-            if self._is_stopping:
-                raise ProfileError(f"{job.title} was not compiled: another job failed.")
-            process = subprocess.Popen(
-                # -P: the working folder may hold a json.py of the user's.
-                [sys.executable, "-P", "-m", "scalejax.xla.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-                env=_environment(),
-                # Ctrl-C reaches the caller alone, which then stops its workers in silence.
-                start_new_session=True,
-            )
-            self._running.add(process)
-        return process
-
-    def stop(self) -> None:
-        """Kill all workers, and start no more."""
-        with self._lock:
-            self._is_stopping = True
-            for process in self._running:
-                process.kill()
-
-
 def _environment() -> dict[str, str]:
     """This process's environment, without the variables that select devices of its own JAX."""
     settings = compiler_settings()
@@ -197,27 +135,20 @@ def _environment() -> dict[str, str]:
         **settings,
         # The user's flags come last and have the last word, as when the step trains.
         "XLA_FLAGS": " ".join((*_FLAGS, settings.get("XLA_FLAGS", ""))).strip(),
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 
-def _result(answer: str) -> Compiled:
-    result = TypeAdapter(Compiled | Refused).validate_json(answer)
-    if isinstance(result, Compiled):
-        return result
-    error = getattr(errors, result.error, ScalejaxError)
-    raise error(result.message)
-
-
-def _failure(job: RunJob | FunctionJob, return_code: int, log: str) -> str:
-    """Message on why a worker failed, from the end of its log."""
-    if return_code == -signal.SIGKILL:
-        return (
+def _failure(job: RunJob | FunctionJob, failed: WorkerFailed) -> ProfileError:
+    """Why a worker failed, from the end of what it said."""
+    if failed.was_killed:
+        return ProfileError(
             f"{job.title}: the compiler was killed, most likely because memory ran out "
             f"({WORKER_BYTES // GIB} GiB are usually enough)."
         )
     # After a traceback stands the error; what was printed before it does not matter.
-    last = log.rpartition("Traceback (most recent call last)")[2]
+    last = failed.said.rpartition("Traceback (most recent call last)")[2]
     useful = [line for line in last.splitlines() if line.strip() and not _NOISE.match(line)]
-    words = " | ".join(line.strip() for line in useful[-3:]) or f"it ended with {return_code}"
-    return f"{job.title} does not compile: {words}"
+    words = (
+        " | ".join(line.strip() for line in useful[-3:]) or f"it ended with {failed.return_code}"
+    )
+    return ProfileError(f"{job.title} does not compile: {words}")

@@ -11,6 +11,7 @@ import pytest
 import scalejax
 from scalejax.cli import train
 from scalejax.sweep import worker
+from scalejax.sweep.folder import SweepFolder
 
 EXAMPLE = Path(scalejax.__file__).parent / "config" / "examples" / "fashion_small_batch.toml"
 
@@ -89,7 +90,7 @@ def test_what_trains_limits_them_first(monkeypatch, tmp_path) -> None:
     with pytest.raises(_Asked):
         train.Train(run_file=EXAMPLE).execute({})
     with pytest.raises(_Asked):
-        worker.main(tmp_path, 0)
+        worker.JobTrainer(SweepFolder(path=tmp_path), 0)([0])
 
 
 @pytest.mark.parametrize(

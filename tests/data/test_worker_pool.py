@@ -4,11 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from child_processes import children_of, is_running, wait_until
 from parquet_cases import encoded, random_images, write_images
 from test_datasets import CONFIGS, EMBEDDED, SMALL_IMAGES, Numbers, shapes_of
 
@@ -61,35 +61,6 @@ def assert_same(some, others):
         assert one.keys() == other.keys()
         for name in one:
             np.testing.assert_array_equal(one[name], other[name])
-
-
-def children_of(process):
-    """The processes whose parent is `process`, by number."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == process and fields[0] != "Z":
-            found.append(int(status.parent.name))
-    return found
-
-
-def is_running(process):
-    """Whether there is a process of that number that has not ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(is_so, seconds=30):
-    """Whether something came true in time."""
-    end = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < end:
-        time.sleep(0.02)
-    return is_so()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -161,7 +132,7 @@ def test_an_unreadable_example_is_the_same_refusal_from_a_process(photos):
         said.append(str(caught.value))
 
     assert said[0] == said[1]
-    assert wait_until(lambda: not children_of(os.getpid()))
+    assert wait_until(lambda: not children_of())
 
 
 def test_a_process_that_is_killed_ends_the_run_with_a_reason():
@@ -176,7 +147,7 @@ def test_a_process_that_is_killed_ends_the_run_with_a_reason():
         how=InputConfig(workers=2),
     )
     next(batches)
-    victim, survivor = children_of(os.getpid())
+    victim, survivor = children_of()
 
     os.kill(victim, signal.SIGKILL)
 
@@ -221,11 +192,11 @@ def test_processes_end_with_the_batches_that_are_dropped():
         how=InputConfig(workers=2),
     )
     next(batches)
-    assert len(children_of(os.getpid())) == 2
+    assert len(children_of()) == 2
 
     del batches
 
-    assert wait_until(lambda: not children_of(os.getpid()))
+    assert wait_until(lambda: not children_of())
 
 
 def test_a_process_imports_no_jax():

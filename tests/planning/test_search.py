@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import math
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from child_processes import children_of
 from hypothesis import given
 from hypothesis import strategies as st
 from program_cases import matmul, program_of
@@ -219,13 +219,13 @@ def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
     monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
 
     def kill(done: int, total: int) -> None:
-        for child in multiprocessing.active_children():
-            os.kill(child.pid or 0, signal.SIGKILL)
+        for child in children_of():
+            os.kill(child, signal.SIGKILL)
 
     with pytest.raises(ScalejaxError, match="memory ran out"):
         search(SHAPE, CLUSTER, (64,), 64, processes=2, on_progress=kill)
 
-    assert not multiprocessing.active_children()
+    assert not children_of()
 
 
 def test_front_is_beaten_by_none():

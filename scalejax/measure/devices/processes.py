@@ -1,29 +1,23 @@
 """Measurements of several processes of one device each that share the cores of this machine.
 
-Starts the workers and reads the output of the first. They communicate over loopback.
+They communicate over loopback.
 """
 
-import json
 import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
-from tempfile import TemporaryFile
-from threading import Event, Timer
+from functools import partial
 
-from scalejax.core.errors import ConfigError
-from scalejax.core.serialization import build, plain
+import jax
+
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.process_group import LOOPBACK, free_port
+from scalejax.core.workers import Pool, Worker, report
 from scalejax.hardware import Chip
 from scalejax.measure.devices.collectives import SIZES, MeasuredCollective
-from scalejax.measure.devices.probes import Grid
+from scalejax.measure.devices.machine import measure_chip, mesh_of
+from scalejax.measure.devices.probes import Grid, all_reduce_seconds
 
-TAG = "measured"
-"""Prefix of the output line with the measurements."""
-STAGE = "measuring"
-"""Prefix of the output lines that name the current measurement."""
 _PATIENCE_SECONDS = 300.0
 
 
@@ -64,77 +58,41 @@ def between_processes(
     Raises:
         ConfigError: if they could not communicate, with their last output.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "scalejax.measure.devices.worker",
-        str(_free_port()),
-        str(count),
-    ]
+    call = partial(_measured, f"{LOOPBACK}:{free_port()}", count, probe)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    with ExitStack() as files:
-        logs = [files.enter_context(TemporaryFile("w+", errors="replace")) for _ in range(count)]
-        workers = [
-            subprocess.Popen(
-                [*command, str(rank), json.dumps(plain(probe))],
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-                stderr=log,
-                text=True,
-            )
-            for rank, log in enumerate(logs)
-        ]
-        answer = _answer(workers, on_stage)
-        for worker, log in zip(workers, logs, strict=True):
-            if worker.returncode:
-                log.seek(0)
-                last = (log.read().strip().splitlines() or ["nothing"])[-1]
-                raise ConfigError(
-                    f"processes={count} is refused: the processes failed with {last!r}."
-                )
-    return build(Between, json.loads(answer))
+    measured: dict[int, Between] = {}
+    with Pool(lambda rank: Worker(call, environment=environment), count) as pool:
+        try:
+            for rank, kind, value in pool.work(range(count), seconds=_PATIENCE_SECONDS):
+                if kind == "progress":
+                    on_stage(value)
+                elif kind == "answer":
+                    measured[rank] = value
+                else:
+                    accepted = f"the processes failed with {str(value).splitlines()[-1]!r}"
+                    raise ConfigError(refusal("processes", count, accepted))
+        except TimeoutError as error:
+            accepted = f"they did not finish in {_PATIENCE_SECONDS:g} s"
+            raise ConfigError(refusal("processes", count, accepted)) from error
+    return measured[0]
 
 
-def _answer(workers: Sequence["subprocess.Popen[str]"], on_stage: Callable[[str], None]) -> str:
-    """Measurements printed by the first of `workers`, once all have ended.
+def _measured(coordinator: str, processes: int, probe: Probe, rank: int) -> Between:
+    """What one of the processes measures, together with the others; the first reports stages."""
+    jax.distributed.initialize(coordinator, processes, rank)
+    mesh = mesh_of(jax.devices())
 
-    Raises:
-        ConfigError: if they do not finish in time.
-    """
-    # Killing them on timeout closes their pipes, which ends the read.
-    is_late = Event()
+    def begin(stage: str) -> None:
+        if rank == 0:
+            report(f"{stage} in {processes} processes")
 
-    def give_up() -> None:
-        is_late.set()
-        for worker in workers:
-            worker.kill()
-
-    timer, answer = Timer(_PATIENCE_SECONDS, give_up), ""
-    timer.start()
-    try:
-        # The library that connects them prints on standard output too.
-        with workers[0].stdout or nullcontext(()) as lines:
-            for line in lines:
-                if line.startswith(STAGE):
-                    on_stage(line.removeprefix(STAGE).strip())
-                elif line.startswith(TAG):
-                    answer = line.removeprefix(TAG)
-        for worker in workers:
-            worker.wait()
-    finally:
-        timer.cancel()
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
-    if is_late.is_set():
-        raise ConfigError(
-            f"processes={len(workers)} is refused: they did not finish in {_PATIENCE_SECONDS:g} s."
+    collectives = []
+    for size in probe.sizes:
+        begin("collectives")
+        seconds = all_reduce_seconds(mesh, size, probe.calls)
+        collectives.append(
+            MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)
         )
-    return answer
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    chip = measure_chip(mesh, probe.grid, probe.source, begin)
+    jax.distributed.shutdown()
+    return Between(chip=chip, collectives=tuple(collectives))

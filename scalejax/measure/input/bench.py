@@ -6,7 +6,6 @@ for sizes that were not measured. Knows no program and no step.
 
 import io
 import os
-import pickle
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -234,11 +233,10 @@ def _counts(cores: int) -> list[int]:
 
 
 def _worker_speedups(data: DataConfig, cores: int, grid: Grid) -> Speedups:
-    job = pickle.dumps(data)
     rates: dict[int, list[float]] = {count: [] for count in _counts(cores)}
     for _ in range(grid.repeats):
         for count, found in rates.items():
-            found.append(probes.side_by_side(count, job, 4 * grid.seconds))
+            found.append(probes.side_by_side(count, data, 4 * grid.seconds))
     return _over_first({count: median(found) for count, found in rates.items()})
 
 

@@ -4,29 +4,29 @@ Measures seconds; the rates are fitted in `measure.input.bench`.
 """
 
 import os
-import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from scalejax.config.data import DataConfig
 from scalejax.config.input import InputConfig
 from scalejax.config.parallelism import DATA
 from scalejax.core.environment import limit_cores
+from scalejax.core.workers import Worker
 from scalejax.data.datasets import open_source
 from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.source import Source
 
 _LEAST_BATCHES = 4
+_LEAST_CALLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,46 +121,27 @@ def on_first_device(
     }
 
 
-def side_by_side(count: int, job: bytes, seconds: float) -> float:
+def side_by_side(count: int, data: DataConfig, seconds: float) -> float:
     """Samples per second of `count` processes that read examples concurrently.
 
     Args:
         count: processes.
-        job: the data set, pickled, for the throughput probe.
+        data: the data set.
         seconds: duration.
     """
-    processes = [_start_probe() for _ in range(count)]
-    try:
-        for process in processes:
-            _pipe(process.stdin).write(len(job).to_bytes(8, "big") + job)
-            _pipe(process.stdin).flush()
-        for process in processes:
-            if _pipe(process.stdout).readline() != b"ready\n":
-                raise RuntimeError("a throughput probe process ended early")
-        for process in processes:
-            _pipe(process.stdin).write(f"{seconds}\n".encode())
-            _pipe(process.stdin).flush()
-        return sum(float(_pipe(process.stdout).readline()) for process in processes)
-    finally:
-        for process in processes:
-            with process:  # closes its pipes
-                process.kill()
-
-
-def _start_probe() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-P", "-m", "scalejax.measure.input.probes"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+    with ExitStack() as leaving:
+        workers = [
+            leaving.enter_context(closing(Worker(_Throughput(data), environment=environment)))
+            for _ in range(count)
+        ]
+        rates: list[float] = []
+        for duration in (0.0, seconds):  # all are ready before any is timed
+            for worker in workers:
+                worker.send(duration)
+            rates = [worker.answer() for worker in workers]
+        return sum(rates)
 
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    if stream is None:
-        raise RuntimeError("a process without pipes")
-    return stream
-
-
-# Throughput probe: a process that reads examples for a given time, one of several in parallel.
 
 TAKEN = 64
 """Examples read per call."""
@@ -189,23 +170,22 @@ class ReadyBatches:
         return self._ready[which]
 
 
-def main() -> None:
-    """Read examples on one core, as one input worker does."""
-    limit_cores(1)
-    size = int.from_bytes(sys.stdin.buffer.read(8), "big")
-    source = open_source(pickle.loads(sys.stdin.buffer.read(size)), "train", seed=0)
-    generator = np.random.default_rng(os.getpid())
-    for _ in range(3):
-        source.take(generator.integers(0, len(source), TAKEN))
-    print("ready", flush=True)
-    seconds = float(sys.stdin.buffer.readline())
-    begin = now = time.perf_counter()
-    taken = 0
-    while now - begin < seconds:
-        source.take(generator.integers(0, len(source), TAKEN))
-        taken, now = taken + TAKEN, time.perf_counter()
-    print(taken / (now - begin), flush=True)
+class _Throughput:
+    """Examples per second that one core reads, as one input worker does."""
 
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self._source: Source | None = None
 
-if __name__ == "__main__":
-    main()
+    def __call__(self, seconds: float) -> float:
+        """The rate over `seconds`, for at least three calls."""
+        if self._source is None:
+            limit_cores(1)
+            self._source = open_source(self._data, "train", seed=0)
+        generator = np.random.default_rng(os.getpid())
+        begin = now = time.perf_counter()
+        calls = 0
+        while now - begin < seconds or calls < _LEAST_CALLS:
+            self._source.take(generator.integers(0, len(self._source), TAKEN))
+            calls, now = calls + 1, time.perf_counter()
+        return TAKEN * calls / (now - begin)

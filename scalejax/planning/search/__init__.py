@@ -78,8 +78,7 @@ def search(
         global_batch: samples per update.
         objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
-        processes: maximum number of processes. More than one are started as `multiprocessing`
-            does by "spawn", so a script needs its `if __name__ == "__main__"`.
+        processes: maximum number of processes.
         on_progress: called now and then, see `OnProgress`.
 
     Raises:

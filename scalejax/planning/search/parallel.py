@@ -3,19 +3,12 @@
 The number of processes changes neither results nor their order. Knows no ranking.
 """
 
-import gc
-import os
-import signal
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Literal
 
-from scalejax.core.environment import end_with_caller
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.workers import Pool, Worker
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.space import Group
@@ -60,61 +53,38 @@ def candidates(
         return
     costing = _SpecCosts(spec)
     for part in parts:
-        yield costing.candidates(part)
+        yield costing(part)
 
 
 def _in_processes(
     spec: SearchSpec, parts: Sequence[Sequence[Group]], processes: int
 ) -> Iterator[list[Candidate]]:
-    pool = ProcessPoolExecutor(
-        # Not forked: a caller has threads, of JAX for one.
-        processes,
-        get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(spec, os.getpid()),
-    )
-    futures: list[Future[list[Candidate]]] = []
-    try:
-        with _interrupts_held():
-            futures = [pool.submit(_cost_in_worker, part) for part in parts]
-        for future in futures:
-            yield future.result()
-    except BrokenProcessPool as error:
-        if futures and futures[0].exception() is error:
-            raise ScalejaxError(
-                "No process of the search answered: a script that searches with several needs "
-                'if __name__ == "__main__": around what it does; or memory ran out. '
-                "processes=1 needs neither."
-            ) from error
-        raise ScalejaxError(
-            "A process of the search was ended, most likely because memory ran out."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Start processes with SIGINT blocked: only their caller handles Ctrl-C, and ends them.
-
-    Child processes inherit the signals that this thread blocks.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    found: dict[int, list[Candidate]] = {}
+    following = 0
+    with Pool(lambda number: Worker(_SpecCosts(spec)), processes) as pool:
+        # Two for each: none waits while what it found is ranked here.
+        for index, kind, value in pool.work(parts, ahead=2):
+            if kind == "failed" and value.return_code is not None:
+                raise ScalejaxError(
+                    "A process of the search was ended, most likely because memory ran out."
+                ) from value
+            if kind != "answer":
+                raise value
+            found[index] = value
+            while following in found:
+                yield found.pop(following)
+                following += 1
 
 
 class _SpecCosts:
-    """Costs groups of strategies in one process; shared operations are cached between parts."""
+    """Fitting candidates of groups of strategies, costed in one process; shared operations are
+    cached between parts."""
 
     def __init__(self, spec: SearchSpec) -> None:
         self._question = spec
         self._costs = StrategyCosts(spec.shape, spec.cluster)
 
-    def candidates(self, groups: Sequence[Group]) -> list[Candidate]:
-        """Fitting candidates of `groups`."""
+    def __call__(self, groups: Sequence[Group]) -> list[Candidate]:
         found: list[Candidate] = []
         for group in groups:
             if fits := _fitting(self._question, group):
@@ -140,20 +110,3 @@ def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
         + held.temporary_bytes(zero_stage, chunks)
         <= free
     ]
-
-
-_worker_costs: _SpecCosts
-"""Cache of a process that was started for a search."""
-
-
-def _start_worker(spec: SearchSpec, caller: int) -> None:
-    """Get ready to answer `spec` of process `caller`, in a process of its own."""
-    global _worker_costs
-    end_with_caller(caller)
-    gc.disable()
-    _worker_costs = _SpecCosts(spec)
-
-
-def _cost_in_worker(groups: Sequence[Group]) -> list[Candidate]:
-    """Answer it for some groups, in that process."""
-    return _worker_costs.candidates(groups)

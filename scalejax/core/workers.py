@@ -1,0 +1,325 @@
+"""Workers: Python processes that answer requests of the process that started them, their caller.
+
+Requests go to a worker, and progress, answers and refusals come back, through a socket that only
+the two hold: (kind, value) as pickles, and not as lines of JSON, as input workers send arrays and
+take sources of the user's. What a worker prints is its log. A worker ends with its caller, and
+Ctrl-C reaches the caller alone. Knows nothing of the work.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from queue import SimpleQueue
+from typing import Any, Literal, Self
+
+from scalejax.core.errors import ScalejaxError
+
+Kind = Literal["progress", "answer", "refused", "failed"]
+"""Kind of a message of a worker; the value of the last two is a `ScalejaxError` or a
+`WorkerFailed`."""
+
+_SERVE = "from scalejax.core.workers import serve; serve()"
+
+
+class WorkerFailed(Exception):
+    """A worker has died, or the function that it called has raised what is no refusal."""
+
+    def __init__(self, said: str, return_code: int | None = None, name: str = "") -> None:
+        super().__init__(said, return_code, name)
+        self.said = said
+        """The traceback of the function; or the log of a dead worker, "" if it is not kept."""
+        self.return_code = return_code
+        """Exit code of a dead worker, negative for a signal; None if it goes on."""
+        self.name = name
+        """Name of a dead worker."""
+
+    def __str__(self) -> str:
+        return self.said.strip() or f"it ended with {self.return_code}"
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether the worker was killed, as the system does when memory runs out."""
+        return self.return_code == -signal.SIGKILL
+
+
+class Worker:
+    """A Python process that is sent requests, and answers them in order."""
+
+    def __init__(
+        self,
+        first: object,
+        *,
+        program: str = _SERVE,
+        name: str = "",
+        environment: Mapping[str, str] = os.environ,
+        search_path: Sequence[str] | None = None,
+        log: int | None = None,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        """Start it.
+
+        Args:
+            first: message sent at once: the function of a request that gives its answer, or an
+                instance with settings that can be called like one, for the default program.
+            program: source to run; the descriptor of its end of the connection is `sys.argv[1]`.
+            name: shown by `ps`, and kept by a `WorkerFailed`.
+            environment: its environment variables, but for PYTHONPATH.
+            search_path: folders to import from; by default those of this process.
+            log: descriptor for what it prints; if None, a temporary file for `WorkerFailed.said`.
+            descriptors: further descriptors that it inherits.
+        """
+        message = pickle.dumps(first)  # before it starts: not every source of a user's can be
+        folders = sys.path if search_path is None else search_path
+        path = os.pathsep.join(folder or os.getcwd() for folder in folders)
+        self.connection, theirs = Pipe()
+        self._name = name
+        self._log = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115  `close` does
+        output = self._log.fileno() if self._log is not None else log
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: the working folder may hold a json.py of the user's.
+                [sys.executable, "-P", "-c", program, str(theirs.fileno()), name],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**environment, "PYTHONPATH": path},
+                pass_fds=(theirs.fileno(), *descriptors),
+                # Ctrl-C reaches the caller alone, which then ends its workers in silence. No new
+                # session: Linux schedules cores by sessions, and workers should have the caller's
+                # priority.
+                process_group=0,
+            )
+        with contextlib.suppress(OSError):  # it has died, which `receive` says
+            self.connection.send_bytes(message)
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def send(self, request: object) -> None:
+        """Send a request; `receive` says if the worker has died."""
+        with contextlib.suppress(OSError):
+            self.connection.send(request)
+
+    def receive(self) -> tuple[Kind, Any]:
+        """The next message of the worker: (kind, value)."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            return "failed", WorkerFailed(self._said(), code, self._name)
+
+    def answer(self) -> Any:
+        """The answer to the oldest request.
+
+        Raises:
+            ScalejaxError: if it was refused.
+            WorkerFailed: if the worker died, or its function raised anything else.
+        """
+        kind, value = self.receive()
+        while kind == "progress":
+            kind, value = self.receive()
+        if kind == "answer":
+            return value
+        raise value
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the worker, from any thread; one that waits for `receive` is told."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the worker, and release its resources."""
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _said(self) -> str:
+        if self._log is None:
+            return ""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    worker: Worker
+    number: int
+    asked: deque[int] = field(default_factory=deque)
+    """Requests that it has not answered, by index."""
+
+
+class Pool:
+    """Workers among which requests are divided; none outlives its `with` block."""
+
+    def __init__(
+        self, start: Callable[[int], Worker], count: int, *, is_reused: bool = True
+    ) -> None:
+        """Start none yet.
+
+        Args:
+            start: starts the worker of a number below `count`, also again if it has died.
+            count: most workers at a time.
+            is_reused: whether a worker answers several requests, one after another.
+        """
+        self._start = start
+        self._count = count
+        self._is_reused = is_reused
+        self._members: dict[Connection, _Member] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for connection in list(self._members):
+            self._close(connection)
+
+    def work(
+        self, requests: Sequence[object], *, ahead: int = 1, seconds: float | None = None
+    ) -> Iterator[tuple[int, Kind, Any]]:
+        """Yield (index of the request, kind, value) of every message, as it comes.
+
+        Every request ends with a message that is no progress. The request of a worker that dies
+        fails, and another worker goes on with the next ones.
+
+        Args:
+            requests: requests, begun in order.
+            ahead: requests that a worker is sent before it has answered the first of them.
+            seconds: time for all requests; None for any.
+
+        Raises:
+            TimeoutError: if they are not answered in time.
+        """
+        waiting = deque(range(len(requests)))
+        deadline = None if seconds is None else time.monotonic() + seconds
+        for number in range(min(self._count, len(requests))):
+            self._give(self._started(number), requests, waiting, ahead)
+        while self._members:
+            for connection in self._ready(deadline):
+                member = self._members[connection]
+                kind, value = member.worker.receive()
+                yield member.asked[0], kind, value
+                if kind == "progress":
+                    continue
+                member.asked.popleft()
+                if not self._is_reused or (kind == "failed" and value.return_code is not None):
+                    waiting.extendleft(reversed(member.asked))
+                    self._close(connection)
+                    if not waiting:
+                        continue
+                    member = self._started(member.number)
+                self._give(member, requests, waiting, ahead)
+
+    def stop(self, number: int, seconds: float) -> None:
+        """Send a signal to the workers, and wait until they have ended, or finished a request."""
+        for member in self._members.values():
+            member.worker.signal(number)
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(TimeoutError):
+            while self._members:
+                for connection in self._ready(deadline):
+                    if self._members[connection].worker.receive()[0] != "progress":
+                        self._close(connection)
+
+    def _ready(self, deadline: float | None) -> list[Connection]:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = wait(list(self._members), left)
+        if not ready:
+            raise TimeoutError
+        return ready  # type: ignore[return-value]  of what it was given
+
+    def _started(self, number: int) -> _Member:
+        member = _Member(self._start(number), number)
+        self._members[member.worker.connection] = member
+        return member
+
+    def _give(
+        self, member: _Member, requests: Sequence[object], waiting: deque[int], ahead: int
+    ) -> None:
+        """Send a worker its next requests; close it if there are none."""
+        while waiting and len(member.asked) < ahead:
+            member.asked.append(waiting.popleft())
+            member.worker.send(requests[member.asked[-1]])
+        if not member.asked:
+            self._close(member.worker.connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._members.pop(connection).worker.close()
+
+
+# The worker itself.
+
+_callers: list[Connection] = []
+"""Connection to the caller of this process, if it is a worker."""
+
+
+def report(value: object) -> None:
+    """Send progress with a request to the caller; without effect in a process that is no worker."""
+    for caller in _callers:
+        with contextlib.suppress(OSError):  # it has ended, and so does this process
+            caller.send(("progress", value))
+
+
+def serve() -> None:
+    """Answer requests until the caller ends."""
+    caller = Connection(int(sys.argv[1]))
+    os.set_inheritable(caller.fileno(), False)
+    try:
+        call: Callable[[Any], object] = caller.recv()
+    except (EOFError, OSError):  # the caller has ended already
+        return
+    requests: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_listen, args=(caller, requests), daemon=True).start()
+    _callers.append(caller)
+    while True:
+        message = _answered(call, requests.get())
+        try:
+            caller.send(message)
+        except OSError:  # the caller has ended, and nobody reads an error
+            os._exit(0)
+
+
+def _listen(caller: Connection, requests: "SimpleQueue[Any]") -> None:
+    """Queue requests; end this process when the caller ends."""
+    try:
+        while True:
+            requests.put(caller.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+    except Exception:  # noqa: BLE001  a request that cannot be read: no thread is there to raise it
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _answered(call: Callable[[Any], object], request: object) -> tuple[Kind, object]:
+    try:
+        return "answer", call(request)
+    except ScalejaxError as error:
+        return "refused", _portable(error)
+    except Exception:  # noqa: BLE001  the caller raises its traceback
+        return "failed", WorkerFailed(traceback.format_exc())
+
+
+def _portable(error: ScalejaxError) -> ScalejaxError:
+    """`error`, or one with its message if it cannot be pickled."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except (TypeError, AttributeError, pickle.PicklingError):
+        return ScalejaxError(str(error))

@@ -38,8 +38,8 @@ class Ring:
     """Latency of one message."""
     bytes_per_second: float
     """Bandwidth from each device to the next."""
-    residual: float
-    """Standard deviation of the logarithm of measured over fitted times."""
+    residual: float | None = None
+    """Standard deviation of the logarithm of measured over fitted times; None if not fitted."""
 
 
 def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
@@ -69,7 +69,7 @@ def fit_ring(collectives: Sequence[MeasuredCollective]) -> Ring:
 
 
 def library_of(
-    name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool
+    name: str, title: str, ring: Ring, source: str, *, runs_buffers_one_by_one: bool = False
 ) -> CommunicationLibrary:
     """A communication library with `ring` as its one method, within and between nodes."""
     method = CollectiveMethod(

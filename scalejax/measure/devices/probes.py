@@ -5,7 +5,7 @@ of the mesh under the same load.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -181,15 +181,29 @@ def convolution_row(
     return (*c.shape, c.flop / _beyond(seconds, empty_seconds))
 
 
-def stream_rate(mesh: Mesh, moved_bytes: int, empty_seconds: float, calls: int) -> float:
-    """Bytes/s of an operation that moves `moved_bytes`, half read and half written.
+def scale(y: jax.Array) -> jax.Array:
+    """The cheapest of `FUSIONS`: simple arithmetic."""
+    return 2 * y + 1
 
-    The geometric mean over typical fusions: simple arithmetic, a transcendental function, a
-    transposition.
+
+FUSIONS = (scale, jnp.tanh, lambda y: jnp.swapaxes(y, 1, 2) + 1)
+"""Typical element-wise operations: simple arithmetic, a transcendental one, a transposition."""
+
+
+def stream_rate(
+    mesh: Mesh,
+    moved_bytes: int,
+    empty_seconds: float,
+    calls: int,
+    fusions: Sequence[Callable[[jax.Array], jax.Array]] = FUSIONS,
+) -> float:
+    """Bytes/s of operations that move `moved_bytes`, half read and half written.
+
+    The geometric mean over `fusions`.
     """
     count = max(1, moved_bytes // (8 * _TILE**2))
     logs = []
-    for function in (lambda y: 2 * y + 1, jnp.tanh, lambda y: jnp.swapaxes(y, 1, 2) + 1):
+    for function in fusions:
 
         def passes(x: jax.Array, function: Any = function) -> jax.Array:
             return jax.lax.fori_loop(0, _STREAM_PASSES, lambda _, y: function(y), x)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean, median
 
+from scalejax.core.progress import Progress
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.predict import predict
 from scalejax.validation import CompiledCase, LedgerRow, Skipped, compile_cases, read_ledger
@@ -65,9 +66,9 @@ def measured_seconds(case: CompiledCase) -> float:
     return case.row.step_seconds
 
 
-def print_progress(done: int, total: int) -> None:
+def print_progress(progress: Progress) -> None:
     """Say how many programs have been compiled."""
-    print(f"compiled {done} of {total} programs", file=sys.stderr)
+    print(f"compiled {progress.done} of {progress.total} programs", file=sys.stderr)
 
 
 def row_of(case: CompiledCase) -> str:

@@ -161,13 +161,13 @@ class Bench(RunFileCommand):
         """Time the benchmarks that have no result; returns the problems."""
         rounds = len(bench.rounds)
         try:
-            with progress.measuring(rounds) as on_benchmark:
+            with progress.measuring(rounds) as on_progress:
                 return run_bench(
                     bench,
                     folder,
                     reruns=self.rerun,
                     monitor_seconds=self.monitor,
-                    on_benchmark=on_benchmark,
+                    on_progress=on_progress,
                 )
         except KeyboardInterrupt:
             done = sum(len(each.results) for each in read_summaries(bench, folder))
@@ -230,8 +230,8 @@ class DataBench(RunFileCommand):
         from scalejax.measure.input.bench import bench, paces, stage_count
         from scalejax.report.terminal.bench import input_side
 
-        with progress.measuring(stage_count(config.data)) as on_stage:
-            rates = bench(config.data, on_stage=on_stage)
+        with progress.measuring(stage_count(config.data)) as on_progress:
+            rates = bench(config.data, on_progress=on_progress)
         serialization.save_toml(rates, output)
         tables.show(input_side(rates, paces(rates, config)))
         print(f"wrote {output}; scalejax predict RUN.toml --input-rates {output} predicts with it.")

@@ -69,8 +69,10 @@ class Compare(OverridingCommand):
             framework=framework_named(self.framework),
             overrides=overrides,
         )
-        with progress.compiling(CASES) as on_case:
-            compared = compare_revisions(self.a, self.b, request, bounds=bounds, on_case=on_case)
+        with progress.compiling(CASES) as on_progress:
+            compared = compare_revisions(
+                self.a, self.b, request, bounds=bounds, on_progress=on_progress
+            )
         found = compared.comparison
         tables.show(comparison_tables.comparison(found, cluster, titles=(self.a, self.b)))
         if self.json is not None:

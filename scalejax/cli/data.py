@@ -61,8 +61,8 @@ class DataInspect:
         options = RowsOptions(images=self.images, labels=self.labels)
         for each in _of_run(self.source) if is_run else [_Inspected(self.source, options)]:
             rows = open_rows(each.location, each.options)
-            with progress.rows("reading", len(rows) if self.verify else 0) as on_rows:
-                about = inspect(rows, run=each.run, verify=self.verify, on_rows=on_rows)
+            with progress.rows("reading", len(rows) if self.verify else 0) as on_progress:
+                about = inspect(rows, run=each.run, verify=self.verify, on_progress=on_progress)
             if is_run:  # a run.toml has its [data] table
                 about = replace(about, table=None)
             found.append(about)

@@ -57,7 +57,9 @@ class Doctor:
         is_first = place is None or place.process == 0
         with (
             process_group.leaving_at_once(place),
-            progress.measuring(stage_count()) if is_first else nullcontext() as on_stage,
+            progress.measuring(stage_count())
+            if is_first
+            else nullcontext(progress.no_display) as on_progress,
         ):
             found = examine(
                 Examination(
@@ -67,7 +69,7 @@ class Doctor:
                     cluster=cluster,
                     place=place,
                 ),
-                on_stage or (lambda name: None),
+                on_progress,
             )
         with process_group.leaving_at_once(place):
             # Findings of one process alone are of one that could not reach the others.

@@ -80,7 +80,7 @@ class Predict(RunFileCommand):
         costed = costed_note(name, config.model, facts)
         programs: list[Program] = []
         phases = 1 + len(config.batch.ramp_epochs)
-        with progress.compiling(phases * len(set(counts))) as on_case:
+        with progress.compiling(phases * len(set(counts))) as on_progress:
             prediction = (study if phases == 1 else ramp_study)(
                 config,
                 cluster,
@@ -89,7 +89,7 @@ class Predict(RunFileCommand):
                 framework=framework,
                 facts=facts,
                 notes=(costed,) if costed else (),
-                on_case=on_case,
+                on_progress=on_progress,
                 on_program=programs.append,
             )
         if isinstance(prediction, RampPrediction):
@@ -148,14 +148,14 @@ class Explain(RunFileCommand):
         facts = facts_of(config, self.run_file, overrides, self.facts)
         cluster = with_input(cluster, self.input_rates, config)
         recorded = self.trace and recorded_trace(self.trace, cluster, self.devices)
-        with progress.compiling(CASES) as on_case:
+        with progress.compiling(CASES) as on_progress:
             explained = explain_run(
                 config,
                 cluster,
                 self.devices,
                 framework=framework,
                 facts=facts,
-                on_case=on_case,
+                on_progress=on_progress,
             )
         if recorded:
             explained = compare_trace(explained, cluster, recorded)
@@ -245,8 +245,8 @@ class Calibrate:
             choose_platform(max(2, os.cpu_count() or 1) if count is None else count)
         from scalejax.measure.devices import GRID, calibrate, stage_count
 
-        with progress.measuring(stage_count(GRID)) as on_stage:
-            found = calibrate(output, GRID, on_stage)
+        with progress.measuring(stage_count(GRID)) as on_progress:
+            found = calibrate(output, GRID, on_progress)
         paths = found.save(output)
         tables.show(tables.calibration(found.cluster, found.processes, found.notes))
         print(f"wrote {', '.join(path.name for path in paths)} in {output}")

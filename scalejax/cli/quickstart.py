@@ -172,14 +172,14 @@ def _predict(forecast: Forecast, folder: Path) -> Path:
     """Predict and print a scaling study; returns the file of the prediction."""
     config = load_config(_copy_example(forecast.file, folder))
     cluster = load_cluster(forecast.cluster)
-    with progress.compiling(len(forecast.device_counts)) as on_case:
+    with progress.compiling(len(forecast.device_counts)) as on_progress:
         found = study(
             config,
             cluster,
             forecast.device_counts,
             "weak",
             title=forecast.title,
-            on_case=on_case,
+            on_progress=on_progress,
         )
     print()
     tables.show([*scaling_tables.scaling(found), _remark(forecast, found)])

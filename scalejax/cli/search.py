@@ -116,7 +116,7 @@ class Search(RunFileCommand):
         )
         tables.show(search_tables.searched(report))
         if self.confirm:
-            with progress.compiling(min(self.confirm, len(report.ranked))) as on_case:
+            with progress.compiling(min(self.confirm, len(report.ranked))) as on_progress:
                 report = confirm_search(
                     report,
                     config,
@@ -124,7 +124,7 @@ class Search(RunFileCommand):
                     confirm=self.confirm,
                     framework=framework,
                     facts=facts,
-                    on_case=on_case,
+                    on_progress=on_progress,
                 )
         print()
         tables.show(search_tables.confirmed(report))

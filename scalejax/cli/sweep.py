@@ -105,8 +105,10 @@ class Sweep(RunFileCommand):
     def _train(self, sweep: SweepPlan, files: SweepFolder) -> list[str]:
         """Train the runs that are not finished and write the tables; returns the problems."""
         try:
-            with progress.training(len(sweep.jobs), len(sweep.runs)) as on_part:
-                problems = run_sweep(sweep, files, processes=self.processes, on_part=on_part)
+            with progress.training(len(sweep.jobs), len(sweep.runs)) as on_progress:
+                problems = run_sweep(
+                    sweep, files, processes=self.processes, on_progress=on_progress
+                )
         except KeyboardInterrupt:
             done = sum(row.is_finished for row in read_rows(sweep, files))
             print(

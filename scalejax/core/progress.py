@@ -1,244 +1,203 @@
-"""Progress displays on standard error: a bar on a terminal, plain lines elsewhere.
+"""Progress of a piece of work, and its displays on standard error: a bar on a terminal, plain
+lines elsewhere.
 
 Knows counts and names, and nothing of the work itself.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as Bar
+from rich.text import Text
 
 from scalejax.core.units import UNKNOWN, counted, format_count, format_seconds
 
-Stage = Literal["begun", "compiled", "remembered"]
-"""Status of a case that is compiled; a remembered one was found in the program cache."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How much of a piece of work is done, or of one part of it."""
+
+    part: str = ""
+    """The part, such as "256 devices"; "" for all of the work."""
+    done: float = 0
+    """Amount that is done; 0 as it begins."""
+    total: float = 1
+    """Amount when all is done, as far as it is known."""
 
 
-OnCase = Callable[[Stage, str], None]
-"""Callback with the new status of a case, and its name."""
+OnProgress = Callable[[Progress], None]
+"""Is told of progress."""
 
 
-def nothing_said(stage: Stage, case: str) -> None:
-    """An `OnCase` that shows nothing."""
-
-
-_LINES = {
-    "begun": "compiling for {} ...",
-    "compiled": "compiled for {}",
-    "remembered": "compiled for {} (cached)",
-}
+def no_display(progress: Progress) -> None:
+    """An `OnProgress` that shows nothing."""
 
 
 @contextmanager
-def compiling(case_count: int) -> Iterator[OnCase]:
-    """A display of which cases are being compiled, on standard error.
-
-    Yields:
-        Callback with the new status of a case, and its name.
-    """
+def _display(
+    description: str,
+    columns: tuple[ProgressColumn, ...],
+    say: Callable[[Progress], str | None],
+    show: Callable[[Progress], dict[str, Any]],
+    *,
+    total: float | None = None,
+    done: int = 0,
+) -> Iterator[OnProgress]:
+    """A bar with `columns`, updated by what `show` returns; without a terminal lines of `say`."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda stage, case: console.print(_LINES[stage].format(case))
+
+        def print_line(progress: Progress) -> None:
+            if (line := say(progress)) is not None:
+                console.print(line)
+
+        yield print_line
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with Bar(*shown, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total, completed=done, visible=False)
+        yield lambda progress: bar.update(task, **{"visible": True, **show(progress)})
+
+
+def compiling(case_count: int) -> AbstractContextManager[OnProgress]:
+    """A display of which cases are being compiled.
+
+    A case that is done without having begun was found in the program cache.
+    """
+    open_cases: list[str] = []
+
+    def say(progress: Progress) -> str:
+        case = progress.part
+        if not progress.done:
+            open_cases.append(case)
+            return f"compiling for {case} ..."
+        if case not in open_cases:
+            return f"compiled for {case} (cached)"
+        open_cases.remove(case)
+        return f"compiled for {case}"
+
+    def show(progress: Progress) -> dict[str, Any]:
+        say(progress)
+        if not open_cases:
+            return {"advance": progress.done, "description": "compiling"}
+        more = f" and {len(open_cases) - 1} more" if len(open_cases) > 1 else ""
+        words = f"compiling for {open_cases[0]}{more} (10 to 30 s each)"
+        return {"advance": progress.done, "description": words}
+
+    columns = (MofNCompleteColumn(), TimeElapsedColumn())
+    return _display("compiling", columns, say, show, total=case_count)
+
+
+def compiling_programs() -> AbstractContextManager[OnProgress]:
+    """A display of how many programs are compiled, of those known so far; none without programs."""
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return _display(
+        "compiling (10 to 30 s each)",
+        columns,
+        lambda each: f"compiled {each.done:.0f} of {each.total:.0f} programs",
+        lambda each: {"completed": each.done, "total": each.total},
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=case_count)
-        open_cases: list[str] = []
-
-        def show(stage: Stage, case: str) -> None:
-            if stage == "begun":
-                open_cases.append(case)
-            elif stage == "compiled":
-                open_cases.remove(case)
-            done = 0 if stage == "begun" else 1
-            progress.update(task, advance=done, description=_open(open_cases))
-
-        yield show
 
 
-def _open(cases: Sequence[str]) -> str:
-    """The cases that are being compiled, on one line."""
-    if not cases:
-        return "compiling"
-    more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-    return f"compiling for {cases[0]}{more} (10 to 30 s each)"
-
-
-@contextmanager
-def compiling_programs() -> Iterator[Callable[[int, int], None]]:
-    """A display of how many programs are compiled, on standard error; none without programs.
-
-    Yields:
-        Callback with the number of programs compiled, and the number known so far.
-    """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda done, total: console.print(f"compiled {done} of {total} programs")
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+def searching() -> AbstractContextManager[OnProgress]:
+    """A display of the progress of a search."""
+    return _display(
+        "searching",
+        (TimeElapsedColumn(),),
+        lambda each: None,
+        lambda each: {
+            "completed": each.done,
+            "total": each.total,
+            "visible": each.done < each.total,
+        },
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("compiling (10 to 30 s each)", total=None, visible=False)
-        yield lambda done, total: progress.update(task, completed=done, total=total, visible=True)
 
 
-@contextmanager
-def searching() -> Iterator[Callable[[int, int], None]]:
-    """A display of the progress of a search, on standard error.
+def measuring(stages: int) -> AbstractContextManager[OnProgress]:
+    """A display of the current one of the `stages` of a measurement, each of which is a part."""
+    names: set[str] = set()
 
-    Yields:
-        Callback with the number of parts done, and of all parts.
-    """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("searching", total=None)
+    def say(progress: Progress) -> str | None:
+        if progress.part in names:
+            return None
+        names.add(progress.part)
+        return f"measuring {progress.part}"
 
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, visible=done < total)
+    def show(progress: Progress) -> dict[str, Any]:
+        return {"advance": 1, "description": progress.part}
 
-        yield show
+    return _display("measuring", (TimeElapsedColumn(),), say, show, total=stages)
 
 
-@contextmanager
-def measuring(stages: int) -> Iterator[Callable[[str], None]]:
-    """A display of the current stage of a measurement, on standard error.
-
-    Yields:
-        Callback with the name of each of the `stages` as it begins.
-    """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        names: set[str] = set()
-
-        def say(name: str) -> None:
-            if name not in names:
-                names.add(name)
-                console.print(f"measuring {name}")
-
-        yield say
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=stages)
-        yield lambda name: progress.update(task, advance=1, description=name)
-
-
-@contextmanager
-def training(jobs: int, runs: int) -> Iterator[Callable[[int, float], None]]:
-    """A display of the progress of a sweep, on standard error.
+def training(jobs: int, runs: int) -> AbstractContextManager[OnProgress]:
+    """A display of the progress of a sweep.
 
     Args:
-        jobs: programs that are trained, some in parallel.
+        jobs: programs that are trained, some in parallel; each is a part.
         runs: runs in all of them.
-
-    Yields:
-        Callback with the index of a job, and the share of it that is done, 0..1.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    parts = [0.0] * jobs
-    if not console.is_terminal:
+    done: dict[str, float] = {}
 
-        def say(job: int, part: float) -> None:
-            if part >= 1 > parts[job]:
-                parts[job] = part
-                console.print(f"trained {sum(each >= 1 for each in parts)} of {jobs} programs")
+    def say(progress: Progress) -> str | None:
+        if not progress.done >= 1 > done.get(progress.part, 0):
+            return None
+        done[progress.part] = 1
+        return f"trained {len(done)} of {jobs} programs"
 
-        yield say
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"training {counted(runs, 'run')}", total=float(jobs))
+    def show(progress: Progress) -> dict[str, Any]:
+        done[progress.part] = progress.done
+        return {"completed": sum(done.values())}
 
-        def show(job: int, part: float) -> None:
-            parts[job] = part
-            progress.update(task, completed=sum(parts))
-
-        yield show
+    percent = TextColumn("{task.percentage:.0f} %")
+    columns = (percent, TimeElapsedColumn(), TimeRemainingColumn())
+    return _display(f"training {counted(runs, 'run')}", columns, say, show, total=jobs)
 
 
-@contextmanager
-def rows(verb: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """A display of processed rows, their rate and the time left, on standard error; none without
-    rows.
+class _RowRate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """The rate of a bar."""
+        return Text(f"{format_count(task.speed)} rows/s")
+
+
+def rows(verb: str, total: int, done: int = 0) -> AbstractContextManager[OnProgress]:
+    """A display of processed rows, their rate and the time left; none without rows.
 
     Args:
         verb: shown before the counts, such as "converting".
         total: number of rows.
         done: rows processed before.
-
-    Yields:
-        Callback with the number of rows processed since the last call.
     """
-    console = Console(stderr=True, highlight=False)
     if not total:
-        yield lambda count: None
-        return
-    if not console.is_terminal:
-        with _row_lines(console, verb, total, done) as say:
-            yield say
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-        TextColumn("{task.fields[rate]} rows/s"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(verb, total=total, completed=done, rate=UNKNOWN)
-
-        def show(count: int) -> None:
-            progress.update(task, advance=count, rate=format_count(progress.tasks[0].speed))
-
-        yield show
-
-
-@contextmanager
-def _row_lines(
-    console: Console, verb: str, total: int, done: int
-) -> Iterator[Callable[[int], None]]:
-    """The display of `rows` as a line every five seconds."""
+        return nullcontext(no_display)
     begin = last = time.monotonic()
-    first = done
 
-    def say(count: int) -> None:
-        nonlocal done, last
-        done, now = done + count, time.monotonic()
-        if now >= last + 5:
-            last, rate = now, (done - first) / (now - begin)
-            left = format_seconds((total - done) / rate) if rate else UNKNOWN
-            console.print(
-                f"{verb}: {done:,} of {total:,} rows, {format_count(rate)} rows/s, {left} left"
-            )
+    def say(progress: Progress) -> str | None:
+        nonlocal last
+        now = time.monotonic()
+        if now < last + 5:
+            return None
+        last, rate = now, (progress.done - done) / (now - begin)
+        left = format_seconds((total - progress.done) / rate) if rate else UNKNOWN
+        return (
+            f"{verb}: {progress.done:,.0f} of {total:,} rows, {format_count(rate)} rows/s, "
+            f"{left} left"
+        )
 
-    yield say
+    counts = TextColumn("{task.completed:,.0f}/{task.total:,.0f}")
+    columns = (counts, _RowRate(), TimeRemainingColumn())
+    return _display(
+        verb, columns, say, lambda each: {"completed": each.done}, total=total, done=done
+    )

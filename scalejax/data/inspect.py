@@ -5,7 +5,7 @@ Knows rows and the requirements of a run; prints nothing.
 
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from scalejax.config.parquet import ParquetConfig, ReadingConfig
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import document
 from scalejax.core.units import MIB, counted, format_bytes
 from scalejax.data.convert.image_folder import ImageFolderRows
@@ -234,16 +235,12 @@ class Inspections:
     """One for each location."""
 
 
-OnRows = Callable[[int], None]
-"""Is told of rows that are done."""
-
-
 def inspect(
     rows: Rows,
     *,
     run: ParquetConfig | None = None,
     verify: bool = False,
-    on_rows: OnRows = lambda count: None,
+    on_progress: OnProgress = no_display,
 ) -> Inspection:
     """Inspect `rows`.
 
@@ -251,7 +248,7 @@ def inspect(
         rows: the rows of the data set.
         run: requirements of a run, if the rows are those of one.
         verify: whether every row is read and decoded.
-        on_rows: called with the number of verified rows.
+        on_progress: called with the number of verified rows.
 
     Raises:
         ConfigError: if files cannot be read at all.
@@ -265,7 +262,7 @@ def inspect(
     classes = group_classes(rows, label) if label is not None else None
     # Filters keep rows away from a run, and only the run knows which.
     never_null = label if run is None or not run.filters else None
-    broken = list(_unreadable(rows, image, never_null, on_rows)) if verify else []
+    broken = list(_unreadable(rows, image, never_null, on_progress)) if verify else []
     advice = list(_advice(rows, groups, images, run.reading if run else ReadingConfig()))
     is_mixed = run is not None and run.reading.shuffle == "rows" and run.reading.petastorm is None
     if about := parts_advice(rows.location):
@@ -361,7 +358,7 @@ def _images(rows: Rows, column: str) -> ImageFacts | None:
 
 
 def _unreadable(
-    rows: Rows, image: str | None, label: str | None, on_rows: OnRows
+    rows: Rows, image: str | None, label: str | None, on_progress: OnProgress
 ) -> Iterator[Unreadable]:
     """Every row without an image that can be decoded, or without a class."""
     at = 0
@@ -378,7 +375,7 @@ def _unreadable(
             if reason is not None:
                 yield Unreadable(where=rows.name(at + row), why=reason)
         at += len(table)
-        on_rows(len(table))
+        on_progress(Progress(done=at, total=len(rows)))
 
 
 def _undecodable(column: pa.ChunkedArray) -> list[str | None]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from scalejax.config.emulation import EmulationConfig, TimingConfig
 from scalejax.config.run import ResolvedRun, resolve, with_fields
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.virtual_cluster import Durations
 from scalejax.hardware import Cluster, load_library
 from scalejax.simulator.collectives import find_route
@@ -64,7 +64,7 @@ def durations_of(
     emulation: EmulationConfig,
     cluster: Cluster | None,
     *,
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
 ) -> Durations:
     """Durations of all actions of the workers of `emulation`.
 
@@ -79,7 +79,7 @@ def durations_of(
         run: the run, on one device.
         emulation: the workers and their algorithm.
         cluster: hardware of the workers; if None, `emulation.timing` gives all times.
-        on_case: called when the step is compiled.
+        on_progress: called when the step is compiled.
 
     Raises:
         ConfigError: if neither gives the time of a gradient, or the bandwidth between workers of
@@ -102,7 +102,7 @@ def durations_of(
         return _given(placed, emulation, gradient=given.gradient_seconds)
     cluster.require_devices(emulation.workers, field="emulation.workers")
     require_one_machine(emulation, given.workers_per_host or cluster.devices_per_node)
-    gradient, gradient_sync = _compiled(run, emulation, cluster, on_case)
+    gradient, gradient_sync = _compiled(run, emulation, cluster, on_progress)
     method = load_library("parameter-server").methods[0]
     per_host = min(emulation.workers, given.workers_per_host or cluster.devices_per_node)
     host = find_route(cluster, members=per_host, members_per_node=per_host, nodes=1)
@@ -164,7 +164,7 @@ def _given(
 
 
 def _compiled(
-    run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_case: OnCase
+    run: ResolvedRun, emulation: EmulationConfig, cluster: Cluster, on_progress: OnProgress
 ) -> tuple[float, float]:
     """Seconds of a gradient, and of the exposed communication."""
     devices, samples = 1, run.split.global_batch
@@ -176,7 +176,7 @@ def _compiled(
     job = ProfileJob(
         run=resolve(with_fields(run.config, fields), devices, run.dataset), cluster=cluster
     )
-    (program,) = profile_many([job], on_case)
+    (program,) = profile_many([job], on_progress)
     cluster = under_load(cluster, program)
     times = what_if(program).timeline(cluster)
     terms = step_terms(program, cluster, times.step_seconds)

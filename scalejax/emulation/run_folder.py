@@ -14,7 +14,7 @@ from pathlib import Path
 from scalejax.config.run import RunConfig, load_kept_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ScalejaxError
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.emulation.checks import emulated_run, require_progress
 from scalejax.emulation.durations import durations_of
 from scalejax.emulation.event_log import read_events, write_events
@@ -59,7 +59,7 @@ def emulate(
     reporter: Reporter,
     begins_anew: bool = False,
     keeps_events: bool = False,
-    compiling: Callable[[], AbstractContextManager[OnCase]] = lambda: nullcontext(nothing_said),
+    compiling: Callable[[], AbstractContextManager[OnProgress]] = lambda: nullcontext(no_display),
 ) -> Emulation:
     """Emulate the run of `config`, recorded in `folder`.
 
@@ -84,8 +84,8 @@ def emulate(
         raise ConfigError(f"{str(folder)!r} holds a run already: give another --folder.")
     if cluster is None and emulation.cluster is not None:
         cluster = load_cluster(emulation.cluster)
-    with compiling() as on_case:
-        durations = durations_of(run, emulation, cluster, on_case=on_case)
+    with compiling() as on_progress:
+        durations = durations_of(run, emulation, cluster, on_progress=on_progress)
     require_progress(run, emulation, durations)
     folder.mkdir(parents=True, exist_ok=True)
     with RunLock() as lock:

@@ -18,7 +18,7 @@ from pathlib import Path
 from scalejax.config.run import ResolvedRun, load_config
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, ProfileError, refusal
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import JsonValue
 from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.facts import resolve
@@ -134,7 +134,7 @@ def compare_revisions(
     request: Request,
     *,
     bounds: Bounds | None = None,
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
 ) -> ComparedRevisions:
     """Comparison of the steps that `a` and `b` name.
 
@@ -143,7 +143,7 @@ def compare_revisions(
         b: the step after, likewise.
         request: what both are compiled for.
         bounds: how much worse `b` may be; if None, the usual bounds.
-        on_case: called as each step starts to compile, is done, or is cached.
+        on_progress: called as each step starts to compile, is done, or is cached.
 
     Raises:
         ConfigError: if a file or commit is refused, or the steps do not compare.
@@ -155,7 +155,7 @@ def compare_revisions(
         names = ", ".join(f"--{name}" for name in request.overrides)
         raise ConfigError(f"{names} replaces a field of a run file, and A and B are programs.")
     notes: list[str] = []
-    before, after = _programs(revisions, request, notes, on_case)
+    before, after = _programs(revisions, request, notes, on_progress)
     comparison = compare(before, after, request.cluster, bounds)
     return ComparedRevisions(
         comparison=replace(comparison, notes=(*notes, *comparison.notes)),
@@ -164,7 +164,7 @@ def compare_revisions(
 
 
 def _programs(
-    revisions: Sequence[Revision], request: Request, notes: list[str], on_case: OnCase
+    revisions: Sequence[Revision], request: Request, notes: list[str], on_progress: OnProgress
 ) -> list[Program]:
     """Programs of `revisions`, all compiled at a time; adds to `notes`."""
     programs: dict[int, Program] = {}
@@ -181,7 +181,7 @@ def _programs(
                     tree = leaving.enter_context(checked_out(each.source))
                     compiling[position] = _compiling(each.title, each.source, tree, request)
                     leaving.callback(compiling[position].worker.close)
-                    on_case("begun", each.title)
+                    on_progress(Progress(part=each.title))
         jobs = [
             ProfileJob(
                 run=run,
@@ -191,10 +191,10 @@ def _programs(
             )
             for position, run in runs.items()
         ]
-        programs |= zip(runs, profile_many(jobs, on_case), strict=True)
+        programs |= zip(runs, profile_many(jobs, on_progress), strict=True)
         for position, each in compiling.items():
             programs[position] = each.program(notes)
-            on_case("compiled", revisions[position].title)
+            on_progress(Progress(part=revisions[position].title, done=1))
     return [programs[position] for position in range(len(revisions))]
 
 

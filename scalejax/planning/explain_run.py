@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ProfileError
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.units import counted
 from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
@@ -44,7 +44,7 @@ def explain_run(
     *,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
 ) -> ExplainedRun:
     """Explanation of the predicted step time of `config` on `device_count` devices of `cluster`.
 
@@ -57,7 +57,7 @@ def explain_run(
         device_count: devices in the run.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
-        on_case: called as each of the two programs starts to compile, is done, or is cached.
+        on_progress: called as each of the two programs starts to compile, is done, or is cached.
 
     Raises:
         ConfigError: if batch or layout do not divide.
@@ -76,11 +76,11 @@ def explain_run(
         for each, name in zip(runs, names, strict=False)
     ]
     try:
-        programs = profile_many(jobs, on_case)
+        programs = profile_many(jobs, on_progress)
     except ProfileError as error:
         if len(jobs) == 1:
             raise
-        refused, programs = error, profile_many(jobs[:1], on_case)
+        refused, programs = error, profile_many(jobs[:1], on_progress)
     doubled = programs[1] if len(programs) > 1 else None
     explanation = explain(programs[0], cluster, doubled_batch=doubled)
     if refused is not None:

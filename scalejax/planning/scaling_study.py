@@ -11,7 +11,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, in_phase, with_fields
 from scalejax.config.schedule import Phase
 from scalejax.core.errors import ConfigError, refusal, require_at_least
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.units import counted
 from scalejax.data.facts import resolve
 from scalejax.hardware import Cluster
@@ -39,7 +39,7 @@ def study(
     facts: DatasetFacts | None = None,
     title: str | None = None,
     notes: Sequence[str] = (),
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
     on_program: Callable[[Program], None] = lambda program: None,
 ) -> ScalingPrediction:
     """Predictions for `config` on each number of devices of `cluster`, in rising order.
@@ -63,7 +63,7 @@ def study(
         facts: counts and shapes of its data; if None, they are read.
         title: title of the study; if None, the model and the cluster.
         notes: further notes on every prediction.
-        on_case: called as each device count starts to compile, is done, or is cached.
+        on_progress: called as each device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of devices.
 
     Raises:
@@ -73,7 +73,7 @@ def study(
     """
     runs = resolve_all(config, device_counts, scaling, facts)
     programs = profile_many(
-        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs], on_case
+        [ProfileJob(run=run, cluster=cluster, framework=framework) for run in runs], on_progress
     )
     for program in programs:
         on_program(program)
@@ -156,7 +156,7 @@ def ramp_study(
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
     notes: Sequence[str] = (),
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
     on_program: Callable[[Program], None] = lambda program: None,
 ) -> RampPrediction:
     """Predictions for each batch of `config` on each number of devices of `cluster`.
@@ -171,7 +171,7 @@ def ramp_study(
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
         notes: further notes on every prediction.
-        on_case: called as each batch and device count starts to compile, is done, or is cached.
+        on_progress: called as each batch and device count starts to compile, is done, or is cached.
         on_program: called with each compiled step, in rising order of batch, then of devices.
 
     Raises:
@@ -187,7 +187,7 @@ def ramp_study(
     for run in flat:
         name = f"{counted(run.layout.device_count, 'device')}, batch {run.split.global_batch}"
         jobs.append(ProfileJob(run=run, cluster=cluster, framework=framework, name=name))
-    programs = profile_many(jobs, on_case)
+    programs = profile_many(jobs, on_progress)
     for program in programs:
         on_program(program)
     first_epochs = [phase.first_epoch for phase in runs[0].phases]

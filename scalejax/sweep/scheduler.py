@@ -10,19 +10,17 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from scalejax.core.environment import has_accelerator, terminated_as_interrupted
 from scalejax.core.errors import ConfigError, ScalejaxError, require_at_least
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, WorkerFailed
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import SweepPlan
 from scalejax.sweep.results import read_rows
 from scalejax.sweep.worker import JobTrainer
 from scalejax.xla.worker_pool import free_bytes, worker_count
-
-OnPart = Callable[[int, float], None]
-"""Called with the index of a job in the plan, and the fraction of it that is done."""
 
 _PART_FOR_PROGRAMS = 0.75
 """Share of the free memory for the programs of the workers. The memory analysis of a compiled
@@ -39,7 +37,7 @@ def run_sweep(
     folder: SweepFolder,
     *,
     processes: int | None = None,
-    on_part: OnPart = lambda job, part: None,
+    on_progress: OnProgress = no_display,
 ) -> list[str]:
     """Train every unfinished run of `plan`; returns error messages.
 
@@ -48,7 +46,7 @@ def run_sweep(
         folder: folder of the sweep, not in use by another process.
         processes: concurrent jobs; if None, as many as cores and memory allow, and one
             with an accelerator.
-        on_part: receives the progress of jobs.
+        on_progress: receives the progress of jobs, each of which is a part.
 
     Returns:
         Error messages, one for each failed job; the others are done.
@@ -64,7 +62,7 @@ def run_sweep(
         waiting = []
         for position, job in enumerate(plan.jobs):
             if all(is_finished[index] for index in job):
-                on_part(position, 1.0)
+                on_progress(Progress(part=_title(plan, position), done=1))
                 # Left by a kill between the end of the last run and the removal of its checkpoints.
                 shutil.rmtree(folder.shared_checkpoints(job[0]), ignore_errors=True)
             else:
@@ -72,7 +70,7 @@ def run_sweep(
         if not waiting:
             return []
         count = _process_count(len(waiting), processes)
-        return _train(plan, folder, lock, count, waiting, on_part)
+        return _train(plan, folder, lock, count, waiting, on_progress)
 
 
 def _process_count(jobs: int, wanted: int | None) -> int:
@@ -107,7 +105,7 @@ def _train(
     lock: int,
     count: int,
     positions: Sequence[int],
-    on_part: OnPart,
+    on_progress: OnProgress,
 ) -> list[str]:
     """Train the jobs at `positions` in `count` workers; returns error messages."""
     trainer = JobTrainer(folder, int(_PART_FOR_PROGRAMS * free_bytes() / count))
@@ -133,12 +131,13 @@ def _train(
     with Pool(start, count) as pool:
         try:
             for index, kind, value in pool.work([plan.jobs[each] for each in positions]):
+                title = _title(plan, positions[index])
                 if kind == "progress":
-                    on_part(positions[index], value)
+                    on_progress(Progress(part=title, done=value))
                     continue
                 if kind != "answer":
-                    problems.append(f"{_title(plan, positions[index])}: {_reason(value)}")
-                on_part(positions[index], 1.0)
+                    problems.append(f"{title}: {_reason(value)}")
+                on_progress(Progress(part=title, done=1))
         except BaseException:
             pool.stop(signal.SIGTERM, _SECONDS_TO_STOP)  # interrupted again, it kills them
             raise

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
@@ -16,7 +17,6 @@ from scalejax.validation.cases import Case, Skipped, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.programs import archived_programs, find_programs, one_line
 from scalejax.validation.summary import RowResult, Summary, summaries
-from scalejax.xla.batch import OnProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def compile_cases(
     *,
     framework: Framework | None = None,
     archive: Archive | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = no_display,
     compiles: bool = True,
 ) -> list[CompiledCase | Skipped]:
     """Each row with program and cluster, or the reason why it is skipped; in order.

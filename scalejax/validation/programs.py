@@ -5,17 +5,18 @@ from collections.abc import Sequence
 
 from scalejax.core.environment import compiler_settings
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.validation.archive import Archive, read_archive
 from scalejax.validation.cases import Case
-from scalejax.xla.batch import OnProgress, Programs
+from scalejax.xla.batch import Programs
 
 
 def archived_programs(
     archive: Archive | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = no_display,
     *,
     compiles: bool = True,
 ) -> Programs:

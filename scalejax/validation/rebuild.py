@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.progress import OnProgress, Progress
 from scalejax.validation.archive import ARCHIVE, Archive, read_archive, write_archive
 from scalejax.validation.cases import Case, case_of
 from scalejax.validation.ledger import LedgerRow, read_ledger
 from scalejax.validation.programs import archived_programs, find_programs
-from scalejax.xla.batch import OnProgress
 
 
 def rebuild(
@@ -52,8 +52,8 @@ def main() -> int:
     return 0
 
 
-def _print_progress(done: int, total: int) -> None:
-    print(f"compiled {done} of {total} programs", flush=True)
+def _print_progress(progress: Progress) -> None:
+    print(f"compiled {progress.done} of {progress.total} programs", flush=True)
 
 
 if __name__ == "__main__":

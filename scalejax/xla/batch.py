@@ -7,7 +7,7 @@ from typing import Literal
 
 from scalejax.core.cache import user_folder
 from scalejax.core.errors import ProfileError, ScalejaxError
-from scalejax.core.progress import OnCase, Stage, nothing_said
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.simulator.frameworks import Framework
 from scalejax.simulator.program import Program
 from scalejax.xla.cache import cached_program, case_key, keep
@@ -18,9 +18,6 @@ from scalejax.xla.worker_pool import run_jobs
 
 CacheFolder = Path | None | Literal["user"]
 """Cache of programs: a folder, none, or the user's cache folder."""
-
-OnProgress = Callable[[int, int], None]
-"""Called with the number of programs that have been compiled, and of all that must be."""
 
 
 class CompiledPrograms:
@@ -70,7 +67,7 @@ class CompiledPrograms:
 
 def profile_many(
     jobs: Sequence[ProfileJob],
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
     *,
     cache: CacheFolder = "user",
     backend: Backend | None = None,
@@ -89,8 +86,8 @@ def profile_many(
 
     Args:
         jobs: runs and clusters.
-        on_case: called with the title of each job as it starts to compile, is done, or is found in
-            the cache.
+        on_progress: told of each job, by its title, as it starts to compile and is done; of one in
+            the cache only that it is done.
         cache: cache to read programs from and to write them to.
         backend: see `profile`.
 
@@ -102,20 +99,20 @@ def profile_many(
     wanted = [{case_key(each): each for each in how.compiled} for how in ways]
     compiled, programs = CompiledPrograms(cache), dict[int, Program]()
 
-    def derive(stage: Stage) -> None:
+    def derive() -> None:
         for position, (how, needed) in enumerate(zip(ways, wanted, strict=True)):
             if position not in programs and needed.keys() <= compiled.known.keys():
                 program = how.program([compiled.known[key] for key in needed])
                 assert program is not None  # noqa: S101  it is of all devices already
                 programs[position] = program
-                on_case(stage, how.job.title)
+                on_progress(Progress(part=how.job.title, done=1))
 
     missing = compiled.missing({key: job for needed in wanted for key, job in needed.items()})
-    derive("remembered")
+    derive()
     for position, job in enumerate(jobs):
         if position not in programs:
-            on_case("begun", job.title)
-    compiled.compile(missing, lambda: derive("compiled"))
+            on_progress(Progress(part=job.title))
+    compiled.compile(missing, derive)
     return [programs[position] for position in range(len(jobs))]
 
 
@@ -130,7 +127,7 @@ class Programs:
         self,
         *,
         archived: Callable[[str], Program | None] = lambda key: None,
-        on_progress: OnProgress = lambda done, total: None,
+        on_progress: OnProgress = no_display,
         backend: Backend | None = None,
         compiles: bool = True,
     ) -> None:
@@ -138,7 +135,8 @@ class Programs:
 
         Args:
             archived: compiled program of a `case_key` that needs no compiler; None without one.
-            on_progress: see `OnProgress`.
+            on_progress: called with the number of programs that have been compiled, and of all
+                that must be.
             backend: compiler backend; if None, that of the cluster's chip where it is installed,
                 else the CPU's.
             compiles: whether programs that are not archived are read from the user's cache or
@@ -204,21 +202,19 @@ class Programs:
         missing = self.compiled.missing(wanted)
         self._total += len(missing)
         if missing:
-            self._on_progress(self._done, self._total)
+            self._on_progress(Progress(done=self._done, total=self._total))
         self.compiled.compile(missing, self._count, self._refuse)
 
     def _count(self) -> None:
         self._done += 1
-        self._on_progress(self._done, self._total)
+        self._on_progress(Progress(done=self._done, total=self._total))
 
     def _refuse(self, key: str, error: ScalejaxError) -> None:
         self._refused[key] = error
         self._count()
 
 
-def programs_of(
-    jobs: Sequence[ProfileJob], on_progress: OnProgress = lambda done, total: None
-) -> list[Program]:
+def programs_of(jobs: Sequence[ProfileJob], on_progress: OnProgress = no_display) -> list[Program]:
     """Program of each job, scaled out from few compiled ones; see `Programs`.
 
     Raises:

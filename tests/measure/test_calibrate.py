@@ -11,6 +11,7 @@ from hardware_cases import CHIP, cluster_of
 from scalejax.cli.main import main
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import Progress
 from scalejax.hardware import MeasuredRates, SharedChip, load_cluster
 from scalejax.measure.devices import TINY_GRID, calibrate, stage_count
 from scalejax.measure.devices.collectives import MeasuredCollective, fit_ring
@@ -154,7 +155,7 @@ def test_processes_communicate_over_loopback():
     """Two real processes; a megabyte takes longer than nothing and less than a second."""
     probe = Probe(grid=TINY_GRID, calls=3, sizes=(64, 2**20), source="a test")
 
-    stages: list[str] = []
+    stages: list[Progress] = []
     between = between_processes(2, probe, stages.append)
 
     small, large = between.collectives
@@ -162,9 +163,9 @@ def test_processes_communicate_over_loopback():
     assert (small.device_count, small.size_bytes) == (2, 64)
     assert 0 < small.seconds < 1
     assert 0 < large.seconds < 1
-    assert stages[:2] == ["collectives in 2 processes"] * 2
+    assert [each.part for each in stages[:2]] == ["collectives in 2 processes"] * 2
     assert len(stages) == 2 + probe_count(TINY_GRID, jax.devices()[0])
-    assert "matrix products in 2 processes" in stages
+    assert Progress(part="matrix products in 2 processes") in stages
 
 
 @pytest.mark.slow  # measures matrix products for seconds; the next test has what is around them
@@ -173,7 +174,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr("scalejax.measure.devices._process_counts", list)
     monkeypatch.setattr("scalejax.measure.devices.collectives.SIZES", (64, 2**20))
 
-    stages: list[str] = []
+    stages: list[Progress] = []
     found = calibrate(tmp_path, TINY_GRID, stages.append)
     paths = found.save(tmp_path)
 
@@ -191,7 +192,7 @@ def test_this_machine_is_measured_and_read_back(tmp_path, monkeypatch):
 def test_processes_that_cannot_communicate_leave_the_rest_measured(tmp_path, monkeypatch):
     """What was measured is kept, and a note says what is missing."""
 
-    def refuse(count: int, probe: Probe, on_stage: object) -> Between:
+    def refuse(count: int, probe: Probe, on_progress: object) -> Between:
         raise ConfigError("processes=2 is refused: no loopback.")
 
     monkeypatch.setattr("scalejax.measure.devices.between_processes", refuse)

@@ -443,7 +443,7 @@ def test_devices_that_fail_at_work_are_a_finding_and_nobody_waits_for_them(monke
     """All report their status before the first collective."""
     told = []
 
-    def measure(on_stage):
+    def measure(on_progress):
         if is_here:
             raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return replace(rates(1.0), collectives=())

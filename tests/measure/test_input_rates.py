@@ -20,6 +20,7 @@ from scalejax.config.data import PythonDocsConfig
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import Progress
 from scalejax.core.serialization import build, load_toml, save_toml
 from scalejax.hardware import (
     CopyRates,
@@ -536,7 +537,7 @@ def test_what_is_measured_is_what_predictions_read(tmp_path: Path, photographs: 
     write_sized(photographs, 1.0, tmp_path / "images.parquet")
     data = parquet_of(tmp_path / "images.parquet", 64)
     grid = Grid(images=8, source_factors=(1.0, 0.5), size_factors=(1.0,), repeats=1, seconds=0.05)
-    stages: list[str] = []
+    stages: list[Progress] = []
     rates = bench(data, grid, stages.append)
     save_toml(rates, tmp_path / "input.toml")
     run = tmp_path / "run.toml"

@@ -76,7 +76,7 @@ def collectives(program: Program) -> list[tuple[str, int, int]]:
 def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of the compiler: one product, of so many FLOP for each sample of a device."""
 
-    def compiled(jobs, on_case):
+    def compiled(jobs, on_progress):
         return [_program(job.run) for job in jobs]
 
     monkeypatch.setattr(scaling_study, "profile_many", compiled)

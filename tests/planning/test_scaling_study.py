@@ -9,6 +9,7 @@ import pytest
 import scalejax
 from scalejax.config.run import RunConfig, load_config, with_fields
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import Progress
 from scalejax.hardware import load_cluster
 from scalejax.planning import scaling_study
 from scalejax.planning.scaling_study import resolve_all, study
@@ -96,16 +97,14 @@ def test_study_costs_the_program_of_each_number(
     monkeypatch.setenv("SCALEJAX_CACHE", str(tmp_path))
     cluster = load_cluster("dgx-b200")
     study(config, cluster, [16], "weak")
-    said: list[tuple[str, str]] = []
+    said: list[Progress] = []
 
-    found = study(
-        config, cluster, [8, 16], "weak", on_case=lambda stage, case: said.append((stage, case))
-    )
+    found = study(config, cluster, [8, 16], "weak", on_progress=said.append)
 
     assert said == [
-        ("remembered", "16 devices"),
-        ("begun", "8 devices"),
-        ("compiled", "8 devices"),
+        Progress(part="16 devices", done=1),  # remembered
+        Progress(part="8 devices"),
+        Progress(part="8 devices", done=1),
     ]
     assert found.efficiencies == (1.0, 1.0)
     assert found.predictions[1].samples_per_second == pytest.approx(
@@ -120,7 +119,7 @@ def test_study_costs_the_program_of_each_number(
 def test_step_that_does_not_fit_says_what_would(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """First of its notes; a step that fits has none such."""
 
-    def compiled(jobs, on_case):
+    def compiled(jobs, on_progress):
         large, small = (_program(job.run.layout.device_count) for job in jobs)
         return [replace(large, memory=replace(large.memory, temporary_bytes=2**40)), small]
 

@@ -21,6 +21,7 @@ from scalejax.cli.main import main
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError, DoesNotFit, ScalejaxError
+from scalejax.core.progress import Progress
 from scalejax.hardware import RunConditions, load_cluster
 from scalejax.planning.search import (
     Candidate,
@@ -178,7 +179,7 @@ def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
     class Stopped(Exception):
         """What Ctrl-C raises here."""
 
-    def stop(done: int, total: int) -> None:
+    def stop(progress: Progress) -> None:
         assert not gc.isenabled()
         raise Stopped
 
@@ -193,7 +194,7 @@ def test_processes_side_by_side_find_what_one_finds(monkeypatch):
     """The same strategies in the same order, and progress in as many parts."""
     monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)
     monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
-    told: dict[int, list[tuple[int, int]]] = {1: [], 2: []}
+    told: dict[int, list[Progress]] = {1: [], 2: []}
 
     alone, shared = (
         search(
@@ -202,7 +203,7 @@ def test_processes_side_by_side_find_what_one_finds(monkeypatch):
             (8,),
             16,
             processes=count,
-            on_progress=lambda done, total, count=count: told[count].append((done, total)),
+            on_progress=told[count].append,
         )
         for count in told
     )
@@ -210,7 +211,7 @@ def test_processes_side_by_side_find_what_one_finds(monkeypatch):
     assert shared == alone
     assert told[1] == told[2]
     assert len(told[1]) > 2
-    assert told[1][-1][0] == told[1][-1][1]
+    assert told[1][-1].done == told[1][-1].total
 
 
 def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
@@ -218,7 +219,7 @@ def test_a_process_of_a_search_that_is_killed_is_said(monkeypatch):
     monkeypatch.setattr(parallel, "_PARTS_PER_PROCESS", 1)
     monkeypatch.setattr("scalejax.planning.search._GROUPS_OF_A_PART", 20)
 
-    def kill(done: int, total: int) -> None:
+    def kill(progress: Progress) -> None:
         for child in children_of():
             os.kill(child, signal.SIGKILL)
 
@@ -360,7 +361,7 @@ def test_ranking_is_printed_before_its_first_are_compiled(
     run.write_text(RUN)
     printed = []
 
-    def compiled(jobs, on_case):
+    def compiled(jobs, on_progress):
         printed.append(capsys.readouterr().out)
         milliseconds = 3.0 - len(printed)  # the second takes half of the first
         return [program_of(matmul("m", milliseconds))]
@@ -392,7 +393,7 @@ def test_what_was_seen_not_to_fit_is_not_advised(
     run.write_text(RUN)
     wide = replace(program_of(matmul("m", 1.0)).memory, temporary_bytes=2**40)
 
-    def compiled(jobs, on_case):
+    def compiled(jobs, on_progress):
         return [replace(program_of(matmul("m", 1.0)), memory=wide)]
 
     monkeypatch.setattr(searched_run, "profile_many", compiled)

@@ -7,7 +7,7 @@ plan is refused.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from scalejax.core import serialization
 from scalejax.core.environment import machine_cores
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.units import MIB
 from scalejax.data.convert.open import open_rows
 from scalejax.data.convert.rows import Rows, RowsOptions, encoded_images
@@ -42,15 +43,8 @@ SAMPLED_ROWS = 64
 NAMED_ROWS = 5
 """Rows left out that are named; the rest are counted."""
 
-OnRows = Callable[[int], None]
-"""Is told of rows that are done."""
-Shown = Callable[[int, int], contextlib.AbstractContextManager[OnRows]]
+Shown = Callable[[int, int], contextlib.AbstractContextManager[OnProgress]]
 """Makes a display of all rows, of which some are done."""
-
-
-@contextlib.contextmanager
-def _unseen(total: int, done: int) -> Iterator[OnRows]:
-    yield lambda count: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +152,7 @@ def convert(
     options: RowsOptions | None = None,
     wanted: ConvertOptions | None = None,
     workers: int | None = None,
-    shown: Shown = _unseen,
+    shown: Shown = lambda total, done: contextlib.nullcontext(no_display),
 ) -> ConversionResult:
     """Write the rows of `source` to `destination`: a folder, or a single file, *.parquet.
 
@@ -195,7 +189,15 @@ def convert(
         if len(skipped) < NAMED_ROWS:
             skipped.append(about)
 
-    with ThreadPoolExecutor(count) as threads, shown(plan.rows, plan.rows - left) as on_rows:
+    done = plan.rows - left
+
+    with ThreadPoolExecutor(count) as threads, shown(plan.rows, done) as on_progress:
+
+        def on_rows(count: int) -> None:
+            nonlocal done
+            done += count
+            on_progress(Progress(done=done, total=plan.rows))
+
         told = ConvertCallbacks(rows=on_rows, skipped=on_skipped)
         for index in missing:
             write_shard(plan, rows, index, paths[index], threads=threads, told=told)

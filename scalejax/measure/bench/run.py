@@ -11,26 +11,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scalejax.core import serialization
 from scalejax.core.environment import has_accelerator
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.launch import Launch, launch
 from scalejax.launch.gpus import VISIBLE, visible_gpus
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job, Settings
 from scalejax.measure.bench.results import BenchResult, read_result
 
-OnBenchmark = Callable[[str], None]
-"""Called with the label of each benchmark as it begins."""
-
 _STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(slots=True)
-class Progress:
+class BenchProgress:
     """Progress of a bench, counted as in DLBS's progress file."""
 
     total: int
@@ -71,7 +69,7 @@ def run_bench(
     *,
     reruns: bool = False,
     monitor_seconds: float = 0.5,
-    on_benchmark: OnBenchmark = lambda words: None,
+    on_progress: OnProgress = no_display,
 ) -> list[str]:
     """Time every benchmark of `plan` that has no finished result.
 
@@ -83,7 +81,7 @@ def run_bench(
         folder: output folder.
         reruns: time finished ones again.
         monitor_seconds: sampling period of the usage of a benchmark; 0 for none.
-        on_benchmark: called as each begins.
+        on_progress: called as each begins.
 
     Returns:
         Error messages, one for each failed benchmark; the others are done.
@@ -94,7 +92,7 @@ def run_bench(
     """
     with _locked(folder), _Interrupts() as interrupts:
         begin_bench(plan, folder)
-        progress = Progress(total=len(plan.rounds))
+        progress = BenchProgress(total=len(plan.rounds))
         lost: set[str] = set()
         try:
             for repeat, each in plan.rounds:
@@ -106,7 +104,7 @@ def run_bench(
                     continue
                 progress.active = f"{each.label}, round {repeat + 1} of {plan.repeats}"
                 progress.save(folder, "running")
-                on_benchmark(progress.active)
+                on_progress(Progress(part=progress.active))
                 problem = _time(each, folder, repeat, monitor_seconds)
                 interrupts.raise_if_any()
                 if problem is None:

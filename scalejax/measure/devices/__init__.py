@@ -6,8 +6,7 @@ processes of one device each that communicate over loopback, and the chips that 
 
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import jax
 
 from scalejax.core.errors import ConfigError
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import JsonValue, plain, save_toml
 from scalejax.core.units import counted
 from scalejax.hardware import Chip, Cluster, Link, Network, RunConditions, SharedChip
@@ -29,9 +29,6 @@ NAME = "this-machine"
 _STORED_BYTES = 2**26
 _COPIED_BYTES = 2**26
 _PROCESS_COUNTS = (2, 4)
-
-OnStage = Callable[[str], None]
-"""Called with the name of each stage as it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,16 +77,14 @@ def busy_counts() -> list[int]:
 
 
 def stage_count(grid: Grid) -> int:
-    """Number of calls of `on_stage`."""
+    """Number of calls of `on_progress`."""
     each = machine.probe_count(grid, jax.devices()[0])
     inside = len(_device_counts()) * len(collectives.SIZES)
     between = len(_process_counts()) * (each + len(collectives.SIZES))
     return len(busy_counts()) * each + inside + between + 2
 
 
-def calibrate(
-    folder: Path, grid: Grid = GRID, on_stage: OnStage = lambda name: None
-) -> Calibration:
+def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_display) -> Calibration:
     """Calibration of the devices of this process.
 
     Example:
@@ -106,7 +101,7 @@ def calibrate(
     Args:
         folder: a folder on the storage to measure.
         grid: shapes to time.
-        on_stage: called as each stage begins.
+        on_progress: called as each stage begins.
 
     Raises:
         ConfigError: if `folder` cannot be written.
@@ -118,19 +113,22 @@ def calibrate(
         where = f"on {counted(count, 'device')}"
         mesh = machine.mesh_of(jax.local_devices()[:count])
         chips[count] = machine.measure_chip(
-            mesh, grid, source, lambda what, where=where: on_stage(f"{what} {where}")
+            mesh,
+            grid,
+            source,
+            lambda each, where=where: on_progress(replace(each, part=f"{each.part} {where}")),
         )
-    on_stage("storage")
+    on_progress(Progress(part="storage"))
     storage = host.storage_bytes_per_second(folder, _STORED_BYTES)
-    on_stage("copies between host and device")
+    on_progress(Progress(part="copies between host and device"))
     to_device, to_host = host.copy_bytes_per_second(_COPIED_BYTES)
     conditions = RunConditions(
         storage_bytes_per_second=storage, device_to_host_bytes_per_second=to_host
     )
-    inside = _inside(grid.calls, on_stage)
+    inside = _inside(grid.calls, on_progress)
     notes: tuple[str, ...] = ()
     try:
-        between = _between(grid, source, on_stage)
+        between = _between(grid, source, on_progress)
     except ConfigError as error:  # the rest is valid without it
         between, notes = {}, (f"nothing was measured between processes: {error}",)
     processes = None
@@ -168,22 +166,22 @@ def _process_counts() -> list[int]:
     return [count for count in _PROCESS_COUNTS if count <= max(2, os.cpu_count() or 1)]
 
 
-def _inside(calls: int, on_stage: OnStage) -> list[MeasuredCollective]:
+def _inside(calls: int, on_progress: OnProgress) -> list[MeasuredCollective]:
     found = []
     for count in _device_counts():
         mesh = machine.mesh_of(jax.local_devices()[:count])
         for size in collectives.SIZES:
-            on_stage(f"collectives between {count} devices")
+            on_progress(Progress(part=f"collectives between {count} devices"))
             seconds = probes.all_reduce_seconds(mesh, size, 4 * calls)
             found.append(MeasuredCollective(device_count=count, size_bytes=size, seconds=seconds))
     return found
 
 
-def _between(grid: Grid, source: str, on_stage: OnStage) -> dict[int, Between]:
+def _between(grid: Grid, source: str, on_progress: OnProgress) -> dict[int, Between]:
     found = {}
     for count in _process_counts():
         probe = Probe(grid=grid, calls=4 * grid.calls, sizes=collectives.SIZES, source=source)
-        found[count] = between_processes(count, probe, on_stage)
+        found[count] = between_processes(count, probe, on_progress)
     return found
 
 

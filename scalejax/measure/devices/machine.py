@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.hardware import Attainable, Chip, MeasuredRates, RateType
 from scalejax.measure.devices import probes
 from scalejax.measure.devices.probes import Grid
@@ -23,8 +24,6 @@ PASSES = ("forward", "input_gradient", "filter_gradient")
 
 T = TypeVar("T")
 P = ParamSpec("P")
-OnProbe = Callable[[str], None]
-"""Called with the name of each probe as it begins."""
 
 
 def mesh_of(devices: Sequence[Any]) -> Mesh:
@@ -39,21 +38,19 @@ def probe_count(grid: Grid, device: Any) -> int:
     return products + len(PASSES) * len(grid.convolutions) + memory + 3
 
 
-def measure_chip(
-    mesh: Mesh, grid: Grid, source: str, on_probe: OnProbe = lambda what: None
-) -> Chip:
+def measure_chip(mesh: Mesh, grid: Grid, source: str, on_progress: OnProgress = no_display) -> Chip:
     """The chip description of one device of `mesh`, measured while all of them are under load.
 
     Args:
         mesh: the devices, from `mesh_of`.
         grid: shapes to time.
         source: source of the numbers, for the file.
-        on_probe: called with the name of each probe as it begins.
+        on_progress: called with the name of each probe as it begins.
     """
     device, calls = mesh.devices.flat[0], grid.calls
 
     def timed(what: str, probe: Callable[P, T], /, *arguments: P.args, **options: P.kwargs) -> T:
-        on_probe(what)
+        on_progress(Progress(part=what))
         return probe(*arguments, **options)
 
     empty = timed("launches", probes.call_seconds, mesh, calls)

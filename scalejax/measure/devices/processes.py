@@ -4,14 +4,14 @@ They communicate over loopback.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.process_group import LOOPBACK, free_port
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, report
 from scalejax.hardware import Chip
 from scalejax.measure.devices.collectives import SIZES, MeasuredCollective
@@ -45,15 +45,13 @@ class Between:
     """All-reduces between them."""
 
 
-def between_processes(
-    count: int, probe: Probe, on_stage: Callable[[str], None] = lambda name: None
-) -> Between:
+def between_processes(count: int, probe: Probe, on_progress: OnProgress = no_display) -> Between:
     """Measurements of `count` concurrent processes of one device each.
 
     Args:
         count: number of processes.
         probe: measurements to make.
-        on_stage: called with the name of each stage as it begins.
+        on_progress: called with the name of each stage as it begins.
 
     Raises:
         ConfigError: if they could not communicate, with their last output.
@@ -65,7 +63,7 @@ def between_processes(
         try:
             for rank, kind, value in pool.work(range(count), seconds=_PATIENCE_SECONDS):
                 if kind == "progress":
-                    on_stage(value)
+                    on_progress(value)
                 elif kind == "answer":
                     measured[rank] = value
                 else:
@@ -82,13 +80,13 @@ def _measured(coordinator: str, processes: int, probe: Probe, rank: int) -> Betw
     jax.distributed.initialize(coordinator, processes, rank)
     mesh = mesh_of(jax.devices())
 
-    def begin(stage: str) -> None:
+    def begin(probe: Progress) -> None:
         if rank == 0:
-            report(f"{stage} in {processes} processes")
+            report(replace(probe, part=f"{probe.part} in {processes} processes"))
 
     collectives = []
     for size in probe.sizes:
-        begin("collectives")
+        begin(Progress(part="collectives"))
         seconds = all_reduce_seconds(mesh, size, probe.calls)
         collectives.append(
             MeasuredCollective(device_count=processes, size_bytes=size, seconds=seconds)

@@ -9,9 +9,10 @@ from typing import Any
 
 from scalejax.core.environment import nvidia_gpus
 from scalejax.core.errors import ScalejaxError
+from scalejax.core.progress import OnProgress, Progress
 from scalejax.core.units import TFLOP, counted, format_bytes, format_bytes_per_second
 from scalejax.hardware import Chip, Cluster, RateType, chip_names, load_chip
-from scalejax.measure.doctor.finding import Finding, OnStage, found
+from scalejax.measure.doctor.finding import Finding, found
 from scalejax.simulator.collectives.placement import collective_seconds
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Collective, DeviceGroup, Operation
@@ -20,7 +21,7 @@ GOOD, BAD = 0.8, 0.5
 """Shares of the expected rate: "ok" from the first on, "bad" below the second, where a run would
 take twice as long."""
 STAGES = 4
-"""Most calls of `on_stage` by `measure`."""
+"""Most calls of `on_progress` by `measure`."""
 
 _WIDTH = {"cpu": 1024}
 _STREAM_BYTES = {"cpu": 2**24}
@@ -108,7 +109,7 @@ def read_devices() -> Devices:
     )
 
 
-def measure(on_stage: OnStage) -> Rates:
+def measure(on_progress: OnProgress) -> Rates:
     """Measured rates of the devices of this process, and of all-reduces between them."""
     import jax
     import jax.numpy as jnp
@@ -122,13 +123,13 @@ def measure(on_stage: OnStage) -> Rates:
     reduced = _REDUCED_BYTES.get(platform, _LARGE_REDUCED)
     rate_type = _rate_type(jax.local_devices()[0])
     dtype = {"f32": jnp.float32, "f16": jnp.float16, "bf16": jnp.bfloat16}[rate_type]
-    on_stage("launches")
+    on_progress(Progress(part="launches"))
     empty = probes.call_seconds(mesh, _CALLS)
-    on_stage("matrix products")
+    on_progress(Progress(part="matrix products"))
     row = probes.matmul_row(mesh, (1, width, width, width), dtype, empty, _CALLS)
-    on_stage("memory")
+    on_progress(Progress(part="memory"))
     memory = probes.stream_rate(mesh, stream, empty, _CALLS)
-    on_stage("all-reduces")
+    on_progress(Progress(part="all-reduces"))
     collectives = []
     local = jax.local_device_count()
     if local > 1:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scalejax.core.process_group import Place, is_lost_contact
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import build, plain
 from scalejax.hardware import Cluster
 from scalejax.measure.doctor import devices as device_checks
-from scalejax.measure.doctor.finding import Finding, OnStage, found
+from scalejax.measure.doctor.finding import Finding, found
 from scalejax.measure.doctor.host import host_findings, read_host
 from scalejax.measure.doctor.network import (
     clock_finding,
@@ -40,11 +41,11 @@ class Examination:
 
 
 def stage_count() -> int:
-    """Most calls of `on_stage`."""
+    """Most calls of `on_progress`."""
     return device_checks.STAGES + 4
 
 
-def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[Finding, ...]:
+def examine(asked: Examination, on_progress: OnProgress = no_display) -> tuple[Finding, ...]:
     """All findings, merged over all processes; a collective call that every process must make.
 
     A process whose JAX has no devices cannot communicate: it returns its own findings, with its
@@ -52,12 +53,12 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
 
     Args:
         asked: inputs of the check.
-        on_stage: called as each stage begins.
+        on_progress: called as each stage begins.
     """
     processes = 1 if asked.place is None else asked.place.processes
-    on_stage("versions")
+    on_progress(Progress(part="versions"))
     mine = [*version_findings(read_versions())]
-    on_stage("devices")
+    on_progress(Progress(part="devices"))
     try:
         seen = device_checks.read_devices()
     except (RuntimeError, AssertionError) as error:
@@ -68,13 +69,13 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
         mine.append(device_checks.no_devices(str(error)))
     else:
         hosts = len(set(_said_by_all(socket.gethostname(), processes)))
-        mine += _of_devices(asked.cluster, seen, hosts, on_stage)
+        mine += _of_devices(asked.cluster, seen, hosts, on_progress)
     host = read_host()
     mine += host_findings(host)
-    on_stage("storage")
+    on_progress(Progress(part="storage"))
     for role, folder in (("run folder", asked.run_folder), ("cache folder", asked.cache_folder)):
         mine += storage_findings(read_storage(role, folder), hosts)
-    on_stage("network")
+    on_progress(Progress(part="network"))
     mine += network_findings(read_network(), asked.place)
     around = Surroundings(
         cores=host.allowed_cores,
@@ -93,12 +94,12 @@ def examine(asked: Examination, on_stage: OnStage = lambda name: None) -> tuple[
 
 
 def _of_devices(
-    cluster: Cluster | None, seen: device_checks.Devices, hosts: int, on_stage: OnStage
+    cluster: Cluster | None, seen: device_checks.Devices, hosts: int, on_progress: OnProgress
 ) -> Iterator[Finding]:
     yield from device_checks.device_findings(seen, cluster)
     rates = None
     try:
-        rates = device_checks.measure(on_stage)
+        rates = device_checks.measure(on_progress)
     except RuntimeError as error:
         if is_lost_contact(error):
             raise

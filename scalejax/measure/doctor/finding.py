@@ -1,6 +1,6 @@
 """One finding of the health check: a value, its expected value, a verdict and a fix."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,7 +60,3 @@ def found(
 def is_any_bad(findings: Iterable[Finding]) -> bool:
     """Whether any finding is bad."""
     return any(finding.verdict == "bad" for finding in findings)
-
-
-OnStage = Callable[[str], None]
-"""Called with the name of each stage as it begins."""

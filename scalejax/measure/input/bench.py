@@ -7,7 +7,7 @@ for sizes that were not measured. Knows no program and no step.
 import io
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -23,6 +23,7 @@ from scalejax.config.data import DataConfig
 from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.environment import machine_cores
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.data.datasets import open_source
 from scalejax.hardware import CopyRates, HostInput, InputRates, ReadRates, Speedups, TakeRates
 from scalejax.measure.input import probes
@@ -66,10 +67,6 @@ def sized(encoded: bytes, factor: float) -> bytes:
     return written.getvalue()
 
 
-OnStage = Callable[[str], None]
-"""Called with the name of each stage as it begins."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
     """Sizes that are measured, and for how long."""
@@ -89,25 +86,25 @@ class Grid:
 GRID = Grid()
 
 
-def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: None) -> InputRates:
+def bench(data: DataConfig, grid: Grid = GRID, on_progress: OnProgress = no_display) -> InputRates:
     """Input rates of this host for `data`.
 
     Args:
         data: the data set.
         grid: sizes and durations.
-        on_stage: called as each stage begins.
+        on_progress: called as each stage begins.
 
     Raises:
         ConfigError: if files of the data set cannot be read.
     """
     read, cores = None, machine_cores()
     if isinstance(data, ParquetConfig):
-        on_stage("row groups")
+        on_progress(Progress(part="row groups"))
         read = _read_rates(data, grid)
-    take, threads = _take_rates(data, grid, on_stage)
-    on_stage("processes side by side")
+    take, threads = _take_rates(data, grid, on_progress)
+    on_progress(Progress(part="processes side by side"))
     workers, work = _worker_speedups(data, cores, grid), sample_work(data)
-    on_stage("batches handed over")
+    on_progress(Progress(part="batches handed over"))
     return InputRates(
         data=data.name,
         is_of_images=work.is_of_images,
@@ -125,7 +122,7 @@ def bench(data: DataConfig, grid: Grid = GRID, on_stage: OnStage = lambda name: 
 
 
 def stage_count(data: DataConfig, grid: Grid = GRID) -> int:
-    """Number of calls of `on_stage`."""
+    """Number of calls of `on_progress`."""
     return grid.repeats + 2 + isinstance(data, ParquetConfig)
 
 
@@ -169,7 +166,9 @@ def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
     )
 
 
-def _take_rates(data: DataConfig, grid: Grid, on_stage: OnStage) -> tuple[TakeRates, TakeRates]:
+def _take_rates(
+    data: DataConfig, grid: Grid, on_progress: OnProgress
+) -> tuple[TakeRates, TakeRates]:
     """Rates of one worker process, and of threads: per byte and pixel of images, else constant."""
     with TemporaryDirectory(prefix="scalejax-") as folder:
         cases: Sequence[DataConfig] = [data]
@@ -178,7 +177,7 @@ def _take_rates(data: DataConfig, grid: Grid, on_stage: OnStage) -> tuple[TakeRa
         sources = [open_source(case, "train", seed=0) for case in cases]
         times = []
         for _ in range(grid.repeats):
-            on_stage("images of several sizes" if len(cases) > 1 else "examples")
+            on_progress(Progress(part="images of several sizes" if len(cases) > 1 else "examples"))
             times.append(
                 [
                     [probes.sample_seconds(each, count, TAKEN, grid.seconds) for each in sources]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scalejax.core.errors import require_at_least
+from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.hardware import Cluster
 from scalejax.planning.search.costs import Candidate, StrategyCosts, workspace_bytes
 from scalejax.planning.search.parallel import SearchSpec, candidates
@@ -42,10 +43,6 @@ _ALIKE = 1e-3
 """Relative difference of step times below which they count as equal."""
 
 
-OnProgress = Callable[[int, int], None]
-"""Called with the number of groups of strategies costed so far, and their total."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """Ranked result of a search."""
@@ -67,7 +64,7 @@ def search(
     objective: Objective = "time",
     moments: Literal[0, 1, 2] = 2,
     processes: int = 1,
-    on_progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = no_display,
 ) -> SearchResult:
     """Search result with every strategy that fits, the best first.
 
@@ -79,7 +76,7 @@ def search(
         objective: quantity to minimise.
         moments: arrays like the parameters that the optimizer keeps.
         processes: maximum number of processes.
-        on_progress: called now and then, see `OnProgress`.
+        on_progress: called now and then with the groups of strategies costed so far.
 
     Raises:
         ConfigError: if there are no devices, no samples, or no processes.
@@ -98,7 +95,8 @@ def search(
     with _without_collector(), closing(candidates(spec, parts, processes)) as answers:
         for index, found in enumerate(answers):
             ranked += found
-            on_progress(min(len(every), (index + 1) * _GROUPS_OF_A_PART), len(every))
+            done = min(len(every), (index + 1) * _GROUPS_OF_A_PART)
+            on_progress(Progress(done=done, total=len(every)))
         ranked.sort(key=_KEYS[objective])
     nearest = None
     if not ranked:

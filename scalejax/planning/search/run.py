@@ -5,7 +5,7 @@ steps.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config.dataset_facts import DatasetFacts
@@ -13,7 +13,7 @@ from scalejax.config.model import CausalConfig, LlamaConfig, lacks_for_fused_att
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
-from scalejax.core.progress import OnCase, nothing_said
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.data.facts import fitting_facts, resolve
@@ -158,7 +158,7 @@ def search_run(
     objective: Objective = "time",
     processes: int = 1,
     facts: DatasetFacts | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = no_display,
 ) -> SearchResult:
     """Search result for `config`; its layout, microbatches and remat are replaced.
 
@@ -263,7 +263,7 @@ def confirm_search(
     confirm: int,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
-    on_case: OnCase = nothing_said,
+    on_progress: OnProgress = no_display,
 ) -> SearchReport:
     """`report` with its first strategies compiled, and ranked by the compiled steps.
 
@@ -274,11 +274,11 @@ def confirm_search(
         confirm: number of strategies that are compiled.
         framework: the framework that trains it.
         facts: counts and shapes of its data; if None, they are read.
-        on_case: called for each compilation.
+        on_progress: called for each compilation.
     """
     first = report.ranked[:confirm]
     strategies = [each.strategy for each in first]
-    answers = _confirmed(config, facts, cluster, framework, strategies, on_case)
+    answers = _confirmed(config, facts, cluster, framework, strategies, on_progress)
     answered = (
         replace(
             each,
@@ -441,7 +441,7 @@ def _confirmed(
     cluster: Cluster,
     framework: Framework,
     best: Sequence[Strategy],
-    on_case: OnCase,
+    on_progress: OnProgress,
 ) -> list[Prediction | str]:
     """Predictions of the compiled steps of the best, or the reason why one was not compiled."""
     if cluster.chip.cuda is not None and not has_cuda_compiler():
@@ -451,7 +451,7 @@ def _confirmed(
         try:
             run = run_of(config, each, facts)
             job = ProfileJob(run=run, cluster=cluster, framework=framework, name=in_words(each))
-            answers.append(predict(profile_many([job], on_case)[0], cluster))
+            answers.append(predict(profile_many([job], on_progress)[0], cluster))
         except ScalejaxError as error:  # does not affect other strategies
             answers.append(" ".join(str(error).split()))
     return answers

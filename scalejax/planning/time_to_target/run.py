@@ -13,6 +13,7 @@ from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import ResolvedRun, RunConfig, load_config, resolve, with_fields
 from scalejax.core import serialization
 from scalejax.core.errors import ConfigError, refusal, require_above, require_at_least, unknown_name
+from scalejax.core.progress import OnProgress, no_display
 from scalejax.data.facts import fitting_facts
 from scalejax.hardware import Cluster
 from scalejax.planning.convergence import (
@@ -35,7 +36,7 @@ from scalejax.planning.time_to_target.plan import Plan, PlanPoint, make_plan, pl
 from scalejax.simulator.frameworks import XLA, Framework
 from scalejax.simulator.predict import Prediction, predict
 from scalejax.xla import ProfileJob
-from scalejax.xla.batch import OnProgress, programs_of
+from scalejax.xla.batch import programs_of
 
 FARTHEST = 2
 """Largest batch that is planned with, over the largest that reached the target: the ratio of the
@@ -144,7 +145,7 @@ def plan_run(
     budget: float | None = None,
     framework: Framework = XLA,
     facts: DatasetFacts | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = no_display,
 ) -> Plan:
     """Plan of `config` on `options`: all device counts and batches, and the best of them.
 

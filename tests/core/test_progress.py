@@ -1,0 +1,57 @@
+"""What is said of progress where there is no terminal."""
+
+from scalejax.core import progress
+from scalejax.core.progress import Progress
+
+
+def test_cases_are_said_as_they_begin_and_end(capsys):
+    """One that ends without having begun was found in the cache."""
+    with progress.compiling(2) as on_progress:
+        for part, done in (("a", 0), ("b", 1), ("a", 1)):
+            on_progress(Progress(part=part, done=done))
+
+    said = capsys.readouterr().err
+    assert said == "compiling for a ...\ncompiled for b (cached)\ncompiled for a\n"
+
+
+def test_every_stage_and_program_is_said_once(capsys):
+    """However often progress with it is told."""
+    with progress.measuring(3) as on_progress:
+        for part in ("memory", "memory", "launches"):
+            on_progress(Progress(part=part))
+    with progress.training(2, 8) as on_progress:
+        for part, done in (("a", 0.5), ("b", 1), ("b", 1), ("a", 1)):
+            on_progress(Progress(part=part, done=done))
+    with progress.compiling_programs() as on_progress:
+        on_progress(Progress(done=1, total=3))
+
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring memory",
+        "measuring launches",
+        "trained 1 of 2 programs",
+        "trained 2 of 2 programs",
+        "compiled 1 of 3 programs",
+    ]
+
+
+def test_terminal_shows_bars(capsys, monkeypatch):
+    """Of every kind, with what is told of each."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    displays = (
+        progress.compiling(2),
+        progress.measuring(2),
+        progress.training(2, 8),
+        progress.rows("reading", 2),
+        progress.searching(),
+        progress.compiling_programs(),
+    )
+    for display in displays:
+        with display as on_progress:
+            on_progress(Progress(part="a", done=0, total=2))
+            on_progress(Progress(part="a", done=1, total=2))
+
+    said = capsys.readouterr().err
+    for words in ("compiling", "a ", "training 8 runs", "reading", "rows/s", "searching", "1/2"):
+        assert words in said

@@ -397,9 +397,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/models/test_pipeline_stages.py",),
     ),
     Mutation(
-        path="scalejax/simulator/transforms/pipeline.py",
-        old="in_flight = min(pipeline.stages, pipeline.microbatches) - 1",
-        new="in_flight = max(pipeline.stages, pipeline.microbatches) - 1",
+        path="scalejax/config/parallelism.py",
+        old="return min(self.microbatches, self.stages * times)",
+        new="return max(self.microbatches, self.stages * times)",
         mistake="1F1B keeps every microbatch under way",
         first_tests=("tests/simulator/test_pipeline_transform.py",),
     ),

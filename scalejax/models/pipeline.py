@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from scalejax.config.model import Remat
-from scalejax.config.parallelism import BATCH_AXES, PIPELINE, stage_layers
+from scalejax.config.parallelism import BATCH_AXES, PIPELINE, PipelineTicks, stage_layers
 from scalejax.models.remat import recomputed_with_picks
 from scalejax.models.sharding import constrained, constrained_for_head, constraints
 
@@ -77,7 +77,8 @@ def through_stages(
         return state_PBSD, state_PBSD
 
     empty = _by_stage(jnp.zeros((stages, *rows_MBSD.shape[1:]), x_BSD.dtype))
-    _, made_TPBSD = jax.lax.scan(tick, empty, jnp.arange(microbatches * chunks + stages - 1))
+    ticks = PipelineTicks("gpipe", stages, microbatches, chunks)
+    _, made_TPBSD = jax.lax.scan(tick, empty, jnp.arange(ticks.work + ticks.idle))
     group, place = np.divmod(np.arange(microbatches), stages)
     leaving = (group * chunks + chunks - 1) * stages + place + stages - 1
     # A sum in which only the last stage's term is not 0: the compiler reduce-scatters it.

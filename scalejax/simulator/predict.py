@@ -20,9 +20,10 @@ from scalejax.hardware.site import FARTHEST
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.input_notes import input_notes
 from scalejax.simulator.memory import memory_verdict
-from scalejax.simulator.program import Program, without_bubble
+from scalejax.simulator.program import Program
 from scalejax.simulator.site_effects import RunTerms, StepTerms, run_terms, step_terms
 from scalejax.simulator.timeline.timeline import NOMINAL, Scales, Timeline, what_if
+from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.simulator.uncertainty import Band, band, residuals
 
 Scaling = Literal["weak", "strong"]

@@ -227,52 +227,6 @@ class Program:
         )
 
 
-BUBBLE = ".bubble"
-"""Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
-
-
-def with_bubble(
-    operations: tuple[Operation | Loop, ...], *, ticks: int, idle_ticks: int
-) -> tuple[Operation | Loop, ...]:
-    """Schedule of a pipeline, with the idle iterations of its loop split into a bubble loop.
-
-    Args:
-        operations: schedule of a program.
-        ticks: iterations of the loop over microbatches.
-        idle_ticks: iterations in which a stage computes a result that nobody uses.
-    """
-
-    def split(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
-        if not isinstance(item, Loop) or item.trip_count != ticks:
-            return (item,)
-        working = replace(item, trip_count=ticks - idle_ticks)
-        body = tuple(copy_with_suffix(each, BUBBLE) for each in item.body)
-        return working, Loop(name=item.name + BUBBLE, trip_count=idle_ticks, body=body)
-
-    return tuple(each for item in operations for each in split(item))
-
-
-def without_bubble(program: Program) -> Program:
-    """`program` without its pipeline bubble; `program` itself if it has none."""
-    kept = tuple(
-        item
-        for item in program.operations
-        if not (isinstance(item, Loop) and item.name.endswith(BUBBLE))
-    )
-    return program if len(kept) == len(program.operations) else replace(program, operations=kept)
-
-
-def copy_with_suffix(item: Operation | Loop, suffix: str) -> Operation | Loop:
-    """Copy of `item` with `suffix` after every name, as names are unique in a program."""
-    name = item.name + suffix
-    if isinstance(item, Loop):
-        return replace(
-            item, name=name, body=tuple(copy_with_suffix(each, suffix) for each in item.body)
-        )
-    waits_for = item.waits_for and item.waits_for + suffix
-    return replace(item, name=name, waits_for=waits_for)
-
-
 def with_share(item: Operation | Loop, share: float) -> Operation | Loop:
     """`item` that runs in the fraction `share` of the steps in which it ran before."""
     if isinstance(item, Loop):

@@ -9,9 +9,11 @@ from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
+from scalejax.config.parallelism import PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
-from scalejax.simulator.program import Loop, MemoryUse, Operation, Program, with_bubble
+from scalejax.simulator.program import Loop, MemoryUse, Operation, Program
+from scalejax.simulator.transforms.pipeline import with_bubble
 from scalejax.xla.cpu_workspace import convolution_workspace_bytes
 from scalejax.xla.hlo import parse_module
 from scalejax.xla.reader import read_program
@@ -51,10 +53,10 @@ def read_step(
         shares=gradient_sync_shares(run),
     )
     program = replace(program, state_bytes=state_bytes(run, mesh))
-    if (idle_ticks := run.layout.pipeline - 1) > 0:
-        ticks = run.split.microbatches * run.config.layout.pipeline_chunks + idle_ticks
-        operations = with_bubble(program.operations, ticks=ticks, idle_ticks=idle_ticks)
-        program = replace(program, operations=operations)
+    stages, chunks = run.layout.pipeline, run.config.layout.pipeline_chunks
+    if stages > 1:
+        ticks = PipelineTicks("gpipe", stages, run.split.microbatches, chunks)
+        program = with_bubble(program, ticks)
     compute_type = _COMPUTE_TYPES.get(run.config.model.compute_dtype)
     if program.backend == "cpu" and compute_type is not None:
         operations = tuple(_with_product_type(item, compute_type) for item in program.operations)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scalejax.config.parallelism import (
     BatchSplit,
     Layout,
+    PipelineTicks,
     bn_group_count,
     fill_data_axis,
     stage_layers,
@@ -102,3 +103,21 @@ def test_groups_that_cannot_be_are_refused(is_local, group_size):
 
     with pytest.raises(ConfigError, match=r"layout\.bn_group_size"):
         bn_group_count(split, is_local=is_local, group_size=group_size)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_idles_for_a_tick_per_other_stage(schedule):
+    """In every schedule; 4 stages of 2 chunks take 8 microbatches in 16 ticks and 3 idle ones."""
+    ticks, alone = PipelineTicks(schedule, 4, 8, 2), PipelineTicks(schedule, 1, 8)
+
+    assert (ticks.work, ticks.idle) == (16, 3)
+    assert (alone.work, alone.idle) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "chunks", "held"), [(8, 1, 4), (2, 1, 2), (8, 2, 5.5), (4, 2, 4)]
+)
+def test_a_stage_holds_no_more_microbatches_than_there_are(microbatches, chunks, held):
+    """Under 1F1B the first of 4 stages holds 4; with two chunks 4 (1 + 3 / 8). GPipe holds all."""
+    assert PipelineTicks("1f1b", 4, microbatches, chunks).in_flight == held
+    assert PipelineTicks("gpipe", 4, microbatches, chunks).in_flight == microbatches

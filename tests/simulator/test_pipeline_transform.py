@@ -8,11 +8,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from program_cases import PAPER, matmul, program_of
 
+from scalejax.config.parallelism import PipelineTicks
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Loop, Operation, Program, with_bubble, without_bubble
+from scalejax.simulator.program import Loop, Operation, Program
 from scalejax.simulator.timeline.timeline import timeline
-from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
+from scalejax.simulator.transforms.pipeline import (
+    Pipeline,
+    pipelined,
+    with_bubble,
+    without_bubble,
+)
 
 LOGITS = matmul("logits", 2)
 
@@ -192,7 +198,7 @@ def test_ticks_without_work_are_told_apart():
     """Of 11 ticks of a compiled pipeline, 3 are idle: the same step in other words."""
     ticks = Loop(name="ticks", trip_count=11, body=(matmul("product", 4),))
     whole = program_of(ticks, matmul("update", 1))
-    told = replace(whole, operations=with_bubble(whole.operations, ticks=11, idle_ticks=3))
+    told = with_bubble(whole, PipelineTicks("gpipe", stages=4, microbatches=8))
 
     times = timeline(told, PAPER).step_seconds
     assert times == pytest.approx(timeline(whole, PAPER).step_seconds)

@@ -16,7 +16,7 @@ from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.planning.search.run import shape_of
 from scalejax.simulator.predict import predict
-from scalejax.simulator.program import Program, without_bubble
+from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
     Strategy,
     TransformerShape,
@@ -24,7 +24,7 @@ from scalejax.simulator.transformer import (
     transformer_program,
 )
 from scalejax.simulator.transformer.block import block_backward, block_forward
-from scalejax.simulator.transformer.memory import under_way
+from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.xla import has_cuda_compiler, profile
 
 CLUSTER = load_cluster("selene")
@@ -351,14 +351,6 @@ def test_memory_of_a_pipeline_grows_with_the_microbatches_under_way():
 
     held = one.memory.temporary_bytes - few.memory.temporary_bytes
     assert held == 2 * 128 * 256 * 2
-
-
-@pytest.mark.parametrize(
-    ("microbatches", "chunks", "held"), [(8, 1, 4), (2, 1, 2), (8, 2, 5.5), (4, 2, 4)]
-)
-def test_a_stage_holds_no_more_microbatches_than_there_are(microbatches, chunks, held):
-    """Of 4 stages, the first holds 4; with two chunks 4 (1 + 3 / 8)."""
-    assert under_way(4, microbatches, chunks) == held
 
 
 @pytest.mark.parametrize(

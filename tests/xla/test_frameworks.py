@@ -10,7 +10,8 @@ from scalejax.core.errors import ConfigError, DoesNotFit
 from scalejax.core.serialization import build
 from scalejax.hardware import load_cluster
 from scalejax.simulator.frameworks import FRAMEWORKS, XLA, framework_named
-from scalejax.simulator.program import BUBBLE, Loop, Program
+from scalejax.simulator.program import Loop, Program
+from scalejax.simulator.transforms.pipeline import BUBBLE
 from scalejax.xla import ProfileJob, derive, profile_many
 from scalejax.xla.batch import Programs
 from scalejax.xla.derive import derivation, stage_run

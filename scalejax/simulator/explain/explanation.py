@@ -14,8 +14,9 @@ from scalejax.simulator.explain.unexpected_collectives import (
 from scalejax.simulator.explain.what_if import Improvement, improvements
 from scalejax.simulator.frameworks import XLA
 from scalejax.simulator.predict import RUN_CONDITIONS, predict
-from scalejax.simulator.program import Program, without_bubble
+from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.attribution import Attribution, attributions, device_terms
+from scalejax.simulator.transforms.pipeline import without_bubble
 
 MOST_OPERATIONS = 10
 """Default number of costliest operations that an explanation names."""

@@ -6,9 +6,9 @@ program to a program. `scalejax.xla` applies them to the compiled step. Knows no
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from scalejax.config.model import ELEMENT_BYTES, CausalConfig, GptConfig
+from scalejax.config.parallelism import PipelineSchedule
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, unknown_name
 from scalejax.simulator.frameworks.eager import (
@@ -68,10 +68,8 @@ class Framework:
     """Year of the version that is meant."""
     properties: tuple[Property, ...] = ()
     """Differences from the compiled step, in the order in which they are applied."""
-    schedule: Literal["gpipe", "1f1b"] = "gpipe"
-    """Order of the microbatches of a pipeline: all forward and then all backward, as scalejax
-    trains and XLA compiles them; or alternating (PipeDream-Flush; Narayanan et al. 2021, arXiv
-    2104.04473, section 2.2), interleaved where stages have chunks."""
+    schedule: PipelineSchedule = "gpipe"
+    """Order of the microbatches of a pipeline: that in which scalejax trains is GPipe."""
 
     @property
     def vocabulary_factors(self) -> tuple[int, ...]:

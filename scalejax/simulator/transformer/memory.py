@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
-from scalejax.config.parallelism import Layout
+from scalejax.config.parallelism import Layout, PipelineTicks
 from scalejax.simulator.program import MemoryUse
 from scalejax.simulator.transformer.block import kept_bytes
 from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements
@@ -79,8 +79,8 @@ class DeviceMemory:
         accumulated = self._accumulated // (self._data if zero_stage == 2 else 1)
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
         gathered = self._own if zero_stage and not self._is_cast else 0
-        kept = int(self._kept * under_way(self._stages, self._microbatches, chunks))
-        return self._fixed + accumulated + gathered + kept
+        ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
+        return self._fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
 
 
 def memory_by_zero_stage(
@@ -103,16 +103,6 @@ def memory_by_zero_stage(
                 )
             found[each.zero_stage] = known[shard]
     return found
-
-
-def under_way(stages: int, microbatches: int, chunks: int) -> float:
-    """Microbatches in flight on the first stage, whose activations it holds.
-
-    As many as there are stages (1F1B); interleaved 1 + (stages - 1) / (stages chunks) times as
-    many (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3); at most all.
-    """
-    times = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
-    return min(microbatches, stages * times)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

@@ -1,12 +1,11 @@
-"""Program of a pipeline-parallel step, derived from the program of one of its stages.
+"""Programs of pipeline-parallel steps: derived from one stage, and their bubble told apart.
 
-Stages alternate forward and backward passes of microbatches (1F1B), or interleave chunks of their
-layers. While the first microbatch travels to the last stage and the last one back, a stage idles
-for as long as all other stages take for one microbatch: the bubble,
-(p - 1) (t forward + t backward) / v for p stages of v chunks (Narayanan et al. 2021,
-arXiv 2104.04473, section 2.2). Where stages are unequal, the slowest is the bottleneck, and the
-bubble is the time of all others. It is part of the schedule, as loops over the blocks of other
-stages, or of a chunk.
+Under 1F1B stages alternate forward and backward passes of microbatches, or interleave chunks of
+their layers. While the first microbatch travels to the last stage and the last one back, a stage
+idles for as long as all other stages take for one microbatch: the bubble,
+(p - 1) (t forward + t backward) / v for p stages of v chunks (`PipelineTicks`). Where stages are
+unequal, the slowest is the bottleneck, and the bubble is the time of all others. It is part of the
+schedule, as loops over the blocks of other stages, or of a chunk.
 
 The stage is the last, which computes logits besides its blocks, or another one that is slower
 because the last holds fewer blocks. Left out: the sum of the gradients of tied embeddings between
@@ -20,19 +19,19 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
-from scalejax.config.parallelism import PIPELINE, TENSOR
+from scalejax.config.parallelism import PIPELINE, TENSOR, PipelineTicks
 from scalejax.core.errors import ConfigError, refusal, require_at_least
 from scalejax.simulator.program import (
-    BUBBLE,
     Collective,
     CollectiveName,
     DeviceGroup,
     Loop,
     Operation,
     Program,
-    copy_with_suffix,
 )
 
+BUBBLE = ".bubble"
+"""Suffix of the names of loops in which a pipeline stage has no microbatch to work on."""
 _NOTE = "a pipeline, from its last stage: the bubble is in compute, memory and launch"
 
 
@@ -94,9 +93,9 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
     operations = tuple(
         each for item in stage.operations for each in (schedule if item is work else (item,))
     )
-    in_flight = min(pipeline.stages, pipeline.microbatches) - 1
+    ticks = PipelineTicks("1f1b", pipeline.stages, pipeline.microbatches)
     kept_bytes = pipeline.boundary_bytes // (tensor if pipeline.is_boundary_divided else 1)
-    held = in_flight * _layers(work) * kept_bytes
+    held = (int(ticks.in_flight) - 1) * _layers(work) * kept_bytes
     memory = replace(stage.memory, temporary_bytes=stage.memory.temporary_bytes + held)
     return replace(
         stage,
@@ -110,6 +109,42 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         state_bytes=None,
         notes=(*stage.notes, _NOTE),
     )
+
+
+def with_bubble(program: Program, ticks: PipelineTicks) -> Program:
+    """`program` of a whole pipeline, with the idle iterations of its loops split into bubble loops.
+
+    Stages compute in all ticks of the compiled loops, also results that nobody uses.
+    """
+
+    def split(item: Operation | Loop) -> tuple[Operation | Loop, ...]:
+        if not isinstance(item, Loop) or item.trip_count != ticks.work + ticks.idle:
+            return (item,)
+        body = tuple(_with_suffix(each, BUBBLE) for each in item.body)
+        idle = Loop(name=item.name + BUBBLE, trip_count=ticks.idle, body=body)
+        return replace(item, trip_count=ticks.work), idle
+
+    operations = tuple(each for item in program.operations for each in split(item))
+    return replace(program, operations=operations)
+
+
+def without_bubble(program: Program) -> Program:
+    """`program` without its pipeline bubble; `program` itself if it has none."""
+    kept = tuple(
+        item
+        for item in program.operations
+        if not (isinstance(item, Loop) and item.name.endswith(BUBBLE))
+    )
+    return program if len(kept) == len(program.operations) else replace(program, operations=kept)
+
+
+def _with_suffix(item: Operation | Loop, suffix: str) -> Operation | Loop:
+    """Copy of `item` with `suffix` after every name, as names are unique in a program."""
+    name = item.name + suffix
+    if isinstance(item, Loop):
+        body = tuple(_with_suffix(each, suffix) for each in item.body)
+        return replace(item, name=name, body=body)
+    return replace(item, name=name, waits_for=item.waits_for and item.waits_for + suffix)
 
 
 def _flop(loop: Loop) -> int:
@@ -137,11 +172,11 @@ def _bubble(
     for index, (layers, stages) in enumerate((+others).items()):
         suffix = (f".{index}" if index else "") + BUBBLE
         part = Fraction(layers, own * pipeline.chunks)
-        bubble_body = tuple(copy_with_suffix(_shortened(item, part), suffix) for item in blocks)
+        bubble_body = tuple(_with_suffix(_shortened(item, part), suffix) for item in blocks)
         sends = _numbered(sent, pipeline.chunks + index)
         loops.append(Loop(name=work.name + suffix, trip_count=stages, body=(*bubble_body, *sends)))
     if last:
-        ends = tuple(copy_with_suffix(item, BUBBLE) for item in last)
+        ends = tuple(_with_suffix(item, BUBBLE) for item in last)
         loops.append(Loop(name=f"{work.name}.last{BUBBLE}", trip_count=1, body=ends))
     return loops
 

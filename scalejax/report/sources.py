@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -290,11 +291,11 @@ def _read_sweep(path: Path, *, is_alone: bool) -> SweepSource:
 
 def _thinned(record: RunRecord, kept_every: int) -> RunRecord:
     """`record` with one logged update in `kept_every`, and all other lines."""
-    kept = {id(line) for line in record.training[::kept_every]}
+    updates = count()
     lines = tuple(
         line
         for line in record.measurements
-        if id(line) in kept or not isinstance(line, TrainMeasurement)
+        if not isinstance(line, TrainMeasurement) or next(updates) % kept_every == 0
     )
     return replace(record, measurements=lines)
 

@@ -128,8 +128,8 @@ _SURE = 0.98
 def shown(plan: Plan) -> list[int]:
     """Positions of the points in the table: the soonest of each cluster and device count, and
     the answers."""
-    best = {id(point) for point in soonest_by_devices(plan)}
-    found = [position for position, point in enumerate(plan.points) if id(point) in best]
+    best = set(soonest_by_devices(plan))
+    found = [position for position, point in enumerate(plan.points) if point in best]
     answers = {plan.soonest, plan.cheapest, plan.knee, plan.nearest} - {None}
     return sorted({*found, *(each for each in answers if each is not None)})
 

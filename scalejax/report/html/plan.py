@@ -105,7 +105,7 @@ def _row(point: PlanPoint, mark: str) -> list[str]:
 
 def _rows(plan: Plan) -> list[Row]:
     """Chart rows of all points; the fastest batch of each device count is marked `is_best`."""
-    best = {id(point) for point in soonest_by_devices(plan)}
+    best = set(soonest_by_devices(plan))
     _, unit = _unit(plan)
     return [
         {
@@ -117,7 +117,7 @@ def _rows(plan: Plan) -> list[Row]:
             "p90": (point.p90_run_seconds or point.run_seconds) / unit,
             "cost": point.cost,
             "time": format_seconds(point.run_seconds),
-            "is_best": float(id(point) in best),
+            "is_best": float(point in best),
             "is_front": float(position in plan.front),
         }
         for position, point in enumerate(plan.points)

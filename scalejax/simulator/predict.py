@@ -185,7 +185,7 @@ def predict(
     """
     cluster.require_devices(program.device_count)
     cluster = under_load(cluster, program)
-    costs, without_idle = what_if(program), without_bubble(program)
+    costs, busy = what_if(program), without_bubble(program)
 
     def step(scales: Scales) -> tuple[Timeline, StepTerms, float]:
         times = costs.timeline(cluster, scales)
@@ -198,7 +198,9 @@ def predict(
     if not step_seconds > 0:
         raise ConfigError(f"program {program.name!r} does nothing that takes time.")
     spread = _band(program, cluster, lambda scales: step(scales)[-1])
+    working = times if busy is program else what_if(busy).timeline(cluster)
     overheads = run_terms(program, cluster, step_seconds)
+    of_run = (overheads.checkpoints_seconds, overheads.failures_seconds)
     steps, epoch_seconds = _epoch(program, train_examples, step_seconds)
     samples, tokens = _per_second(program, step_seconds)
     matmul_type = _matmul_type(program, cluster.chip)
@@ -223,11 +225,9 @@ def predict(
         peak_memory_bytes=memory.peak_bytes,
         memory_bytes=memory.memory_bytes,
         fits=memory.fits,
-        waterfall=_waterfall(
-            times,
-            times if without_idle is program else what_if(without_idle).timeline(cluster, NOMINAL),
-            conditions,
-            overheads,
+        waterfall=(
+            *step_waterfall(times, working, conditions),
+            *zip(RUN_CONDITIONS, of_run, strict=True),
         ),
         communication_seconds=times.communication_seconds,
         backend=program.backend,
@@ -334,16 +334,15 @@ def _run_seconds(
     return epochs * epoch_seconds / (1.0 if overheads.goodput is None else overheads.goodput)
 
 
-def _waterfall(
-    times: Timeline, working: Timeline, conditions: StepTerms, overheads: RunTerms
+def step_waterfall(
+    times: Timeline, working: Timeline, conditions: StepTerms
 ) -> tuple[tuple[str, float | None], ...]:
-    """Terms of the waterfall in order; terms that a chip does not have are omitted.
+    """Terms of a step in order; terms that a chip does not have are omitted.
 
     Args:
         times: timeline of the step.
         working: timeline of the step without pipeline bubble.
-        conditions: seconds that stragglers and input add to a step.
-        overheads: seconds per step that checkpoints and failures add to a run.
+        conditions: seconds that stragglers and input add to it.
     """
     collectives = tuple(
         (f"communication {' x '.join(axes)}".rstrip(), seconds) for axes, seconds in working.exposed
@@ -355,7 +354,6 @@ def _waterfall(
         ("bubble", times.step_seconds - working.step_seconds),
     )
     of_step = (conditions.stragglers_seconds, conditions.input_seconds)
-    of_run = (overheads.checkpoints_seconds, overheads.failures_seconds)
     return (
         ("compute", working.compute_seconds),
         ("memory", working.memory_seconds),
@@ -363,7 +361,6 @@ def _waterfall(
         *collectives,
         *((name, seconds) for name, seconds in optional if seconds),
         *zip(STEP_CONDITIONS, of_step, strict=True),
-        *zip(RUN_CONDITIONS, of_run, strict=True),
     )
 
 

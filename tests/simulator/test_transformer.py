@@ -20,7 +20,7 @@ from scalejax.simulator.program import Program
 from scalejax.simulator.transformer import (
     Strategy,
     TransformerShape,
-    step_operations,
+    step_parts,
     transformer_program,
 )
 from scalejax.simulator.transformer.block import block_backward, block_forward
@@ -242,9 +242,9 @@ def test_uneven_stages_are_what_the_compiler_makes(name: str):
     run = uneven_of(UNEVEN[name])
     compiled, own = compiled_of(run), closed_form(run)
     stages, microbatches, most = run.layout.pipeline, run.split.microbatches, 2
-    parts = step_operations(*dimensions(run))
-    block = sum(each.flop for each in (*parts.forward, *parts.backward))
-    logits = sum(each.flop for each in parts.logits)
+    parts = step_parts(*dimensions(run))
+    block = sum(each.flop for part in (parts.forward, parts.backward) for each in part.operations)
+    logits = sum(each.flop for each in parts.logits.operations)
 
     assert own.model_flop == compiled.model_flop
     working, own_working = without_bubble(compiled).flop, without_bubble(own).flop

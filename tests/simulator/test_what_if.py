@@ -8,7 +8,16 @@ import pytest
 from hardware_cases import CHIP
 from hypothesis import given
 from hypothesis import strategies as st
-from program_cases import PAPER, fusion, gather, matmul, program_of, resnet50_on_256, wait
+from program_cases import (
+    PAPER,
+    contended,
+    fusion,
+    gather,
+    matmul,
+    program_of,
+    resnet50_on_256,
+    wait,
+)
 from test_properties import (
     faster_arithmetic,
     faster_links,
@@ -18,8 +27,17 @@ from test_properties import (
     shorter_launches,
 )
 
-from scalejax.hardware import Cluster, load_cluster
-from scalejax.simulator.timeline.timeline import NOMINAL, Scales, WhatIf, timeline, what_if
+from scalejax.hardware import Cluster, RunConditions, load_cluster
+from scalejax.simulator.program import Loop
+from scalejax.simulator.timeline.timeline import (
+    NOMINAL,
+    OperationCosts,
+    Scales,
+    WhatIf,
+    timeline,
+    total,
+    what_if,
+)
 
 CHANGES = (
     faster_arithmetic,
@@ -78,6 +96,21 @@ def test_scales_are_factors_on_classes_of_cost():
     assert step(memory=2) == pytest.approx(4e-3)
     assert step(communication=2) == pytest.approx(6e-3)
     assert used.timeline(PAPER, NOMINAL).step_seconds == pytest.approx(3e-3)
+
+
+def test_timelines_of_parts_add_up_to_that_of_the_step():
+    """Three runs of a group that hides 3 ms of work behind 4 of gathering, and one of another."""
+    cluster = replace(contended(0.1), conditions=RunConditions(launches_block=True))
+    group = gather("g", 4), matmul("m", 2), fusion("f", 1), wait("g")
+    other = gather("h", 2, axis="data"), matmul("n", 5), wait("h")
+    costs = OperationCosts(cluster)
+    parts = total(((costs.timeline(group), 3), (costs.timeline(other), 1)))
+    whole = timeline(program_of(Loop(name="l", trip_count=3, body=group), *other), cluster)
+
+    assert parts.step_seconds == pytest.approx(whole.step_seconds)
+    assert parts.host_seconds == pytest.approx(whole.host_seconds)
+    assert dict(parts.exposed) == pytest.approx(dict(whole.exposed))
+    assert parts.contention_seconds == pytest.approx(whole.contention_seconds)
 
 
 def test_ten_thousand_what_ifs_take_less_than_ten_seconds():

@@ -28,7 +28,8 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
 def links(collective: Collective, cluster: Cluster) -> int:
     """Index of the links that a collective uses: 0 within nodes, 1 across the network."""
-    return int(group_route(collective.group.extents, cluster).nodes > 1)
+    _, _, nodes = _seats(collective.group.extents, cluster.devices_per_node)
+    return int(nodes > 1)
 
 
 def _seconds(collective: Collective, payload: int, cluster: Cluster) -> float:

@@ -1,11 +1,13 @@
-"""A program's schedule prepared for repeated costing: distinct operations once, in arrays.
+"""A schedule of operations prepared for costing: distinct operations once, in arrays.
 
 Compute between two communication events is one segment, however many operations it holds, and
 operations that differ only in name are costed once. Knows no hardware and no seconds.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,67 +60,64 @@ Event = Work | Start | Wait | Repeat
 """An event of a program that changes the state of the streams."""
 
 
+_costed_fields = attrgetter(
+    "kind", "dtype", "flop", "read_bytes", "write_bytes", "shape", "convolution_pass",
+    "convolution_groups", "share",
+)  # fmt: skip
+"""All of a compute operation but its name and source: operations equal in these cost the same."""
+
+
 class Schedule:
-    """Events of a program in order, with its distinct operations and collectives."""
+    """Events of operations in order, with the distinct operations and collectives."""
 
-    events: tuple[Event, ...]
-    """Events for the streams, in order."""
-    operations: tuple[Operation, ...]
-    """Distinct compute operations, without their names."""
-    collectives: tuple[Collective, ...]
-    """Distinct collectives."""
-    members: tuple[tuple[Operation, ...], ...]
-    """Operations of each segment in order, those of a loop within it once."""
-    axes: dict[str, tuple[str, ...]]
-    """Mesh axes that each collective spans, by its name."""
-    operation_runs: NDArray[np.float64]
-    """Runs of each distinct operation per step, shape (operations,)."""
-    collective_runs: NDArray[np.float64]
-    """Runs of each distinct collective per step, shape (collectives,)."""
-
-    def __init__(self, program: Program, *, merge: bool = True) -> None:
-        """Read `program`.
+    def __init__(self, operations: tuple[Operation | Loop, ...], *, merge: bool = True) -> None:
+        """Read `operations`.
 
         Args:
-            program: the compiled step.
+            operations: a program's, or some of them that wait for all collectives they start.
             merge: whether operations without a communication event between them are one
                 segment; if not, each operation is its own.
-
-        Raises:
-            ConfigError: if an operation waits for a collective that the program does not hold.
         """
-        _require_known_waits(program)
-        reader = _Reader(merge=merge)
-        self.events = reader.read(program.operations, 1)
-        self.operations = tuple(reader.operations)
-        self.collectives = tuple(reader.collectives)
-        self.members = tuple(tuple(members) for members in reader.members)
-        self.axes = reader.axes
-        self.operation_runs = np.array(
-            [reader.operation_runs[index] for index in range(len(self.operations))], float
-        )
-        self.collective_runs = np.array(
-            [reader.collective_runs[index] for index in range(len(self.collectives))], float
-        )
-        self.dispatches = _mean_runs_per_step(self.operations, self.operation_runs)
-        self.dispatches += _mean_runs_per_step(self.collectives, self.collective_runs)
+        self._merge = merge
+        self.operations: list[Operation] = []
+        """Distinct compute operations, the first of each kind."""
+        self.kinds: dict[tuple[object, ...], int] = {}
+        """Index of each distinct operation by the fields that set its time, in order."""
+        self.collectives: dict[Collective, int] = {}
+        """Index of each distinct collective, in order."""
+        self.starts: list[Operation] = []
+        """Operation that each segment starts with."""
+        self.axes: dict[str, tuple[str, ...]] = {}
+        """Mesh axes that each collective spans, by its name."""
+        self.dispatches = 0.0
         """Operations that the host dispatches per step, averaged over all steps."""
-        self.flop_by_dtype = Counter[str]()
+        self._runs: tuple[list[int], list[int]] = [], []
+        # Of each operation of a segment, in order: its index, and its runs per segment.
+        self._entries: tuple[list[int], list[int]] = [], []
+        self._first_entries: list[int] = []
+        self.events = self._read(operations, 1)
+        """Events for the streams, in order."""
+        self.operation_runs = np.array(self._runs[0], float)
+        """Runs of each distinct operation per step, shape (operations,)."""
+        self.collective_runs = np.array(self._runs[1], float)
+        """Runs of each distinct collective per step, shape (collectives,)."""
+        self._entry_operations = np.array(self._entries[0], int)
+        self._entry_runs = np.array(self._entries[1], float)
+
+    @cached_property
+    def flop_by_dtype(self) -> Counter[str]:
         """FLOP of one device in one step by the type of their operands."""
-        self.custom_calls = 0
-        """Opaque custom calls per step."""
-        for operation, runs in zip(self.operations, self.operation_runs.tolist(), strict=True):
+        found: Counter[str] = Counter()
+        for operation, runs in zip(self.operations, self._runs[0], strict=True):
             if operation.flop:
-                self.flop_by_dtype[operation.dtype] += round(
-                    operation.flop * runs * operation.share
-                )
-            if operation.kind == "custom":
-                self.custom_calls += int(runs)
-        columns = np.array(reader.entries, float).reshape(-1, 3)
-        # Entries are in the order of their segments, and no segment is without one.
-        self._first_entries = np.unique(columns[:, 0], return_index=True)[1]
-        self._entry_operations = columns[:, 1].astype(int)
-        self._entry_runs = columns[:, 2]
+                found[operation.dtype] += round(operation.flop * runs * operation.share)
+        return found
+
+    @cached_property
+    def custom_calls(self) -> int:
+        """Opaque custom calls per step."""
+        runs = zip(self.operations, self._runs[0], strict=True)
+        return sum(times for operation, times in runs if operation.kind == "custom")
 
     def segment_seconds(self, operation_seconds: NDArray[np.float64]) -> NDArray[np.float64]:
         """Time of each segment without contention, shape (segments,).
@@ -127,23 +126,10 @@ class Schedule:
             operation_seconds: time of each distinct operation, shape (operations,).
         """
         seconds = operation_seconds[self._entry_operations] * self._entry_runs
+        # Entries are in the order of their segments, and no segment is without one.
         return np.add.reduceat(seconds, self._first_entries) if len(seconds) else seconds
 
-
-class _Reader:
-    """Collects segments, operations and collectives of a program."""
-
-    def __init__(self, *, merge: bool) -> None:
-        self.merge = merge
-        self.operations: dict[Operation, int] = {}
-        self.collectives: dict[Collective, int] = {}
-        self.operation_runs: dict[int, int] = {}
-        self.collective_runs: dict[int, int] = {}
-        self.members: list[list[Operation]] = []
-        self.axes: dict[str, tuple[str, ...]] = {}
-        self.entries: list[tuple[int, int, int]] = []  # segment, operation, runs per segment
-
-    def read(self, items: tuple[Operation | Loop, ...], runs: int) -> tuple[Event, ...]:
+    def _read(self, items: tuple[Operation | Loop, ...], runs: int) -> tuple[Event, ...]:
         """Events of `items`, which run `runs` times in a step."""
         events: list[Event] = []
         for item in items:
@@ -151,7 +137,10 @@ class _Reader:
                 self._loop(item, runs, events)
             elif item.collective is not None:
                 index = self.collectives.setdefault(item.collective, len(self.collectives))
-                self.collective_runs[index] = self.collective_runs.get(index, 0) + runs
+                if index == len(self._runs[1]):
+                    self._runs[1].append(0)
+                self._runs[1][index] += runs
+                self.dispatches += runs * item.collective.share
                 self.axes[item.name] = item.collective.group.axes
                 events.append(Start(item.name, index, item.collective.is_async))
             elif item.waits_for is not None:
@@ -163,10 +152,10 @@ class _Reader:
     def _loop(self, loop: Loop, runs: int, events: list[Event]) -> None:
         if not loop.trip_count:
             return
-        if self.merge and _is_compute_alone(loop):
+        if self._merge and _is_compute_alone(loop):
             self._compute_loop(loop, runs, 1, events)
             return
-        body = self.read(loop.body, runs * loop.trip_count)
+        body = self._read(loop.body, runs * loop.trip_count)
         events.append(Repeat(loop.name, loop.trip_count, body))
 
     def _compute_loop(self, loop: Loop, runs: int, times: int, events: list[Event]) -> None:
@@ -180,21 +169,18 @@ class _Reader:
         """Add an operation to the current segment, in which it runs `times` times."""
         if not times:
             return
-        nameless = replace(item, name="", source=None)
-        index = self.operations.setdefault(nameless, len(self.operations))
-        self.operation_runs[index] = self.operation_runs.get(index, 0) + runs * times
-        if not (self.merge and events and isinstance(events[-1], Work)):
-            events.append(Work(len(self.members)))
-            self.members.append([])
-        self.members[-1].append(item)
-        self.entries.append((len(self.members) - 1, index, times))
-
-
-def _mean_runs_per_step(
-    kinds: tuple[Operation, ...] | tuple[Collective, ...], runs: NDArray[np.float64]
-) -> float:
-    """Runs of all `kinds` per step, averaged over all steps (`share` of each)."""
-    return float(np.array([kind.share for kind in kinds], float) @ runs)
+        index = self.kinds.setdefault(_costed_fields(item), len(self.kinds))
+        if index == len(self.operations):
+            self.operations.append(item)
+            self._runs[0].append(0)
+        self._runs[0][index] += runs * times
+        self.dispatches += runs * times * item.share
+        if not (self._merge and events and isinstance(events[-1], Work)):
+            events.append(Work(len(self.starts)))
+            self.starts.append(item)
+            self._first_entries.append(len(self._entries[0]))
+        self._entries[0].append(index)
+        self._entries[1].append(times)
 
 
 def _is_compute_alone(loop: Loop) -> bool:
@@ -206,7 +192,12 @@ def _is_compute_alone(loop: Loop) -> bool:
     )
 
 
-def _require_known_waits(program: Program) -> None:
+def require_known_waits(program: Program) -> None:
+    """Refuse a program in which an operation waits for a collective that it does not hold.
+
+    Raises:
+        ConfigError: naming both.
+    """
     started = {item.name for item, _ in program.walk() if item.collective is not None}
     for item, _ in program.walk():
         if item.waits_for is not None and item.waits_for not in started:

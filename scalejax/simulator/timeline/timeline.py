@@ -1,10 +1,12 @@
-"""Breakdown of the time of one step: its operations costed, then scheduled on streams.
+"""Breakdown of the time of operations: each costed, then all scheduled on streams.
 
-`WhatIf` prepares a program once and costs it on many clusters.
+`WhatIf` prepares a program once and costs it on many clusters. `OperationCosts` costs many tuples
+of operations on one cluster, whose timelines add up to that of a step (`total`).
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +16,8 @@ from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
-from scalejax.simulator.program import Program
-from scalejax.simulator.timeline.schedule import Schedule
+from scalejax.simulator.program import Collective, Loop, Operation, Program
+from scalejax.simulator.timeline.schedule import Schedule, require_known_waits
 from scalejax.simulator.timeline.streams import Streams
 
 Axes = tuple[str, ...]
@@ -55,18 +57,19 @@ class Timeline:
     """Time between operations."""
     contention_seconds: float
     """Slowdown of compute that overlaps with collectives."""
-    exposed_by_name: tuple[tuple[str, float], ...]
-    """Exposed time of each collective (compute is stalled), by the compiler's name for it."""
     exposed: tuple[tuple[Axes, float], ...]
-    """Exposed time of collectives, by the mesh axes that they span."""
+    """Exposed time of collectives (compute is stalled), by the mesh axes that they span."""
     dispatch_seconds: float
     """Time in which the host dispatches all operations, while the devices run earlier ones."""
     overhead_seconds: float
     """Time of the step that is in none of its operations."""
     communication_seconds: float
     """Time of all collectives, overlapped or not."""
-    launches_block: bool = False
+    launches_block: bool
     """Whether the host waits for each operation before it dispatches the next."""
+    exposed_by_name: tuple[tuple[str, float], ...] = ()
+    """Exposed time of each collective, by the compiler's name for it; not where timelines were
+    added up."""
 
     @property
     def exposed_seconds(self) -> float:
@@ -87,7 +90,8 @@ class Timeline:
     @property
     def step_seconds(self) -> float:
         """Time of the step."""
-        return self._walked_seconds + self.host_seconds + self.overhead_seconds
+        walked = self._walked_seconds
+        return walked + self._waits_for_host(walked) + self.overhead_seconds
 
     def _waits_for_host(self, busy_seconds: float) -> float:
         """Time beyond `busy_seconds` until the host has dispatched all operations."""
@@ -109,6 +113,37 @@ class Timeline:
         )
 
 
+def total(runs: Sequence[tuple[Timeline, int]]) -> Timeline:
+    """Timeline of a step that repeats the operations of others, each as often as given.
+
+    Exact for operations that wait for all collectives they start. The overhead is that of one step.
+    """
+    compute = memory = launch = contention = dispatch = communication = 0.0
+    exposed: dict[Axes, float] = {}
+    for part, times in runs:
+        if times:
+            compute += times * part.compute_seconds
+            memory += times * part.memory_seconds
+            launch += times * part.launch_seconds
+            contention += times * part.contention_seconds
+            dispatch += times * part.dispatch_seconds
+            communication += times * part.communication_seconds
+            for axes, seconds in part.exposed:
+                exposed[axes] = exposed.get(axes, 0.0) + times * seconds
+    step, _ = runs[0]
+    return Timeline(
+        compute_seconds=compute,
+        memory_seconds=memory,
+        launch_seconds=launch,
+        contention_seconds=contention,
+        exposed=tuple(sorted(exposed.items())),
+        dispatch_seconds=dispatch,
+        overhead_seconds=step.overhead_seconds,
+        communication_seconds=communication,
+        launches_block=step.launches_block,
+    )
+
+
 def timeline(program: Program, cluster: Cluster) -> Timeline:
     """Breakdown of the time of one step of `program` on `cluster`.
 
@@ -121,12 +156,104 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _ChipTimes:
-    """Times of the distinct operations of a program on one chip, shape (operations,)."""
+    """Times of the distinct operations of a schedule on one chip, shape (operations,)."""
 
     chip: Chip
-    is_compute_bound: NDArray[np.bool_]
+    is_compute_bound: NDArray[np.float64]
     busy_seconds: NDArray[np.float64]
     launch_seconds: NDArray[np.float64]
+
+
+_KnownTimes = dict[tuple[object, ...], tuple[bool, float, float]]
+"""(is compute-bound, busy seconds, launch seconds) of operations on one chip, by the fields that
+set them."""
+
+
+def _chip_times(schedule: Schedule, chip: Chip, known: _KnownTimes) -> _ChipTimes:
+    """Times of the operations of `schedule`; those that are not in `known` are added to it."""
+    for kind, operation in zip(schedule.kinds, schedule.operations, strict=True):
+        if kind not in known:
+            time = operation_time(operation, chip)
+            known[kind] = time.bound == "compute", time.busy_seconds, time.launch_seconds
+    rows = np.array([known[kind] for kind in schedule.kinds], float).reshape(-1, 3)
+    return _ChipTimes(chip, *rows.T)
+
+
+def _scheduled(
+    schedule: Schedule,
+    times: _ChipTimes,
+    collectives: NDArray[np.float64],
+    cluster: Cluster,
+    scales: Scales = NOMINAL,
+) -> Timeline:
+    """Timeline of a step of nothing but the operations of `schedule`.
+
+    Args:
+        schedule: the operations.
+        times: times of the distinct ones on the chip of `cluster`.
+        collectives: times of the distinct collectives, shape (collectives,).
+        cluster: the hardware.
+        scales: factors on the time of each class of cost.
+    """
+    busy, launch = times.busy_seconds, times.launch_seconds
+    if scales is not NOMINAL:
+        busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
+        launch = launch * scales.launch
+        collectives = collectives * scales.communication
+    attainable = times.chip.attainable
+    streams = Streams(
+        schedule.segment_seconds(busy + launch).tolist(),
+        collectives.tolist(),
+        [links(each, cluster) for each in schedule.collectives],
+        attainable.contention_fraction,
+    )
+    streams.run(schedule.events)
+    streams.drain()
+    exposed: dict[Axes, float] = defaultdict(float)
+    for name, seconds in streams.exposed.items():
+        exposed[schedule.axes[name]] += seconds
+    seconds = busy * schedule.operation_runs
+    return Timeline(
+        compute_seconds=float(seconds @ times.is_compute_bound),
+        memory_seconds=float(seconds @ (1.0 - times.is_compute_bound)),
+        launch_seconds=float(launch @ schedule.operation_runs),
+        contention_seconds=streams.contention_seconds,
+        exposed_by_name=tuple(streams.exposed.items()),
+        exposed=tuple(sorted(exposed.items())),
+        dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
+        overhead_seconds=attainable.step_overhead_seconds * scales.launch,
+        communication_seconds=float(collectives @ schedule.collective_runs),
+        launches_block=cluster.conditions.launches_block,
+    )
+
+
+def _collective_seconds(schedule: Schedule, cluster: Cluster) -> NDArray[np.float64]:
+    """Times of the distinct collectives, shape (collectives,)."""
+    return np.array([collective_seconds(each, cluster) for each in schedule.collectives], float)
+
+
+class OperationCosts:
+    """Timelines of tuples of operations on one cluster; equal operations are costed once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Start with no known times."""
+        self._cluster = cluster
+        self._known: _KnownTimes = {}
+        self._collectives: dict[Collective, float] = {}
+
+    def timeline(self, operations: tuple[Operation | Loop, ...]) -> Timeline:
+        """Timeline of one run of operations that wait for all collectives they start.
+
+        Raises:
+            DoesNotFit: if a collective spans nodes that no network joins.
+        """
+        schedule, cluster, known = Schedule(operations), self._cluster, self._collectives
+        times = _chip_times(schedule, cluster.chip, self._known)
+        for each in schedule.collectives:
+            if each not in known:
+                known[each] = collective_seconds(each, cluster)
+        collectives = np.array([known[each] for each in schedule.collectives], float)
+        return _scheduled(schedule, times, collectives, cluster)
 
 
 class WhatIf:
@@ -143,15 +270,16 @@ class WhatIf:
         Raises:
             ConfigError: if an operation waits for a collective that the program does not hold.
         """
+        require_known_waits(program)
         self.program = program
         """The program that is costed."""
-        self.schedule = Schedule(program)
+        self.schedule = Schedule(program.operations)
         """Events and distinct operations of the program."""
-        self._chips: dict[int, _ChipTimes] = {}
+        self._chips: deque[_ChipTimes] = deque(maxlen=_CHIPS_KEPT)
         self._collectives: tuple[Cluster, NDArray[np.float64]] | None = None
 
     def timeline(self, cluster: Cluster, scales: Scales = NOMINAL) -> Timeline:
-        """Breakdown of the time of a step on `cluster`.
+        """Timeline of a step on `cluster`.
 
         Args:
             cluster: the hardware.
@@ -161,78 +289,26 @@ class WhatIf:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
         cluster = under_load(cluster, self.program)
-        schedule, attainable = self.schedule, cluster.chip.attainable
-        times = self._chip_times(cluster.chip)
-        busy = times.busy_seconds
-        if scales is not NOMINAL:
-            busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
-        launch = times.launch_seconds * scales.launch
-        collectives = self._collective_seconds(cluster) * scales.communication
-        streams = Streams(
-            schedule.segment_seconds(busy + launch).tolist(),
-            collectives.tolist(),
-            [links(each, cluster) for each in schedule.collectives],
-            attainable.contention_fraction,
-        )
-        streams.run(schedule.events)
-        streams.drain()
-        total = busy * schedule.operation_runs
-        return Timeline(
-            compute_seconds=float(total @ times.is_compute_bound),
-            memory_seconds=float(total @ ~times.is_compute_bound),
-            launch_seconds=float(launch @ schedule.operation_runs),
-            contention_seconds=streams.contention_seconds,
-            exposed_by_name=tuple(streams.exposed.items()),
-            exposed=self._by_axes(streams.exposed),
-            dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
-            overhead_seconds=attainable.step_overhead_seconds * scales.launch,
-            communication_seconds=float(collectives @ schedule.collective_runs),
-            launches_block=cluster.conditions.launches_block,
-        )
-
-    def _chip_times(self, chip: Chip) -> _ChipTimes:
-        """Times of the distinct operations on `chip`, cached with it so that its id stays taken."""
-        known = self._chips.get(id(chip))
-        if known is not None:
-            return known
-        if len(self._chips) >= _CHIPS_KEPT:
-            self._chips.pop(next(iter(self._chips)))
-        times = [operation_time(operation, chip) for operation in self.schedule.operations]
-        self._chips[id(chip)] = _ChipTimes(
-            chip,
-            np.array([time.bound == "compute" for time in times], bool),
-            np.array([time.busy_seconds for time in times], float),
-            np.array([time.launch_seconds for time in times], float),
-        )
-        return self._chips[id(chip)]
-
-    def _collective_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
-        """Times of the distinct collectives, shape (collectives,); cached for the last cluster."""
+        times = next((each for each in tuple(self._chips) if each.chip is cluster.chip), None)
+        if times is None:
+            times = _chip_times(self.schedule, cluster.chip, {})
+            self._chips.append(times)
         if self._collectives is None or self._collectives[0] is not cluster:
-            seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
-            self._collectives = cluster, np.array(seconds, float)
-        return self._collectives[1]
-
-    def _by_axes(self, exposed: dict[str, float]) -> tuple[tuple[Axes, float], ...]:
-        by_axes: dict[Axes, float] = defaultdict(float)
-        for name, seconds in exposed.items():
-            by_axes[self.schedule.axes[name]] += seconds
-        return tuple(sorted(by_axes.items()))
+            self._collectives = cluster, _collective_seconds(self.schedule, cluster)
+        return _scheduled(self.schedule, times, self._collectives[1], cluster, scales)
 
 
-_prepared: dict[int, tuple[Program, WhatIf]] = {}
+_prepared: deque[WhatIf] = deque(maxlen=_PROGRAMS_KEPT)
 
 
 def what_if(program: Program) -> WhatIf:
-    """`program` prepared for costing; cached by object for the last few programs.
+    """`program` prepared for costing; the last few programs are kept.
 
     Raises:
         ConfigError: if an operation waits for a collective that the program does not hold.
     """
-    known = _prepared.get(id(program))
-    if known is not None:
-        return known[1]
-    if len(_prepared) >= _PROGRAMS_KEPT:
-        _prepared.pop(next(iter(_prepared)), None)
-    _prepared[id(program)] = program, WhatIf(program)
-    return _prepared[id(program)][1]
+    known = next((each for each in tuple(_prepared) if each.program is program), None)
+    if known is None:
+        known = WhatIf(program)
+        _prepared.append(known)
+    return known

@@ -12,7 +12,13 @@ from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Operation, Program
-from scalejax.simulator.timeline.schedule import Event, Repeat, Schedule, Start
+from scalejax.simulator.timeline.schedule import (
+    Event,
+    Repeat,
+    Schedule,
+    Start,
+    require_known_waits,
+)
 from scalejax.simulator.timeline.streams import Streams
 
 StreamName = Literal["compute", "links", "network"]
@@ -69,7 +75,8 @@ def trace_step(program: Program, cluster: Cluster, most_events: int = MOST_EVENT
         DoesNotFit: if a collective spans nodes that no network joins.
     """
     cluster = under_load(cluster, program)
-    schedule = Schedule(program, merge=False)
+    require_known_waits(program)
+    schedule = Schedule(program.operations, merge=False)
     most_iterations = _most_iterations(schedule.events, most_events)
     streams = _TracedStreams(program, schedule, cluster, most_iterations)
     streams.run(schedule.events)
@@ -116,7 +123,7 @@ class _TracedStreams(Streams):
     def __init__(
         self, program: Program, schedule: Schedule, cluster: Cluster, most_iterations: int | None
     ) -> None:
-        self._operations = [members[0] for members in schedule.members]
+        self._operations = schedule.starts
         self._times = [operation_time(each, cluster.chip) for each in self._operations]
         self._collectives = {
             item.name: item for item, _ in program.walk() if item.collective is not None

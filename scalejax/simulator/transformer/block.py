@@ -15,12 +15,11 @@ from scalejax.simulator.transformer.operations import Writer
 from scalejax.simulator.transformer.shape import BlockShard, sum_axes
 from scalejax.simulator.transforms.float8 import with_float8_products
 
-_CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
+_CACHE_SIZE = 65536  # entries of the cache: searches ask for equal blocks again
 _STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
 _MATRICES = ("qkv", "projection", "up", "down")
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def block_forward(shard: BlockShard) -> tuple[Operation, ...]:
     """Operations of the forward pass of one block for one microbatch."""
     block = _Block("forward", shard)
@@ -38,7 +37,6 @@ def block_forward(shard: BlockShard) -> tuple[Operation, ...]:
     return block.done()
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def block_backward(shard: BlockShard) -> tuple[Operation, ...]:
     """Operations of the backward pass of one block, with recompute and gradient sums."""
     block = _Block("backward", shard)

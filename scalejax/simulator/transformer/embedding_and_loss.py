@@ -5,7 +5,6 @@ Knows no hardware.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from scalejax.config.parallelism import DATA, FSDP, PIPELINE, TENSOR, Layout
@@ -22,7 +21,6 @@ from scalejax.simulator.transformer.shape import (
     sum_axes,
 )
 
-_CACHE_SIZE = 65536
 _COMBINED_BYTES = 30 * 1024**2
 """Buffers up to this size are combined into one all-reduce, which copies them (XLA,
 xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold)."""
@@ -45,7 +43,6 @@ def _position_elements(shard: BlockShard) -> int:
     return shape.tokens * shape.hidden if shape.has_learned_positions else 0
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def embedding(shard: BlockShard, layers: int, is_gathered: bool) -> tuple[Operation, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
@@ -79,7 +76,6 @@ def embedding(shard: BlockShard, layers: int, is_gathered: bool) -> tuple[Operat
     return write.done()
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def logits(shard: BlockShard) -> tuple[Operation, ...]:
     """Operations between the passes over the blocks: norm, logits, loss, and its gradient."""
     write, shape, rows = _writer("logits", shard), shard.shape, shard.rows
@@ -111,7 +107,6 @@ def logits(shard: BlockShard) -> tuple[Operation, ...]:
     return write.done()
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def embedding_gradient(
     shard: BlockShard, layers: int, is_accumulated: bool
 ) -> tuple[Operation, ...]:
@@ -173,7 +168,6 @@ def _sum_tables(write: Writer, shard: BlockShard, layers: int) -> None:
             write.wait(name)
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tuple[Operation, ...]:
     """Operations before the first microbatch: zeroed accumulators for `own` gradients.
 
@@ -232,7 +226,6 @@ class Update:
     """Whether gradients are summed over the batch in the update, not per block."""
 
 
-@lru_cache(maxsize=_CACHE_SIZE)
 def update(end: Update) -> tuple[Operation, ...]:
     """Operations after the last microbatch: gradient sum over the batch, optimizer update."""
     shape, whole = end.shape, end.layout

@@ -12,14 +12,9 @@ from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
 from scalejax.simulator.operations.roofline import operation_time
 from scalejax.simulator.program import Operation, Program
-from scalejax.simulator.timeline.schedule import (
-    Event,
-    Repeat,
-    Schedule,
-    Start,
-    require_known_waits,
-)
+from scalejax.simulator.timeline.schedule import Event, Repeat, Schedule, Start
 from scalejax.simulator.timeline.streams import Streams
+from scalejax.simulator.timeline.timeline import timeline
 
 StreamName = Literal["compute", "links", "network"]
 MOST_EVENTS = 50_000
@@ -75,18 +70,13 @@ def trace_step(program: Program, cluster: Cluster, most_events: int = MOST_EVENT
         DoesNotFit: if a collective spans nodes that no network joins.
     """
     cluster = under_load(cluster, program)
-    require_known_waits(program)
-    schedule = Schedule(program.operations, merge=False)
+    times, schedule = timeline(program, cluster), Schedule(program.operations, merge=False)
     most_iterations = _most_iterations(schedule.events, most_events)
     streams = _TracedStreams(program, schedule, cluster, most_iterations)
     streams.run(schedule.events)
     streams.drain()
-    attainable = cluster.chip.attainable
-    dispatch = attainable.dispatch_seconds * schedule.dispatches
-    if cluster.conditions.launches_block:
-        dispatch += streams.now
-    streams.add_rest("wait for the host", dispatch)
-    streams.add_overhead(attainable.step_overhead_seconds)
+    streams.add_at_end("wait for the host", times.host_seconds, "wait")
+    streams.add_at_end("overhead of the step", times.overhead_seconds, "overhead")
     return StepTrace(
         events=tuple(sorted(streams.events, key=lambda event: event.start_seconds)),
         most_iterations=most_iterations,
@@ -139,16 +129,11 @@ class _TracedStreams(Streams):
             cluster.chip.attainable.contention_fraction,
         )
 
-    def add_rest(self, name: str, finish: float) -> None:
-        """Stall until `finish`; placed at the end, wherever in the step it happens."""
-        if finish > self.now:
-            self._add(name, "compute", self.now, finish, "wait")
-            self.now = finish
-
-    def add_overhead(self, seconds: float) -> None:
-        """Add the host's overhead of the step at its end."""
+    def add_at_end(self, name: str, seconds: float, bound: Literal["wait", "overhead"]) -> None:
+        """Stall for `seconds`; placed at the end, wherever in the step it happens."""
         if seconds:
-            self._add("overhead of the step", "compute", self.now, self.now + seconds, "overhead")
+            self._add(name, "compute", self.now, self.now + seconds, bound)
+            self.now += seconds
 
     def work(self, segment: int) -> None:
         before, time = self.now, self._times[segment]

@@ -220,19 +220,11 @@ def report_search(
         facts: counts and shapes of its data; if None, they are read.
     """
     best = deduplicated(found.ranked)[:top]
+    shape = shape_of(config, cluster.chip, facts)
     ranked = list(_ranked(config, facts, cluster, best, framework, price_per_device_hour))
     if framework != XLA:
         ranked.sort(key=lambda each: _rank(each.prediction, objective))
-        costs = StrategyCosts(shape_of(config, cluster.chip, facts), cluster)
-        winner = costs.terms(ranked[0].strategy) if ranked else ()
-        ranked = [
-            replace(
-                each,
-                place=place,
-                losses=breakdown_difference(costs.terms(each.strategy), winner),
-            )
-            for place, each in enumerate(ranked, start=1)
-        ]
+        ranked = [replace(each, place=place) for place, each in enumerate(ranked, start=1)]
     front = pareto(found.ranked)
     counts = sorted({each.strategy.layout.device_count for each in found.ranked})
     return SearchReport(
@@ -242,7 +234,7 @@ def report_search(
         global_batch=best[0].strategy.split.global_batch if best else None,
         considered=found.considered,
         fitting=len(found.ranked),
-        ranked=tuple(ranked),
+        ranked=_with_losses(ranked, StrategyCosts(shape, cluster)),
         front=tuple(
             (in_words(each.strategy), each.step_seconds, each.peak_memory_bytes) for each in front
         ),
@@ -250,7 +242,7 @@ def report_search(
         notes=(
             *notes,
             *_framework_notes(framework, best),
-            *left_out_notes(shape_of(config, cluster.chip, facts), counts),
+            *left_out_notes(shape, counts),
         ),
     )
 
@@ -276,27 +268,24 @@ def confirm_search(
         facts: counts and shapes of its data; if None, they are read.
         on_progress: called for each compilation.
     """
-    first = report.ranked[:confirm]
-    strategies = [each.strategy for each in first]
-    answers = _confirmed(config, facts, cluster, framework, strategies, on_progress)
-    answered = (
-        replace(
-            each,
-            confirmed=answer if isinstance(answer, Prediction) else None,
-            note=answer if isinstance(answer, str) else None,
+    ranked = list(report.ranked)
+    for index, each in enumerate(ranked[:confirm]):
+        answer = _confirmed(config, facts, cluster, framework, each.strategy, on_progress)
+        is_note = isinstance(answer, str)
+        ranked[index] = replace(
+            each, confirmed=None if is_note else answer, note=answer if is_note else None
         )
-        for each, answer in zip(first, answers, strict=True)
-    )
-    ranked = [*answered, *report.ranked[confirm:]]
     ranked.sort(key=lambda each: _order(each, report.objective))
     costs = StrategyCosts(shape_of(config, cluster.chip, facts), cluster)
-    winner = costs.terms(ranked[0].strategy)
-    return replace(
-        report,
-        ranked=tuple(
-            replace(each, losses=breakdown_difference(costs.terms(each.strategy), winner))
-            for each in ranked
-        ),
+    return replace(report, ranked=_with_losses(ranked, costs))
+
+
+def _with_losses(ranked: Sequence[Ranked], costs: StrategyCosts) -> tuple[Ranked, ...]:
+    """`ranked` with the terms by which the step of each is longer than the first's."""
+    terms = [costs.terms(each.strategy) for each in ranked]
+    return tuple(
+        replace(each, losses=breakdown_difference(own, terms[0]))
+        for each, own in zip(ranked, terms, strict=True)
     )
 
 
@@ -358,8 +347,6 @@ def _ranked(
 ) -> Iterator[Ranked]:
     """Yield the table's rows, with predictions of the whole closed-form programs."""
     shape, workspace = shape_of(config, cluster.chip, facts), workspace_bytes(cluster.chip)
-    costs = StrategyCosts(shape, cluster)
-    winner = costs.terms(best[0].strategy) if best else ()
     for place, each in enumerate(best, start=1):
         shapes = (
             replace(shape, vocabulary=shape.vocabulary * times)
@@ -382,7 +369,7 @@ def _ranked(
             prediction=predict(program, cluster),
             strategy=each.strategy,
             price=price,
-            losses=breakdown_difference(costs.terms(each.strategy), winner),
+            losses=(),
             confirmed=None,
             note=note,
         )
@@ -440,18 +427,17 @@ def _confirmed(
     facts: DatasetFacts | None,
     cluster: Cluster,
     framework: Framework,
-    best: Sequence[Strategy],
+    strategy: Strategy,
     on_progress: OnProgress,
-) -> list[Prediction | str]:
-    """Predictions of the compiled steps of the best, or the reason why one was not compiled."""
+) -> Prediction | str:
+    """Prediction of the compiled step of a strategy, or the reason why it was not compiled."""
     if cluster.chip.cuda is not None and not has_cuda_compiler():
-        return ["no compiler for GPUs is installed (scalejax[gpu-target])"] * len(best)
-    answers: list[Prediction | str] = []
-    for each in best:
-        try:
-            run = run_of(config, each, facts)
-            job = ProfileJob(run=run, cluster=cluster, framework=framework, name=in_words(each))
-            answers.append(predict(profile_many([job], on_progress)[0], cluster))
-        except ScalejaxError as error:  # does not affect other strategies
-            answers.append(" ".join(str(error).split()))
-    return answers
+        return "no compiler for GPUs is installed (scalejax[gpu-target])"
+    try:
+        run = run_of(config, strategy, facts)
+        name = in_words(strategy)
+        job = ProfileJob(run=run, cluster=cluster, framework=framework, name=name)
+        (program,) = profile_many([job], on_progress)
+    except ScalejaxError as error:  # it does not affect other strategies
+        return " ".join(str(error).split())
+    return predict(program, cluster)

@@ -101,15 +101,12 @@ def with_chips(
 
     Chips of rows in fp32 stay without tf32.
     """
-    clusters: dict[int, Cluster] = {}
 
     def changed(cluster: Cluster) -> Cluster:
-        if id(cluster) not in clusters:
-            chip = chips.get(cluster.chip.name, cluster.chip)
-            kinds = cluster.chip.peak_flop_per_second
-            peaks = {name: v for name, v in chip.peak_flop_per_second.items() if name in kinds}
-            clusters[id(cluster)] = replace(cluster, chip=replace(chip, peak_flop_per_second=peaks))
-        return clusters[id(cluster)]
+        chip = chips.get(cluster.chip.name, cluster.chip)
+        kinds = cluster.chip.peak_flop_per_second
+        peaks = {name: v for name, v in chip.peak_flop_per_second.items() if name in kinds}
+        return replace(cluster, chip=replace(chip, peak_flop_per_second=peaks))
 
     return [
         case if isinstance(case, Skipped) else replace(case, cluster=changed(case.cluster))
@@ -118,18 +115,23 @@ def with_chips(
 
 
 def evaluate(cases: Sequence[CompiledCase | Skipped]) -> list[RowResult]:
-    """Result of each row; rows of equal program and cluster are predicted once."""
-    known: dict[tuple[int, int], Prediction | str] = {}
-    results = []
-    for case in cases:
-        if isinstance(case, Skipped):
-            results.append(_result(case.row, case.reason))
-            continue
-        key = (id(case.program), id(case.cluster))
-        if key not in known:
-            known[key] = _predicted(case)
-        results.append(_result(case.row, known[key]))
-    return results
+    """Result of each row."""
+    return [_result(case) for case in cases]
+
+
+def _result(case: CompiledCase | Skipped) -> RowResult:
+    answer = case.reason if isinstance(case, Skipped) else _predicted(case)
+    is_skipped = isinstance(answer, str)
+    return RowResult(
+        case_id=case.row.case_id,
+        series=case.row.series,
+        device_count=case.row.device_count,
+        measured_seconds=case.row.step_seconds,
+        predicted_seconds=None if is_skipped else answer.step_seconds,
+        p10_seconds=None if is_skipped else answer.p10_step_seconds,
+        p90_seconds=None if is_skipped else answer.p90_step_seconds,
+        status=f"skipped: {answer}" if is_skipped else "ok",
+    )
 
 
 def _predicted(case: CompiledCase) -> Prediction | str:
@@ -137,20 +139,6 @@ def _predicted(case: CompiledCase) -> Prediction | str:
         return predict(case.program, case.cluster)
     except ScalejaxError as error:
         return one_line(error)
-
-
-def _result(row: LedgerRow, answer: Prediction | str) -> RowResult:
-    is_skipped = isinstance(answer, str)
-    return RowResult(
-        case_id=row.case_id,
-        series=row.series,
-        device_count=row.device_count,
-        measured_seconds=row.step_seconds,
-        predicted_seconds=None if is_skipped else answer.step_seconds,
-        p10_seconds=None if is_skipped else getattr(answer, "p10_step_seconds", None),
-        p90_seconds=None if is_skipped else getattr(answer, "p90_step_seconds", None),
-        status=f"skipped: {answer}" if is_skipped else "ok",
-    )
 
 
 def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validation:

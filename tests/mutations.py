@@ -401,7 +401,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         old="return min(self.microbatches, self.stages * times)",
         new="return max(self.microbatches, self.stages * times)",
         mistake="1F1B keeps every microbatch under way",
-        first_tests=("tests/simulator/test_pipeline_transform.py",),
+        first_tests=("tests/config/test_parallelism.py",),
     ),
     Mutation(
         path="scalejax/simulator/transforms/pipeline.py",
@@ -568,11 +568,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         first_tests=("tests/simulator/test_cost.py",),
     ),
     Mutation(
-        path="scalejax/simulator/transformer/memory.py",
-        old="times = 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0",
-        new="times = 1 + (stages - 1) / stages if chunks > 1 else 1.0",
+        path="scalejax/config/parallelism.py",
+        old="times = 1 + self.idle / (self.stages * self.chunks) if self.chunks > 1 else 1",
+        new="times = 1 + self.idle / self.stages if self.chunks > 1 else 1",
         mistake="interleaved stages hold as much whatever their chunks",
-        first_tests=("tests/simulator/test_transformer.py",),
+        first_tests=("tests/config/test_parallelism.py",),
         words="stage_holds",
     ),
     Mutation(

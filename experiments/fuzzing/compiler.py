@@ -12,7 +12,7 @@ import scalejax.xla
 import scalejax.xla.batch
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import read_archive
-from scalejax.xla.job import Compiled, Job, RunJob
+from scalejax.xla.job import Compiled, FunctionJob, RunJob
 
 
 @cache
@@ -26,7 +26,7 @@ def _stored() -> Program:
 
 
 def substitute(
-    jobs: Sequence[Job],
+    jobs: Sequence[RunJob | FunctionJob],
     on_done: Callable[[int, Compiled], None],
     on_failed: Callable[[int, Exception], None] | None = None,
 ) -> None:

@@ -53,7 +53,7 @@ def predictions(*, rings_by_number: bool) -> dict[str, list[Prediction]]:
     runs = resolve_all(config, DEVICE_COUNTS, "weak")
     programs = profile_many(
         [ProfileJob(run=run, cluster=cluster) for run in runs],
-        lambda stage, case: print(f"{stage}: {case}", flush=True),
+        lambda each: print(f"{each.part}: {'compiled' if each.done else 'compiling'}", flush=True),
     )
     return {
         algorithm: [

@@ -1,7 +1,6 @@
 """Searches over strategies: all of them, none that does not fit, and the times of `predict`."""
 
 import dataclasses
-import gc
 import json
 import math
 import os
@@ -171,22 +170,6 @@ def test_ranking_is_by_the_objective_and_all_of_it_fits():
     assert by_memory[0].peak_memory_bytes == min(e.peak_memory_bytes for e in by_time)
     assert by_cost[0].device_hours_per_sample == min(e.device_hours_per_sample for e in by_cost)
     assert all(e.peak_memory_bytes <= CLUSTER.chip.memory_bytes for e in by_time)
-
-
-def test_garbage_is_looked_for_again_after_a_search_that_was_stopped():
-    """As after one that came to its end."""
-
-    class Stopped(Exception):
-        """What Ctrl-C raises here."""
-
-    def stop(progress: Progress) -> None:
-        assert not gc.isenabled()
-        raise Stopped
-
-    with pytest.raises(Stopped):
-        search(SHAPE, CLUSTER, (8,), 8, on_progress=stop)
-
-    assert gc.isenabled()
 
 
 @pytest.mark.slow  # starts processes

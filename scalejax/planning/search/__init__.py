@@ -5,10 +5,9 @@ costed, as `predict` would cost their whole `Program`. Arithmetic on plain data;
 of JAX, no compiler, no files.
 """
 
-import gc
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 
@@ -90,31 +89,18 @@ def search(
         cluster.require_devices(count)
     every = [group for count in device_counts for group in groups(shape, count, global_batch)]
     parts = [every[i : i + _GROUPS_OF_A_PART] for i in range(0, len(every), _GROUPS_OF_A_PART)]
-    spec = SearchSpec(shape=shape, cluster=cluster, global_batch=global_batch, moments=moments)
+    spec = SearchSpec(shape=shape, cluster=cluster, moments=moments)
     ranked: list[Candidate] = []
-    with _without_collector(), closing(candidates(spec, parts, processes)) as answers:
+    with closing(candidates(spec, parts, processes)) as answers:
         for index, found in enumerate(answers):
             ranked += found
             done = min(len(every), (index + 1) * _GROUPS_OF_A_PART)
             on_progress(Progress(done=done, total=len(every)))
-        ranked.sort(key=_KEYS[objective])
+    ranked.sort(key=_KEYS[objective])
     nearest = None
     if not ranked:
         nearest = _nearest(shape, cluster, device_counts, global_batch, moments)
     return SearchResult(ranked=tuple(ranked), considered=sum(map(len, every)), nearest=nearest)
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Disable the garbage collector of the whole process: a search makes no reference cycles, and
-    Python would scan all candidates again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 _KEYS: dict[Objective, Callable[[Candidate], tuple[float, float]]] = {

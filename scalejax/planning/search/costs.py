@@ -61,10 +61,6 @@ def workspace_bytes(chip: Chip) -> int:
     return HOPPER_WORKSPACE_BYTES if is_recent else AMPERE_WORKSPACE_BYTES
 
 
-_Runs = tuple[tuple[Timeline, int], ...]
-"""Timelines and how often each runs in a step."""
-
-
 @dataclass(frozen=True, slots=True)
 class _StepTimes:
     """Timelines that make up the steps of strategies which differ in pipeline chunks only."""
@@ -75,17 +71,21 @@ class _StepTimes:
     """One block, forward and backward."""
     sends: Timeline
     """Sends between stages in one tick."""
-    last: _Runs
+    last: tuple[tuple[Timeline, int], ...]
     """Logits of one microbatch on a last stage that is not the slowest."""
     other_blocks: int
     """Blocks of all other stages."""
 
-    def runs(self, strategy: Strategy) -> tuple[_Runs, _Runs]:
-        """Timelines and their runs while the slowest stage works, and while it idles."""
+    def timeline(self, strategy: Strategy, *, has_bubble: bool = True) -> Timeline:
+        """Timeline of the step of `strategy`, with its pipeline bubble or without."""
         stages, chunks = strategy.layout.pipeline, strategy.pipeline_chunks
+        if stages == 1:
+            return self.busy
         ticks = PipelineTicks("1f1b", stages, strategy.split.microbatches, chunks)
-        idle = (self.block, self.other_blocks // chunks), (self.sends, ticks.idle), *self.last
-        return ((self.busy, 1), (self.sends, ticks.work)), idle
+        if not has_bubble:
+            return total(((self.busy, 1), (self.sends, ticks.work)))
+        idle = (self.block, self.other_blocks // chunks), *self.last
+        return total(((self.busy, 1), (self.sends, ticks.work + ticks.idle), *idle))
 
 
 class StrategyCosts:
@@ -113,8 +113,7 @@ class StrategyCosts:
             stage = each.zero_stage
             if stage not in times_of:
                 times_of[stage] = self._step_times(each)
-            working, idle = times_of[stage].runs(each)
-            seconds = total((*working, *idle)).step_seconds
+            seconds = times_of[stage].timeline(each).step_seconds
             added = step_terms(stub, self._cluster, seconds)
             seconds += (added.stragglers_seconds or 0.0) + (added.input_seconds or 0.0)
             memory = memory_of[stage]
@@ -126,11 +125,11 @@ class StrategyCosts:
     def terms(self, strategy: Strategy) -> tuple[tuple[str, float], ...]:
         """(term, seconds) of the step of `strategy`: the known, nonzero terms of the waterfall of
         `predict`."""
-        working, idle = self._step_times(strategy).runs(strategy)
-        times = total((*working, *idle))
+        parts = self._step_times(strategy)
+        times, working = parts.timeline(strategy), parts.timeline(strategy, has_bubble=False)
         stub = _without_operations(self._shape, strategy)
         added = step_terms(stub, self._cluster, times.step_seconds)
-        terms = step_waterfall(times, total(working), added)
+        terms = step_waterfall(times, working, added)
         return tuple((name, seconds) for name, seconds in terms if seconds)
 
     def _step_times(self, strategy: Strategy) -> _StepTimes:

@@ -27,8 +27,6 @@ class SearchSpec:
     """The network."""
     cluster: Cluster
     """The devices."""
-    global_batch: int
-    """Samples of an update."""
     moments: Literal[0, 1, 2]
     """Arrays like the parameters that the optimizer keeps."""
 
@@ -51,7 +49,7 @@ def candidates(
     if processes > 1:
         yield from _in_processes(spec, parts, processes)
         return
-    costing = _SpecCosts(spec)
+    costs = StrategyCosts(spec.shape, spec.cluster)
     for part in parts:
         yield costing(part)
 
@@ -96,13 +94,13 @@ def _fitting(spec: SearchSpec, group: Group) -> list[Strategy]:
     """Strategies of a group that fit; most are excluded by their parameters alone."""
     shape, chip, moments = spec.shape, spec.cluster.chip, spec.moments
     free = chip.memory_bytes - chip.runtime_reserve_bytes - workspace_bytes(chip)
-    layout = group.layout
+    layout = group.split.layout
     least = shape.layers * sum(shape.matrices) / layout.pipeline / layout.tensor / layout.fsdp
     if 4 * least * (1 + moments / layout.data) > free:
         return []
-    ones = [group.strategy(spec.global_batch, moments, stage, 1) for stage in group.zero_stages]
+    ones = [group.strategy(moments, zero_stage, 1) for zero_stage in group.zero_stages]
     return [
-        group.strategy(spec.global_batch, moments, zero_stage, chunks)
+        group.strategy(moments, zero_stage, chunks)
         for zero_stage, held in memory_by_zero_stage(shape, ones).items()
         for chunks in group.chunk_counts
         if held.batch_bytes

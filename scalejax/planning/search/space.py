@@ -21,17 +21,15 @@ def strategies(
 ) -> Iterator[Strategy]:
     """Yield every strategy that divides network, samples and devices."""
     for group in groups(shape, device_count, global_batch):
-        yield from group.strategies(global_batch, moments)
+        yield from group.strategies(moments)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """Strategies with equal microbatches, which differ in ZeRO stage and chunks only."""
 
-    layout: Layout
-    """Devices along each axis."""
-    microbatches: int
-    """Microbatches per update."""
+    split: BatchSplit
+    """Devices along each axis, the global batch, and its microbatches."""
     recompute: Recompute
     """Recompute in the backward pass."""
     sequence_parallel: bool
@@ -44,24 +42,18 @@ class Group:
     def __len__(self) -> int:
         return len(self.zero_stages) * len(self.chunk_counts)
 
-    def strategies(self, global_batch: int, moments: Literal[0, 1, 2]) -> Iterator[Strategy]:
+    def strategies(self, moments: Literal[0, 1, 2]) -> Iterator[Strategy]:
         """Yield each strategy of the group."""
         for zero_stage in self.zero_stages:
             for chunks in self.chunk_counts:
-                yield self.strategy(global_batch, moments, zero_stage, chunks)
+                yield self.strategy(moments, zero_stage, chunks)
 
     def strategy(
-        self,
-        global_batch: int,
-        moments: Literal[0, 1, 2],
-        zero_stage: Literal[0, 1, 2],
-        chunks: int,
+        self, moments: Literal[0, 1, 2], zero_stage: Literal[0, 1, 2], chunks: int
     ) -> Strategy:
         """Strategy of the group with that ZeRO stage and number of chunks."""
         return Strategy(
-            split=BatchSplit(
-                global_batch=global_batch, layout=self.layout, microbatches=self.microbatches
-            ),
+            split=self.split,
             recompute=self.recompute,
             zero_stage=zero_stage,
             sequence_parallel=self.sequence_parallel,
@@ -79,9 +71,10 @@ def groups(shape: TransformerShape, device_count: int, global_batch: int) -> Ite
         stages = _zero_stages(shape, layout)
         for microbatches in _divisors(global_batch // layout.batch_shards):
             chunks = _chunk_counts(shape, layout, microbatches)
+            split = BatchSplit(global_batch=global_batch, layout=layout, microbatches=microbatches)
             for recompute in _RECOMPUTES:
                 for parallel in _sequence_parallel(shape, layout):
-                    yield Group(layout, microbatches, recompute, parallel, stages, chunks)
+                    yield Group(split, recompute, parallel, stages, chunks)
 
 
 def left_out(shape: TransformerShape, device_counts: Sequence[int]) -> tuple[int, ...]:

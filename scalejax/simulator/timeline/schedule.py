@@ -1,4 +1,4 @@
-"""A schedule of operations prepared for costing: distinct operations once, in arrays.
+"""A schedule of operations prepared for costing, with distinct operations once.
 
 Compute between two communication events is one segment, however many operations it holds, and
 operations that differ only in name are costed once. Knows no hardware and no seconds.
@@ -8,9 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-
-import numpy as np
-from numpy.typing import NDArray
 
 from scalejax.core.errors import ConfigError
 from scalejax.simulator.program import Collective, Loop, Operation, Program
@@ -89,26 +86,22 @@ class Schedule:
         """Operation that each segment starts with."""
         self.axes: dict[str, tuple[str, ...]] = {}
         """Mesh axes that each collective spans, by its name."""
+        self.segments: list[list[tuple[int, int]]] = []
+        """(index, runs) of each operation of each segment, in order."""
+        self.operation_runs: list[int] = []
+        """Runs of each distinct operation per step."""
+        self.collective_runs: list[int] = []
+        """Runs of each distinct collective per step."""
         self.dispatches = 0.0
         """Operations that the host dispatches per step, averaged over all steps."""
-        self._runs: tuple[list[int], list[int]] = [], []
-        # Of each operation of a segment, in order: its index, and its runs per segment.
-        self._entries: tuple[list[int], list[int]] = [], []
-        self._first_entries: list[int] = []
         self.events = self._read(operations, 1)
         """Events for the streams, in order."""
-        self.operation_runs = np.array(self._runs[0], float)
-        """Runs of each distinct operation per step, shape (operations,)."""
-        self.collective_runs = np.array(self._runs[1], float)
-        """Runs of each distinct collective per step, shape (collectives,)."""
-        self._entry_operations = np.array(self._entries[0], int)
-        self._entry_runs = np.array(self._entries[1], float)
 
     @cached_property
     def flop_by_dtype(self) -> Counter[str]:
         """FLOP of one device in one step by the type of their operands."""
         found: Counter[str] = Counter()
-        for operation, runs in zip(self.operations, self._runs[0], strict=True):
+        for operation, runs in zip(self.operations, self.operation_runs, strict=True):
             if operation.flop:
                 found[operation.dtype] += round(operation.flop * runs * operation.share)
         return found
@@ -116,18 +109,8 @@ class Schedule:
     @cached_property
     def custom_calls(self) -> int:
         """Opaque custom calls per step."""
-        runs = zip(self.operations, self._runs[0], strict=True)
+        runs = zip(self.operations, self.operation_runs, strict=True)
         return sum(times for operation, times in runs if operation.kind == "custom")
-
-    def segment_seconds(self, operation_seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Time of each segment without contention, shape (segments,).
-
-        Args:
-            operation_seconds: time of each distinct operation, shape (operations,).
-        """
-        seconds = operation_seconds[self._entry_operations] * self._entry_runs
-        # Entries are in the order of their segments, and no segment is without one.
-        return np.add.reduceat(seconds, self._first_entries) if len(seconds) else seconds
 
     def _read(self, items: tuple[Operation | Loop, ...], runs: int) -> tuple[Event, ...]:
         """Events of `items`, which run `runs` times in a step."""
@@ -137,9 +120,9 @@ class Schedule:
                 self._loop(item, runs, events)
             elif item.collective is not None:
                 index = self.collectives.setdefault(item.collective, len(self.collectives))
-                if index == len(self._runs[1]):
-                    self._runs[1].append(0)
-                self._runs[1][index] += runs
+                if index == len(self.collective_runs):
+                    self.collective_runs.append(0)
+                self.collective_runs[index] += runs
                 self.dispatches += runs * item.collective.share
                 self.axes[item.name] = item.collective.group.axes
                 events.append(Start(item.name, index, item.collective.is_async))
@@ -172,15 +155,14 @@ class Schedule:
         index = self.kinds.setdefault(_costed_fields(item), len(self.kinds))
         if index == len(self.operations):
             self.operations.append(item)
-            self._runs[0].append(0)
-        self._runs[0][index] += runs * times
+            self.operation_runs.append(0)
+        self.operation_runs[index] += runs * times
         self.dispatches += runs * times * item.share
         if not (self._merge and events and isinstance(events[-1], Work)):
-            events.append(Work(len(self.starts)))
+            events.append(Work(len(self.segments)))
             self.starts.append(item)
-            self._first_entries.append(len(self._entries[0]))
-        self._entries[0].append(index)
-        self._entries[1].append(times)
+            self.segments.append([])
+        self.segments[-1].append((index, times))
 
 
 def _is_compute_alone(loop: Loop) -> bool:

@@ -5,9 +5,10 @@ of operations on one cluster, whose timelines add up to that of a step (`total`)
 """
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.collectives.placement import collective_seconds, links
 from scalejax.simulator.device_state import under_load
-from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.operations.roofline import OperationTime, operation_time
 from scalejax.simulator.program import Collective, Loop, Operation, Program
 from scalejax.simulator.timeline.schedule import Schedule, require_known_waits
 from scalejax.simulator.timeline.streams import Streams
@@ -154,82 +155,43 @@ def timeline(program: Program, cluster: Cluster) -> Timeline:
     return what_if(program).timeline(cluster)
 
 
-@dataclass(frozen=True, slots=True)
-class _ChipTimes:
-    """Times of the distinct operations of a schedule on one chip, shape (operations,)."""
-
-    chip: Chip
-    is_compute_bound: NDArray[np.float64]
-    busy_seconds: NDArray[np.float64]
-    launch_seconds: NDArray[np.float64]
-
-
-_KnownTimes = dict[tuple[object, ...], tuple[bool, float, float]]
-"""(is compute-bound, busy seconds, launch seconds) of operations on one chip, by the fields that
-set them."""
-
-
-def _chip_times(schedule: Schedule, chip: Chip, known: _KnownTimes) -> _ChipTimes:
-    """Times of the operations of `schedule`; those that are not in `known` are added to it."""
-    for kind, operation in zip(schedule.kinds, schedule.operations, strict=True):
-        if kind not in known:
-            time = operation_time(operation, chip)
-            known[kind] = time.bound == "compute", time.busy_seconds, time.launch_seconds
-    rows = np.array([known[kind] for kind in schedule.kinds], float).reshape(-1, 3)
-    return _ChipTimes(chip, *rows.T)
-
-
-def _scheduled(
+def _timeline(
     schedule: Schedule,
-    times: _ChipTimes,
-    collectives: NDArray[np.float64],
     cluster: Cluster,
+    segments: Sequence[float],
+    collectives: Sequence[float],
     scales: Scales = NOMINAL,
+    **seconds: float,
 ) -> Timeline:
     """Timeline of a step of nothing but the operations of `schedule`.
 
     Args:
         schedule: the operations.
-        times: times of the distinct ones on the chip of `cluster`.
-        collectives: times of the distinct collectives, shape (collectives,).
         cluster: the hardware.
+        segments: time of each segment on its own.
+        collectives: time of each distinct collective on its own.
         scales: factors on the time of each class of cost.
+        **seconds: the terms of all compute operations.
     """
-    busy, launch = times.busy_seconds, times.launch_seconds
-    if scales is not NOMINAL:
-        busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
-        launch = launch * scales.launch
-        collectives = collectives * scales.communication
-    attainable = times.chip.attainable
-    streams = Streams(
-        schedule.segment_seconds(busy + launch).tolist(),
-        collectives.tolist(),
-        [links(each, cluster) for each in schedule.collectives],
-        attainable.contention_fraction,
-    )
+    attainable = cluster.chip.attainable
+    collective_links = [links(each, cluster) for each in schedule.collectives]
+    streams = Streams(segments, collectives, collective_links, attainable.contention_fraction)
     streams.run(schedule.events)
     streams.drain()
-    exposed: dict[Axes, float] = defaultdict(float)
-    for name, seconds in streams.exposed.items():
-        exposed[schedule.axes[name]] += seconds
-    seconds = busy * schedule.operation_runs
+    exposed: dict[Axes, float] = {}
+    for name, waited in streams.exposed.items():
+        axes = schedule.axes[name]
+        exposed[axes] = exposed.get(axes, 0.0) + waited
     return Timeline(
-        compute_seconds=float(seconds @ times.is_compute_bound),
-        memory_seconds=float(seconds @ (1.0 - times.is_compute_bound)),
-        launch_seconds=float(launch @ schedule.operation_runs),
+        **seconds,
         contention_seconds=streams.contention_seconds,
         exposed_by_name=tuple(streams.exposed.items()),
         exposed=tuple(sorted(exposed.items())),
         dispatch_seconds=attainable.dispatch_seconds * schedule.dispatches * scales.launch,
         overhead_seconds=attainable.step_overhead_seconds * scales.launch,
-        communication_seconds=float(collectives @ schedule.collective_runs),
+        communication_seconds=sum(map(mul, collectives, schedule.collective_runs)),
         launches_block=cluster.conditions.launches_block,
     )
-
-
-def _collective_seconds(schedule: Schedule, cluster: Cluster) -> NDArray[np.float64]:
-    """Times of the distinct collectives, shape (collectives,)."""
-    return np.array([collective_seconds(each, cluster) for each in schedule.collectives], float)
 
 
 class OperationCosts:
@@ -238,7 +200,7 @@ class OperationCosts:
     def __init__(self, cluster: Cluster) -> None:
         """Start with no known times."""
         self._cluster = cluster
-        self._known: _KnownTimes = {}
+        self._operations: dict[tuple[object, ...], OperationTime] = {}
         self._collectives: dict[Collective, float] = {}
 
     def timeline(self, operations: tuple[Operation | Loop, ...]) -> Timeline:
@@ -247,17 +209,48 @@ class OperationCosts:
         Raises:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
-        schedule, cluster, known = Schedule(operations), self._cluster, self._collectives
-        times = _chip_times(schedule, cluster.chip, self._known)
+        schedule = Schedule(operations)
+        busy, launch = {"compute": 0.0, "memory": 0.0}, 0.0
+        seconds: list[float] = []
+        for index, (kind, runs) in enumerate(
+            zip(schedule.kinds, schedule.operation_runs, strict=True)
+        ):
+            time = self._operations.get(kind)
+            if time is None:
+                time = operation_time(schedule.operations[index], self._cluster.chip)
+                self._operations[kind] = time
+            busy[time.bound] += runs * time.busy_seconds
+            launch += runs * time.launch_seconds
+            seconds.append(time.seconds)
+        collectives: list[float] = []
         for each in schedule.collectives:
-            if each not in known:
-                known[each] = collective_seconds(each, cluster)
-        collectives = np.array([known[each] for each in schedule.collectives], float)
-        return _scheduled(schedule, times, collectives, cluster)
+            known = self._collectives.get(each)
+            if known is None:
+                known = self._collectives[each] = collective_seconds(each, self._cluster)
+            collectives.append(known)
+        return _timeline(
+            schedule,
+            self._cluster,
+            [sum([seconds[i] * runs for i, runs in segment]) for segment in schedule.segments],
+            collectives,
+            compute_seconds=busy["compute"],
+            memory_seconds=busy["memory"],
+            launch_seconds=launch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ChipTimes:
+    """Times of the distinct operations of a program on one chip, shape (operations,)."""
+
+    chip: Chip
+    is_compute_bound: NDArray[np.bool_]
+    busy_seconds: NDArray[np.float64]
+    launch_seconds: NDArray[np.float64]
 
 
 class WhatIf:
-    """One program, prepared for costing on any number of clusters.
+    """One program, prepared in arrays for costing on any number of clusters.
 
     The times of operations are computed once for each `Chip` object, so that clusters made from
     each other by `dataclasses.replace` share them unless the chip was replaced. Scaling whole
@@ -273,8 +266,13 @@ class WhatIf:
         require_known_waits(program)
         self.program = program
         """The program that is costed."""
-        self.schedule = Schedule(program.operations)
+        self.schedule = schedule = Schedule(program.operations)
         """Events and distinct operations of the program."""
+        self._runs = np.array(schedule.operation_runs, float)
+        entries = [entry for segment in schedule.segments for entry in segment]
+        self._entries, self._entry_runs = np.array(entries, int).reshape(-1, 2).T
+        # No segment is without an operation.
+        self._first_entries = np.cumsum([0, *map(len, schedule.segments)])[:-1]
         self._chips: deque[_ChipTimes] = deque(maxlen=_CHIPS_KEPT)
         self._collectives: tuple[Cluster, NDArray[np.float64]] | None = None
 
@@ -289,13 +287,47 @@ class WhatIf:
             DoesNotFit: if a collective spans nodes that no network joins.
         """
         cluster = under_load(cluster, self.program)
-        times = next((each for each in tuple(self._chips) if each.chip is cluster.chip), None)
-        if times is None:
-            times = _chip_times(self.schedule, cluster.chip, {})
-            self._chips.append(times)
+        times = self._chip_times(cluster.chip)
+        busy, launch = times.busy_seconds, times.launch_seconds * scales.launch
+        if scales is not NOMINAL:
+            busy = busy * np.where(times.is_compute_bound, scales.compute, scales.memory)
+        segments = (busy + launch)[self._entries] * self._entry_runs
+        if len(segments):
+            segments = np.add.reduceat(segments, self._first_entries)
+        total = busy * self._runs
+        return _timeline(
+            self.schedule,
+            cluster,
+            segments.tolist(),
+            (self._collective_seconds(cluster) * scales.communication).tolist(),
+            scales,
+            compute_seconds=float(total @ times.is_compute_bound),
+            memory_seconds=float(total @ ~times.is_compute_bound),
+            launch_seconds=float(launch @ self._runs),
+        )
+
+    def _chip_times(self, chip: Chip) -> _ChipTimes:
+        """Times of the distinct operations on `chip`; those on the last few chips are kept."""
+        for known in tuple(self._chips):
+            if known.chip is chip:
+                return known
+        times = [operation_time(operation, chip) for operation in self.schedule.operations]
+        self._chips.append(
+            _ChipTimes(
+                chip,
+                np.array([time.bound == "compute" for time in times], bool),
+                np.array([time.busy_seconds for time in times], float),
+                np.array([time.launch_seconds for time in times], float),
+            )
+        )
+        return self._chips[-1]
+
+    def _collective_seconds(self, cluster: Cluster) -> NDArray[np.float64]:
+        """Times of the distinct collectives, shape (collectives,); kept for the last cluster."""
         if self._collectives is None or self._collectives[0] is not cluster:
-            self._collectives = cluster, _collective_seconds(self.schedule, cluster)
-        return _scheduled(self.schedule, times, self._collectives[1], cluster, scales)
+            seconds = [collective_seconds(each, cluster) for each in self.schedule.collectives]
+            self._collectives = cluster, np.array(seconds, float)
+        return self._collectives[1]
 
 
 _prepared: deque[WhatIf] = deque(maxlen=_PROGRAMS_KEPT)
@@ -307,8 +339,9 @@ def what_if(program: Program) -> WhatIf:
     Raises:
         ConfigError: if an operation waits for a collective that the program does not hold.
     """
-    known = next((each for each in tuple(_prepared) if each.program is program), None)
-    if known is None:
-        known = WhatIf(program)
-        _prepared.append(known)
-    return known
+    for known in tuple(_prepared):
+        if known.program is program:
+            return known
+    prepared = WhatIf(program)
+    _prepared.append(prepared)
+    return prepared

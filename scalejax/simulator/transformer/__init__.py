@@ -61,7 +61,7 @@ __all__ = [
 class Part(NamedTuple):
     """Operations of a step as the function and the arguments that make them, quick to compare."""
 
-    make: Callable[..., tuple[Operation, ...]] = tuple
+    make: Callable[..., tuple[Operation, ...]] = tuple[Operation, ...]
     """Function that makes them; for a part without operations, the default."""
     arguments: tuple[Hashable, ...] = ()
     """Its arguments."""

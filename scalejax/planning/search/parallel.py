@@ -49,7 +49,7 @@ def candidates(
     if processes > 1:
         yield from _in_processes(spec, parts, processes)
         return
-    costs = StrategyCosts(spec.shape, spec.cluster)
+    costing = _SpecCosts(spec)
     for part in parts:
         yield costing(part)
 

@@ -10,19 +10,7 @@ from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import AugmentationConfig, InputConfig
-from scalejax.config.model import (
-    BertConfig,
-    CausalConfig,
-    CnnConfig,
-    CustomConfig,
-    GptConfig,
-    ImageNetworkConfig,
-    LlamaConfig,
-    MlpConfig,
-    ModelConfig,
-    ResNetConfig,
-    VitConfig,
-)
+from scalejax.config.model import DecoderConfig, ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.parquet import ParquetConfig
@@ -36,22 +24,12 @@ from scalejax.config.training import (
 )
 from scalejax.core.errors import ConfigError, nearest_multiples, refusal, require_multiple
 
-
-def has_batch_norm(model: ModelConfig) -> bool:
-    """Whether `model` keeps running statistics; False for a custom one, which may have them."""
-    return isinstance(model, CnnConfig | ResNetConfig) or model.name in (
-        "inception_v3",
-        "xception",
-        "efficientnet_lite0",
-    )
-
-
 # Model, data and layout.
 
 
 def require_divisible_heads(model: ModelConfig, layout: LayoutConfig) -> None:
     """Refuse numbers of heads that the tensor axis does not divide."""
-    for name, count in _head_counts(model):
+    for name, count in model.head_counts.items():
         require_multiple(f"model.{name}", count, layout.tensor, "layout.tensor")
 
 
@@ -65,7 +43,7 @@ def require_supported_convolutions(model: ModelConfig, layout: Layout) -> None:
         ConfigError: naming the layouts that are right.
     """
     axes = {"data": layout.data, "fsdp": layout.fsdp, "tensor": layout.tensor}
-    if isinstance(model, CnnConfig | ResNetConfig | ImageNetworkConfig) and min(axes.values()) > 1:
+    if model.is_convolutional and min(axes.values()) > 1:
         accepted = (
             f"over data={layout.data} and fsdp={layout.fsdp} too, the compiler makes wrong "
             "gradients of convolutions; use two of the three axes"
@@ -73,62 +51,18 @@ def require_supported_convolutions(model: ModelConfig, layout: Layout) -> None:
         raise ConfigError(refusal("layout.tensor", layout.tensor, accepted))
 
 
-def _head_counts(model: ModelConfig) -> list[tuple[str, int]]:
-    """The fields of `model` that count heads, and their values."""
-    match model:
-        case GptConfig() | VitConfig():
-            return [("heads", model.heads)]
-        case LlamaConfig():
-            return [("heads", model.heads), ("kv_heads", model.kv_heads)]
-        case BertConfig():
-            _, _, heads = model.size
-            return [("heads", heads)]
-        case _:
-            return []
-
-
 def require_compatible_data(model: ModelConfig, data: DataConfig, dataset: DatasetFacts) -> None:
     """Refuse a network whose input is not that of the examples of `data`."""
-    has = (
-        "text" if dataset.is_text else f"images of {' x '.join(map(str, dataset.input_shape[:2]))}"
-    )
-    if dataset.is_masked:
-        has = "text with hidden words"
-    if dataset.is_table:
-        has = f"rows of {dataset.input_shape[0]} numbers"
-    match model:
-        case CustomConfig():
-            return
-        case _ if dataset.is_table:
-            wants = has if isinstance(model, MlpConfig) else "none (an mlp does)"
-        case GptConfig() | LlamaConfig():
-            wants = "text"
-        case VitConfig():
-            wants = "images"
-            if not dataset.is_text:
-                for side in dataset.input_shape[:2]:
-                    require_multiple("data.image_size", side, model.patch, "model.patch")
-                return
-        case BertConfig():
-            wants = "text with hidden words"
-            if dataset.is_masked and dataset.input_shape[0] > model.max_tokens:
-                accepted = f"it must be at most model.max_tokens={model.max_tokens}"
-                raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
-        case ImageNetworkConfig():
-            side = model.smallest_image
-            wants = f"images of at least {side} x {side}"
-            if model.pretrained and not dataset.is_text and dataset.input_shape[2] != 3:
-                accepted = "its weights read colours, 3 channels; leave it out"
-                raise ConfigError(refusal("model.pretrained", model.pretrained, accepted))
-            if not dataset.is_text and min(dataset.input_shape[:2]) >= side:
-                return
-        case _:
-            wants = "images"
-            if not dataset.is_text:
-                return
-    if wants != has:
-        accepted = f"it reads {wants}, but data.name={data.name!r} holds {has}"
-        raise ConfigError(refusal("model.name", model.name, accepted))
+    wanted = model.wanted_examples(dataset)
+    if wanted is None:
+        return
+    has = {
+        "images": f"images of {' x '.join(map(str, dataset.input_shape[:2]))}",
+        "rows of numbers": f"rows of {dataset.input_shape[0]} numbers",
+    }.get(dataset.kind, dataset.kind)
+    wanted = "none (an mlp does)" if dataset.is_table else wanted
+    accepted = f"it reads {wanted}, but data.name={data.name!r} holds {has}"
+    raise ConfigError(refusal("model.name", model.name, accepted))
 
 
 def require_compatible_augmentation(
@@ -173,7 +107,7 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
     Raises:
         ConfigError: naming the axis, and the nearest value that divides.
     """
-    if not isinstance(model, CausalConfig):
+    if not isinstance(model, DecoderConfig):
         used = [name for name in ("context", "pipeline") if getattr(layout, name) > 1]
         used += ["sequence_parallel"] if layout.sequence_parallel else []
         for name in used:
@@ -195,16 +129,12 @@ def require_divisible_blocks(model: ModelConfig, batch: BatchConfig, layout: Lay
         require_multiple("batch.microbatches", microbatches, stages, "layout.pipeline")
 
 
-def require_divisible_tokens(
-    model: ModelConfig, dataset: DatasetFacts, layout: LayoutConfig
-) -> None:
+def require_divisible_tokens(dataset: DatasetFacts, layout: LayoutConfig) -> None:
     """Refuse context and sequence parallelism that do not divide the tokens of an example.
 
     Raises:
         ConfigError: naming the nearest numbers of tokens that do.
     """
-    if not isinstance(model, CausalConfig):
-        return
     (tokens, *_) = dataset.input_shape
     shared = layout.tensor if layout.sequence_parallel else 1
     dividing = {"layout.context": layout.context, "layout.tensor": shared}
@@ -214,7 +144,7 @@ def require_divisible_tokens(
 
 def require_shardable_gradients(model: ModelConfig, layout: LayoutConfig) -> None:
     """Refuse ZeRO 2 with BatchNorm, where the compiler all-reduces whole gradients."""
-    if layout.zero_stage == 2 and has_batch_norm(model):
+    if layout.zero_stage == 2 and model.has_batch_norm:
         accepted = "with BatchNorm the compiler sums gradients, and keeps them whole; use 1"
         raise ConfigError(refusal("layout.zero_stage", 2, accepted))
 
@@ -270,7 +200,7 @@ def require_batch_norm_statistics(
     is not implemented. An exponential average is of parameters close to each other, and averages
     their statistics as well.
     """
-    if not has_batch_norm(model):
+    if not model.has_batch_norm:
         return
     accepted = "the average would need BatchNorm statistics of its own; use a network without"
     if averaging is not None and averaging.samples_run:
@@ -392,7 +322,7 @@ def require_compatible_gradient_sync(
         accepted = f'with {name} a gradient that overflows is not seen everywhere; use "bfloat16"'
         raise ConfigError(refusal("model.compute_dtype", "float16", accepted))
     if gradient_sync.averages_parameters:
-        if has_batch_norm(model):
+        if model.has_batch_norm:
             require_local_batch_norm(layout)
         if averaging is not None:
             accepted = (

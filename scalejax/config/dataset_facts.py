@@ -1,8 +1,12 @@
 """Counts and shapes of a data set, from which a training step is built; no arrays."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from scalejax.core.serialization import document
+
+ExampleKind = Literal["images", "text", "text with hidden words", "rows of numbers"]
+"""What the examples of a data set are."""
 
 
 @document("facts")
@@ -31,6 +35,15 @@ class DatasetFacts:
     stated, else about that of photographs; or the mean that pretrained weights expect."""
     pixel_std: float = 0.25
     """Standard deviation by which pixels are divided after that; chosen as `pixel_mean` is."""
+
+    @property
+    def kind(self) -> ExampleKind:
+        """What the examples are."""
+        if self.is_table:
+            return "rows of numbers"
+        if self.is_masked:
+            return "text with hidden words"
+        return "text" if self.is_text else "images"
 
     @property
     def is_text(self) -> bool:

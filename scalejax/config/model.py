@@ -5,10 +5,9 @@ Separate from `models/` so that reading a config, or a cached program, needs no 
 
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
-from pydantic import Field
-
+from scalejax.config.dataset_facts import DatasetFacts, ExampleKind
 from scalejax.core.errors import (
     ConfigError,
     refusal,
@@ -16,6 +15,7 @@ from scalejax.core.errors import (
     require_at_least,
     require_multiple,
 )
+from scalejax.core.serialization import Family
 
 ComputeType = Literal["bfloat16", "float16", "float32"]
 """Element type of activations and matrix products; parameters are always float32."""
@@ -45,8 +45,56 @@ OptionValue = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MlpConfig:
+class ModelConfig(Family):
+    """One of the networks, selected by `name`, and what follows from its words alone."""
+
+    name: str
+    if TYPE_CHECKING:  # each network has it, at its own place among the fields
+        compute_dtype: CostedType
+
+    reads: ClassVar[tuple[ExampleKind, ...]] = ("images",)
+    """Kinds of examples that the network reads."""
+    is_convolutional: ClassVar[bool] = False
+    """Whether most of its work is convolutions."""
+    casts_matrices: ClassVar[bool] = True
+    """Whether it uses kernels and embeddings only in the compute type; False if unknown."""
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it keeps running statistics; False for a custom one, which may have them."""
+        return False
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """The fields that count heads, and their values."""
+        return {}
+
+    @property
+    def pretrained_pixels(self) -> tuple[float, float] | None:
+        """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None without
+        such weights."""
+        return None
+
+    @property
+    def own_module(self) -> str | None:
+        """The module outside scalejax that holds the network; None for those that come with it."""
+        module = type(self).__module__
+        return None if module.split(".")[0] == "scalejax" else module
+
+    def wanted_examples(self, dataset: DatasetFacts) -> str | None:
+        """What it reads in place of the examples of `dataset`; None if it reads those.
+
+        Raises:
+            ConfigError: if one field makes the difference, naming it.
+        """
+        return None if dataset.kind in self.reads else self.reads[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpConfig(ModelConfig):
     """A fully connected network over flattened images."""
+
+    reads = ("images", "rows of numbers")
 
     name: Literal["mlp"] = "mlp"
     """Selects this network."""
@@ -61,8 +109,10 @@ class MlpConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CnnConfig:
+class CnnConfig(ModelConfig):
     """Stride-2 convolutions, each with BatchNorm and ReLU, then a linear layer."""
+
+    is_convolutional = True
 
     name: Literal["cnn"] = "cnn"
     """Selects this network."""
@@ -77,10 +127,17 @@ class CnnConfig:
         for width in self.channels:
             require_at_least("model.channels", width, 1)
 
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it keeps running statistics."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResNetConfig:
+class ResNetConfig(ModelConfig):
     """ResNet v1.5 (He et al. 2015, arXiv 1512.03385; stride on the 3x3 convolution)."""
+
+    is_convolutional = True
 
     name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     """Selects the depth."""
@@ -90,13 +147,20 @@ class ResNetConfig:
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
 
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether it keeps running statistics."""
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageNetworkConfig:
+class ImageNetworkConfig(ModelConfig):
     """A network published for ImageNet: VGG-16 (Simonyan & Zisserman 2014, arXiv 1409.1556),
     AlexNet with one tower (Krizhevsky 2014, arXiv 1404.5997), Inception v3 without the auxiliary
     head (Szegedy et al. 2015, arXiv 1512.00567), Xception (Chollet 2016, arXiv 1610.02357),
     EfficientNet-Lite0 (Tan & Le 2019, arXiv 1905.11946)."""
+
+    is_convolutional = True
 
     name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
     """Selects the network."""
@@ -119,9 +183,13 @@ class ImageNetworkConfig:
             raise ConfigError(refusal("model.width", self.width, accepted))
 
     @property
+    def has_batch_norm(self) -> bool:
+        """Whether it keeps running statistics."""
+        return self.name in ("inception_v3", "xception", "efficientnet_lite0")
+
+    @property
     def pretrained_pixels(self) -> tuple[float, float] | None:
-        """Mean and deviation of pixels scaled to 0..1 that pretrained weights expect; None without
-        such weights."""
+        """Mean and deviation that the published weights expect."""
         # (x - 127) / 128 of 0..255 (tensorflow/tpu, efficientnet/lite, `MEAN_RGB`, `STDDEV_RGB`)
         return None if self.pretrained is None else (127 / 255, 128 / 255)
 
@@ -131,13 +199,79 @@ class ImageNetworkConfig:
         smallest = {"vgg16": 32, "alexnet": 67, "inception_v3": 75, "xception": 7}
         return smallest.get(self.name, 1)
 
+    def wanted_examples(self, dataset: DatasetFacts) -> str | None:
+        """Images of at least its smallest size; in colour for the published weights."""
+        is_image, side = dataset.kind == "images", self.smallest_image
+        if is_image and self.pretrained and dataset.input_shape[2] != 3:
+            accepted = "its weights read colours, 3 channels; leave it out"
+            raise ConfigError(refusal("model.pretrained", self.pretrained, accepted))
+        is_read = is_image and min(dataset.input_shape[:2]) >= side
+        return None if is_read else f"images of at least {side} x {side}"
+
     def scaled(self, channels: int) -> int:
         """`channels` as published, times `width`, at least 1."""
         return max(1, round(channels * self.width))
 
 
+_FUSED_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
+"""Largest head of cuDNN's fused attention by oldest compute capability; all are multiples of 8, and
+activations have 16 bits (cuDNN's support matrix)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GptConfig:
+class DecoderConfig(ModelConfig):
+    """A decoder-only transformer with stacked blocks; its members say each field themselves."""
+
+    if TYPE_CHECKING:
+        layers: int
+        hidden: int
+        heads: int
+        ffn_hidden: int | None
+        tied_embeddings: bool
+        remat: Remat
+        attention: AttentionKind
+
+    reads = ("text",)
+    is_gated: ClassVar[bool] = False
+    """Whether the feed-forward layer has a gate: two projections up, and one down."""
+    has_learned_positions: ClassVar[bool] = True
+    """Whether positions have an embedding, and are not encoded by the blocks."""
+
+    @property
+    def inner_width(self) -> int:
+        """Width of the feed-forward layer."""
+        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Its attention heads."""
+        return {"heads": self.heads}
+
+    def require_stack(self) -> None:
+        """Refuse float8 with one block: the products to cast are found in the loop over blocks."""
+        if self.compute_dtype == "float8" and self.layers == 1:
+            accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
+            raise ConfigError(refusal("model.layers", self.layers, accepted))
+
+    def lacks_for_fused_attention(self, capability: tuple[int, int] | None) -> str | None:
+        """What it would need for fused attention; None if it can have it.
+
+        Args:
+            capability: compute capability of the NVIDIA GPU; None for other devices.
+        """
+        if capability is None or capability < min(_FUSED_HEAD_SIZES):
+            return "an NVIDIA GPU of compute capability 8.0 or later"
+        if ELEMENT_BYTES[self.compute_dtype] != 2:
+            return 'model.compute_dtype="bfloat16" or "float16"'
+        head_size = self.hidden // self.heads
+        largest = max(size for oldest, size in _FUSED_HEAD_SIZES.items() if oldest <= capability)
+        if head_size % 8 or head_size > largest:
+            return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptConfig(DecoderConfig):
     """A decoder-only transformer with learned positions (Radford et al. 2019, GPT-2).
 
     Published sizes are presets of these fields: `name = "gpt3-175b"`, and any field beside it
@@ -171,21 +305,19 @@ class GptConfig:
             require_at_least(f"model.{name}", getattr(self, name), 1)
         require_at_least("model.ffn_hidden", self.inner_width, 1)
         require_multiple("model.hidden", self.hidden, self.heads, "heads")
-        _require_stack(self)
-
-    @property
-    def inner_width(self) -> int:
-        """Width of the feed-forward layer."""
-        return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
+        self.require_stack()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(DecoderConfig):
     """A decoder-only transformer with rotary positions, RMSNorm, SwiGLU and grouped queries, and
     no biases (Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv 2407.21783).
 
     Published sizes are presets: `name = "llama3-8b"` (`scalejax.config.presets`).
     """
+
+    is_gated = True
+    has_learned_positions = False
 
     name: Literal["llama"] = "llama"
     """Selects this network."""
@@ -223,11 +355,68 @@ class LlamaConfig:
         # Rotary embeddings rotate pairs of entries of a head.
         require_multiple("model.hidden", self.hidden, 2 * self.heads, "2*heads")
         require_multiple("model.heads", self.heads, self.kv_heads, "kv_heads")
-        _require_stack(self)
+        self.require_stack()
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Its attention heads."""
+        return {"heads": self.heads, "kv_heads": self.kv_heads}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitConfig:
+class BertConfig(ModelConfig):
+    """A bidirectional transformer for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
+
+    reads = ("text with hidden words",)
+
+    name: Literal["bert_base", "bert_large"]
+    """Selects the published size: 12 blocks, 768 wide, 12 heads; or 24, 1024, 16."""
+    layers: int | None = None
+    """Transformer blocks, scanned; if absent, as published."""
+    hidden: int | None = None
+    """Width of the residual stream; if absent, as published."""
+    heads: int | None = None
+    """Attention heads; must divide `hidden`; if absent, as published."""
+    max_tokens: int = 512
+    """Positions that have an embedding: the longest example."""
+    remat: Remat = "none"
+    """Activation recomputation in the backward pass: none, selective (scores and softmax of
+    attention), selective_op (every second matrix product is kept), or full (each block)."""
+    compute_dtype: ComputeType = "float32"
+    """Element type of activations."""
+
+    def __post_init__(self) -> None:
+        for name, value in zip(("layers", "hidden", "heads"), self.size, strict=True):
+            require_at_least(f"model.{name}", value, 1)
+        _, hidden, heads = self.size
+        require_multiple("model.hidden", hidden, heads, "heads")
+        require_at_least("model.max_tokens", self.max_tokens, 1)
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Blocks, width of the residual stream, attention heads."""
+        published = {"bert_base": (12, 768, 12), "bert_large": (24, 1024, 16)}[self.name]
+        given = (self.layers, self.hidden, self.heads)
+        layers, hidden, heads = (
+            usual if own is None else own for own, usual in zip(given, published, strict=True)
+        )
+        return layers, hidden, heads
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """Its attention heads."""
+        return {"heads": self.size[2]}
+
+    def wanted_examples(self, dataset: DatasetFacts) -> str | None:
+        """Text that is no longer than the positions that have an embedding."""
+        if dataset.is_masked and dataset.input_shape[0] > self.max_tokens:
+            accepted = f"it must be at most model.max_tokens={self.max_tokens}"
+            raise ConfigError(refusal("data.tokens", dataset.input_shape[0], accepted))
+        return ModelConfig.wanted_examples(self, dataset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig(ModelConfig):
     """A bidirectional transformer over the patches of an image, with a class token (Dosovitskiy
     et al. 2020, arXiv 2010.11929); the defaults are its ViT-B/16.
 
@@ -263,48 +452,25 @@ class VitConfig:
         """Width of the feed-forward layer."""
         return 4 * self.hidden if self.ffn_hidden is None else self.ffn_hidden
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BertConfig:
-    """A bidirectional transformer for masked tokens (Devlin et al. 2018, arXiv 1810.04805)."""
-
-    name: Literal["bert_base", "bert_large"]
-    """Selects the published size: 12 blocks, 768 wide, 12 heads; or 24, 1024, 16."""
-    layers: int | None = None
-    """Transformer blocks, scanned; if absent, as published."""
-    hidden: int | None = None
-    """Width of the residual stream; if absent, as published."""
-    heads: int | None = None
-    """Attention heads; must divide `hidden`; if absent, as published."""
-    max_tokens: int = 512
-    """Positions that have an embedding: the longest example."""
-    remat: Remat = "none"
-    """Activation recomputation in the backward pass: none, selective (scores and softmax of
-    attention), selective_op (every second matrix product is kept), or full (each block)."""
-    compute_dtype: ComputeType = "float32"
-    """Element type of activations."""
-
-    def __post_init__(self) -> None:
-        for name, value in zip(("layers", "hidden", "heads"), self.size, strict=True):
-            require_at_least(f"model.{name}", value, 1)
-        _, hidden, heads = self.size
-        require_multiple("model.hidden", hidden, heads, "heads")
-        require_at_least("model.max_tokens", self.max_tokens, 1)
-
     @property
-    def size(self) -> tuple[int, int, int]:
-        """Blocks, width of the residual stream, attention heads."""
-        published = {"bert_base": (12, 768, 12), "bert_large": (24, 1024, 16)}[self.name]
-        given = (self.layers, self.hidden, self.heads)
-        layers, hidden, heads = (
-            usual if own is None else own for own, usual in zip(given, published, strict=True)
-        )
-        return layers, hidden, heads
+    def head_counts(self) -> dict[str, int]:
+        """Its attention heads."""
+        return {"heads": self.heads}
+
+    def wanted_examples(self, dataset: DatasetFacts) -> str | None:
+        """Images that patches divide."""
+        if dataset.kind == "images":
+            for side in dataset.input_shape[:2]:
+                require_multiple("data.image_size", side, self.patch, "model.patch")
+        return ModelConfig.wanted_examples(self, dataset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CustomConfig:
+class CustomConfig(ModelConfig):
     """A network of your own, by import path."""
+
+    reads = get_args(ExampleKind)
+    casts_matrices = False
 
     path: str
     """Import path "module:Class" (see `scalejax.models.network` for the methods of the class). The
@@ -321,59 +487,7 @@ class CustomConfig:
             accepted = 'it must be "module:Class", such as "my_networks:Tiny"'
             raise ConfigError(refusal("model.path", self.path, accepted))
 
-
-ModelConfig = Annotated[
-    MlpConfig
-    | CnnConfig
-    | ResNetConfig
-    | ImageNetworkConfig
-    | GptConfig
-    | LlamaConfig
-    | BertConfig
-    | VitConfig
-    | CustomConfig,
-    Field(discriminator="name"),
-]
-"""One of the networks, selected by `name`."""
-
-NETWORK_NAMES: frozenset[str] = frozenset(
-    name
-    for config in get_args(get_args(ModelConfig)[0])
-    for name in get_args(get_type_hints(config)["name"])
-)
-"""Every `name` of a network."""
-
-CausalConfig = GptConfig | LlamaConfig
-"""The decoder-only transformers with stacked blocks."""
-
-
-def _require_stack(model: CausalConfig) -> None:
-    """Refuse float8 with one block: the products to cast are found in the loop over blocks."""
-    if model.compute_dtype == "float8" and model.layers == 1:
-        accepted = 'float8 needs a stack of at least 2 blocks; use 2, or "bfloat16"'
-        raise ConfigError(refusal("model.layers", model.layers, accepted))
-
-
-_FUSED_HEAD_SIZES = {(8, 0): 128, (9, 0): 256}
-"""Largest head of cuDNN's fused attention by oldest compute capability; all are multiples of 8, and
-activations have 16 bits (cuDNN's support matrix)."""
-
-
-def lacks_for_fused_attention(
-    model: CausalConfig, capability: tuple[int, int] | None
-) -> str | None:
-    """What `model` would need for fused attention; None if it can have it.
-
-    Args:
-        model: the network.
-        capability: compute capability of the NVIDIA GPU; None for other devices.
-    """
-    if capability is None or capability < min(_FUSED_HEAD_SIZES):
-        return "an NVIDIA GPU of compute capability 8.0 or later"
-    if ELEMENT_BYTES[model.compute_dtype] != 2:
-        return 'model.compute_dtype="bfloat16" or "float16"'
-    head_size = model.hidden // model.heads
-    largest = max(size for oldest, size in _FUSED_HEAD_SIZES.items() if oldest <= capability)
-    if head_size % 8 or head_size > largest:
-        return f"hidden / heads to be a multiple of 8 and at most {largest}, not {head_size}"
-    return None
+    @property
+    def own_module(self) -> str:
+        """The module that `path` names."""
+        return self.path.split(":")[0]

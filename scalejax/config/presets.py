@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import NETWORK_NAMES, ModelConfig
+from scalejax.config.model import ModelConfig
 from scalejax.core.errors import ConfigError, unknown_name
 from scalejax.core.serialization import JsonValue, build
 
@@ -152,7 +152,7 @@ def published_model(name: str, **replaced: JsonValue) -> ModelConfig:
     """
     if name not in PRESETS:
         raise ConfigError(unknown_name("model.name", name, PRESETS))
-    return build(ModelConfig, _spelled_out({"name": name, **replaced}), where="model")  # type: ignore[arg-type]
+    return build(ModelConfig, _spelled_out({"name": name, **replaced}), where="model")
 
 
 def costed_note(name: str | None, model: ModelConfig, dataset: DatasetFacts) -> str | None:
@@ -187,9 +187,9 @@ def _beside(what: str, given: int, published: int) -> str:
 
 def _spelled_out(model: dict[str, JsonValue]) -> dict[str, JsonValue]:
     name = model.get("name")
-    if not isinstance(name, str) or name in NETWORK_NAMES:
+    if not isinstance(name, str) or name in ModelConfig.names():
         return model  # an invalid name is refused when the config is built
     if name not in PRESETS:
-        raise ConfigError(unknown_name("model.name", name, [*NETWORK_NAMES, *PRESETS]))
+        raise ConfigError(unknown_name("model.name", name, [*ModelConfig.names(), *PRESETS]))
     given = {key: value for key, value in model.items() if key != "name" and value is not None}
     return {"name": PRESETS[name].network, **PRESETS[name].sizes, **given}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scalejax.config.checks import (
-    has_batch_norm,
     require_batch_norm_statistics,
     require_cacheable_features,
     require_compatible_augmentation,
@@ -41,7 +40,7 @@ from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
 from scalejax.config.input import InputConfig
 from scalejax.config.migrate import current_fields, current_tables, load_run_file
-from scalejax.config.model import ImageNetworkConfig, ModelConfig
+from scalejax.config.model import ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import (
     MODEL_AXES,
@@ -165,7 +164,7 @@ def require_fitting_data(config: RunConfig, facts: DatasetFacts) -> None:
     """
     require_compatible_data(config.model, config.data, facts)
     require_compatible_augmentation(config.input.augmentation, config.data, facts)
-    require_divisible_tokens(config.model, facts, config.layout)
+    require_divisible_tokens(facts, config.layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +294,7 @@ def resolve(
     )
     require_petastorm_batch(config.data, config.batch, global_batch)
     if config.train.noise_scale is not None:
-        keeps = has_batch_norm(config.model)
+        keeps = config.model.has_batch_norm
         require_noise_scale_parts(split, mode=wanted.mode, has_batch_norm=keeps)
     dataset = _with_model_pixels(facts, config.model)
     if per_device is not None and per_device <= dataset.train_examples < global_batch:
@@ -339,10 +338,9 @@ def resolve(
 
 def _with_model_pixels(dataset: DatasetFacts, model: ModelConfig) -> DatasetFacts:
     """`dataset` with the mean and deviation of pixels that pretrained weights of `model` expect."""
-    pixels = model.pretrained_pixels if isinstance(model, ImageNetworkConfig) else None
-    if pixels is None:
+    if model.pretrained_pixels is None:
         return dataset
-    mean, std = pixels
+    mean, std = model.pretrained_pixels
     return replace(dataset, pixel_mean=mean, pixel_std=std)
 
 

@@ -108,8 +108,8 @@ class Family:
 
     @classmethod
     def members(cls) -> tuple[type, ...]:
-        """The classes of the family, in order of definition."""
-        return tuple(cls._members.values())
+        """The classes of the family that a `name` selects, in order of definition."""
+        return tuple(member for member in cls._members.values() if _tags(member))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

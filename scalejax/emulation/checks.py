@@ -5,7 +5,6 @@ Knows configs; nothing of how a run is emulated.
 
 import math
 
-from scalejax.config.checks import has_batch_norm
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
@@ -87,7 +86,7 @@ def _require_plain(config: RunConfig) -> None:
         if getattr(layout, axis) not in (None, 1):
             accepted = "each worker of an emulation has one device; say how many by --workers"
             raise ConfigError(refusal(f"layout.{axis}", getattr(layout, axis), accepted))
-    if has_batch_norm(model):
+    if model.has_batch_norm:
         accepted = (
             "its BatchNorm has running statistics that no server holds; networks without are "
             "mlp, alexnet, vgg, gpt, llama, bert, vit"

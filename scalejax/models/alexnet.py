@@ -7,8 +7,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
-from scalejax.models.network import Network, PartitionRules
-from scalejax.models.normalization import BatchNormScope
+from scalejax.models.network import Network, PartitionRules, register_network
 from scalejax.models.sharding import constrained_by_row
 
 CHANNELS = (64, 192, 384, 384, 256)
@@ -21,6 +20,7 @@ HIDDEN = 4096
 """Width of the two hidden linear layers."""
 
 
+@register_network("alexnet")
 class AlexNet(Network):
     """Five convolutions with ReLU, three pools, three linear layers.
 
@@ -31,15 +31,7 @@ class AlexNet(Network):
     `Perceptron`).
     """
 
-    def __init__(
-        self,
-        config: ImageNetworkConfig,
-        dataset: DatasetFacts,
-        *,
-        bn: BatchNormScope,
-        rngs: nnx.Rngs,
-    ):
-        del bn  # it has no BatchNorm
+    def __init__(self, config: ImageNetworkConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
         *sides, channels = dataset.input_shape
         convolutions = []

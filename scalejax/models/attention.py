@@ -16,13 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from scalejax.config.model import (
-    AttentionKind,
-    CausalConfig,
-    ModelConfig,
-    Remat,
-    lacks_for_fused_attention,
-)
+from scalejax.config.model import AttentionKind, DecoderConfig, ModelConfig, Remat
 from scalejax.config.parallelism import DATA, FSDP, TENSOR
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models.remat import kept
@@ -42,9 +36,9 @@ def with_resolved_attention(model: ModelConfig, device: Any | None) -> ModelConf
     Raises:
         ConfigError: if the config requires fused attention and the device does not have it.
     """
-    if not isinstance(model, CausalConfig) or model.attention == "unfused":
+    if not isinstance(model, DecoderConfig) or model.attention == "unfused":
         return model
-    lacks = None if device is None else lacks_for_fused_attention(model, _capability(device))
+    lacks = None if device is None else model.lacks_for_fused_attention(_capability(device))
     if device is not None and lacks is None:
         return replace(model, attention="fused")
     if lacks is not None and model.attention == "fused":

@@ -1,29 +1,24 @@
-"""The interface of networks, their partition specs, and the import of a user's own network.
+"""The interface of networks, their registration by `model.name`, and their partition specs.
 
 A network is a `flax.nnx` module over one batch. It knows its layers and the partition rules of its
 parameters; it knows no mesh, no batch size and no optimizer.
 """
 
-import importlib
-import inspect
 import math
-import os
 import re
-import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from functools import singledispatch
+from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import CustomConfig
+from scalejax.config.model import ModelConfig
 from scalejax.config.parallelism import PIPELINE
-from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import also_over, divisible, split_axes
 
@@ -63,6 +58,55 @@ class Network(nnx.Module):
         """Sharding of parameters over mesh axes: the first rule that matches a path applies; a
         parameter without one is replicated."""
         return ()
+
+
+N = TypeVar("N", bound=type[Network])
+_NETWORKS: dict[str, type[Network]] = {}
+"""Class of the network of each `model.name`."""
+
+
+def register_network(*names: str) -> Callable[[N], N]:
+    """Class decorator: the network that these values of `model.name` select.
+
+    It is built as `Class(config, dataset, rngs=...)`, with `bn=` as well if `has_batch_norm` of the
+    config says so.
+    """
+
+    def register(kind: N) -> N:
+        _NETWORKS.update(dict.fromkeys(names, kind))
+        return kind
+
+    return register
+
+
+@singledispatch
+def network_class(model: ModelConfig) -> type[Network]:
+    """The class of the network that `model` names.
+
+    Raises:
+        ConfigError: if it is a user's own and cannot be imported.
+    """
+    return _NETWORKS[model.name]
+
+
+@singledispatch
+def build_network(
+    model: ModelConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
+) -> Network:
+    """A network with fresh parameters, for the inputs and classes of `dataset`.
+
+    Raises:
+        ConfigError: if it is a user's own and cannot be imported or built.
+    """
+    constructor = cast(Callable[..., Network], network_class(model))
+    scope = {"bn": bn} if model.has_batch_norm else {}
+    return constructor(model, dataset, **scope, rngs=rngs)
+
+
+def is_cast(model: ModelConfig, path: str) -> bool:
+    """Whether the network uses the parameter at `path` only in the compute type, so that it may be
+    gathered in that type."""
+    return model.casts_matrices and path.endswith(("kernel", "embedding"))
 
 
 @runtime_checkable
@@ -121,70 +165,3 @@ def _over_stages(
     parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split_axes(kept, len(shape))]
     order = sorted(range(len(shape)), key=lambda index: parts[index] > 1)
     return also_over(PIPELINE, kept, shape, axis_sizes, order)
-
-
-def import_network(path: str) -> type[Network]:
-    """The class at "module:Class"; modules are found in the working directory too.
-
-    Raises:
-        ConfigError: if there is no such module or class, it is no `Network`, or is not called
-            as one.
-    """
-    module_name, class_name = path.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        accepted = f"{module_name!r}, installed or in {os.getcwd()}, must import ({error})"
-        raise ConfigError(refusal("model.path", path, accepted)) from error
-    found = getattr(module, class_name, None)
-    if found is None:
-        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
-        found_there = [f"{module_name}:{name}" for name in classes]
-        raise ConfigError(unknown_name("model.path", path, found_there))
-    if not (inspect.isclass(found) and issubclass(found, Network)):
-        accepted = f"{class_name} must be a subclass of scalejax.models.Network"
-        raise ConfigError(refusal("model.path", path, accepted))
-    if inspect.isabstract(found):
-        accepted = f"{class_name} must define __call__(self, inputs, *, is_training)"
-        raise ConfigError(refusal("model.path", path, accepted))
-    try:
-        inspect.signature(found.__call__).bind(None, None, is_training=True)
-    except TypeError as error:
-        accepted = f"it is called as network(inputs, is_training=...), but: {error}"
-        raise ConfigError(refusal("model.path", path, accepted)) from error
-    return found
-
-
-def build_custom(
-    config: CustomConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
-) -> Network:
-    """The user's own network that `config` names.
-
-    Raises:
-        ConfigError: if it cannot be imported, or does not take the options given.
-    """
-    network = import_network(config.path)
-    if dataset.is_masked:
-        try:
-            inspect.signature(network.__call__).bind(None, None, is_training=True, places=None)
-        except TypeError as error:
-            accepted = f"for data that hides words it is called with places=, but: {error}"
-            raise ConfigError(refusal("model.path", config.path, accepted)) from error
-    constructor = cast(Callable[..., Network], network)
-    keywords = {
-        "compute_dtype": jnp.dtype(config.compute_dtype),
-        "bn": bn,
-        "rngs": rngs,
-        **config.options,
-    }
-    try:
-        inspect.signature(constructor.__init__).bind(None, dataset, **keywords)
-    except TypeError as error:
-        accepted = (
-            f"{config.path} is built as Class(dataset, compute_dtype=, bn=, rngs=, **options), "
-            f"and with these options: {error}"
-        )
-        raise ConfigError(refusal("model.options", config.options, accepted)) from error
-    return constructor(dataset, **keywords)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.tree_util import tree_map_with_path
 
-from scalejax.config.model import ImageNetworkConfig, ModelConfig
+from scalejax.config.model import ModelConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.models import parameter_path
 from scalejax.models.torch_checkpoint import read_torch_file
@@ -47,7 +47,7 @@ def pretrained_weights(model: ModelConfig, shapes: Any) -> Any:
     Raises:
         ConfigError: if the package is not installed, or its file is not the published one.
     """
-    if not isinstance(model, ImageNetworkConfig) or model.pretrained is None:
+    if model.pretrained_pixels is None:
         return jax.tree.map(lambda _: None, shapes)
     tensors = read_torch_file(weights_file())
 
@@ -67,7 +67,7 @@ def require_weights(model: ModelConfig) -> None:
     Raises:
         ConfigError: as `weights_file`.
     """
-    if isinstance(model, ImageNetworkConfig) and model.pretrained is not None:
+    if model.pretrained_pixels is not None:
         weights_file()
 
 

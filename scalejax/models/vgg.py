@@ -7,8 +7,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
-from scalejax.models.network import Network, PartitionRules
-from scalejax.models.normalization import BatchNormScope
+from scalejax.models.network import Network, PartitionRules, register_network
 from scalejax.models.sharding import constrained_by_row
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
@@ -17,6 +16,7 @@ HIDDEN = 4096
 """Width of the two hidden linear layers."""
 
 
+@register_network("vgg16")
 class Vgg(Network):
     """Stages of 3x3 convolutions with ReLU, each halved by a pool; three linear layers.
 
@@ -27,15 +27,7 @@ class Vgg(Network):
     Source: Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D.
     """
 
-    def __init__(
-        self,
-        config: ImageNetworkConfig,
-        dataset: DatasetFacts,
-        *,
-        bn: BatchNormScope,
-        rngs: nnx.Rngs,
-    ):
-        del bn  # it has no BatchNorm
+    def __init__(self, config: ImageNetworkConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.compute_dtype)
         height, width, channels = dataset.input_shape
         convolutions = []

@@ -6,7 +6,6 @@ open, all runs that it may mean are returned. Compiles and predicts nothing.
 
 import math
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from scalejax.config.model import ModelConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
@@ -360,7 +359,4 @@ def _optimizer(row: LedgerRow) -> JsonValue:
 
 def _network_names() -> set[str]:
     """Names of `model.name` in a run.toml, except networks whose sizes a row cannot state."""
-    union, *_ = get_args(ModelConfig)
-    return {
-        name for config in get_args(union) for name in get_args(config.__annotations__["name"])
-    } - {"custom", "vit"}
+    return set(ModelConfig.names()) - {"custom", "vit"}

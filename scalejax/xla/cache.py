@@ -17,7 +17,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from scalejax.config.model import CustomConfig
 from scalejax.config.run import gradient_sync_shares
 from scalejax.config.training import LossConfig
 from scalejax.core.cache import package_digest
@@ -164,11 +163,11 @@ def _shaping(job: RunJob) -> JsonValue:
 def _own_network(job: RunJob) -> dict[str, str] | None:
     """The file of a user's own network and its digest; the same import path may mean another
     file in another folder. None for networks that come with scalejax."""
-    model = job.run.config.model
-    if not isinstance(model, CustomConfig):
+    module = job.run.config.model.own_module
+    if module is None:
         return None
     name, places, origin = "", [*sys.path, os.getcwd()], None
-    for part in model.path.split(":")[0].split("."):
+    for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, places)
         if spec is None:

@@ -5,7 +5,7 @@ Knows which features a chip lacks; compiles nothing.
 
 from dataclasses import replace
 
-from scalejax.config.model import CausalConfig, ModelConfig
+from scalejax.config.model import DecoderConfig, ModelConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.hardware import Chip
@@ -25,7 +25,7 @@ def for_chip(run: ResolvedRun, chip: Chip) -> ResolvedRun:
     """
     model = run.config.model
     require_type(model, chip)
-    if not isinstance(model, CausalConfig):
+    if not isinstance(model, DecoderConfig):
         return run
     compiled = model
     if model.compute_dtype == "float8":

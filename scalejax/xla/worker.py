@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scalejax.config.model import CausalConfig
+from scalejax.config.model import DecoderConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.simulator.program import Program
@@ -81,7 +81,7 @@ def _describe_cudnn(target: Target) -> bool:
 def _with_unfused_attention(run: ResolvedRun) -> tuple[ResolvedRun, tuple[str, ...]]:
     """`run` with unfused attention, which this JAX can compile without a GPU, and a note on it."""
     model = run.config.model
-    if not isinstance(model, CausalConfig) or model.attention == "unfused":
+    if not isinstance(model, DecoderConfig) or model.attention == "unfused":
         return run, ()
     config = replace(run.config, model=replace(model, attention="unfused"))
     note = "this JAX cannot compile fused attention without a GPU: costed unfused, too slow"

@@ -8,7 +8,7 @@ from time import perf_counter
 import pytest
 from program_cases import kept_jobs, require_same
 
-from scalejax.config.model import CausalConfig
+from scalejax.config.model import DecoderConfig
 from scalejax.config.parallelism import BatchSplit, Layout
 from scalejax.config.run import ResolvedRun, RunConfig, resolve, with_fields
 from scalejax.core.errors import ConfigError
@@ -114,7 +114,7 @@ def closed_form(run: ResolvedRun) -> Program:
 def dimensions(run: ResolvedRun) -> tuple[TransformerShape, Strategy]:
     """Those of its network, and how it is spread."""
     model = run.config.model
-    assert isinstance(model, CausalConfig)
+    assert isinstance(model, DecoderConfig)
     strategy = Strategy(
         split=run.split,
         recompute=model.remat,

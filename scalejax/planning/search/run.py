@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.model import CausalConfig, LlamaConfig, lacks_for_fused_attention
+from scalejax.config.model import DecoderConfig
 from scalejax.config.parallelism import MODEL_AXES
 from scalejax.config.run import ResolvedRun, RunConfig, with_fields
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal
@@ -120,7 +120,7 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
             compression, or the chip lacks its type.
     """
     model = config.model
-    if not isinstance(model, CausalConfig):
+    if not isinstance(model, DecoderConfig):
         accepted = "search knows gpt and llama in closed form; use predict"
         raise ConfigError(refusal("model.name", model.name, accepted))
     if config.fine_tuning is not None and config.fine_tuning.trainable:
@@ -131,20 +131,19 @@ def shape_of(config: RunConfig, chip: Chip, facts: DatasetFacts | None = None) -
         raise ConfigError(refusal("gradient_sync.name", config.gradient_sync.name, accepted))
     require_type(model, chip)
     dataset = fitting_facts(config, facts)
-    is_llama = isinstance(model, LlamaConfig)
     return TransformerShape(
         layers=model.layers,
         hidden=model.hidden,
         heads=model.heads,
-        kv_heads=model.kv_heads if isinstance(model, LlamaConfig) else model.heads,
-        ffn_hidden=model.ffn_hidden if isinstance(model, LlamaConfig) else model.inner_width,
-        is_gated=is_llama,
+        kv_heads=model.head_counts.get("kv_heads", model.heads),
+        ffn_hidden=model.inner_width,
+        is_gated=model.is_gated,
         has_tied_embeddings=model.tied_embeddings,
-        has_learned_positions=not is_llama,
+        has_learned_positions=model.has_learned_positions,
         vocabulary=dataset.classes,
         tokens=dataset.input_shape[0],
         is_fused=model.attention != "unfused"
-        and lacks_for_fused_attention(model, chip.cuda and chip.cuda.compute_capability) is None,
+        and model.lacks_for_fused_attention(chip.cuda and chip.cuda.compute_capability) is None,
         compute_dtype=model.compute_dtype,
     )
 

@@ -9,7 +9,6 @@ from dataclasses import fields
 from rich.console import RenderableType
 from rich.text import Text
 
-from scalejax.config.checks import has_batch_norm
 from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.run import ResolvedRun
 from scalejax.core.serialization import plain
@@ -35,7 +34,7 @@ def update(
         table.add_row("averaging", config.averaging.name, _fields(config.averaging))
     if config.gradient_sync is not None:
         table.add_row("gradient sync", config.gradient_sync.name, _fields(config.gradient_sync))
-    if has_batch_norm(config.model) or config.layout.bn_scope != "global":
+    if config.model.has_batch_norm or config.layout.bn_scope != "global":
         samples = split.microbatch * run.layout.batch_shards // run.bn_groups
         table.add_row("BatchNorm", config.layout.bn_scope, f"statistics of {samples:,} samples")
     if (weights := getattr(config.model, "pretrained", None)) is not None:

@@ -7,7 +7,7 @@ program to a program. `scalejax.xla` applies them to the compiled step. Knows no
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config.model import ELEMENT_BYTES, CausalConfig, GptConfig
+from scalejax.config.model import ELEMENT_BYTES, DecoderConfig, GptConfig
 from scalejax.config.parallelism import PipelineSchedule
 from scalejax.config.run import ResolvedRun
 from scalejax.core.errors import ConfigError, unknown_name
@@ -175,7 +175,7 @@ def _tokens(run: ResolvedRun) -> int:
 def _eager_loss(
     program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
 ) -> Program:
-    if not isinstance(run.config.model, CausalConfig):
+    if not isinstance(run.config.model, DecoderConfig):
         return program
     tensor = run.layout.tensor
     at_loss = temporary_bytes_at_loss([each.memory.temporary_bytes for each in larger_vocabularies])
@@ -188,7 +188,7 @@ def _eager_blocks(
 ) -> Program:
     del larger_vocabularies
     model = run.config.model
-    if not isinstance(model, CausalConfig) or model.remat != "selective_op":
+    if not isinstance(model, DecoderConfig) or model.remat != "selective_op":
         return program
     size = _tokens(run) * model.hidden * ELEMENT_BYTES[model.compute_dtype]
     return with_eager_blocks(program, size, model.layers)

@@ -28,7 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig
 from scalejax.core.serialization import load, save_toml
 from scalejax.data.datasets import open_source
 from scalejax.hardware import HostInput, InputRates

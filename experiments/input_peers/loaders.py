@@ -160,8 +160,8 @@ def scalejax_batches(
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:workers])
     import jax
 
+    from scalejax.config.data import ParquetConfig
     from scalejax.config.input import InputConfig
-    from scalejax.config.parquet import ParquetConfig
     from scalejax.data.datasets import open_source
     from scalejax.data.loader.loader import training_batches
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from decoding import TRANSFORMS
 
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig
 from scalejax.data.readers import parquet
 from scalejax.data.transforms import images
 

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from decoding import SIZE, resized
 from PIL import Image
 
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig
 from scalejax.core.environment import limit_cores
 from scalejax.data.datasets import open_source
 from scalejax.data.transforms.images import decoded

@@ -131,7 +131,7 @@ def predict(step: Step, folder: Path) -> dict[str, object]:
 
 def reading_seconds(folder: Path) -> dict[str, float]:
     """An epoch of the full data in batches of 16, row groups read anew or kept."""
-    from scalejax.config.parquet import ParquetConfig, ReadingConfig
+    from scalejax.config.data import ParquetConfig, ReadingConfig
     from scalejax.data.datasets import open_source
 
     found, little = {}, 6 * 10**6  # bytes: room for one of the 17 row groups

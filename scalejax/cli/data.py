@@ -7,23 +7,19 @@ import sys
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
 from scalejax.cli.command import flag
-from scalejax.config.data import ImageFolderConfig, NumpyConfig
-from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import load_config
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.units import counted, format_bytes
+from scalejax.data.datasets import reader_of
 from scalejax.data.facts import fitting_facts
-from scalejax.data.formats.numpy import part_headers
+from scalejax.data.source import Inspected
 from scalejax.report.terminal import tables
-
-if TYPE_CHECKING:  # which imports Arrow
-    from scalejax.data.convert import RowsOptions
 
 _INTERRUPTED = """\
 The files that are written are kept; the same command, without --overwrite,
@@ -59,7 +55,7 @@ class DataInspect:
         found = []
         is_run = self.source.endswith(".toml")
         options = RowsOptions(images=self.images, labels=self.labels)
-        for each in _of_run(self.source) if is_run else [_Inspected(self.source, options)]:
+        for each in _of_run(self.source) if is_run else [Inspected(self.source, options)]:
             rows = open_rows(each.location, each.options)
             with progress.rows("reading", len(rows) if self.verify else 0) as on_progress:
                 about = inspect(rows, run=each.run, verify=self.verify, on_progress=on_progress)
@@ -151,50 +147,22 @@ class DataConvert:
         print(f"scalejax data inspect {self.destination} summarises them.")
 
 
-class _Inspected(NamedTuple):
-    """Files to inspect."""
-
-    location: str
-    """Their path, folder, glob or URL."""
-    options: "RowsOptions | None" = None
-    """Which arrays or files hold images and labels, where the format does not tell."""
-    run: ParquetConfig | None = None
-    """The data table of the run that reads them."""
-
-
-def _of_run(path: str) -> list[_Inspected]:
+def _of_run(path: str) -> list[Inspected]:
     """The training and test files that the [data] table of a run.toml names."""
-    from scalejax.data.convert import RowsOptions
-
     config = load_config(Path(path))
     fitting_facts(config)  # refuses files that cannot be read, naming the field of each
     data = config.data
-    match data:
-        case ParquetConfig():
-            # Test data is not shuffled.
-            reading = replace(data.reading, shuffle="rows", petastorm=None)
-            tested = replace(data, reading=reading)
-            found = [_Inspected(data.train, None, data), _Inspected(data.test, None, tested)]
-            return found[:1] if data.train == data.test else found
-        case ImageFolderConfig():
-            found = [_Inspected(data.train), _Inspected(data.test)]
-        case NumpyConfig():
-            found = []
-            for part in ("train", "test"):
-                headers = part_headers(data, part)
-                inputs, targets = headers.inputs, headers.targets
-                options = RowsOptions(images=inputs.member, labels=targets.member)
-                if inputs.member is None:
-                    options = RowsOptions(labels=targets.file.path)
-                found.append(_Inspected(inputs.file.path, options))
-        case _:
+    reader = reader_of(data)
+    found: dict[object, Inspected] = {}
+    for each in (reader.inspected(data, "train"), reader.inspected(data, "test")):
+        if each is None:
             accepted = (
                 f"its data.name is {data.name!r}, and only parquet, image_folder and numpy can be "
                 "inspected"
             )
             raise ConfigError(refusal("source", path, accepted))
-    for each in found:
-        if "://" in each.location.removeprefix("file://"):
+        if each.run is None and "://" in each.location.removeprefix("file://"):
             accepted = f"{each.location} is a URL, of which only Parquet can be inspected"
             raise ConfigError(refusal("source", path, accepted))
-    return list(dict.fromkeys(found))
+        found.setdefault((each.location, each.options), each)
+    return list(found.values())

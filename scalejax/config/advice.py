@@ -3,13 +3,12 @@
 Refuses nothing.
 """
 
-from scalejax.config.data import TokensConfig
 from scalejax.config.run import ResolvedRun
 
 
 def notes_of(run: ResolvedRun) -> tuple[str, ...]:
     """Warnings about `run` before it begins, as sentences without full stops."""
-    notes = (_long_warmup(run), _whole_files(run), _plain_training(run))
+    notes = (_long_warmup(run), run.config.data.note, _plain_training(run))
     return tuple(note for note in notes if note is not None)
 
 
@@ -29,17 +28,6 @@ def _long_warmup(run: ResolvedRun) -> str | None:
     return (
         f"the warmup of {warmup:g} epochs is longer than the run of {epochs}: the learning rate "
         "never reaches its peak"
-    )
-
-
-def _whole_files(run: ResolvedRun) -> str | None:
-    data = run.config.data
-    if not isinstance(data, TokensConfig) or data.packing != "documents":
-        return None
-    if data.end_of_document is not None:
-        return None
-    return (
-        'data.packing = "documents" without data.end_of_document takes each file for one document'
     )
 
 

@@ -13,7 +13,6 @@ from scalejax.config.input import AugmentationConfig, InputConfig
 from scalejax.config.model import DecoderConfig, ModelConfig
 from scalejax.config.optimizer import OptimizerConfig
 from scalejax.config.parallelism import BatchSplit, Layout
-from scalejax.config.parquet import ParquetConfig
 from scalejax.config.schedule import LearningRateConfig
 from scalejax.config.training import (
     AveragingConfig,
@@ -164,8 +163,7 @@ def require_evaluated_devices(split: BatchSplit, test_examples: int) -> None:
 
 def require_petastorm_batch(data: DataConfig, batch: BatchConfig, global_batch: int) -> None:
     """Refuse batches that Petastorm's shards do not divide, and batches that change."""
-    order = data.reading.petastorm if isinstance(data, ParquetConfig) else None
-    if order is None:
+    if (order := data.petastorm) is None:
         return
     shards = "data.reading.petastorm.shard_count"
     require_multiple("batch.global_batch", global_batch, order.shard_count or 1, shards)
@@ -278,8 +276,7 @@ def require_correction_in_every_step(
 
 def require_finite_epochs(given: InputConfig, data: DataConfig) -> None:
     """Refuse padding of the last batch with Petastorm's readers, whose epochs have no end."""
-    is_endless = isinstance(data, ParquetConfig) and data.reading.petastorm is not None
-    if is_endless and given.remainder == "pad":
+    if data.petastorm is not None and given.remainder == "pad":
         accepted = 'readers of data.reading.petastorm begin again where they end; use "drop"'
         raise ConfigError(refusal("input.remainder", given.remainder, accepted))
 

@@ -3,23 +3,125 @@
 Opens no files: what they hold is read by `scalejax.data.facts`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import ClassVar, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError, refusal, require_at_least
+from scalejax.core.serialization import Family
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package `dataset-fashion-mnist` puts the full set."""
+FilterValue = bool | int | float | str
+"""Value that a column is compared with; dates and times are texts, such as "2001-03-01"."""
+Comparison = Literal["==", "!=", "<", "<=", ">", ">=", "in"]
+"""Comparison of a filter; "in" takes a list."""
+Filter = tuple[str, Comparison, FilterValue | tuple[FilterValue, ...]]
+"""Column, comparison, value: the rows for which it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FashionMnistConfig:
+class PetastormConfig:
+    """The order of rows of Petastorm 0.13.1, to reproduce a run that was trained with its readers.
+
+    Reproduced: which row groups each process reads (index % shard_count), their order (both
+    shuffles, bit by bit), which is the same in every epoch, and the rows of a group as stored. A
+    process takes its part of each batch from its own row groups, starting over after the last, as
+    with `num_epochs=None` and as many steps per epoch as batches fit into all rows: within an epoch
+    rows of large shards are left out and those of small ones are repeated. Such runs did so; leave
+    this table out to see each row once per epoch.
+
+    Not reproduced: orders that Petastorm itself does not repeat (no seed, `shuffle_rows`, process
+    pools of more than one worker), and shuffling buffers of a loader.
+    """
+
+    shard_count: int | None = None
+    """Petastorm's `shard_count`: processes among which row groups were divided; if absent, one
+    reader read all."""
+    seed: int | None = None
+    """Petastorm's `seed`."""
+    shuffle_row_groups: bool = True
+    """Petastorm's `shuffle_row_groups`: whether row groups are shuffled by the seed."""
+
+    def __post_init__(self) -> None:
+        if self.shard_count is not None:
+            require_at_least("data.reading.petastorm.shard_count", self.shard_count, 1)
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            accepted = "it must be from 0 to 4294967295"
+            raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
+        if self.shuffle_row_groups and not self.seed:
+            accepted = (
+                "Petastorm shuffles anew at every start without one, and with 0; give it, or "
+                "shuffle_row_groups = false"
+            )
+            raise ConfigError(refusal("data.reading.petastorm.seed", self.seed, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingConfig:
+    """Reading, caching and shuffling of row groups."""
+
+    memory_bytes: int = 2**30
+    """Most memory for cached row groups (a half) and prefetched batches (the rest). In addition the
+    sampler takes 8 bytes per row, and a row group twice its size while it is read."""
+    shuffle: Literal["rows", "row_groups"] = "rows"
+    """rows: a permutation of all rows in every epoch. row_groups: a permutation of row groups, with
+    the rows of `window` of them mixed, so that each is read once per epoch."""
+    window: int = 8
+    """Row groups whose rows are mixed with shuffle "row_groups"."""
+    petastorm: PetastormConfig | None = None
+    """Petastorm's order in place of `shuffle`; if absent, `shuffle` holds."""
+    cache_folder: str | None = None
+    """Folder on a local disk for decoded row groups, shared by any number of processes and runs; if
+    absent, they are not cached there. Refused for files whose store gives no modification time."""
+    cache_bytes: int = 100 * 10**9
+    """Most bytes in `cache_folder`; the least recently used row groups are evicted first."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "window", "cache_bytes"):
+            require_at_least(f"data.reading.{name}", getattr(self, name), 1)
+        if self.petastorm is not None and self.shuffle != "rows":
+            accepted = "data.reading.petastorm has an order of its own; leave one of them out"
+            raise ConfigError(refusal("data.reading.shuffle", self.shuffle, accepted))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig(Family):
+    """One of the data sets, selected by `name`, and what follows from its words alone."""
+
+    name: str
+
+    is_of_files: ClassVar[bool] = False
+    """Whether it is in files that a user names, in `train` and `test`."""
+    depends_on_machine: ClassVar[bool] = False
+    """Whether `known_facts` are those of what is installed, so that facts that were kept come
+    before them."""
+    has_any_vocabulary: ClassVar[bool] = False
+    """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
+
+    @property
+    def known_facts(self) -> DatasetFacts | None:
+        """Its counts and shapes where they follow from its words; None where they are in files,
+        which `scalejax.data.facts.read_facts` reads."""
+        return None
+
+    @property
+    def petastorm(self) -> PetastormConfig | None:
+        """Petastorm's order of rows, if they are read in it."""
+        return None
+
+    @property
+    def note(self) -> str | None:
+        """A warning about words that are valid but often a mistake."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FashionMnistConfig(DataConfig):
     """Photographs of clothes, 28 x 28 grey, 10 classes (Xiao et al. 2017, arXiv 1708.07747)."""
+
+    depends_on_machine = True
 
     name: Literal["fashion_mnist"] = "fashion_mnist"
     """Selects this data set."""
@@ -32,9 +134,24 @@ class FashionMnistConfig:
         """Whether the full edition is used: asked for, or with "auto" installed."""
         return self.edition == "full" or (self.edition == "auto" and FASHION_MNIST_FOLDER.is_dir())
 
+    @property
+    def known_facts(self) -> DatasetFacts:
+        """Its counts and shapes."""
+        train, test = (60_000, 10_000) if self.is_full else (10_000, 2_000)
+        return DatasetFacts(
+            train_examples=train,
+            test_examples=test,
+            input_shape=(28, 28, 1),
+            target_shape=(),
+            classes=10,
+            # counted over the 60,000 training images of the full edition
+            pixel_mean=0.28604,
+            pixel_std=0.35302,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticImagesConfig:
+class SyntheticImagesConfig(DataConfig):
     """Random images with random classes; the defaults have the shape of ImageNet-1k."""
 
     name: Literal["synthetic_images"] = "synthetic_images"
@@ -54,10 +171,23 @@ class SyntheticImagesConfig:
         for name in ("image_size", "channels", "classes", "train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
 
+    @property
+    def known_facts(self) -> DatasetFacts:
+        """Its counts and shapes."""
+        return DatasetFacts(
+            train_examples=self.train_examples,
+            test_examples=self.test_examples,
+            input_shape=(self.image_size, self.image_size, self.channels),
+            target_shape=(),
+            classes=self.classes,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyntheticTokensConfig:
+class SyntheticTokensConfig(DataConfig):
     """Random tokens, for next-token prediction."""
+
+    has_any_vocabulary = True
 
     name: Literal["synthetic_tokens"] = "synthetic_tokens"
     """Selects this data set."""
@@ -74,6 +204,17 @@ class SyntheticTokensConfig:
         for name in ("tokens", "vocabulary", "train_examples", "test_examples"):
             require_at_least(f"data.{name}", getattr(self, name), 1)
 
+    @property
+    def known_facts(self) -> DatasetFacts:
+        """Its counts and shapes."""
+        return DatasetFacts(
+            train_examples=self.train_examples,
+            test_examples=self.test_examples,
+            input_shape=(self.tokens,),
+            target_shape=(self.tokens,),
+            classes=self.vocabulary,
+        )
+
 
 FIRST_TOKEN, SEPARATOR_TOKEN, MASK_TOKEN = 1, 2, 3
 """Tokens that begin an example ([CLS]), end a segment ([SEP]) and mask a word ([MASK]); words are
@@ -81,7 +222,7 @@ FIRST_TOKEN, SEPARATOR_TOKEN, MASK_TOKEN = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedTokensConfig:
+class MaskedTokensConfig(DataConfig):
     """Random tokens in two segments, some of them masked, as BERT is trained on
     (Devlin et al. 2018, arXiv 1810.04805, section 3.1); the defaults are its first phase."""
 
@@ -108,9 +249,21 @@ class MaskedTokensConfig:
             accepted = f"an example of {self.tokens} tokens has {words} words"
             raise ConfigError(refusal("data.masked", self.masked, accepted))
 
+    @property
+    def known_facts(self) -> DatasetFacts:
+        """Its counts and shapes."""
+        return DatasetFacts(
+            train_examples=self.train_examples,
+            test_examples=self.test_examples,
+            input_shape=(self.tokens,),
+            target_shape=(self.masked,),
+            classes=self.vocabulary,
+            is_masked=True,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PythonDocsConfig:
+class PythonDocsConfig(DataConfig):
     """The text of the standard library's `pydoc_data.topics`, by bytes."""
 
     name: Literal["python_docs"] = "python_docs"
@@ -123,7 +276,74 @@ class PythonDocsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFolderConfig:
+class ParquetConfig(DataConfig):
+    """Images or numbers, and their classes, in Parquet files; images as Hugging Face `datasets`
+    writes them.
+
+    `train` and `test` are each a file, a folder (every *.parquet in it and below, except names of
+    files and folders that begin with "_" or "."), a glob, or a URL of `fsspec`; files are ordered
+    by name. A relative path starts at the working directory.
+
+    Pixels scaled to 0..1 are normalised by mean 0.5 and deviation 0.25 in every channel, about
+    those of photographs (or as pretrained weights expect them): those of the data set are not
+    measured, which would read every image first.
+    """
+
+    is_of_files = True
+
+    name: Literal["parquet"] = "parquet"
+    """Selects this data set."""
+    train: str
+    """Files to train on."""
+    test: str
+    """Files to evaluate on."""
+    image_column: str = "image"
+    """Encoded images (JPEG, PNG, ...): binary, or a struct with a binary field "bytes"."""
+    image_size: int = 224
+    """Height and width of inputs: the shorter side of an image is scaled to it, the longer one
+    cropped in the middle."""
+    channels: Literal[1, 3] = 3
+    """1: grey, 3: red, green, blue."""
+    feature_columns: tuple[str, ...] = ()
+    """Columns of numbers, dates or times that are the input in place of an image, normalised to
+    mean 0 and deviation 1 (over at most 16 row groups, evenly spread over `train`)."""
+    label_column: str = "label"
+    """Column of classes: integers from 0, booleans, or texts (classes are those of `train`,
+    sorted)."""
+    label_above: float | None = None
+    """Threshold that makes two classes of a column of numbers: 1 above it, else 0."""
+    classes: int | None = None
+    """Number of classes; if absent, that in the metadata of the files, or the largest label + 1."""
+    filters: tuple[Filter, ...] = ()
+    """Rows to keep: lists of column, comparison ("==", "<", "in", ...) and value, all to hold."""
+    reading: ReadingConfig = field(default_factory=ReadingConfig)
+    """Reading, caching and shuffling of row groups."""
+
+    def __post_init__(self) -> None:
+        require_at_least("data.image_size", self.image_size, 1)
+        if self.classes is not None:
+            require_at_least("data.classes", self.classes, 1)
+            if self.label_above is not None:
+                accepted = "data.label_above makes two classes; leave one of them out"
+                raise ConfigError(refusal("data.classes", self.classes, accepted))
+        for column, comparison, value in self.filters:
+            if (comparison == "in") != isinstance(value, tuple):
+                accepted = '"in" takes a list of values, every other comparison a single one'
+                raise ConfigError(refusal("data.filters", [column, comparison, value], accepted))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns that are read: the inputs, and last the class."""
+        return (*(self.feature_columns or (self.image_column,)), self.label_column)
+
+    @property
+    def petastorm(self) -> PetastormConfig | None:
+        """Petastorm's order of rows, if they are read in it."""
+        return self.reading.petastorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFolderConfig(DataConfig):
     """Images in a folder for each class: root/class/**/name.jpg, as torchvision's ImageFolder has
     them, by the same indices.
 
@@ -131,6 +351,8 @@ class ImageFolderConfig:
     sorted by name; an image lies in one, or in any folder below it, also by a link. Files whose
     names do not end as an image's, and files and folders whose names begin with ".", are left out.
     """
+
+    is_of_files = True
 
     name: Literal["image_folder"] = "image_folder"
     """Selects this data set."""
@@ -149,7 +371,7 @@ class ImageFolderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NumpyConfig:
+class NumpyConfig(DataConfig):
     """Images or numbers, and their classes, in NumPy's files.
 
     `train` and `test` are each an .npz, or a folder or URL of .npy files with the names of its
@@ -159,6 +381,8 @@ class NumpyConfig:
     numbers [n, features], brought to mean 0 and deviation 1 (over at most 65,536 rows, evenly
     spread over `train`); targets are integers from 0, [n] or [n, 1]. Pickled objects are refused.
     """
+
+    is_of_files = True
 
     name: Literal["numpy"] = "numpy"
     """Selects this data set."""
@@ -187,7 +411,7 @@ class NumpyConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokensConfig:
+class TokensConfig(DataConfig):
     """Text as tokens in flat files, one after the other: .bin of unsigned integers, as nanoGPT
     (no header) and llm.c (its header) write them, .npy of integers, or .txt, read by bytes.
 
@@ -198,6 +422,8 @@ class TokensConfig:
     end that fill no example. Examples run over the ends of documents, and attention sees across
     them: there is no mask.
     """
+
+    is_of_files = True
 
     name: Literal["tokens"] = "tokens"
     """Selects this data set."""
@@ -233,9 +459,19 @@ class TokensConfig:
             accepted = 'it is for packing = "documents"; leave it out'
             raise ConfigError(refusal("data.end_of_document", self.end_of_document, accepted))
 
+    @property
+    def note(self) -> str | None:
+        """That each file is taken for one document."""
+        if self.packing != "documents" or self.end_of_document is not None:
+            return None
+        return (
+            'data.packing = "documents" without data.end_of_document takes each file for one '
+            "document"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayRecordConfig:
+class ArrayRecordConfig(DataConfig):
     """Images and their classes in ArrayRecord files whose records are `tf.train.Example`, as TFDS
     writes them.
 
@@ -243,6 +479,8 @@ class ArrayRecordConfig:
     name.array_record-00000-of-00010 in it and below), a glob, or a URL of `fsspec`; files count in
     the order of their names. TensorFlow is not needed.
     """
+
+    is_of_files = True
 
     name: Literal["array_record"] = "array_record"
     """Selects this data set."""
@@ -269,66 +507,3 @@ class ArrayRecordConfig:
     def __post_init__(self) -> None:
         require_at_least("data.image_size", self.image_size, 1)
         require_at_least("data.classes", self.classes, 1)
-
-
-DataConfig = Annotated[
-    FashionMnistConfig
-    | SyntheticImagesConfig
-    | SyntheticTokensConfig
-    | MaskedTokensConfig
-    | PythonDocsConfig
-    | ParquetConfig
-    | ImageFolderConfig
-    | NumpyConfig
-    | TokensConfig
-    | ArrayRecordConfig,
-    Field(discriminator="name"),
-]
-"""One of the data sets, selected by `name`."""
-OfFiles = ParquetConfig | ImageFolderConfig | NumpyConfig | TokensConfig | ArrayRecordConfig
-"""Data sets in files that a user names."""
-
-
-def known_facts(config: DataConfig) -> DatasetFacts | None:
-    """The counts and shapes of a data set where they follow from `config`; None where they are in
-    files, which `scalejax.data.facts.read_facts` reads."""
-    match config:
-        case FashionMnistConfig():
-            train, test = (60_000, 10_000) if config.is_full else (10_000, 2_000)
-            return DatasetFacts(
-                train_examples=train,
-                test_examples=test,
-                input_shape=(28, 28, 1),
-                target_shape=(),
-                classes=10,
-                # counted over the 60,000 training images of the full edition
-                pixel_mean=0.28604,
-                pixel_std=0.35302,
-            )
-        case SyntheticImagesConfig():
-            return DatasetFacts(
-                train_examples=config.train_examples,
-                test_examples=config.test_examples,
-                input_shape=(config.image_size, config.image_size, config.channels),
-                target_shape=(),
-                classes=config.classes,
-            )
-        case SyntheticTokensConfig():
-            return DatasetFacts(
-                train_examples=config.train_examples,
-                test_examples=config.test_examples,
-                input_shape=(config.tokens,),
-                target_shape=(config.tokens,),
-                classes=config.vocabulary,
-            )
-        case MaskedTokensConfig():
-            return DatasetFacts(
-                train_examples=config.train_examples,
-                test_examples=config.test_examples,
-                input_shape=(config.tokens,),
-                target_shape=(config.masked,),
-                classes=config.vocabulary,
-                is_masked=True,
-            )
-        case _:
-            return None

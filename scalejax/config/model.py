@@ -56,13 +56,13 @@ class ModelConfig(Family):
     """Kinds of examples that the network reads."""
     is_convolutional: ClassVar[bool] = False
     """Whether most of its work is convolutions."""
+    has_batch_norm: ClassVar[bool] = False
+    """Whether it keeps running statistics; False for a custom one, which may have them."""
+    shares_programs: ClassVar[bool] = True
+    """Whether several runs may be one program: several convolutions at once are a grouped one,
+    which on a CPU is slower than running them one after another."""
     casts_matrices: ClassVar[bool] = True
     """Whether it uses kernels and embeddings only in the compute type; False if unknown."""
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether it keeps running statistics; False for a custom one, which may have them."""
-        return False
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -113,6 +113,8 @@ class CnnConfig(ModelConfig):
     """Stride-2 convolutions, each with BatchNorm and ReLU, then a linear layer."""
 
     is_convolutional = True
+    has_batch_norm = True
+    shares_programs = False
 
     name: Literal["cnn"] = "cnn"
     """Selects this network."""
@@ -127,17 +129,14 @@ class CnnConfig(ModelConfig):
         for width in self.channels:
             require_at_least("model.channels", width, 1)
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether it keeps running statistics."""
-        return True
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetConfig(ModelConfig):
     """ResNet v1.5 (He et al. 2015, arXiv 1512.03385; stride on the 3x3 convolution)."""
 
     is_convolutional = True
+    has_batch_norm = True
+    shares_programs = False
 
     name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     """Selects the depth."""
@@ -146,11 +145,6 @@ class ResNetConfig(ModelConfig):
     that blocks start as identities (Goyal et al. 2017, section 5.1, arXiv 1706.02677)."""
     compute_dtype: ComputeType = "float32"
     """Element type of activations."""
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether it keeps running statistics."""
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +155,7 @@ class ImageNetworkConfig(ModelConfig):
     EfficientNet-Lite0 (Tan & Le 2019, arXiv 1905.11946)."""
 
     is_convolutional = True
+    shares_programs = False
 
     name: Literal["vgg16", "alexnet", "inception_v3", "xception", "efficientnet_lite0"]
     """Selects the network."""
@@ -183,7 +178,7 @@ class ImageNetworkConfig(ModelConfig):
             raise ConfigError(refusal("model.width", self.width, accepted))
 
     @property
-    def has_batch_norm(self) -> bool:
+    def has_batch_norm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether it keeps running statistics."""
         return self.name in ("inception_v3", "xception", "efficientnet_lite0")
 
@@ -423,6 +418,8 @@ class VitConfig(ModelConfig):
     Published sizes are presets: `name = "vit-l/16"` (`scalejax.config.presets`).
     """
 
+    shares_programs = False
+
     name: Literal["vit"] = "vit"
     """Selects this network."""
     patch: int = 16
@@ -470,6 +467,7 @@ class CustomConfig(ModelConfig):
     """A network of your own, by import path."""
 
     reads = get_args(ExampleKind)
+    shares_programs = False
     casts_matrices = False
 
     path: str

@@ -34,7 +34,7 @@ from scalejax.config.checks import (
     require_supported_convolutions,
     require_unmasked_rows,
 )
-from scalejax.config.data import DataConfig, FashionMnistConfig, known_facts
+from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.emulation import EmulationConfig
 from scalejax.config.gradient_sync import GradientSyncConfig, LocalSgdConfig
@@ -132,7 +132,7 @@ class RunConfig:
         model, layout, train = self.model, self.layout, self.train
         require_divisible_heads(model, layout)
         require_divisible_blocks(model, self.batch, layout)
-        if (facts := known_facts(self.data)) is not None:
+        if (facts := self.data.known_facts) is not None:
             require_fitting_data(self, facts)
         require_shardable_gradients(model, layout)
         require_ramp_within_run(self.batch, self.averaging, train)
@@ -264,9 +264,9 @@ def resolve(
         ConfigError: if axes, batch or data do not divide, naming the nearest that do; if there are
             no facts.
     """
-    known = known_facts(config.data)
-    # Words come first, but which edition of Fashion-MNIST was there only the facts say.
-    if facts is None or (known is not None and not isinstance(config.data, FashionMnistConfig)):
+    known = config.data.known_facts
+    # Words come first, but what was installed where facts were kept only these say.
+    if facts is None or (known is not None and not config.data.depends_on_machine):
         facts = known
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"

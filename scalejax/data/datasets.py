@@ -5,22 +5,9 @@ Knows which reader reads which data set. Knows no batches, no sampler and no dev
 
 from dataclasses import dataclass
 
-from scalejax.config.data import (
-    ArrayRecordConfig,
-    DataConfig,
-    FashionMnistConfig,
-    ImageFolderConfig,
-    MaskedTokensConfig,
-    NumpyConfig,
-    OfFiles,
-    PythonDocsConfig,
-    SyntheticImagesConfig,
-    SyntheticTokensConfig,
-    TokensConfig,
-)
+from scalejax.config.data import DataConfig
 from scalejax.config.input import AugmentationConfig
-from scalejax.config.parquet import ParquetConfig
-from scalejax.data.source import Shared, Source, Split
+from scalejax.data.source import READERS, Reader, Shared, Source, Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,47 +62,29 @@ def open_source(
     Raises:
         ConfigError: if a file of the data set is missing or damaged.
     """
-    source = _opened(config, split, seed, augmentation)
-    if isinstance(config, OfFiles):  # another process might find other files
+    # Imported here, as the readers: reading a config waits for neither Arrow nor Pillow.
+    from scalejax.data.transforms.augmentation import Augmentation
+
+    changes = Augmentation(config=augmentation or AugmentationConfig(), seed=seed)
+    source = reader_of(config)(config, split, changes)
+    if config.is_of_files:  # another process might find other files
         return source
     origin = Origin(config=config, split=split, seed=seed, augmentation=augmentation)
     vars(source)["origin"] = origin
     return source
 
 
-def _opened(
-    config: DataConfig, split: Split, seed: int, augmentation: AugmentationConfig | None
-) -> Source:
-    # Imported here: a process needs the reader of its own data set alone.
-    from scalejax.data.readers.array_record import ArrayRecords
-    from scalejax.data.readers.fashion_mnist import FashionMnist
-    from scalejax.data.readers.image_folder import ImageFolder
-    from scalejax.data.readers.numpy import NumpyArrays
-    from scalejax.data.readers.parquet import ParquetExamples
-    from scalejax.data.readers.python_docs import PythonDocs
-    from scalejax.data.readers.synthetic import MaskedTokens, SyntheticImages, SyntheticTokens
-    from scalejax.data.readers.tokens import TokenExamples
-    from scalejax.data.transforms.augmentation import AS_IS, Augmentation
+def reader_of(config: DataConfig) -> type[Reader]:
+    """The class that reads the data set that `config` names."""
+    from scalejax.data.readers import (  # noqa: F401  each registers its readers
+        array_record,
+        fashion_mnist,
+        image_folder,
+        numpy,
+        parquet,
+        python_docs,
+        synthetic,
+        tokens,
+    )
 
-    changes = AS_IS if augmentation is None else Augmentation(config=augmentation, seed=seed)
-    match config:
-        case FashionMnistConfig():
-            return FashionMnist(config, split, changes)
-        case SyntheticImagesConfig():
-            return SyntheticImages(config, split, seed=seed, augmentation=changes)
-        case SyntheticTokensConfig():
-            return SyntheticTokens(config, split, seed=seed)
-        case MaskedTokensConfig():
-            return MaskedTokens(config, split, seed=seed)
-        case PythonDocsConfig():
-            return PythonDocs(config, split)
-        case ParquetConfig():
-            return ParquetExamples(config, split, changes)
-        case ImageFolderConfig():
-            return ImageFolder(config, split, changes)
-        case NumpyConfig():
-            return NumpyArrays(config, split, changes)
-        case TokensConfig():
-            return TokenExamples(config, split, seed=seed)
-        case ArrayRecordConfig():
-            return ArrayRecords(config, split, changes)
+    return READERS[config.name]

@@ -4,27 +4,11 @@ Reads only as much of the files as it takes to count the examples; returns no ar
 JAX.
 """
 
-from scalejax.config.data import (
-    FASHION_MNIST_FOLDER,
-    ArrayRecordConfig,
-    DataConfig,
-    FashionMnistConfig,
-    ImageFolderConfig,
-    NumpyConfig,
-    PythonDocsConfig,
-    TokensConfig,
-    known_facts,
-)
+from scalejax.config.data import DataConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import ResolvedRun, RunConfig, require_fitting_data
 from scalejax.config.run import resolve as resolve_known
-from scalejax.core.errors import ConfigError, refusal
-from scalejax.data.formats.array_record import array_record_facts
-from scalejax.data.formats.image_folder import image_folder_facts
-from scalejax.data.formats.numpy import numpy_facts
-from scalejax.data.formats.tokens import tokens_facts
-from scalejax.data.readers.python_docs import python_docs_facts
+from scalejax.data.datasets import reader_of
 
 
 def read_facts(config: DataConfig) -> DatasetFacts:
@@ -34,32 +18,8 @@ def read_facts(config: DataConfig) -> DatasetFacts:
         ConfigError: if a text is too short for one example of the length asked for, or files
             cannot be read or hold something else.
     """
-    match config:
-        case PythonDocsConfig():
-            return python_docs_facts(config)
-        case ParquetConfig():
-            # Imported here: other data sets need no Arrow, and commands start sooner without.
-            from scalejax.data.formats.parquet_columns import parquet_facts
-
-            return parquet_facts(config)
-        case ImageFolderConfig():
-            return image_folder_facts(config)
-        case NumpyConfig():
-            return numpy_facts(config)
-        case TokensConfig():
-            return tokens_facts(config)
-        case ArrayRecordConfig():
-            return array_record_facts(config)
-        case FashionMnistConfig(edition="full") if not FASHION_MNIST_FOLDER.is_dir():
-            accepted = (
-                f"{FASHION_MNIST_FOLDER} is not there; install it with "
-                '"apt-get install dataset-fashion-mnist", or use "embedded"'
-            )
-            raise ConfigError(refusal("data.edition", config.edition, accepted))
-        case _:
-            facts = known_facts(config)
-            assert facts is not None  # noqa: S101  every other data set has files
-            return facts
+    known = None if config.depends_on_machine else config.known_facts
+    return known or reader_of(config).facts(config)
 
 
 def fitting_facts(config: RunConfig, facts: DatasetFacts | None = None) -> DatasetFacts:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from scalejax.config.parquet import ParquetConfig, ReadingConfig
+from scalejax.config.data import ParquetConfig, ReadingConfig
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.serialization import document
 from scalejax.core.units import MIB, counted, format_bytes

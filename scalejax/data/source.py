@@ -1,16 +1,30 @@
-"""The interface of data sources: examples that can be read by index, in any order.
+"""The interface of data sets: examples that can be read by index, in any order, and what else is
+asked of a data set. Their readers register by `data.name`.
 
 Knows no files, no batches, no sampler and no devices.
 """
 
-from typing import Literal, Protocol, runtime_checkable
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from scalejax.config.data import ParquetConfig
+from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError
+
+if TYPE_CHECKING:  # which import Arrow and Pillow
+    from scalejax.core.filesystem import DataFile
+    from scalejax.data.convert.rows import RowsOptions
 
 Split = Literal["train", "test"]
 """The training part and the test part of a data set."""
+
+
+UsedPart = tuple["DataFile", int, str | None]
+"""A file, its rows before filters, and None; or of a folder of a class, the total bytes of its
+images with the SHA-256 of their versions, their number, and the SHA-256 of their names and
+lengths."""
 
 
 class UnreadableExample(ConfigError):
@@ -76,3 +90,49 @@ class Shared(Protocol):
             ConfigError: if the share is too small.
         """
         ...
+
+
+class Inspected(NamedTuple):
+    """Files to inspect."""
+
+    location: str
+    """Their path, folder, glob or URL."""
+    options: "RowsOptions | None" = None
+    """Which arrays or files hold images and labels, where the format does not tell."""
+    run: ParquetConfig | None = None
+    """The data table of the run that reads them."""
+
+
+READERS: dict[str, type["Reader"]] = {}
+"""The reader of each `data.name`; see `scalejax.data.datasets.reader_of`."""
+
+
+class Reader(Source):
+    """A data set: the source of its examples, and what its files say.
+
+    A class that begins `class Numbers(Reader, names=("numbers",))` reads the data sets of these
+    values of `data.name`.
+    """
+
+    def __init_subclass__(cls, names: tuple[str, ...] = (), **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        READERS.update(dict.fromkeys(names, cls))
+
+    def __init__(self, config: Any, split: Split, augmentation: Any) -> None:
+        """Open a part; `augmentation` is an `Augmentation`, with the seed of all that is random."""
+
+    @staticmethod
+    def facts(config: Any) -> DatasetFacts:
+        """Counts and shapes, where they do not follow from the words of `config`."""
+        raise NotImplementedError(f"{config.name} says no facts")
+
+    @staticmethod
+    def files(config: Any, part: Split) -> Iterable[UsedPart]:
+        """The files of a data set in files, as they are now, or its folders of a class."""
+        raise NotImplementedError(f"{config.name} has no files")
+
+    @staticmethod
+    def inspected(config: Any, part: Split) -> Inspected | None:
+        """What `scalejax data inspect` opens for a run; None if it cannot."""
+        del config, part
+        return None

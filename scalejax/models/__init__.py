@@ -4,7 +4,6 @@ from scalejax.models import (  # noqa: F401  each registers its networks
     alexnet,
     bert,
     cnn,
-    custom,
     efficientnet,
     gpt,
     inception,
@@ -24,7 +23,6 @@ from scalejax.models.network import (
     network_class,
     param_specs,
     parameter_path,
-    register_network,
 )
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 
@@ -39,5 +37,4 @@ __all__ = [
     "network_class",
     "param_specs",
     "parameter_path",
-    "register_network",
 ]

@@ -7,7 +7,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.sharding import constrained_by_row
 
 CHANNELS = (64, 192, 384, 384, 256)
@@ -20,8 +20,7 @@ HIDDEN = 4096
 """Width of the two hidden linear layers."""
 
 
-@register_network("alexnet")
-class AlexNet(Network):
+class AlexNet(Network, names=("alexnet",)):
     """Five convolutions with ReLU, three pools, three linear layers.
 
     The one-tower network of Krizhevsky 2014 (arXiv 1404.5997) as TensorFlow's benchmarks have it

@@ -14,7 +14,7 @@ from scalejax.config.data import SEPARATOR_TOKEN, DatasetFacts
 from scalejax.config.model import BertConfig, Remat
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.attention import full_attention
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept, recomputed
 from scalejax.models.sharding import constrained, constrained_by_row
@@ -90,8 +90,7 @@ class MaskedWordHead(nnx.Module):
         return logits_BPV.astype(jnp.float32) + self.bias[None, None]
 
 
-@register_network("bert_base", "bert_large")
-class Bert(Network):
+class Bert(Network, names=("bert_base", "bert_large")):
     """Embeddings of tokens, places and segments; blocks; the words at the masked places.
 
     The parameters of all blocks are stacked on a first dimension, over which one compiled block

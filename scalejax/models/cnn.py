@@ -11,13 +11,12 @@ from scalejax.config.data import DatasetFacts
 from scalejax.config.model import CnnConfig
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import classified, classifier, convolution
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.sharding import constrained_by_row
 
 
-@register_network("cnn")
-class Cnn(Network):
+class Cnn(Network, names=("cnn",)):
     """Stride-2 3x3 convolutions, each with BatchNorm and ReLU; the mean over places; a linear
     layer."""
 

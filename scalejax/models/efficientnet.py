@@ -12,7 +12,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import HE_NORMAL, classifier
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNorm, BatchNormScope
 from scalejax.models.sharding import constrained_by_row
 
@@ -187,8 +187,7 @@ class Block(nnx.Module):
         return inputs + hidden if self.is_residual else hidden
 
 
-@register_network("efficientnet_lite0")
-class EfficientNetLite(Network):
+class EfficientNetLite(Network, names=("efficientnet_lite0",)):
     """A 3x3 stem, sixteen inverted residual blocks, a 1x1 layer, the mean over places, a linear
     layer; ReLU6, and no squeeze-and-excitation.
 

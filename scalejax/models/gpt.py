@@ -18,7 +18,7 @@ from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear
-from scalejax.models.network import PartitionRules, register_network
+from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between
 
@@ -116,8 +116,7 @@ class Block(PreNormBlock):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
 
-@register_network("gpt")
-class Gpt(CausalNetwork):
+class Gpt(CausalNetwork, names=("gpt",)):
     """A causal network with learned position embeddings.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its

@@ -9,7 +9,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
 
 
@@ -109,8 +109,7 @@ class Module(nnx.Module):
         return jnp.concatenate(parts, axis=-1)
 
 
-@register_network("inception_v3")
-class Inception(Network):
+class Inception(Network, names=("inception_v3",)):
     """A stem of convolutions, eleven modules, the mean over places, a linear layer.
 
     Without the auxiliary head, as TensorFlow's benchmarks ran it

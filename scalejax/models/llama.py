@@ -20,7 +20,7 @@ from scalejax.models.attention import causal_attention
 from scalejax.models.blocks import PreNormBlock, stacked_blocks
 from scalejax.models.decoder import TOKENS, CausalNetwork
 from scalejax.models.fsdp import linear, multiplied
-from scalejax.models.network import PartitionRules, register_network
+from scalejax.models.network import PartitionRules
 from scalejax.models.remat import kept, kept_without_inner
 from scalejax.models.sharding import constrained_between
 
@@ -131,8 +131,7 @@ class Block(PreNormBlock):
         self.feed_forward = FeedForward(config, rngs=rngs)
 
 
-@register_network("llama")
-class Llama(CausalNetwork):
+class Llama(CausalNetwork, names=("llama",)):
     """A causal network whose blocks encode positions.
 
     Left out: the scaled angles with which Llama 3.1 extends its context beyond that of training

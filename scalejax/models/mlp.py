@@ -11,12 +11,11 @@ from jax.sharding import PartitionSpec as P
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import MlpConfig
 from scalejax.config.parallelism import FSDP, TENSOR
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.sharding import constrained_by_row
 
 
-@register_network("mlp")
-class Mlp(Network):
+class Mlp(Network, names=("mlp",)):
     """Linear layers with ReLU between them, He initialised."""
 
     def __init__(self, config: MlpConfig, dataset: DatasetFacts, *, rngs: nnx.Rngs):

@@ -1,24 +1,31 @@
-"""The interface of networks, their registration by `model.name`, and their partition specs.
+"""The interface of networks, their registration by `model.name`, their partition specs, and the
+import of a user's own network.
 
 A network is a `flax.nnx` module over one batch. It knows its layers and the partition rules of its
 parameters; it knows no mesh, no batch size and no optimizer.
 """
 
+import importlib
+import inspect
 import math
+import os
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import singledispatch
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr, tree_map_with_path
 
 from scalejax.config.data import DatasetFacts
-from scalejax.config.model import ModelConfig
+from scalejax.config.model import CustomConfig, ModelConfig
 from scalejax.config.parallelism import PIPELINE
+from scalejax.core.errors import ConfigError, refusal, unknown_name
 from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import also_over, divisible, split_axes
 
@@ -26,8 +33,16 @@ PartitionRules = tuple[tuple[str, PartitionSpec], ...]
 """Regular expressions on parameter paths, with the mesh axes that shard each dimension."""
 
 
+_NETWORKS: dict[str, type["Network"]] = {}
+"""Class of the network of each `model.name`."""
+
+
 class Network(nnx.Module):
     """The base of every network, built-in or a user's own.
+
+    A class that begins `class Mlp(Network, names=("mlp",))` is the network of these values of
+    `model.name`, and is built as `Mlp(config, dataset, rngs=...)`, with `bn=` as well if
+    `has_batch_norm` of the config says so.
 
     A user's own class is built as `Class(dataset, compute_dtype=..., bn=..., rngs=..., **options)`
     with `dataset` a `DatasetFacts`, `compute_dtype` a NumPy type, `bn` the `BatchNormScope` for
@@ -42,6 +57,10 @@ class Network(nnx.Module):
     stacked: ClassVar[tuple[str, ...]] = ()
     """First parts of the paths of stacked parameters, whose first dimension counts layers:
     layer-wise optimizers treat each index as a layer."""
+
+    def __init_subclass__(cls, names: tuple[str, ...] = (), **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        _NETWORKS.update(dict.fromkeys(names, cls))
 
     @abstractmethod
     def __call__(self, inputs: jax.Array, *, is_training: bool) -> jax.Array:
@@ -58,25 +77,6 @@ class Network(nnx.Module):
         """Sharding of parameters over mesh axes: the first rule that matches a path applies; a
         parameter without one is replicated."""
         return ()
-
-
-N = TypeVar("N", bound=type[Network])
-_NETWORKS: dict[str, type[Network]] = {}
-"""Class of the network of each `model.name`."""
-
-
-def register_network(*names: str) -> Callable[[N], N]:
-    """Class decorator: the network that these values of `model.name` select.
-
-    It is built as `Class(config, dataset, rngs=...)`, with `bn=` as well if `has_batch_norm` of the
-    config says so.
-    """
-
-    def register(kind: N) -> N:
-        _NETWORKS.update(dict.fromkeys(names, kind))
-        return kind
-
-    return register
 
 
 @singledispatch
@@ -165,3 +165,73 @@ def _over_stages(
     parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in split_axes(kept, len(shape))]
     order = sorted(range(len(shape)), key=lambda index: parts[index] > 1)
     return also_over(PIPELINE, kept, shape, axis_sizes, order)
+
+
+@network_class.register
+def import_network(config: CustomConfig) -> type[Network]:
+    """The class at "module:Class"; modules are found in the working directory too.
+
+    Raises:
+        ConfigError: if there is no such module or class, it is no `Network`, or is not called
+            as one.
+    """
+    path = config.path
+    module_name, class_name = path.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        accepted = f"{module_name!r}, installed or in {os.getcwd()}, must import ({error})"
+        raise ConfigError(refusal("model.path", path, accepted)) from error
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        found_there = [f"{module_name}:{name}" for name in classes]
+        raise ConfigError(unknown_name("model.path", path, found_there))
+    if not (inspect.isclass(found) and issubclass(found, Network)):
+        accepted = f"{class_name} must be a subclass of scalejax.models.Network"
+        raise ConfigError(refusal("model.path", path, accepted))
+    if inspect.isabstract(found):
+        accepted = f"{class_name} must define __call__(self, inputs, *, is_training)"
+        raise ConfigError(refusal("model.path", path, accepted))
+    try:
+        inspect.signature(found.__call__).bind(None, None, is_training=True)
+    except TypeError as error:
+        accepted = f"it is called as network(inputs, is_training=...), but: {error}"
+        raise ConfigError(refusal("model.path", path, accepted)) from error
+    return found
+
+
+@build_network.register
+def build_custom(
+    config: CustomConfig, dataset: DatasetFacts, *, bn: BatchNormScope, rngs: nnx.Rngs
+) -> Network:
+    """The user's own network that `config` names.
+
+    Raises:
+        ConfigError: if it cannot be imported, or does not take the options given.
+    """
+    network = import_network(config)
+    if dataset.is_masked:
+        try:
+            inspect.signature(network.__call__).bind(None, None, is_training=True, places=None)
+        except TypeError as error:
+            accepted = f"for data that hides words it is called with places=, but: {error}"
+            raise ConfigError(refusal("model.path", config.path, accepted)) from error
+    constructor = cast(Callable[..., Network], network)
+    keywords = {
+        "compute_dtype": jnp.dtype(config.compute_dtype),
+        "bn": bn,
+        "rngs": rngs,
+        **config.options,
+    }
+    try:
+        inspect.signature(constructor.__init__).bind(None, dataset, **keywords)
+    except TypeError as error:
+        accepted = (
+            f"{config.path} is built as Class(dataset, compute_dtype=, bn=, rngs=, **options), "
+            f"and with these options: {error}"
+        )
+        raise ConfigError(refusal("model.options", config.options, accepted)) from error
+    return constructor(dataset, **keywords)

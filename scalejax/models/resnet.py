@@ -9,7 +9,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ResNetConfig
 from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.convolution import Unit, classified, classifier, max_pool
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
 
 STEM_WIDTH = 64
@@ -63,8 +63,7 @@ class Block(nnx.Module):
         return jax.nn.relu(inputs + residual)
 
 
-@register_network("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-class ResNet(Network):
+class ResNet(Network, names=("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")):
     """A 7x7 stem, four stages of residual blocks, the mean over places, a linear layer.
 
     Source: He et al. 2015, arXiv 1512.03385, table 1; initialised as in Goyal et al. 2017.

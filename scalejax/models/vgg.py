@@ -7,7 +7,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import PERCEPTRON_RULES, Perceptron, convolution, max_pool
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.sharding import constrained_by_row
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
@@ -16,8 +16,7 @@ HIDDEN = 4096
 """Width of the two hidden linear layers."""
 
 
-@register_network("vgg16")
-class Vgg(Network):
+class Vgg(Network, names=("vgg16",)):
     """Stages of 3x3 convolutions with ReLU, each halved by a pool; three linear layers.
 
     Without the dropout between the linear layers (see `Perceptron`). Convolutions have biases,

@@ -17,7 +17,7 @@ from scalejax.config.parallelism import FSDP, TENSOR
 from scalejax.models.attention import full_attention
 from scalejax.models.blocks import stacked_blocks, through_blocks
 from scalejax.models.fsdp import gathered, linear
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import normalised
 from scalejax.models.remat import kept
 from scalejax.models.sharding import constrained_by_row
@@ -97,8 +97,7 @@ class Block(nnx.Module):
         return constrained_by_row(x_BSD + self.feed_forward(normalised_BSD))
 
 
-@register_network("vit")
-class Vit(Network):
+class Vit(Network, names=("vit",)):
     """Patches in a row behind a class token, blocks, and the classes from that token.
 
     The published convolution over patches is a product here: its window is its stride.

@@ -7,7 +7,7 @@ from flax import nnx
 from scalejax.config.data import DatasetFacts
 from scalejax.config.model import ImageNetworkConfig
 from scalejax.models.convolution import UNIT_RULES, Unit, classified, classifier, max_pool
-from scalejax.models.network import Network, PartitionRules, register_network
+from scalejax.models.network import Network, PartitionRules
 from scalejax.models.normalization import BatchNormScope
 from scalejax.models.sharding import constrained_by_row, per_device
 
@@ -84,8 +84,7 @@ class Block(nnx.Module):
         return self.shortcut(inputs, is_training=is_training) + hidden
 
 
-@register_network("xception")
-class Xception(Network):
+class Xception(Network, names=("xception",)):
     """Two convolutions, twelve blocks and two more convolutions, all separable; the mean over
     places, a linear layer.
 

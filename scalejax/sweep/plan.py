@@ -38,9 +38,6 @@ _ALTERNATIVES = ("seed", "schedule")
 """Fields in which runs of one program may differ: seeds, and numbers that are program inputs."""
 _RATES = ("learning_rate", "warmup_epochs")
 """Scaling rules that change only the schedule."""
-_CONVOLUTIONAL = ("cnn", "resnet", "vgg", "alexnet", "inception", "xception", "vit", "custom")
-"""Networks that do not share a program: several convolutions at once are a grouped convolution,
-which on a CPU is slower than running them one after another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,7 +344,7 @@ def can_train_together(run: ResolvedRun) -> bool:
         and config.layout.mode == "jit"
         and config.train.early_stopping is None
         and config.emulation is None
-        and not config.model.name.startswith(_CONVOLUTIONAL)
+        and config.model.shares_programs
     )
 
 

@@ -4,32 +4,16 @@ Knows no rows and no loop. Synthetic data sets, and those shipped with scalejax,
 check.
 """
 
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Literal
 
-from scalejax.config.data import (
-    ArrayRecordConfig,
-    DataConfig,
-    ImageFolderConfig,
-    NumpyConfig,
-    OfFiles,
-    TokensConfig,
-)
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import DataConfig
 from scalejax.core.errors import ConfigError
-from scalejax.core.filesystem import DataFile, absolute_location, states_below
+from scalejax.core.filesystem import DataFile, absolute_location
 from scalejax.core.serialization import document, load, save
-from scalejax.data.formats.array_record import record_files
-from scalejax.data.formats.image_folder import image_files
-from scalejax.data.formats.numpy import part_headers
-from scalejax.data.formats.parquet import find_files
-from scalejax.data.formats.tokens import token_files
+from scalejax.data.datasets import reader_of
+from scalejax.data.source import Split
 from scalejax.training.record import RunFolder
-
-Part = Literal["train", "test"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,57 +71,13 @@ def refuse_other_files(folder: RunFolder, data: DataConfig) -> None:
 
 def used_files(data: DataConfig) -> UsedFiles | None:
     """Fingerprints of the files of `data` as they are now; None if it has no files."""
-    if not isinstance(data, OfFiles):
+    if not data.is_of_files:
         return None
     return UsedFiles(train=tuple(_of_part(data, "train")), test=tuple(_of_part(data, "test")))
 
 
-def _of_part(data: OfFiles, part: Part) -> Iterable[UsedFile]:
-    match data:
-        case ParquetConfig():
-            return _of_parquet(data, part)
-        case ImageFolderConfig():
-            return _of_folders(data, part)
-        case NumpyConfig():
-            return _of_arrays(data, part)
-        case TokensConfig():
-            return (_used(each.file, each.count) for each in token_files(data, part))
-        case ArrayRecordConfig():
-            return (_used(each.file, each.count) for each in record_files(data, part))
-
-
-def _of_parquet(data: ParquetConfig, part: Part) -> Iterable[UsedFile]:
-    rows: dict[DataFile, int] = {}
-    location = absolute_location(getattr(data, part))
-    for group in find_files(f"data.{part}", location, ()).groups:
-        rows[group.file] = rows.get(group.file, 0) + group.rows
-    return (UsedFile(file=file, rows=count) for file, count in rows.items())
-
-
-def _of_folders(data: ImageFolderConfig, part: Part) -> Iterable[UsedFile]:
-    """One fingerprint for the folder of each class, in place of its files."""
-    files = image_files(data, part)
-    location = absolute_location(files.location)
-    paths = map(files.path, range(len(files)))
-    states = states_below(f"data.{part}", location, paths)
-    for name, count in zip(files.classes, files.counts, strict=True):
-        listing, contents, size_bytes, is_known = hashlib.sha256(), hashlib.sha256(), 0, True
-        for path, length, version in islice(states, count):
-            listing.update(repr((path, length)).encode())
-            contents.update(repr((path, length, version)).encode())
-            size_bytes += length
-            is_known = is_known and version is not None
-        version = contents.hexdigest() if is_known else None
-        file = DataFile(path=f"{location}/{name}", size_bytes=size_bytes, version=version)
-        yield UsedFile(file=file, rows=count, listing=listing.hexdigest())
-
-
-def _of_arrays(data: NumpyConfig, part: Part) -> Iterable[UsedFile]:
-    headers = part_headers(data, part)
-    files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # one, of an .npz
-    return (_used(file, headers.inputs.shape[0]) for file in files)
-
-
-def _used(file: DataFile, rows: int) -> UsedFile:
-    """The fingerprint of `file` with an absolute path, independent of the working directory."""
-    return UsedFile(file=replace(file, path=absolute_location(file.path)), rows=rows)
+def _of_part(data: DataConfig, part: Split) -> Iterator[UsedFile]:
+    """The fingerprints of one part, independent of the working directory."""
+    for file, rows, listing in reader_of(data).files(data, part):
+        file = replace(file, path=absolute_location(file.path))
+        yield UsedFile(file=file, rows=rows, listing=listing)

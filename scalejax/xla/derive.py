@@ -7,7 +7,6 @@ nothing.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scalejax.config.data import SyntheticTokensConfig
 from scalejax.config.model import ELEMENT_BYTES, GptConfig
 from scalejax.config.parallelism import stage_layers
 from scalejax.config.run import ResolvedRun, resolve
@@ -173,7 +172,7 @@ def _with_vocabulary(run: ResolvedRun, times: int) -> ResolvedRun:
         ConfigError: if its data do not have a vocabulary of any size.
     """
     data, words = run.config.data, run.dataset.classes * times
-    if not isinstance(data, SyntheticTokensConfig):
+    if not data.has_any_vocabulary:
         accepted = (
             "this framework's loss is costed from larger vocabularies, which only "
             "synthetic_tokens have"

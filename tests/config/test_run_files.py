@@ -213,7 +213,7 @@ def test_flag_values_are_toml_or_text():
 
 def test_the_full_edition_is_refused_where_it_is_not_installed(run_toml, monkeypatch, tmp_path):
     """The refusal is the command that installs it."""
-    for module in ("config.data", "data.facts"):
+    for module in ("config.data", "data.readers.fashion_mnist"):
         monkeypatch.setattr(f"scalejax.{module}.FASHION_MNIST_FOLDER", tmp_path / "nowhere")
 
     full = load_config(run_toml, {"data.edition": "full"})

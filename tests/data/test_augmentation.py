@@ -8,10 +8,9 @@ from parquet_cases import encoded, random_images, write_images
 from PIL import Image
 from scipy import stats
 
-from scalejax.config.data import FashionMnistConfig, SyntheticImagesConfig
+from scalejax.config.data import FashionMnistConfig, ParquetConfig, SyntheticImagesConfig
 from scalejax.config.input import AugmentationConfig
 from scalejax.config.parallelism import Layout
-from scalejax.config.parquet import ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build

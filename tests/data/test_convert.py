@@ -21,7 +21,7 @@ from parquet_cases import encoded, random_images, write_images
 from PIL import Image
 
 from scalejax.cli.main import main
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.convert import ConvertOptions, RowsOptions, convert
 from scalejax.data.datasets import open_source

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalejax.config import run as config_run
-from scalejax.config.data import FashionMnistConfig, known_facts
+from scalejax.config.data import FashionMnistConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -104,5 +104,5 @@ def test_facts_that_the_words_say_are_those_that_are_read():
     """No caller has to give them."""
     config = run_on({"name": "fashion_mnist", "edition": "embedded"})
 
-    assert known_facts(config.data) == read_facts(FashionMnistConfig(edition="embedded"))
+    assert config.data.known_facts == read_facts(FashionMnistConfig(edition="embedded"))
     assert config_run.resolve(config, 1) == resolve(config, 1)

@@ -12,7 +12,7 @@ from parquet_cases import encoded, random_images, write_images
 from PIL import Image
 
 from scalejax.cli.main import main
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig
 from scalejax.config.run import load_config, with_fields
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source

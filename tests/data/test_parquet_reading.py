@@ -15,8 +15,8 @@ import pytest
 from parquet_cases import encoded, random_images, write_images
 from test_datasets import order_of
 
+from scalejax.config.data import ParquetConfig, ReadingConfig
 from scalejax.config.parallelism import Layout
-from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_parquet_reading import seen
 
-from scalejax.config.parquet import ParquetConfig, PetastormConfig, ReadingConfig
+from scalejax.config.data import ParquetConfig, PetastormConfig, ReadingConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.data.facts import read_facts, resolve

@@ -17,7 +17,7 @@ import pytest
 from cache_writer import table_of
 from parquet_cases import encoded, random_images, write_images
 
-from scalejax.config.parquet import ParquetConfig, ReadingConfig
+from scalejax.config.data import ParquetConfig, ReadingConfig
 from scalejax.core.errors import ConfigError
 from scalejax.data.datasets import open_source
 from scalejax.data.facts import read_facts

@@ -12,8 +12,8 @@ from child_processes import children_of, is_running, wait_until
 from parquet_cases import encoded, random_images, write_images
 from test_datasets import CONFIGS, EMBEDDED, SMALL_IMAGES, Numbers, shapes_of
 
+from scalejax.config.data import ParquetConfig, ReadingConfig
 from scalejax.config.input import InputConfig
-from scalejax.config.parquet import ParquetConfig, ReadingConfig
 from scalejax.core.errors import ConfigError, ScalejaxError
 from scalejax.data.datasets import for_process, open_source
 from scalejax.data.loader.loader import training_batches

@@ -16,8 +16,7 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from test_predict import data_parallel
 
-from scalejax.config.data import PythonDocsConfig
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import ParquetConfig, PythonDocsConfig
 from scalejax.config.run import load_config
 from scalejax.core.errors import ConfigError
 from scalejax.core.progress import Progress

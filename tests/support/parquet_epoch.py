@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pyarrow as pa
 
+from scalejax.config.data import ParquetConfig
 from scalejax.config.parallelism import Layout
-from scalejax.config.parquet import ParquetConfig
 from scalejax.core.serialization import build
 from scalejax.data.datasets import open_source
 from scalejax.data.facts import read_facts

@@ -11,8 +11,8 @@ from typing import Literal
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalejax.config.data import ParquetConfig
 from scalejax.config.dataset_facts import DatasetFacts
-from scalejax.config.parquet import ParquetConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.parquet import (
     Filter,

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 
-from scalejax.config.parquet import PetastormConfig
+from scalejax.config.data import PetastormConfig
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.data.formats.parquet import ParquetFiles
 

@@ -1,21 +1,26 @@
 """Images and classes in ArrayRecord files, by record."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from scalejax.config.data import ArrayRecordConfig
 from scalejax.data.formats.array_record import (
     NoExample,
+    array_record_facts,
     image_and_class,
     read_records,
     record_files,
 )
-from scalejax.data.source import Split, UnreadableExample
+from scalejax.data.source import Reader, Split, UnreadableExample, UsedPart
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 from scalejax.data.transforms.images import decoded_all
 
 
-class ArrayRecords:
+class ArrayRecords(Reader, names=("array_record",)):
     """Images, uint8 of [height, width, channels], and classes."""
+
+    facts = staticmethod(array_record_facts)
 
     def __init__(
         self, config: ArrayRecordConfig, split: Split, augmentation: Augmentation = AS_IS
@@ -24,6 +29,11 @@ class ArrayRecords:
         self._config = config
         self._files = record_files(config, split)
         self._ends = np.cumsum([file.count for file in self._files])
+
+    @staticmethod
+    def files(config: ArrayRecordConfig, part: Split) -> Iterable[UsedPart]:
+        """The files of `part`, as they are now."""
+        return ((each.file, each.count, None) for each in record_files(config, part))
 
     def __len__(self) -> int:
         """Number of records."""

@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from scalejax.config.data import FASHION_MNIST_FOLDER, FashionMnistConfig
-from scalejax.core.errors import ConfigError
-from scalejax.data.source import Split
+from scalejax.config.dataset_facts import DatasetFacts
+from scalejax.core.errors import ConfigError, refusal
+from scalejax.data.source import Reader, Split
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
 EMBEDDED = Path(__file__).parents[1] / "fashion_10000_2000.npz"
 """A class-balanced subset, 10,000 to train on and 2,000 to test on; MIT, see the notice beside."""
 
 
-class FashionMnist:
+class FashionMnist(Reader, names=("fashion_mnist",)):
     """Photographs of clothes, uint8 of 28 x 28 x 1, and their classes."""
 
     def __init__(
@@ -27,6 +28,21 @@ class FashionMnist:
         self._images = images.reshape(-1, 28, 28, 1)
         self._classes = classes.astype(np.int32)
         self._augmentation = augmentation
+
+    @staticmethod
+    def facts(config: FashionMnistConfig) -> DatasetFacts:
+        """Counts and shapes.
+
+        Raises:
+            ConfigError: if the full edition is asked for, and not installed.
+        """
+        if config.edition == "full" and not FASHION_MNIST_FOLDER.is_dir():
+            accepted = (
+                f"{FASHION_MNIST_FOLDER} is not there; install it with "
+                '"apt-get install dataset-fashion-mnist", or use "embedded"'
+            )
+            raise ConfigError(refusal("data.edition", config.edition, accepted))
+        return config.known_facts
 
     def __len__(self) -> int:
         """Number of images."""

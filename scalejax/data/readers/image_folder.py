@@ -1,22 +1,32 @@
 """Images in a folder for each class: a file is opened when its example is taken."""
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from scalejax.config.data import ImageFolderConfig
-from scalejax.core.filesystem import is_url, opened_filesystem
-from scalejax.data.formats.image_folder import image_files
-from scalejax.data.source import Split
+from scalejax.core.filesystem import (
+    DataFile,
+    absolute_location,
+    is_url,
+    opened_filesystem,
+    states_below,
+)
+from scalejax.data.formats.image_folder import image_files, image_folder_facts
+from scalejax.data.source import Inspected, Reader, Split, UsedPart
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 from scalejax.data.transforms.images import decoded_all
 
 
-class ImageFolder:
+class ImageFolder(Reader, names=("image_folder",)):
     """Images, uint8 of [height, width, channels], and the places of their folders among the
     classes."""
+
+    facts = staticmethod(image_folder_facts)
 
     def __init__(
         self, config: ImageFolderConfig, split: Split, augmentation: Augmentation = AS_IS
@@ -28,6 +38,29 @@ class ImageFolder:
         classes = image_files(config, "train").classes
         numbers = [classes.index(name) for name in self._files.classes]
         self._classes = np.repeat(np.array(numbers, np.int32), self._files.counts)
+
+    @staticmethod
+    def files(config: ImageFolderConfig, part: Split) -> Iterable[UsedPart]:
+        """The folder of each class, as it is now, in place of its files."""
+        files = image_files(config, part)
+        location = absolute_location(files.location)
+        paths = map(files.path, range(len(files)))
+        states = states_below(f"data.{part}", location, paths)
+        for name, count in zip(files.classes, files.counts, strict=True):
+            listing, contents, size_bytes, is_known = hashlib.sha256(), hashlib.sha256(), 0, True
+            for path, length, version in islice(states, count):
+                listing.update(repr((path, length)).encode())
+                contents.update(repr((path, length, version)).encode())
+                size_bytes += length
+                is_known = is_known and version is not None
+            version = contents.hexdigest() if is_known else None
+            file = DataFile(path=f"{location}/{name}", size_bytes=size_bytes, version=version)
+            yield file, count, listing.hexdigest()
+
+    @staticmethod
+    def inspected(config: ImageFolderConfig, part: Split) -> Inspected:
+        """The folder of `part`."""
+        return Inspected(getattr(config, part))
 
     def __len__(self) -> int:
         """Number of images."""

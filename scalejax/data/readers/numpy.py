@@ -1,23 +1,31 @@
 """Arrays in NumPy's files, by row."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import numpy as np
 
 from scalejax.config.data import NumpyConfig
 from scalejax.data.formats.npy_headers import ArrayHeader, loaded_array
-from scalejax.data.formats.numpy import part_headers, require_room, targets_of
+from scalejax.data.formats.numpy import numpy_facts, part_headers, require_room, targets_of
 from scalejax.data.readers.memmap import FlatFile
-from scalejax.data.source import Split, UnreadableExample
+from scalejax.data.source import (
+    Inspected,
+    Reader,
+    Split,
+    UnreadableExample,
+    UsedPart,
+)
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation
 
 MOST_SAMPLED_ROWS = 2**16
 """Rows from which mean and deviation of features are taken."""
 
 
-class NumpyArrays:
+class NumpyArrays(Reader, names=("numpy",)):
     """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
+
+    facts = staticmethod(numpy_facts)
 
     def __init__(
         self, config: NumpyConfig, split: Split, augmentation: Augmentation = AS_IS
@@ -29,6 +37,25 @@ class NumpyArrays:
         self._targets = targets_of(config, split)
         if self._headers.is_table:
             self._moments = _moments("data.train", part_headers(config, "train").inputs)
+
+    @staticmethod
+    def files(config: NumpyConfig, part: Split) -> Iterable[UsedPart]:
+        """The files of `part`, as they are now."""
+        headers = part_headers(config, part)
+        files = dict.fromkeys((headers.inputs.file, headers.targets.file))  # one, of an .npz
+        return ((file, headers.inputs.shape[0], None) for file in files)
+
+    @staticmethod
+    def inspected(config: NumpyConfig, part: Split) -> Inspected:
+        """The arrays of `part`."""
+        from scalejax.data.convert.rows import RowsOptions
+
+        headers = part_headers(config, part)
+        inputs, targets = headers.inputs, headers.targets
+        options = RowsOptions(images=inputs.member, labels=targets.member)
+        if inputs.member is None:
+            options = RowsOptions(labels=targets.file.path)
+        return Inspected(inputs.file.path, options)
 
     def __len__(self) -> int:
         """Number of rows."""

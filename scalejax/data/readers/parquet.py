@@ -3,7 +3,7 @@
 Knows the meaning of columns; `row_group_cache` caches row groups.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -13,17 +13,25 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalejax.config.parquet import ParquetConfig
-from scalejax.data.formats.parquet import RowGroup
+from scalejax.config.data import ParquetConfig
+from scalejax.core.filesystem import DataFile
+from scalejax.data.formats.parquet import RowGroup, find_files
 from scalejax.data.formats.parquet_columns import (
     class_values,
+    parquet_facts,
     parquet_part,
     require_room,
     rows_together,
 )
 from scalejax.data.formats.petastorm import epoch_rows
 from scalejax.data.readers.row_group_cache import RowGroups
-from scalejax.data.source import Split, UnreadableExample
+from scalejax.data.source import (
+    Inspected,
+    Reader,
+    Split,
+    UnreadableExample,
+    UsedPart,
+)
 from scalejax.data.transforms.augmentation import AS_IS, Augmentation, Changes
 from scalejax.data.transforms.images import decoded_all
 
@@ -31,8 +39,10 @@ MOST_SAMPLED_GROUPS = 16
 """Row groups from which mean and deviation of features are taken."""
 
 
-class ParquetExamples:
+class ParquetExamples(Reader, names=("parquet",)):
     """Images, uint8 of [height, width, channels], or numbers, float32 of [features]; classes."""
+
+    facts = staticmethod(parquet_facts)
 
     def __init__(
         self, config: ParquetConfig, split: Split, augmentation: Augmentation = AS_IS
@@ -46,6 +56,22 @@ class ParquetExamples:
         self._classes = class_values(config)
         if config.feature_columns:
             self._moments = _moments(config, parquet_part(config, "train").groups)
+
+    @staticmethod
+    def files(config: ParquetConfig, part: Split) -> Iterable[UsedPart]:
+        """The files of `part`, as they are now."""
+        rows: dict[DataFile, int] = {}
+        for group in find_files(f"data.{part}", getattr(config, part), ()).groups:
+            rows[group.file] = rows.get(group.file, 0) + group.rows
+        return ((file, count, None) for file, count in rows.items())
+
+    @staticmethod
+    def inspected(config: ParquetConfig, part: Split) -> Inspected:
+        """The files, and how the run reads them: test data are not shuffled."""
+        if part == "test":
+            reading = replace(config.reading, shuffle="rows", petastorm=None)
+            config = replace(config, reading=reading)
+        return Inspected(getattr(config, part), run=config)
 
     def __len__(self) -> int:
         """Number of rows that the filters keep."""

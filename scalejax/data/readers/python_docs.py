@@ -7,7 +7,8 @@ import numpy as np
 from scalejax.config.data import PythonDocsConfig
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.core.errors import ConfigError, refusal
-from scalejax.data.source import Split
+from scalejax.data.source import Reader, Split
+from scalejax.data.transforms.augmentation import Augmentation
 
 BYTE_VALUES = 256
 """Vocabulary of a text read by bytes."""
@@ -46,10 +47,12 @@ def python_docs_facts(config: PythonDocsConfig) -> DatasetFacts:
     )
 
 
-class PythonDocs:
+class PythonDocs(Reader, names=("python_docs",)):
     """Consecutive pieces of the text as int32 tokens; the target is the byte that follows."""
 
-    def __init__(self, config: PythonDocsConfig, split: Split) -> None:
+    facts = staticmethod(python_docs_facts)
+
+    def __init__(self, config: PythonDocsConfig, split: Split, augmentation: Augmentation) -> None:
         counts = python_docs_facts(config)
         text = np.frombuffer(python_docs(), np.uint8)
         if split == "train":

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
-from scalejax.config.parquet import ReadingConfig
+from scalejax.config.data import ReadingConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.filesystem import absolute_location
 from scalejax.data.formats.parquet import RowGroup, read_columns

@@ -15,8 +15,8 @@ from scalejax.config.data import (
     SyntheticImagesConfig,
     SyntheticTokensConfig,
 )
-from scalejax.data.source import Split
-from scalejax.data.transforms.augmentation import AS_IS, Augmentation
+from scalejax.data.source import Reader, Split
+from scalejax.data.transforms.augmentation import Augmentation
 from scalejax.data.transforms.random import hashed
 
 OFFSETS = 2**20
@@ -25,24 +25,19 @@ MASKS = 2**12
 """Number of different patterns of masked tokens."""
 
 
-class SyntheticImages:
+class SyntheticImages(Reader, names=("synthetic_images",)):
     """Random uint8 images with random classes."""
 
     def __init__(
-        self,
-        config: SyntheticImagesConfig,
-        split: Split,
-        *,
-        seed: int,
-        augmentation: Augmentation = AS_IS,
+        self, config: SyntheticImagesConfig, split: Split, augmentation: Augmentation
     ) -> None:
         self._length = config.train_examples if split == "train" else config.test_examples
         self._classes = config.classes
         self._augmentation = augmentation
-        self._key = _key(seed, split)
+        self._key = _key(augmentation.seed, split)
         self._shape = (config.image_size, config.image_size, config.channels)
         size = OFFSETS + int(np.prod(self._shape))
-        pixels = np.random.default_rng([seed, split == "test"]).bytes(size)
+        pixels = np.random.default_rng([augmentation.seed, split == "test"]).bytes(size)
         self._windows = _windows(np.frombuffer(pixels, np.uint8), int(np.prod(self._shape)))
 
     def __len__(self) -> int:
@@ -58,14 +53,16 @@ class SyntheticImages:
         return self._augmentation.of(indices, epoch).applied(examples)
 
 
-class SyntheticTokens:
+class SyntheticTokens(Reader, names=("synthetic_tokens",)):
     """Random int32 tokens; the target of each place is the token that follows it."""
 
-    def __init__(self, config: SyntheticTokensConfig, split: Split, *, seed: int) -> None:
+    def __init__(
+        self, config: SyntheticTokensConfig, split: Split, augmentation: Augmentation
+    ) -> None:
         self._length = config.train_examples if split == "train" else config.test_examples
-        self._key = _key(seed, split)
+        self._key = _key(augmentation.seed, split)
         size = OFFSETS + config.tokens + 1
-        generator = np.random.default_rng([seed, split == "test"])
+        generator = np.random.default_rng([augmentation.seed, split == "test"])
         tokens = generator.integers(config.vocabulary, size=size, dtype=np.int32)
         self._windows = _windows(tokens, config.tokens + 1)
 
@@ -79,17 +76,19 @@ class SyntheticTokens:
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
 
-class MaskedTokens:
+class MaskedTokens(Reader, names=("masked_tokens",)):
     """Random int32 tokens in two segments of equal length, some of them masked.
 
     Of these 80 % are replaced by the mask token, 10 % by another token, and 10 % stay, as in
     Devlin et al. 2018, arXiv 1810.04805, section 3.1.
     """
 
-    def __init__(self, config: MaskedTokensConfig, split: Split, *, seed: int) -> None:
+    def __init__(
+        self, config: MaskedTokensConfig, split: Split, augmentation: Augmentation
+    ) -> None:
         self._length = config.train_examples if split == "train" else config.test_examples
-        self._key = _key(seed, split)
-        generator = np.random.default_rng([seed, split == "test"])
+        self._key = _key(augmentation.seed, split)
+        generator = np.random.default_rng([augmentation.seed, split == "test"])
         size = OFFSETS + config.tokens
         words = generator.integers(MASK_TOKEN + 1, config.vocabulary, size=size, dtype=np.int32)
         self._windows = _windows(words, config.tokens)

@@ -1,25 +1,29 @@
 """Token files as examples of one length, by index; documents are shuffled every epoch."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
 
 from scalejax.config.data import TokensConfig
-from scalejax.data.formats.tokens import token_files, token_span
+from scalejax.data.formats.tokens import token_files, token_span, tokens_facts
 from scalejax.data.readers.memmap import FlatFile, gathered
-from scalejax.data.source import Split, UnreadableExample
+from scalejax.data.source import Reader, Split, UnreadableExample, UsedPart
+from scalejax.data.transforms.augmentation import Augmentation
 
 SCANNED_TOKENS = 2**22
 """Tokens read at once to find where documents end."""
 
 
-class TokenExamples:
+class TokenExamples(Reader, names=("tokens",)):
     """Consecutive pieces of a stream of tokens, int32; the target of each place is the token that
     follows it."""
 
-    def __init__(self, config: TokensConfig, split: Split, *, seed: int) -> None:
+    facts = staticmethod(tokens_facts)
+
+    def __init__(self, config: TokensConfig, split: Split, augmentation: Augmentation) -> None:
         self._config = config
-        self._seed = seed
+        self._seed = augmentation.seed
         field = "data.test" if split == "test" and config.test is not None else "data.train"
         self._files = tuple(
             FlatFile(
@@ -36,6 +40,11 @@ class TokenExamples:
             first, last = np.searchsorted(ends, [self._begin, self._end], side="right")
             inner = ends[first:last]
             self._documents = np.unique(np.concatenate([[self._begin], inner, [self._end]]))
+
+    @staticmethod
+    def files(config: TokensConfig, part: Split) -> Iterable[UsedPart]:
+        """The files of `part`, as they are now."""
+        return ((each.file, each.count, None) for each in token_files(config, part))
 
     def __len__(self) -> int:
         """Number of examples."""

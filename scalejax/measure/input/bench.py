@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, JpegImagePlugin
 
-from scalejax.config.data import DataConfig
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import DataConfig, ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.environment import machine_cores
 from scalejax.core.progress import OnProgress, Progress, no_display

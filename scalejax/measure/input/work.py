@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from scalejax.config.data import DataConfig
-from scalejax.config.parquet import ParquetConfig
+from scalejax.config.data import DataConfig, ParquetConfig
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build, load_toml

@@ -61,8 +61,6 @@ class ModelConfig(Family):
     shares_programs: ClassVar[bool] = True
     """Whether several runs may be one program: several convolutions at once are a grouped one,
     which on a CPU is slower than running them one after another."""
-    casts_matrices: ClassVar[bool] = True
-    """Whether it uses kernels and embeddings only in the compute type; False if unknown."""
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -468,7 +466,6 @@ class CustomConfig(ModelConfig):
 
     reads = get_args(ExampleKind)
     shares_programs = False
-    casts_matrices = False
 
     path: str
     """Import path "module:Class" (see `scalejax.models.network` for the methods of the class). The

@@ -3,37 +3,18 @@
 Knows which reader reads which data set. Knows no batches, no sampler and no devices.
 """
 
-from dataclasses import dataclass
+from functools import partial
 
 from scalejax.config.data import DataConfig
 from scalejax.config.input import AugmentationConfig
 from scalejax.data.source import READERS, Reader, Shared, Source, Split
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Arguments to open a source again in another process, for synthetic or installed data sets,
-    which are large to pickle. Files that a user names are listed once for all processes."""
-
-    config: DataConfig
-    """The data set."""
-    split: Split
-    """Part of the data set."""
-    seed: int
-    """Seed of the run."""
-    augmentation: AugmentationConfig | None
-    """How images are changed."""
-
-    def open(self) -> Source:
-        """Open the source.
-
-        Raises:
-            ConfigError: if a file of the data set is missing or damaged.
-        """
-        return open_source(self.config, self.split, seed=self.seed, augmentation=self.augmentation)
+Opening = partial[Source]
+"""Opens a source again in another process, for synthetic or installed data sets, which are large to
+pickle. Files that a user names are listed once for all processes."""
 
 
-def for_process(source: Source, processes: int) -> Source | Origin:
+def for_process(source: Source, processes: int) -> Source | Opening:
     """`source` for one of `processes` that share its memory; can be pickled.
 
     Raises:
@@ -41,7 +22,7 @@ def for_process(source: Source, processes: int) -> Source | Origin:
     """
     if isinstance(source, Shared):
         return source.share_of(processes)
-    return getattr(source, "origin", source)
+    return getattr(source, "opening", source)
 
 
 def open_source(
@@ -69,8 +50,8 @@ def open_source(
     source = reader_of(config)(config, split, changes)
     if config.is_of_files:  # another process might find other files
         return source
-    origin = Origin(config=config, split=split, seed=seed, augmentation=augmentation)
-    vars(source)["origin"] = origin
+    opening = partial(open_source, config, split, seed=seed, augmentation=augmentation)
+    vars(source)["opening"] = opening
     return source
 
 

@@ -105,8 +105,8 @@ def build_network(
 
 def is_cast(model: ModelConfig, path: str) -> bool:
     """Whether the network uses the parameter at `path` only in the compute type, so that it may be
-    gathered in that type."""
-    return model.casts_matrices and path.endswith(("kernel", "embedding"))
+    gathered in that type; False for a user's own network, where this is unknown."""
+    return model.own_module is None and path.endswith(("kernel", "embedding"))
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """The files of a run are those that it began with, in every phase and every process of it."""
 
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from scalejax.config.data import ArrayRecordConfig, ImageFolderConfig, NumpyConf
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
-from scalejax.data.datasets import Origin, for_process, open_source
+from scalejax.data.datasets import for_process, open_source
 from scalejax.data.facts import resolve
 from scalejax.training import compile as compiling
 from scalejax.training.features import open_examples
@@ -118,7 +119,7 @@ def records(folder, *numbers):
 def as_in_a_process(sent):
     """The source that a worker makes of what it is sent."""
     received = pickle.loads(sent)
-    return received.open() if isinstance(received, Origin) else received
+    return received() if isinstance(received, partial) else received
 
 
 @pytest.mark.parametrize("written", [image_folder, tokens, records])

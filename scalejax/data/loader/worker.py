@@ -10,11 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from scalejax.core.environment import keep_pages, limit_cores
-from scalejax.data.datasets import Origin
+from scalejax.data.datasets import Opening
 from scalejax.data.loader.batching import LocalBatch, take_batches
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.source import Source
@@ -59,7 +60,7 @@ class BatchReader:
 
     def __init__(
         self,
-        source: Source | Origin,
+        source: Source | Opening,
         wrap: Callable[[Source], Source],
         *,
         memory: int,
@@ -92,7 +93,7 @@ class BatchReader:
         limit_cores(1)
         keep_pages()
         source = self._source
-        opened = self._wrap(source.open() if isinstance(source, Origin) else source)
+        opened = self._wrap(source() if isinstance(source, partial) else source)
         if "pyarrow" in sys.modules:
             sys.modules["pyarrow"].set_cpu_count(1)
         return opened

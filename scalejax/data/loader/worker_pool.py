@@ -17,7 +17,7 @@ import numpy as np
 
 from scalejax.core.errors import ScalejaxError
 from scalejax.core.workers import Worker, WorkerFailed
-from scalejax.data.datasets import Origin
+from scalejax.data.datasets import Opening
 from scalejax.data.loader.batching import LocalBatch, unchanged
 from scalejax.data.loader.sampler import Rows
 from scalejax.data.loader.worker import BatchReader, Made, Request, array_at
@@ -29,7 +29,7 @@ class Workers:
 
     def __init__(
         self,
-        source: Source | Origin,
+        source: Source | Opening,
         count: int,
         *,
         slots: int,
@@ -80,7 +80,7 @@ class _InputWorker:
     """One worker process; it answers requests in order."""
 
     def __init__(
-        self, source: Source | Origin, wrap: Callable[[Source], Source], slots: int
+        self, source: Source | Opening, wrap: Callable[[Source], Source], slots: int
     ) -> None:
         self._file = _memory_file()
         self._map: mmap.mmap | None = None

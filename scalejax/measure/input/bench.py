@@ -27,7 +27,7 @@ from scalejax.data.datasets import open_source
 from scalejax.hardware import CopyRates, HostInput, InputRates, ReadRates, Speedups, TakeRates
 from scalejax.measure.input import probes
 from scalejax.measure.input.probes import TAKEN, ReadyBatches
-from scalejax.measure.input.work import encoded_images, is_of_images, sample_work, stored_share
+from scalejax.measure.input.work import encoded_images, sample_work, stored_share
 from scalejax.simulator.input import InputPace, input_pace
 
 # Rescaled images with the encoding of the originals, on which the rates are measured.
@@ -171,7 +171,7 @@ def _take_rates(
     """Rates of one worker process, and of threads: per byte and pixel of images, else constant."""
     with TemporaryDirectory(prefix="scalejax-") as folder:
         cases: Sequence[DataConfig] = [data]
-        if isinstance(data, ParquetConfig) and is_of_images(data):
+        if isinstance(data, ParquetConfig) and not data.feature_columns:
             cases = _cases(data, Path(folder), grid)
         sources = [open_source(case, "train", seed=0) for case in cases]
         times = []

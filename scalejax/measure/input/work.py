@@ -39,9 +39,7 @@ def sample_work(config: DataConfig) -> SampleWork:
     work = SampleWork(
         data=config.name,
         batch_bytes=inputs + targets * (2 if about.is_masked else 1),
-        is_of_images=is_of_images(config),
         input_shape=about.input_shape,
-        columns=config.feature_columns if isinstance(config, ParquetConfig) else (),
     )
     return _of_files(config, work) if isinstance(config, ParquetConfig) else work
 
@@ -73,11 +71,6 @@ def host_input(path: Path, config: RunConfig) -> HostInput:
     return given
 
 
-def is_of_images(config: DataConfig) -> bool:
-    """Whether the examples of a data set are encoded images."""
-    return isinstance(config, ParquetConfig) and not config.feature_columns
-
-
 def encoded_images(config: ParquetConfig, count: int) -> list[bytes]:
     """Up to `count` encoded training images, from row groups evenly spread over the data set.
 
@@ -99,6 +92,8 @@ def _of_files(config: ParquetConfig, work: SampleWork) -> SampleWork:
     read = float(sum(group.bytes_of(config.columns) for group in files.groups))
     work = replace(
         work,
+        is_of_images=not config.feature_columns,
+        columns=config.feature_columns,
         files=FileWork(
             rows=max(1, files.kept_count),
             row_groups=len(files.groups),

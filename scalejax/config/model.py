@@ -176,7 +176,7 @@ class ImageNetworkConfig(ModelConfig):
             raise ConfigError(refusal("model.width", self.width, accepted))
 
     @property
-    def has_batch_norm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def has_batch_norm(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]  by name
         """Whether it keeps running statistics."""
         return self.name in ("inception_v3", "xception", "efficientnet_lite0")
 

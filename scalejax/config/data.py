@@ -94,11 +94,14 @@ class DataConfig(Family):
 
     is_of_files: ClassVar[bool] = False
     """Whether it is in files that a user names, in `train` and `test`."""
-    depends_on_machine: ClassVar[bool] = False
-    """Whether `known_facts` are those of what is installed, so that facts that were kept come
-    before them."""
     has_any_vocabulary: ClassVar[bool] = False
     """Whether its `vocabulary` may be any number, and its examples are then of so many tokens."""
+
+    @property
+    def found_here(self) -> dict[str, str]:
+        """Fields that stand for what is installed, and what they are on this machine; facts that
+        were kept come before `known_facts` then."""
+        return {}
 
     @property
     def known_facts(self) -> DatasetFacts | None:
@@ -121,8 +124,6 @@ class DataConfig(Family):
 class FashionMnistConfig(DataConfig):
     """Photographs of clothes, 28 x 28 grey, 10 classes (Xiao et al. 2017, arXiv 1708.07747)."""
 
-    depends_on_machine = True
-
     name: Literal["fashion_mnist"] = "fashion_mnist"
     """Selects this data set."""
     edition: Literal["auto", "embedded", "full"] = "auto"
@@ -133,6 +134,11 @@ class FashionMnistConfig(DataConfig):
     def is_full(self) -> bool:
         """Whether the full edition is used: asked for, or with "auto" installed."""
         return self.edition == "full" or (self.edition == "auto" and FASHION_MNIST_FOLDER.is_dir())
+
+    @property
+    def found_here(self) -> dict[str, str]:
+        """The edition that is used."""
+        return {"edition": "full" if self.is_full else "embedded"}
 
     @property
     def known_facts(self) -> DatasetFacts:

@@ -266,7 +266,7 @@ def resolve(
     """
     known = config.data.known_facts
     # Words come first, but what was installed where facts were kept only these say.
-    if facts is None or (known is not None and not config.data.depends_on_machine):
+    if facts is None or (known is not None and not config.data.found_here):
         facts = known
     if facts is None:
         accepted = "its counts and shapes are in files; give the facts that read_facts returns"

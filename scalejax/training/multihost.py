@@ -146,8 +146,8 @@ def require_same_state(run: ResolvedRun, mesh: Mesh, state: TrainState, *, step:
         "follow from the seed, and not by the process, the clock or NumPy"
     )
     model = run.config.model
-    field, value = ("path", model.path) if model.name == "custom" else ("name", model.name)
-    raise ConfigError(refusal(f"model.{field}", value, accepted))
+    field = "path" if model.name == "custom" else "name"
+    raise ConfigError(refusal(f"model.{field}", getattr(model, field), accepted))
 
 
 def _require_same(what: Mapping[str, JsonValue], remedy: str) -> None:

@@ -96,8 +96,8 @@ def resolved_config(run: ResolvedRun) -> RunConfig:
         # Named, because on other devices "those of one device" would be another number.
         samples = run.split.microbatch * layout.batch_shards // run.bn_groups
         fields["layout.bn_group_size"] = samples
-    if config.data.name == "fashion_mnist":
-        fields["data.edition"] = "full" if config.data.is_full else "embedded"
+    for name, found in config.data.found_here.items():
+        fields[f"data.{name}"] = found
     for part in ("train", "test"):  # the run may go on in another working directory
         location = getattr(config.data, part, None)
         if location is not None:

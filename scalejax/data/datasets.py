@@ -4,9 +4,12 @@ Knows which reader reads which data set. Knows no batches, no sampler and no dev
 """
 
 from functools import partial
+from importlib import import_module
+from pkgutil import iter_modules
 
 from scalejax.config.data import DataConfig
 from scalejax.config.input import AugmentationConfig
+from scalejax.data import readers
 from scalejax.data.source import READERS, Reader, Shared, Source, Split
 
 Opening = partial[Source]
@@ -57,15 +60,7 @@ def open_source(
 
 def reader_of(config: DataConfig) -> type[Reader]:
     """The class that reads the data set that `config` names."""
-    from scalejax.data.readers import (  # noqa: F401  each registers its readers
-        array_record,
-        fashion_mnist,
-        image_folder,
-        numpy,
-        parquet,
-        python_docs,
-        synthetic,
-        tokens,
-    )
-
+    if config.name not in READERS:  # imported here, and each registers its readers
+        for module in iter_modules(readers.__path__, f"{readers.__name__}."):
+            import_module(module.name)
     return READERS[config.name]

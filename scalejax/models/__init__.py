@@ -1,19 +1,8 @@
 """The networks, one module each, with their partition rules over a mesh."""
 
-from scalejax.models import (  # noqa: F401  each registers its networks
-    alexnet,
-    bert,
-    cnn,
-    efficientnet,
-    gpt,
-    inception,
-    llama,
-    mlp,
-    resnet,
-    vgg,
-    vit,
-    xception,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from scalejax.models.network import (
     Network,
     NetworkWithFeatures,
@@ -38,3 +27,6 @@ __all__ = [
     "param_specs",
     "parameter_path",
 ]
+
+for _module in iter_modules(__path__, f"{__name__}."):  # each registers its networks
+    import_module(_module.name)

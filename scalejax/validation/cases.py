@@ -282,7 +282,7 @@ def _model(row: LedgerRow, compute_type: str, remat: str) -> JsonValue:
         ConfigError: if scalejax has no such network.
     """
     model = row.model
-    if model.model not in _network_names():
+    if model.model not in {*ModelConfig.names()} - {"custom", "vit"}:  # whose sizes a row lacks
         raise ConfigError(f"no network {model.model!r}")
     if model.model not in _CAUSAL:
         return {"name": model.model, "compute_dtype": compute_type}
@@ -355,8 +355,3 @@ def _optimizer(row: LedgerRow) -> JsonValue:
     if row.model.model in IMAGE_NETWORKS:
         return {"name": "sgd", "momentum": 0.9, "weight_decay": 1e-4}
     return {"name": "adamw"}
-
-
-def _network_names() -> set[str]:
-    """Names of `model.name` in a run.toml, except networks whose sizes a row cannot state."""
-    return set(ModelConfig.names()) - {"custom", "vit"}

@@ -288,7 +288,7 @@ def test_impossible_questions_are_refused():
 
 def test_more_memory_never_makes_the_best_slower():
     """What fits a small device fits a large one."""
-    small = replace(CLUSTER.chip, memory_bytes=10 * 10**9)
+    small = replace(CLUSTER.chip, memory_bytes=6 * 10**9)
     few = search(SHAPE, replace(CLUSTER, chip=small), (8,), 64).ranked
     many = search(SHAPE, CLUSTER, (8,), 64).ranked
 

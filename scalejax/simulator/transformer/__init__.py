@@ -1,13 +1,10 @@
 """Closed-form `Program` of a transformer's training step, without compiling.
 
-From dimensions and a strategy to operations, collectives and memory in under a millisecond, for
-searches over thousands of strategies. Tests compare products, bytes, collectives and memory of gpt
-with compiled programs, on all axes but the pipeline's: that one is 1F1B, and the trainer runs GPipe
-(for stages with unequal numbers of blocks, state and memory, the redistribution of blocks and the
-products of the longest stage are compared too). Left out are fusions of scalars and single vectors,
-a quarter to a third of all operations: where launches or the host take most of a step, as in small
-networks on A100, the step is up to a third too short. Knows shapes and how XLA shards them; no
-compiler, no hardware, no seconds.
+From dimensions and a strategy to operations, collectives and memory in milliseconds, for searches
+over thousands of strategies. Tests compare products, bytes, collectives and memory of small
+networks with compiled programs (`tests/simulator/test_transformer.py`), and step time and memory of
+networks of 1e9 parameters, by layout (`experiments/closed_form`). A pipeline is 1F1B, where the
+trainer runs GPipe. Knows shapes and how XLA shards them; no compiler, no hardware, no seconds.
 """
 
 from collections.abc import Callable, Hashable
@@ -36,10 +33,13 @@ from scalejax.simulator.transformer.shape import (
     Strategy,
     TransformerShape,
     block_shard,
+    is_data_manual,
     is_uneven,
+    scatters_each,
     slowest_stage,
     stage_layout,
     sums_once,
+    table_shard,
 )
 from scalejax.simulator.transforms.pipeline import Pipeline, pipelined, sent_between_stages
 
@@ -104,22 +104,26 @@ def step_parts(shape: TransformerShape, strategy: Strategy) -> StepParts:
     accumulated = accumulator_elements(shape, layout, microbatches)
     stages, stage_devices = layout.pipeline, layout.device_count // layout.pipeline
     boundary = shard.stream_bytes, strategy.sequence_parallel
+    is_scattered = scatters_each(strategy)
     end = Update(
         shape=shape,
         layout=layout,
         zero_stage=strategy.zero_stage,
-        microbatches=microbatches,
         moments=strategy.moments,
         is_accumulated=accumulated > 0,
-        is_summed_once=sums_once(shape, strategy),
+        is_summed_once=sums_once(shape, strategy) and not is_scattered,
+        tables=table_shard(shape, strategy),
     )
     return StepParts(
         before=Part(zeros, (shape, accumulated, dealt)) if accumulated else Part(),
-        embedding=Part(embedding, (shard, layers, strategy.zero_stage > 0)),
+        embedding=Part(embedding, (shard, layers, strategy.zero_stage > 0, accumulated > 0)),
         forward=Part(block_forward, (shard,)),
-        logits=Part(logits, (shard,)),
+        logits=Part(logits, (shard, is_data_manual(strategy), is_scattered)),
         backward=Part(block_backward, (shard,)),
-        embedding_gradient=Part(embedding_gradient, (shard, layers, accumulated > 0)),
+        embedding_gradient=Part(
+            embedding_gradient,
+            (shard, layers, accumulated > 0, layout.data if is_scattered else 1),
+        ),
         sends=Part(sent_between_stages, (stages, *boundary, layout.tensor, stage_devices))
         if stages > 1
         else Part(),

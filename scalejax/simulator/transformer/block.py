@@ -1,61 +1,54 @@
 """Operations of one transformer block, forward and backward, as XLA compiles it for GPUs.
 
-The fusions, and the bytes that each reads and writes, were read off compiled programs of
-`models.gpt` (jax 0.10.2, for an A100) and are derived here from shapes. A layer of a stacked
-matrix is copied out of its stack before a product, and gradients into theirs. Left out: the bytes
-of fusions of single vectors (biases, gradients of norms), which are counted only. Knows no
-hardware.
+The fusions, the bytes that each reads and writes, and their order were read off compiled programs
+of `models.gpt` and `models.llama` (jax 0.10.2, for A100 and H100) and are derived here from shapes.
+What overlaps with a collective stands between its start and its wait. A layer of a stacked matrix
+is copied out of its stack before a product, and gradients into theirs. Fusions of single vectors
+and counters take a launch and no time. Knows no hardware.
 """
 
 from functools import lru_cache
+from math import isqrt
 
 from scalejax.config.parallelism import CONTEXT, FSDP, TENSOR
 from scalejax.simulator.program import Operation
-from scalejax.simulator.transformer.operations import Writer
+from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import BlockShard, sum_axes
 from scalejax.simulator.transforms.float8 import with_float8_products
 
-_CACHE_SIZE = 65536  # entries of the cache: searches ask for equal blocks again
+_CACHE_SIZE = 65536  # entries of the caches: searches cost equal blocks again
+_F32_BYTES = 4
 _STATISTICS_BYTES = 8  # of a row: its mean and its variance, float32
 _MATRICES = ("qkv", "projection", "up", "down")
+_SPLIT_ROWS = 4096
+"""Sums over more rows than this take two operations, the first of which leaves about their root
+(XLA, service/gpu/transforms/tree_reduction_rewriter.cc: 32 threads of 128 rows)."""
 
 
 def block_forward(shard: BlockShard) -> tuple[Operation, ...]:
     """Operations of the forward pass of one block for one microbatch."""
     block = _Block("forward", shard)
-    write, keeps = block.write, shard.recompute != "full"
-    block.vectors("biases", 3)
-    _matrices(block)
+    block.write.scalars("counter", 2)
+    _normalised_for_attention(block)
     _attention_half(block, is_first=True)
+    block.norm("feed_forward.norm")
     _feed_forward_half(block)
-    if keeps:
-        _keep_activations(block)
-    write.copy("kept", shard.kept_stream_bytes)
-    if shard.layout.tensor > 1:
-        size = shard.kept_stream_bytes
-        write.fusion("feed_forward.residual", 3 * size, size)
     return block.done()
 
 
 def block_backward(shard: BlockShard) -> tuple[Operation, ...]:
     """Operations of the backward pass of one block, with recompute and gradient sums."""
     block = _Block("backward", shard)
+    block.write.scalars("counter", 2)
     if shard.recompute == "full":
-        block.vectors("biases", 2)
-        _matrices(block)
+        _normalised_for_attention(block)
         _attention_half(block, is_first=False)
-        block.norm("feed_forward.norm", has_sum=shard.layout.tensor > 1)
+        block.norm("feed_forward.norm")
         block.gather_tokens("feed_forward")
         _up(block)
-    elif shard.recompute == "selective_op":
-        _matrices(block)
-        _kept_activations(block)
+    elif shard.recompute == "selective_op" and not block.fuses_norms:
+        _normalised_for_attention(block)
         _between_kept(block)
-    else:
-        _matrices(block)
-        block.norm_statistics("feed_forward.norm")
-        block.norm_statistics("attention.norm")
-        _kept_activations(block)
     _feed_forward_gradients(block)
     _attention_gradients(block)
     _sum_gradients(block)
@@ -76,6 +69,18 @@ class _Block:
         self.up_width = shape.up_width // self.tensor
         self.inner_width = shape.ffn_hidden // self.tensor
         self.head_width = self.hidden // self.tensor
+        self.stream = shard.kept_stream_bytes
+        self.stream_rows = self.stream // (self.hidden * shape.element_bytes)
+        self.has_biases = not shape.is_gated
+        self.matrices: dict[str, int] = dict(zip(_MATRICES, shard.matrices, strict=True))
+        self._gathers: dict[str, str] = {}
+        self._used: set[str] = set()
+        self._computed: set[str] = set()
+        # Where the sum over tensor was kept, the fusion of a norm's gradient applies it again.
+        is_backward = prefix == "backward"
+        is_summed = shard.recompute == "selective_op" and shard.layout.tensor > 1
+        self.fuses_norms = is_backward and is_summed and self.has_biases
+        self.sums_early = self.tensor == shard.layout.fsdp == 1 and sum_axes(shard.layout) != ()
 
     def done(self) -> tuple[Operation, ...]:
         """All operations so far, with products in fp8 if that is the compute type."""
@@ -83,28 +88,115 @@ class _Block:
         is_float8 = self.shard.shape.compute_dtype == "float8"
         return with_float8_products(operations) if is_float8 else operations
 
-    def vectors(self, name: str, count: int) -> None:
-        """Add `count` fusions of single vectors."""
-        for index in range(count):
-            self.write.copy(f"{name}.{index}", self.hidden * 4)
+    def gather(self, *names: str) -> None:
+        """Slice a layer of each stacked matrix and start gathering it over fsdp, if there is any;
+        combined as far as XLA combines them."""
+        fsdp = self.shard.layout.fsdp
+        if fsdp == 1:
+            return
+        for group in combined((name, self.matrices[name]) for name in names):
+            for name in group:
+                self.write.copy(f"{name}.slice", self.matrices[name] // fsdp)
+                self._gathers[name] = f"gather_{group[0]}"
+            payload = sum(self.matrices[name] for name in group)
+            self.write.start(
+                f"gather_{group[0]}", "all_gather", payload, (FSDP,), buffers=len(group)
+            )
 
-    def norm_statistics(self, name: str, *, has_sum: bool = False) -> None:
-        """Add the mean and variance of each row; with `has_sum`, of the sum of two inputs."""
-        size = self.shard.kept_stream_bytes
-        rows = size // (self.hidden * self.shard.shape.element_bytes)
-        self.write.fusion(f"{name}.statistics", size * (1 + has_sum), rows * _STATISTICS_BYTES)
+    def use(self, name: str) -> None:
+        """Wait until a matrix is gathered; without fsdp, slice its layer here."""
+        if name in self._used:
+            return
+        self._used.add(name)
+        if self.shard.layout.fsdp == 1:
+            self.write.copy(f"{name}.slice", self.matrices[name])
+        else:
+            gather = self._gathers[name]
+            self.write.wait(gather)
+            self._used |= {each for each, of in self._gathers.items() if of == gather}
 
-    def norm(self, name: str, *, has_sum: bool = False) -> None:
+    def norm_statistics(self, name: str) -> None:
+        """Add the mean of each row, and the root of its variance."""
+        statistics = self.stream_rows * _STATISTICS_BYTES
+        self.write.fusion(f"{name}.statistics", self.stream, statistics)
+        self.write.copy(f"{name}.root", statistics)
+
+    def norm(self, name: str) -> None:
         """Add a norm of the residual stream."""
-        size = self.shard.kept_stream_bytes
-        self.norm_statistics(name, has_sum=has_sum)
-        self.write.fusion(f"{name}.apply", size * (1 + has_sum), size)
+        self.norm_statistics(name)
+        # Of many rows, each vector is cast to the compute type once.
+        if self.stream_rows > _SPLIT_ROWS:
+            self.write.scalars(f"{name}.vectors", 4 if self.has_biases else 1)
+        self.write.fusion(f"{name}.apply", self.stream, self.stream)
+
+    def norm_gradient(self, name: str) -> None:
+        """Add the gradient of a norm, of its vectors, and of the bias that was added after it."""
+        write, size = self.write, self.stream
+        statistics = self.stream_rows * _STATISTICS_BYTES
+        vectors = 2 if self.has_biases else 1
+        is_split = self.stream_rows > _SPLIT_ROWS
+        wide = 0 if is_split else size * _F32_BYTES // self.shard.shape.element_bytes
+        write.fusion(f"{name}.gradient.statistics", 2 * size, statistics + wide)
+        write.copy(f"{name}.gradient.mean", statistics)
+        partial = self.partial_bytes(self.stream_rows, vectors * _F32_BYTES * self.hidden)
+        again = size if self.fuses_norms else 0
+        write.fusion(f"{name}.gradient", 3 * size, size + again + partial)
+        if is_split:
+            self.write.scalars(f"{name}.vectors.gradient", 3 if self.has_biases else 1)
+        else:
+            write.fusion(f"{name}.scale.gradient", wide, self.hidden * _F32_BYTES)
+
+    def start_sums(self, *names: str) -> None:
+        """Start the sums of the gradients of matrices over the batch or fsdp, as soon as all that
+        XLA combines are computed."""
+        layout, along = self.shard.layout, sum_axes(self.shard.layout)
+        self._computed |= set(names)
+        if layout.fsdp > 1:
+            if self._computed == set(_MATRICES):
+                self._start_scatter(along)
+            return
+        if not along:
+            return
+        kind = "reduce_scatter" if self.shard.is_scattered else "all_reduce"
+        for group in combined(self.matrices.items()):
+            if self._computed.issuperset(group) and not set(names).isdisjoint(group):
+                payload = sum(self.matrices[name] for name in group)
+                if len(group) > 1:
+                    self.write.copy(f"sum_{group[0]}.concatenate", payload)
+                self.write.start(f"sum_{group[0]}", kind, payload, along)
+
+    def _start_scatter(self, along: tuple[str, ...]) -> None:
+        """Start the reduce-scatter of the matrices' gradients over fsdp."""
+        qkv, projection, up, down = self.shard.matrices
+        if self.tensor > 1 and along:
+            # Matrices whose rows are sharded over both axes: XLA all-reduces them over all of the
+            # batch's axes and slices the result, where it reduce-scatters the others.
+            self.write.start("scatter", "reduce_scatter", qkv + up, (FSDP,), buffers=2)
+            self.write.copy("sum_all.concatenate", projection + down)
+            self.write.start("sum_all", "all_reduce", projection + down, (*along, FSDP))
+        else:
+            size = self.shard.matrix_bytes
+            self.write.start("scatter", "reduce_scatter", size, (FSDP,), buffers=4)
+
+    def partial_bytes(self, rows: int, size: int) -> int:
+        """Bytes of a sum of `size` bytes over `rows` rows before its second operation."""
+        return size * isqrt(rows) if rows > _SPLIT_ROWS else size
 
     def gather_tokens(self, name: str) -> None:
         """Add the all-gather of tokens over tensor before a column-parallel product."""
+        self.start_gather_tokens(name)
+        self.wait_for_tokens(name)
+
+    def start_gather_tokens(self, name: str) -> None:
+        """Start the all-gather of tokens over tensor."""
         if self.shard.sequence_parallel:
             payload = self.shard.stream_bytes
-            self.write.collective(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
+            self.write.start(f"{name}.gather_tokens", "all_gather", payload, (TENSOR,))
+
+    def wait_for_tokens(self, name: str) -> None:
+        """Wait for the all-gather of tokens over tensor."""
+        if self.shard.sequence_parallel:
+            self.write.wait(f"{name}.gather_tokens")
             self._transpose_tokens(name)
 
     def start_sum_over_tensor(self, name: str) -> None:
@@ -120,60 +212,101 @@ class _Block:
         if self.shard.samples > 1:
             self.write.copy(f"{name}.transpose_tokens", self.shard.stream_bytes)
 
-    def sum_over_tensor(self, name: str) -> None:
-        """Add the sum over tensor after a row-parallel product, and wait for it."""
-        self.start_sum_over_tensor(name)
-        self.write.wait(f"{name}.sum")
+    def add_sum(self, name: str) -> None:
+        """Wait for the sum over tensor after a row-parallel product, and add it to the stream; one
+        device adds the product as it is written."""
+        if self.tensor > 1:
+            self.write.wait(f"{name}.sum")
+            self.write.fusion(f"{name}.residual", 2 * self.stream, self.stream)
 
 
-def _matrices(block: _Block) -> None:
-    """Slice a layer of each stacked matrix, and gather it over fsdp during the first norm."""
-    shard, write, fsdp = block.shard, block.write, block.shard.layout.fsdp
-    for name, size in zip(_MATRICES, shard.matrices, strict=True):
-        write.copy(f"{name}.slice", size // fsdp)
-    write.start("gather_matrices", "all_gather", shard.matrix_bytes, (FSDP,), buffers=4)
-    if fsdp > 1:
-        write.copy("stream.copy", shard.kept_stream_bytes)
-    if write.operations[0].name.startswith("forward") or shard.recompute in (
-        "selective_op",
-        "full",
-    ):
-        block.norm("attention.norm")
-    write.wait("gather_matrices")
+def _normalised_for_attention(block: _Block) -> None:
+    """The norm before attention, with gathers of matrices and tokens under way: tokens first."""
+    if not block.shard.sequence_parallel:
+        block.gather(*_MATRICES)
+    block.norm("attention.norm")
+    block.start_gather_tokens("attention")
+    if block.shard.sequence_parallel:
+        block.gather(*_MATRICES)
 
 
 def _attention_half(block: _Block, *, is_first: bool) -> None:
     """Attention up to its projection; the mask is read in the forward pass only."""
     shard, write, tensor = block.shard, block.write, block.tensor
-    block.gather_tokens("attention")
-    write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), shard.qkv_bytes)
-    # Either biases are broadcast, added in the product, and its result is sliced, or the result
-    # is transposed twice: the same traffic.
-    write.fusion("qkv.bias", shard.qkv_bytes, shard.qkv_bytes)
-    write.copy("qkv.slice", shard.qkv_bytes)
-    _gather_keys(block)
-    _scores(block, has_mask=is_first, name="attention")
-    if tensor > 1:
-        write.matmul("projection", (1, block.rows, block.hidden, block.head_width))
+    if block.has_biases:
+        write.fusion("qkv.bias", 0, shard.qkv_bytes)
+    block.use("qkv")
+    block.wait_for_tokens("attention")
+    extra = shard.qkv_bytes if block.has_biases else 0
+    write.matmul("qkv", (1, block.rows, block.qkv_width, block.hidden), extra)
+    if block.has_biases:
+        write.copy("qkv.slice", shard.qkv_bytes)
     else:
-        write.matmul(
-            "projection", (1, block.rows, block.hidden, block.head_width), shard.stream_bytes
-        )
-    block.sum_over_tensor("projection")
+        for name, size in heads(shard):
+            write.copy(f"{name}.rotate", size)
+    _start_gathering_keys(block)
+    _scores(block, has_mask=is_first, name="attention")
+    block.use("projection")
+    if is_first:
+        _copy_stream(block)
+    residual = shard.stream_bytes if tensor == 1 else 0
+    write.matmul("projection", (1, block.rows, block.hidden, block.head_width), residual)
+    block.start_sum_over_tensor("projection")
+    if tensor > 1 and not shard.sequence_parallel:
+        block.use("up")
+    block.add_sum("projection")
 
 
-def _gather_keys(block: _Block) -> None:
-    """All-gather of keys and values of the whole sample over context."""
-    shard, context = block.shard, block.shard.layout.context
-    if context > 1:
-        keys = 2 * shard.rows * shard.shape.kv_heads * shard.shape.head_size
-        payload = keys * context * shard.shape.element_bytes // block.tensor
-        block.write.collective("attention.gather_keys", "all_gather", payload, (CONTEXT,))
+def heads(shard: BlockShard, *, parts: int = 1) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of the queries of this device's heads, and of keys and values of so many parts
+    of a sample."""
+    keys = (shard.qkv_bytes - shard.head_bytes) // 2 * parts
+    return ("queries", shard.head_bytes), ("keys", keys), ("values", keys)
+
+
+def _copy_stream(block: _Block) -> None:
+    """Copies of the stream where one device adds products to it in place, forward."""
+    if block.tensor > 1:
+        return
+    count = 2
+    if block.shard.recompute != "full":
+        is_many = block.has_biases and block.stream_rows > _SPLIT_ROWS
+        count = 3 if block.shard.layout.fsdp == 1 else 0 if is_many else 2
+    for index in range(count):
+        block.write.copy(f"stream.copy.{index}", block.stream)
+
+
+def _start_gathering_keys(block: _Block) -> None:
+    """Start the all-gathers of keys and values of the whole sample over context, beside slices of
+    the next matrices."""
+    if block.shard.layout.context == 1:
+        return
+    for name, size in heads(block.shard, parts=block.shard.layout.context)[1:]:
+        block.write.start(f"attention.gather_{name}", "all_gather", size, (CONTEXT,))
+    block.use("up")
+    block.use("down")
+    _wait_for(block, "keys")
+
+
+def _wait_for(block: _Block, name: str) -> None:
+    """Wait for gathered keys or values, and transpose them."""
+    if block.shard.layout.context > 1:
+        size = heads(block.shard, parts=block.shard.layout.context)[1][1]
+        block.write.wait(f"attention.gather_{name}")
+        block.write.copy(f"attention.transpose_{name}", size)
 
 
 def _score_shape(shard: BlockShard) -> tuple[int, int, int]:
+    """(samples x heads, queries, keys) of the scores."""
     queries = shard.shape.tokens // shard.layout.context
     return shard.score_batch, queries, shard.shape.tokens
+
+
+def _product_shape(shard: BlockShard) -> tuple[int, int, int]:
+    """The same as unfused products have it: queries that share keys are rows of one product."""
+    batch, queries, keys = _score_shape(shard)
+    shared = shard.shape.heads // shard.shape.kv_heads
+    return batch // shared, queries * shared, keys
 
 
 def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
@@ -181,31 +314,55 @@ def _scores(block: _Block, *, has_mask: bool, name: str) -> None:
     shard, write = block.shard, block.write
     (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
     if shard.shape.is_fused:
-        statistics = batch * queries * 4
         shape = (batch, queries, keys, size)
-        write.attention(name, shape, 2, shard.qkv_bytes, shard.head_bytes + statistics)
+        written = shard.head_bytes + _statistics_bytes(shard)
+        write.attention(name, shape, 2, shard.qkv_bytes, written)
         return
-    mask = queries * keys * 4 if has_mask else 0
+    mask, wide = queries * keys * 4 if has_mask else 0, batch * queries * keys * _F32_BYTES
+    batch, queries, keys = _product_shape(shard)
     write.matmul(f"{name}.scores", (batch, queries, keys, size))
-    write.fusion(f"{name}.softmax", shard.score_bytes + mask, shard.score_bytes)
+    if _is_grouped(shard):  # masked scores are written in float32
+        write.fusion(f"{name}.mask", shard.score_bytes + mask, wide)
+        write.fusion(f"{name}.softmax", wide, shard.score_bytes)
+    else:
+        write.fusion(f"{name}.softmax", shard.score_bytes + mask, shard.score_bytes)
+    _wait_for(block, "values")
     write.matmul(f"{name}.mix", (batch, size, queries, keys))
     write.copy(f"{name}.transpose", shard.head_bytes)
 
 
+def _is_grouped(shard: BlockShard) -> bool:
+    """Whether several heads of queries share one of keys, which has a dimension of its own in the
+    scores of unfused attention."""
+    return shard.shape.kv_heads < shard.shape.heads and not shard.shape.is_fused
+
+
+def _statistics_bytes(shard: BlockShard) -> int:
+    """Bytes of what fused attention keeps of each row of scores, float32."""
+    batch, queries, _ = _score_shape(shard)
+    return batch * queries * _F32_BYTES
+
+
 def _feed_forward_half(block: _Block) -> None:
-    """The feed-forward layer with its norm."""
+    """The feed-forward layer after its norm, and copies of kept activations into their stacks,
+    beside the sum over tensor."""
     shard, write = block.shard, block.write
-    block.norm("feed_forward.norm", has_sum=block.tensor > 1)
     block.gather_tokens("feed_forward")
     _up(block)
     residual = shard.stream_bytes if block.tensor == 1 else 0
+    block.use("down")
     write.matmul("down", (1, block.rows, block.hidden, block.inner_width), residual)
-    block.sum_over_tensor("down")
+    block.start_sum_over_tensor("down")
+    write.copy("kept", block.stream)
+    for name, size in _kept(shard) if shard.recompute != "full" else ():
+        write.copy(name, size)
+    block.add_sum("down")
 
 
 def _up(block: _Block) -> None:
     """The up projection; a GELU is fused into it, a SwiGLU is not."""
     shard, write = block.shard, block.write
+    block.use("up")
     for name, width in _columns(block):
         write.matmul(name, (1, block.rows, width, block.hidden))
     if shard.shape.is_gated:
@@ -224,7 +381,7 @@ def _between_kept(block: _Block) -> None:
     """Recompute where every second product is kept: the projection, unless its sum over tensor
     was kept; norms, and tokens gathered for them; the gated half of the up projection."""
     shard, write = block.shard, block.write
-    block.gather_tokens("attention")
+    block.wait_for_tokens("attention")
     if block.tensor == 1:
         shape = (1, block.rows, block.hidden, block.head_width)
         write.matmul("projection", shape, shard.stream_bytes)
@@ -236,111 +393,151 @@ def _between_kept(block: _Block) -> None:
 
 def _kept(shard: BlockShard) -> list[tuple[str, int]]:
     """(name, bytes) of the activations that a block keeps besides its input."""
+    of_fused = [("kept.statistics", _statistics_bytes(shard))] if shard.shape.is_fused else []
     if shard.recompute == "selective_op":
         summed = [("kept.stream", shard.kept_stream_bytes)] if shard.layout.tensor > 1 else []
         products = [("kept.queries", shard.qkv_bytes), ("kept.gate", shard.inner_bytes)]
-        return [*summed, *products, ("kept.mixed", shard.head_bytes)]
+        return [*summed, *products, ("kept.mixed", shard.head_bytes), *of_fused]
     kept = [("kept.stream", shard.kept_stream_bytes)]
     # Inputs of column-parallel products: all tokens, as they are not gathered again.
     kept += [(f"kept.normalised.{index}", shard.stream_bytes) for index in range(2)]
-    kept += [("kept.queries", shard.qkv_bytes), ("kept.mixed", shard.head_bytes)]
-    kept.append(("kept.up", shard.up_bytes))
+    each_head = heads(shard, parts=shard.layout.context)
+    kept += [(f"kept.{name}", size) for name, size in each_head]
+    # Of fused attention as the kernel wrote it, and as the projection read it.
+    kept += [(f"kept.mixed.{index}", shard.head_bytes) for index in range(1 + len(of_fused))]
+    names = ("kept.gate", "kept.up") if shard.shape.is_gated else ("kept.up",)
+    kept += [*of_fused, *((name, shard.inner_bytes) for name in names)]
     if shard.recompute == "none":
         kept.append(("kept.inner", shard.inner_bytes))
     if not shard.shape.is_fused and shard.recompute == "none":
-        kept.append(("kept.scores", shard.score_bytes))
+        # Of grouped queries in both layouts that the backward pass reads.
+        kept += [("kept.scores", shard.score_bytes)] * (1 + _is_grouped(shard))
     return kept
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def kept_bytes(shard: BlockShard) -> int:
-    """Bytes that one block keeps of one microbatch for its backward pass."""
-    kept = shard.kept_stream_bytes
-    if shard.recompute == "full":
-        return kept
-    return kept + sum(size for _, size in _kept(shard))
+def kept_stacks(shard: BlockShard) -> tuple[int, ...]:
+    """Bytes of the arrays that one block keeps of one microbatch for its backward pass."""
+    kept = [] if shard.recompute == "full" else _kept(shard)
+    return (shard.kept_stream_bytes, *(size for _, size in kept))
 
 
-def _keep_activations(block: _Block) -> None:
-    """Copies of kept activations into their stacks, and of buffers that products overwrite."""
+_READ_IN_PLACE = ("kept.stream", "kept.up", "kept.gate", "kept.scores")
+"""Kept activations that the one fusion that uses them slices itself."""
+
+
+def _read_kept(block: _Block, *names: str) -> None:
+    """Copies of kept activations out of their stacks: those whose names start so."""
+    if block.shard.recompute == "full":
+        return
     for name, size in _kept(block.shard):
-        block.write.copy(name, size)
-    for index in range(3):
-        block.write.copy(f"stream.copy.{index}", block.shard.kept_stream_bytes)
-
-
-def _kept_activations(block: _Block) -> None:
-    """Copies of kept activations out of their stacks, except those that are used once."""
-    shard, write = block.shard, block.write
-    if shard.recompute == "none":
-        write.copy("kept.inner", shard.inner_bytes)
-    write.copy("kept.queries", shard.qkv_bytes)
-    for index in range(2 if shard.recompute != "selective_op" else 0):
-        write.copy(f"kept.normalised.{index}", shard.stream_bytes)
-    write.copy("kept.mixed", shard.head_bytes)
-    if shard.recompute != "none" and not shard.shape.is_fused:
-        (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
-        write.matmul("attention.scores", (batch, queries, keys, size))
-        write.fusion("attention.softmax", shard.score_bytes, shard.score_bytes)
+        if name.startswith(names) and name not in _READ_IN_PLACE:
+            block.write.copy(name, size)
 
 
 def _feed_forward_gradients(block: _Block) -> None:
     """Backward pass from the gradient after the block to that before its feed-forward norm."""
     shard, write, rows = block.shard, block.write, block.rows
-    size, inner = shard.kept_stream_bytes, shard.inner_bytes
-    block.gather_tokens("down.gradient")
+    inner = shard.inner_bytes
+    block.start_gather_tokens("down.gradient")
+    if shard.recompute in ("none", "selective") or block.fuses_norms:
+        block.gather(*reversed(_MATRICES))
+    block.use("down")
+    block.wait_for_tokens("down.gradient")
     write.matmul("down.input_gradient", (1, rows, block.inner_width, block.hidden))
     # If not kept, the hidden activation is written once more, for the gradient of the matrix.
-    again = inner if shard.recompute != "none" else 0
-    write.fusion("up.gelu_gradient", inner + shard.up_bytes, shard.up_bytes + again)
+    is_again = shard.recompute != "none" and not (
+        shard.recompute == "full" and not block.has_biases
+    )
+    again, read = inner if is_again else 0, inner + shard.up_bytes
+    is_by_block = shard.recompute in ("selective_op", "full")
+    if block.has_biases and is_by_block and rows > _SPLIT_ROWS:
+        write.copy("up.gelu", inner)  # apart from the sum of the bias's gradient
+        read += inner
+    write.fusion("up.gelu_gradient", read, shard.up_bytes + again)
+    block.use("up")
     for name, width in _columns(block):
         write.matmul(f"{name}.input_gradient", (1, rows, block.hidden, width))
-    block.sum_over_tensor("up.input_gradient")
-    summands = 2 if block.tensor > 1 else 1
-    write.fusion("feed_forward.norm.gradient.statistics", (1 + summands) * size, size // 64)
-    write.fusion("feed_forward.norm.gradient", (2 + summands) * size, size)
-    for name, width in _columns(block):
-        write.matmul(f"{name}.gradient", (1, width, block.hidden, rows))
-    write.matmul("down.gradient", (1, block.hidden, block.inner_width, rows))
-    write.fusion("up.bias.gradient", shard.up_bytes, block.hidden * 4)
-    write.fusion("down.bias.gradient", size, block.hidden * 4)
+    block.start_sum_over_tensor("up.input_gradient")
+    if not shard.sequence_parallel:
+        _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
+    if block.has_biases:
+        block.norm_statistics("feed_forward.norm.again")
+    write.wait("up.input_gradient.sum")
+    if block.sums_early and not block.has_biases:
+        _feed_forward_matrix_gradients(block)
+    block.norm_gradient("feed_forward.norm")
 
 
 def _attention_gradients(block: _Block) -> None:
     """Backward pass from the gradient before the feed-forward norm to that before the block."""
     shard, write, rows = block.shard, block.write, block.rows
-    size = shard.kept_stream_bytes
-    block.gather_tokens("projection.gradient")
+    block.start_gather_tokens("projection.gradient")
+    block.use("projection")
+    if shard.sequence_parallel:
+        _read_kept(block, "kept.queries", "kept.mixed.0", "kept.normalised.0")
+    _read_kept(block, "kept.keys", "kept.values", "kept.normalised.1")
+    block.wait_for_tokens("projection.gradient")
     write.matmul("projection.input_gradient", (1, rows, block.head_width, block.hidden))
+    _read_kept(block, "kept.statistics", "kept.mixed.1")
     _score_gradients(block)
+    if block.sums_early and block.has_biases:
+        _feed_forward_matrix_gradients(block)
+    write.wait("values.gradient.sum")
+    write.wait("keys.gradient.sum")
     write.copy("qkv.concatenate", shard.qkv_bytes)
     if not shard.shape.is_fused:
         write.copy("qkv.transpose.0", shard.qkv_bytes)
         write.copy("qkv.transpose.1", shard.qkv_bytes)
-    _projection_gradients(block)
-    # Products of float32 for the gradient of the norm's scale, of both norms.
-    wide = 4 // shard.shape.element_bytes * size
-    write.fusion("attention.norm.gradient.statistics", 2 * size, wide)
-    write.fusion("attention.norm.gradient", 3 * size + wide, size + wide)
-    for index in range(2):
-        write.fusion(f"attention.norm.scale.gradient.{index}", wide, block.hidden * 4)
+    block.use("qkv")
+    _matrix_gradients(block)
+    block.norm_gradient("attention.norm")
+    if block.has_biases and shard.layout.fsdp == 1:
+        block.start_sums("projection")
 
 
-def _projection_gradients(block: _Block) -> None:
-    """Gradients of the attention's matrices, overlapped with the sum of the input gradient over
-    tensor; or, where tensor is 1, with the sum of the matrices' gradients."""
+def _matrix_gradients(block: _Block) -> None:
+    """Gradients of the matrices, overlapped with the sum of the input gradient over tensor; or,
+    where tensor is 1, the input gradient overlapped with the sums of the matrices' gradients."""
     shard, write, rows = block.shard, block.write, block.rows
     if block.tensor > 1:
         write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
         block.start_sum_over_tensor("qkv.input_gradient")
+    if block.fuses_norms:  # tokens are gathered again beside the gradients that need none
+        block.start_gather_tokens("feed_forward")
+    if not block.sums_early:
+        _feed_forward_matrix_gradients(block)
+    if block.fuses_norms:
+        block.start_gather_tokens("attention")
     write.matmul("projection.gradient", (1, block.head_width, block.hidden, rows))
+    if block.fuses_norms:
+        block.wait_for_tokens("attention")
     write.matmul("qkv.gradient", (1, block.qkv_width, block.hidden, rows))
-    write.fusion("qkv.bias.gradient", shard.qkv_bytes, block.hidden * 4)
-    _start_sum(block)
-    if block.tensor > 1:
-        write.wait("qkv.input_gradient.sum")
-    else:
+    if block.has_biases:
+        sums = block.partial_bytes(rows, block.qkv_width * shard.shape.element_bytes)
+        write.fusion("qkv.bias.gradient", shard.qkv_bytes, sums)
+        block.write.scalars("biases.gradient", 2 if rows > _SPLIT_ROWS else 1)
+    # That of the projection is combined with those of biases, the last of which is still to come.
+    is_late = block.has_biases and shard.layout.fsdp == 1
+    block.start_sums("qkv", *(() if is_late else ("projection",)))
+    if block.tensor == 1:
         write.matmul("qkv.input_gradient", (1, rows, block.hidden, block.qkv_width))
+    if block.has_biases:
+        block.norm_statistics("attention.norm.again")
+    write.wait("qkv.input_gradient.sum")
+
+
+def _feed_forward_matrix_gradients(block: _Block) -> None:
+    """Gradients of the matrices of the feed-forward layer."""
+    rows = block.rows
+    _read_kept(block, "kept.inner")
+    block.write.matmul("down.gradient", (1, block.hidden, block.inner_width, rows))
+    block.start_sums("down")
+    if block.fuses_norms:
+        block.wait_for_tokens("feed_forward")
+    for name, width in _columns(block):
+        block.write.matmul(f"{name}.gradient", (1, width, block.hidden, rows))
+    block.start_sums("up")
 
 
 def _score_gradients(block: _Block) -> None:
@@ -348,53 +545,65 @@ def _score_gradients(block: _Block) -> None:
     shard, write = block.shard, block.write
     (batch, queries, keys), size = _score_shape(shard), shard.shape.head_size
     if shard.shape.is_fused:
-        read = shard.qkv_bytes + 2 * shard.head_bytes + batch * queries * 4
+        read = shard.qkv_bytes + 2 * shard.head_bytes + _statistics_bytes(shard)
         write.attention(
             "attention.gradient", (batch, queries, keys, size), 5, read, shard.qkv_bytes
         )
     else:
+        batch, queries, keys = _product_shape(shard)
+        if shard.recompute in ("selective", "selective_op"):
+            write.matmul("attention.scores", (batch, queries, keys, size))
+            write.fusion("attention.softmax", shard.score_bytes, shard.score_bytes)
         write.copy("projection.gradient.transpose", shard.head_bytes)
         write.copy("mixed.gradient.transpose", shard.head_bytes)
         write.matmul("scores.gradient", (batch, queries, keys, size))
+        if shard.recompute == "none":  # the kept scores are sliced for the sums of their rows
+            write.fusion("softmax.gradient.sum", 2 * shard.score_bytes, shard.score_bytes)
+        if _is_grouped(shard):
+            write.fusion("softmax.gradient.slice", shard.score_bytes, 0)
         write.fusion("softmax.gradient", 2 * shard.score_bytes, shard.score_bytes)
-        for name in ("values", "keys", "queries"):
+        if _is_grouped(shard):
+            write.fusion("softmax.transpose", shard.score_bytes, 2 * shard.score_bytes)
+        for name in ("values", "keys"):
             write.matmul(f"{name}.gradient", (batch, queries, size, keys))
-    context = shard.layout.context
-    if context > 1:
-        gathered = 2 * shard.rows * shard.shape.kv_heads * size * context
-        payload = gathered * shard.shape.element_bytes // block.tensor
-        write.collective("keys.gradient.sum", "reduce_scatter", payload, (CONTEXT,))
-
-
-def _start_sum(block: _Block) -> None:
-    """Start the sum of gradients over the batch, where fsdp does not scatter them first."""
-    shard, along = block.shard, sum_axes(block.shard.layout)
-    if along and shard.layout.fsdp == 1:
-        kind = "reduce_scatter" if shard.is_scattered else "all_reduce"
-        block.write.copy("sum.concatenate", shard.matrix_bytes)
-        block.write.start("sum", kind, shard.matrix_bytes, along)
+            if shard.layout.context > 1:
+                payload = heads(shard, parts=shard.layout.context)[1][1]
+                write.start(f"{name}.gradient.sum", "reduce_scatter", payload, (CONTEXT,))
+        write.matmul("queries.gradient", (batch, queries, size, keys))
 
 
 def _sum_gradients(block: _Block) -> None:
-    """Sums of the matrices' gradients over fsdp and the batch, and copies into their stacks."""
+    """Sums of the gradients over fsdp and the batch, and copies into their stacks."""
     shard, write, layout = block.shard, block.write, block.shard.layout
-    qkv, projection, up, down = shard.matrices
     fsdp, along = layout.fsdp, sum_axes(layout)
-    block.vectors("stack", 8)
-    if fsdp > 1 and layout.tensor > 1 and along:
-        # Matrices whose rows are sharded over both axes: XLA all-reduces them over all of the
-        # batch's axes and slices the result, where it reduce-scatters the others.
-        write.start("scatter", "reduce_scatter", qkv + up, (FSDP,), buffers=2)
-        write.start("sum_all", "all_reduce", projection + down, (*along, FSDP))
-        write.wait("scatter")
-        write.start("sum", "all_reduce", (qkv + up) // fsdp, along)
-        write.wait("sum_all")
-    elif fsdp > 1:
-        write.collective("scatter", "reduce_scatter", shard.matrix_bytes, (FSDP,))
-        write.start("sum", "all_reduce", shard.matrix_bytes // fsdp, along)
+    write.wait("scatter")
+    if fsdp > 1 and along:
+        scattered = (
+            block.matrices["qkv"] + block.matrices["up"] if block.tensor > 1 else shard.matrix_bytes
+        )
+        write.copy("sum.concatenate", scattered // fsdp)
+        write.start("sum", "all_reduce", scattered // fsdp, along)
+    _sum_vectors(block)
+    write.wait("sum_all")
     write.wait("sum")
-    parts = fsdp * shard.gradient_parts
-    if along:
-        write.copy("sum.slice", shard.matrix_bytes // parts)
-    for name, size in zip(_MATRICES, shard.matrices, strict=True):
-        write.copy(f"{name}.stack", size // parts)
+    for group in combined(block.matrices.items()):
+        write.wait(f"sum_{group[0]}")
+        if along and (len(group) > 1 or fsdp > 1):
+            size = sum(block.matrices[name] for name in group)
+            write.copy(f"sum_{group[0]}.slice", size // fsdp // shard.gradient_parts)
+    for name, size in block.matrices.items():
+        write.copy(f"{name}.stack", size // fsdp // shard.gradient_parts)
+
+
+def _sum_vectors(block: _Block) -> None:
+    """Sums of the vectors' gradients over the devices that share the tokens, and copies into
+    their stacks."""
+    shard, write, layout = block.shard, block.write, block.shard.layout
+    count = 8 if block.has_biases else 2
+    axes = (*sum_axes(layout), FSDP, *((TENSOR,) if shard.sequence_parallel else ()))
+    size = shard.norm_elements * _F32_BYTES
+    write.start("vectors.sum", "all_reduce", size, axes)
+    if any(getattr(layout, axis) > 1 for axis in axes):
+        block.write.scalars("vectors.slice", count + 1)
+    write.wait("vectors.sum")
+    block.write.scalars("vectors.stack", count)

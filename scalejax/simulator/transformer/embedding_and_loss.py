@@ -4,13 +4,13 @@ As in `block`, read off compiled programs and derived from shapes. Left out: fus
 Knows no hardware.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from scalejax.config.parallelism import DATA, FSDP, PIPELINE, TENSOR, Layout
 from scalejax.simulator.program import Operation
-from scalejax.simulator.transformer.block import kept_bytes
-from scalejax.simulator.transformer.operations import Writer
+from scalejax.simulator.transformer.block import heads, kept_stacks
+from scalejax.simulator.transformer.operations import Writer, combined
 from scalejax.simulator.transformer.shape import (
     BlockShard,
     TransformerShape,
@@ -21,9 +21,6 @@ from scalejax.simulator.transformer.shape import (
     sum_axes,
 )
 
-_COMBINED_BYTES = 30 * 1024**2
-"""Buffers up to this size are combined into one all-reduce, which copies them (XLA,
-xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold)."""
 _F32, _F32_BYTES = "f32", 4
 _MATRICES = ("qkv", "projection", "up", "down")
 _VECTOR_UPDATES = 10  # of biases and norms, each a fusion of its own
@@ -43,7 +40,9 @@ def _position_elements(shard: BlockShard) -> int:
     return shape.tokens * shape.hidden if shape.has_learned_positions else 0
 
 
-def embedding(shard: BlockShard, layers: int, is_gathered: bool) -> tuple[Operation, ...]:
+def embedding(
+    shard: BlockShard, layers: int, is_gathered: bool, is_repeated: bool
+) -> tuple[Operation, ...]:
     """Operations before the blocks: matrices cast to the compute type, embedding lookup.
 
     Args:
@@ -51,64 +50,109 @@ def embedding(shard: BlockShard, layers: int, is_gathered: bool) -> tuple[Operat
         layers: blocks of the stage.
         is_gathered: whether the step has cast the matrices already, to gather them from ZeRO's
             shards.
+        is_repeated: whether they are in a loop over microbatches.
     """
     write, fsdp, used = _writer("embedding", shard), shard.layout.fsdp, shard.shape.element_bytes
     own = shard.matrix_bytes // fsdp * layers
-    if used != _F32_BYTES and not is_gathered:
-        for name, size in zip(_MATRICES, shard.matrices, strict=True):
-            one = size // fsdp * layers
-            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
+    is_cast = used != _F32_BYTES and not is_gathered
+    if is_cast:
         table = _table_elements(shard) // fsdp
         write.fusion("tokens.cast", table * _F32_BYTES, table * used)
     tables = (_table_elements(shard) + _position_elements(shard)) * used
     if fsdp > 1 and shard.shape.has_learned_positions:
         write.fusion("places.cast", tables // fsdp // 4, tables // fsdp // 8)
     write.start("gather_tables", "all_gather", tables, (FSDP,), buffers=2)
-    write.fusion("gradients.zero", 0, own)
-    write.fusion("kept.zero", 0, layers * kept_bytes(shard))
-    write.wait("gather_tables")
-    stream = shard.stream_bytes
-    write.fusion("lookup", stream + _position_elements(shard) * used, stream)
+    stream, places = shard.stream_bytes, _position_elements(shard) * used
     if shard.layout.tensor > 1:
+        write.wait("gather_tables")
+        write.fusion("lookup", stream, stream)
         kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
-        write.collective("lookup.sum", kind, stream, (TENSOR,))
-        write.fusion("places.add", stream + _position_elements(shard) * used, stream)
+        write.start("lookup.sum", kind, stream, (TENSOR,))
+    if is_cast:
+        for name, size in zip(_MATRICES, shard.matrices, strict=True):
+            one = size // fsdp * layers
+            write.fusion(f"{name}.cast", one * _F32_BYTES // used, one)
+    write.fusion("gradients.zero", 0, own)
+    stacks = [layers * size for size in kept_stacks(shard)]
+    write.fusion("kept.zero", 0, sum(set(stacks) if is_repeated else stacks))
+    if is_repeated:  # zeros of a size are the same before each microbatch, and copied
+        for index, size in enumerate(sorted(stacks)):
+            if size in sorted(stacks)[:index]:
+                write.copy(f"kept.copy.{index}", size)
+    if shard.layout.tensor > 1:
+        write.wait("lookup.sum")
+        if shard.shape.has_learned_positions:
+            kept = shard.kept_stream_bytes
+            write.fusion("places.add", kept + places, kept)
+    else:
+        write.wait("gather_tables")
+        write.fusion("lookup", stream + places, stream)
     return write.done()
 
 
-def logits(shard: BlockShard) -> tuple[Operation, ...]:
-    """Operations between the passes over the blocks: norm, logits, loss, and its gradient."""
+def logits(shard: BlockShard, is_manual: bool, is_scattered: bool) -> tuple[Operation, ...]:
+    """Operations between the passes over the blocks: norm, logits, loss, and its gradient.
+
+    Args:
+        shard: a device's shard of a block for one microbatch.
+        is_manual: whether the logit of the target is picked by a sum, whose gradient XLA fuses;
+            else it scatters into a gradient in float32.
+        is_scattered: whether the gradient of the output layer is left to `embedding_gradient`.
+    """
     write, shape, rows = _writer("logits", shard), shard.shape, shard.rows
     tensor, stream = shard.layout.tensor, shard.kept_stream_bytes
     width = shape.vocabulary // tensor
     size = rows * width * shape.element_bytes
     wide = rows * width * _F32_BYTES
-    write.fusion("norm.statistics", stream, rows * 8)
+    statistics = stream // shape.hidden // shape.element_bytes * 8
+    write.fusion("norm.statistics", stream, statistics)
+    write.copy("norm.root", statistics)
     write.fusion("norm.apply", stream, stream)
+    if not shape.has_tied_embeddings and shape.element_bytes != _F32_BYTES:
+        table = _table_elements(shard) // shard.layout.fsdp
+        write.fusion("output.cast", table * _F32_BYTES, table * shape.element_bytes)
+        write.collective(
+            "output.gather", "all_gather", table * shard.layout.fsdp * shape.element_bytes, (FSDP,)
+        )
     if shard.sequence_parallel:
         write.collective("gather_tokens", "all_gather", shard.stream_bytes, (TENSOR,))
+        if shard.samples > 1:
+            write.copy("transpose_tokens", shard.stream_bytes)
     write.matmul("product", (1, rows, width, shape.hidden))
     write.fusion("largest", size, rows * 8)
     # The argmax token, for the accuracy: a value and an index from every shard.
     write.collective("largest.gather", "all_gather", rows * 8 * tensor, (TENSOR,))
     write.fusion("sum", size, rows * _F32_BYTES)
     write.collective("sum.sum", "all_reduce", rows * 8, (TENSOR,))
-    write.fusion("loss.gradient", size, wide)
-    if shape.element_bytes != _F32_BYTES:
+    write.scalars("loss", 12 if tensor > 1 else 8)
+    if is_manual or shape.element_bytes == _F32_BYTES:
+        write.fusion("loss.gradient", size, size)
+    else:
+        write.fusion("loss.gradient", size, wide)
         write.fusion("loss.gradient.cast", wide, size)
     write.matmul("input_gradient", (1, rows, shape.hidden, width))
     kind = "reduce_scatter" if shard.sequence_parallel else "all_reduce"
+    if shard.sequence_parallel and shard.samples > 1:
+        write.copy("input_gradient.transpose_tokens", shard.stream_bytes)
     write.start("input_gradient.sum", kind, shard.stream_bytes, (TENSOR,))
-    write.matmul("tokens.gradient", (1, width, shape.hidden, rows))
+    if not is_scattered:
+        _table_gradient(write, shard)
     write.wait("input_gradient.sum")
-    write.fusion("norm.gradient.statistics", 2 * stream, 2 * stream)
+    write.fusion("norm.gradient.statistics", 2 * stream, statistics)
+    write.copy("norm.gradient.mean", statistics)
     write.fusion("norm.gradient", 2 * stream, stream)
-    write.fusion("norm.scale.gradient", 2 * stream, shape.hidden * _F32_BYTES)
+    write.copy("norm.scale.gradient", shape.hidden * _F32_BYTES)
     return write.done()
 
 
+def _table_gradient(write: Writer, shard: BlockShard) -> None:
+    """The gradient of the output layer, which overlaps with sums that are under way."""
+    width = shard.shape.vocabulary // shard.layout.tensor
+    write.matmul("tokens.gradient", (1, width, shard.shape.hidden, shard.rows))
+
+
 def embedding_gradient(
-    shard: BlockShard, layers: int, is_accumulated: bool
+    shard: BlockShard, layers: int, is_accumulated: bool, scattered_over: int
 ) -> tuple[Operation, ...]:
     """Operations after the blocks: the embedding's gradient, gradient sums and accumulation.
 
@@ -117,55 +161,78 @@ def embedding_gradient(
             gradients are summed.
         layers: blocks of the stage.
         is_accumulated: whether gradients are accumulated in float32 over microbatches.
+        scattered_over: devices along data, over which ZeRO 2 scatters the gradients of every
+            microbatch; else 1.
     """
     write, shape, layout = _writer("embedding.gradient", shard), shard.shape, shard.layout
     used = shape.element_bytes
+    own = shard.matrix_bytes // layout.fsdp // used * layers
+    tables = (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
+    whole = replace(layout, data=scattered_over)
+    if scattered_over > 1:
+        write.fusion("wide", own * used, own * _F32_BYTES)
+        size = own * _F32_BYTES
+        write.start("scatter_blocks", "reduce_scatter", size, (DATA,), buffers=4, layout=whole)
     if shard.recompute != "full" and not shape.is_fused:
-        for name in ("queries", "keys", "values"):
-            write.copy(f"{name}.transpose", layers * shard.head_bytes)
+        for name, size in heads(shard, parts=shard.layout.context):
+            write.copy(f"{name}.transpose", layers * size)
+    if shard.sequence_parallel and shard.samples > 1 and shard.recompute in ("none", "selective"):
+        for index in range(2):  # tokens of the kept norms first, as they were gathered
+            write.copy(f"normalised.{index}.transpose", layers * shard.stream_bytes)
     if shard.sequence_parallel:
         write.collective("lookup.gather", "all_gather", shard.stream_bytes, (TENSOR,))
+    if scattered_over > 1:
+        _table_gradient(write, shard)
     write.copy("tokens.scatter", shard.stream_bytes)
-    _sum_tables(write, shard, layers)
-    if is_accumulated:
-        own = shard.matrix_bytes // layout.fsdp // used * layers
-        own += (_table_elements(shard) + _position_elements(shard)) // layout.fsdp
-        write.fusion("accumulate", own * (_F32_BYTES + used), own * _F32_BYTES)
-        for index in range(_VECTOR_UPDATES):
-            write.copy(f"accumulate.{index}", layers * shape.hidden * _F32_BYTES)
+    if not is_accumulated:
+        return write.done()
+    _start_table_sums(write, shard)
+    _add_table_sums(write, shard)
+    if scattered_over > 1:
+        write.fusion("wide.tables", tables * used, tables * _F32_BYTES)
+        size = tables * _F32_BYTES
+        write.start("scatter_tables", "reduce_scatter", size, (DATA,), layout=whole)
+        write.wait("scatter_blocks")
+        write.wait("scatter_tables")
+    parts, kept = scattered_over, _F32_BYTES if scattered_over > 1 else used
+    size = (own + tables) // parts
+    write.fusion("accumulate", size * (_F32_BYTES + kept), size * _F32_BYTES)
+    write.scalars("accumulate.vectors", _VECTOR_UPDATES)
     return write.done()
 
 
-def _sum_tables(write: Writer, shard: BlockShard, layers: int) -> None:
-    """Sums of the gradients of embeddings, biases and norms, which no block has summed."""
+def _start_table_sums(write: Writer, shard: BlockShard) -> None:
+    """Start the sums of the gradients of the embeddings and of the last norm."""
     layout, along = shard.layout, sum_axes(shard.layout)
     both = (*along, FSDP)
     used = shard.shape.element_bytes
-    norms = (layers * shard.norm_elements + shard.norm_elements // 2) * _F32_BYTES + 8
-    biases = layers * shard.small_elements * used
     table, places = _table_elements(shard) * used, _position_elements(shard) * used
-    write.start("sum.norms", "all_reduce", norms, both)
+    # Where tensor shards the table, the gradients of its two uses are summed separately.
+    is_twofold = not shard.shape.has_tied_embeddings
+    write.start("sum.norms", "all_reduce", shard.norm_elements // 2 * _F32_BYTES + 8, both)
     if layout.fsdp == 1:
         kind = "reduce_scatter" if shard.is_scattered else "all_reduce"
-        write.start("sum", kind, table + places + biases, along)
+        write.start("sum", kind, (1 + is_twofold) * table + places, along)
     elif not along:
-        # The gradients of its two uses are scattered separately where tensor shards the table.
-        uses = 2 if layout.tensor > 1 else 1
+        uses = 2 if layout.tensor > 1 or is_twofold else 1
         write.start("scatter", "reduce_scatter", uses * table + places, (FSDP,), buffers=3)
-        write.start("sum", "all_reduce", biases, both)
     elif layout.tensor == 1:
         write.start("scatter", "reduce_scatter", 2 * table + places, (FSDP,), buffers=3)
-        write.wait("scatter")
-        write.start("sum", "all_reduce", biases, both)
-        write.start("sum.parts", "all_reduce", (table + places) // layout.fsdp, along)
     else:
         write.start("scatter", "reduce_scatter", table, (FSDP,))
-        write.wait("scatter")
-        write.start("sum", "all_reduce", table + places + biases, both)
-        write.start("sum.parts", "all_reduce", table // layout.fsdp, along)
-    for name in ("sum.norms", "scatter", "sum", "sum.parts"):
-        if not any(each.name.endswith(f"{name}.done") for each in write.operations):
-            write.wait(name)
+        write.start("sum", "all_reduce", table + places, both)
+
+
+def _add_table_sums(write: Writer, shard: BlockShard) -> None:
+    """Wait for what `_start_table_sums` started, and sum the parts over the batch."""
+    layout, along = shard.layout, sum_axes(shard.layout)
+    write.wait("scatter")
+    if layout.fsdp > 1 and along:
+        places = _position_elements(shard) if layout.tensor == 1 else 0
+        size = (_table_elements(shard) + places) * shard.shape.element_bytes
+        write.start("sum.parts", "all_reduce", size // layout.fsdp, along)
+    for name in ("sum.norms", "sum", "sum.parts"):
+        write.wait(name)
 
 
 def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tuple[Operation, ...]:
@@ -180,8 +247,7 @@ def zeros(shape: TransformerShape, own: int, dealt: Layout | None = None) -> tup
     if dealt is not None:
         _redistribute_blocks(write, shape, dealt)
     write.copy("zero", own * _F32_BYTES)
-    for index in range(_VECTOR_UPDATES):
-        write.copy(f"zero.{index}", shape.hidden * _F32_BYTES)
+    write.scalars("zero.vectors", _VECTOR_UPDATES)
     return write.done()
 
 
@@ -216,14 +282,15 @@ class Update:
     """Layout of all devices."""
     zero_stage: Literal[0, 1, 2]
     """ZeRO stage of the data axis."""
-    microbatches: int
-    """Microbatches per update."""
     moments: Literal[0, 1, 2]
     """Arrays like the parameters that the optimizer keeps."""
     is_accumulated: bool
     """Whether gradients were accumulated in float32."""
     is_summed_once: bool
     """Whether gradients are summed over the batch in the update, not per block."""
+    tables: BlockShard | None
+    """Shard of a block of the stage, where the gradients of embeddings are summed in the update;
+    None where they are summed for every microbatch."""
 
 
 def update(end: Update) -> tuple[Operation, ...]:
@@ -236,23 +303,26 @@ def update(end: Update) -> tuple[Operation, ...]:
         name: size // layout.tensor // layout.fsdp * shape.layers // whole.pipeline
         for name, size in zip(_MATRICES, shape.matrices, strict=True)
     }
+    counts["tables"] = max(0, own - sum(counts.values()))
     gradient_bytes = _F32_BYTES if end.is_accumulated else shape.element_bytes
     if is_uneven(shape, whole):
         back = Writer("update", _F32, whole)
         _redistribute_blocks(back, shape, whole)
         write.operations += back.operations
     if end.is_accumulated and end.is_summed_once:
-        _sum_once(write, end, own, [count * _F32_BYTES for count in counts.values()])
-    counts["tables"] = max(0, own - sum(counts.values()))
+        _start_sums(write, end, counts)
+    if end.tables is not None:
+        _start_table_sums(write, end.tables)
     parts = layout.data if end.zero_stage else 1
     state = (1 + end.moments) * _F32_BYTES
-    if shape.compute_dtype == "float16":  # whether every gradient is finite
-        write.fusion("finite", own // parts * gradient_bytes, 0)
     for name, count in counts.items():
+        write.wait(f"sum.{name}")
+        if name == "tables" and end.tables is not None:
+            _add_table_sums(write, end.tables)
+        if shape.compute_dtype == "float16":  # whether every gradient is finite
+            write.fusion(f"{name}.finite", count // parts * gradient_bytes, 0)
         write.fusion(name, count // parts * (state + gradient_bytes), count // parts * state)
-    for index in range(_VECTOR_UPDATES):
-        size = shape.layers * shape.hidden * _F32_BYTES // whole.pipeline
-        write.copy(f"vectors.{index}", size)
+    write.scalars("vectors", _VECTOR_UPDATES)
     if end.zero_stage:
         _gather(write, shape.element_bytes, counts, parts)
     return write.done()
@@ -270,21 +340,20 @@ def _gather(write: Writer, used_bytes: int, counts: dict[str, int], parts: int) 
     write.wait("gather")
 
 
-def _sum_once(write: Writer, end: Update, own: int, stacks: list[int]) -> None:
-    """Sum of accumulated gradients over the batch; small ones are combined in a buffer."""
+def _start_sums(write: Writer, end: Update, counts: dict[str, int]) -> None:
+    """Start the sums of accumulated gradients over the batch, as XLA combines them; each is waited
+    for before its update."""
     along = sum_axes(end.layout)
     if not along:
         return
-    large = sum(size for size in stacks if size > _COMBINED_BYTES)
-    combined = max(0, own * _F32_BYTES - large)
+    sizes = {name: count * _F32_BYTES for name, count in counts.items()}
     if end.zero_stage and DATA in along:
-        # Stage 2 scatters those of every microbatch: one collective of that many buffers here.
-        times = end.microbatches if end.zero_stage == 2 and end.layout.pipeline == 1 else 1
-        payload = times * own * _F32_BYTES
-        write.start("scatter", "reduce_scatter", payload, along, dtype=_F32, buffers=times)
-        write.wait("scatter")
+        for name, size in sizes.items():
+            write.start(f"sum.{name}", "reduce_scatter", size, along, dtype=_F32)
         return
-    write.copy("sum.concatenate", combined)
-    write.start("sum", "all_reduce", own * _F32_BYTES + 8, along, dtype=_F32)
-    write.wait("sum")
-    write.copy("sum.slice", combined)
+    for group in combined(sizes.items()):
+        payload = sum(sizes[name] for name in group)
+        if len(group) > 1:
+            write.copy(f"sum.{group[0]}.concatenate", payload)
+            write.copy(f"sum.{group[0]}.slice", payload)
+        write.start(f"sum.{group[-1]}", "all_reduce", payload, along, dtype=_F32)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from scalejax.config.parallelism import Layout, PipelineTicks
 from scalejax.simulator.program import MemoryUse
-from scalejax.simulator.transformer.block import kept_bytes
+from scalejax.simulator.transformer.block import kept_stacks
 from scalejax.simulator.transformer.embedding_and_loss import accumulator_elements
 from scalejax.simulator.transformer.shape import (
     BlockShard,
@@ -65,8 +65,12 @@ class DeviceMemory:
         self._own = parameters_of_device(shape, layout) * _F32_BYTES
         self._accumulated = accumulator_elements(shape, layout, microbatches) * _F32_BYTES
         self._is_cast = shape.element_bytes != _F32_BYTES
-        self._kept = kept_bytes(shard) * layers
-        self._fixed = _fixed_bytes(shard, layers)
+        self._kept = sum(kept_stacks(shard)) * layers
+        is_manual = layout.data > 1 and microbatches > 1
+        self._fixed = _fixed_bytes(shard, layers, is_manual)
+        self._fixed_scattered = self._fixed
+        if is_manual and layout.pipeline == 1:
+            self._fixed_scattered = _fixed_bytes(shard, layers, True, True)
         self.batch_bytes = 8 * shard.samples * microbatches * (shape.tokens // layout.context)
         """Tokens and targets of an update, int32."""
 
@@ -80,7 +84,8 @@ class DeviceMemory:
         # Cast parameters are in the fixed bytes; others are arguments, unless sharded by ZeRO.
         gathered = self._own if zero_stage and not self._is_cast else 0
         ticks = PipelineTicks("1f1b", self._stages, self._microbatches, chunks)
-        return self._fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
+        fixed = self._fixed_scattered if zero_stage == 2 else self._fixed
+        return fixed + accumulated + gathered + int(self._kept * ticks.in_flight)
 
 
 def memory_by_zero_stage(
@@ -106,12 +111,40 @@ def memory_by_zero_stage(
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
-def _fixed_bytes(shard: BlockShard, layers: int) -> int:
-    """Bytes of stacked matrices and gradients, the embedding, and the peak of block and logits."""
-    stack = shard.matrix_bytes // shard.layout.fsdp * layers
-    stacks = stack // shard.gradient_parts
-    stacks += 0 if shard.shape.element_bytes == _F32_BYTES else stack
-    return stacks + _table_bytes(shard) + max(block_bytes(shard), _logits_bytes(shard))
+def _fixed_bytes(
+    shard: BlockShard, layers: int, is_manual: bool, is_scattered: bool = False
+) -> int:
+    """Bytes of stacked matrices in the compute type, and the most that loss, transposes or the
+    backward pass hold besides them and the kept activations.
+
+    Args:
+        shard: a device's shard of a block for one microbatch.
+        layers: blocks of the longest stage.
+        is_manual: as of `embedding_and_loss.logits`.
+        is_scattered: whether ZeRO 2 scatters the gradients of each, beside the product for that of
+            the output layer: its operand is held until then.
+    """
+    shape, layout = shard.shape, shard.layout
+    stack = shard.matrix_bytes // layout.fsdp * layers
+    gradients = stack // shard.gradient_parts
+    cast = 0 if shape.element_bytes == _F32_BYTES else stack
+    table, block = _table_bytes(shard), block_bytes(shard)
+    logits = shard.rows * shape.vocabulary // layout.tensor * shape.element_bytes
+    # The scheduler zeroes gradients before the loss where it waits for collectives meanwhile.
+    if shape.has_tied_embeddings:
+        is_early = layout.tensor == 1 and (layout.fsdp > 1 or shard.is_scattered)
+        loss = table * (1 + (layout.tensor > 1))
+    else:
+        is_early = layout.device_count > 1
+        loss = table * (1 + is_early)
+    loss += logits + 2 * shard.stream_bytes + (gradients if is_early else 0)
+    loss += logits if is_manual else logits * _F32_BYTES // shape.element_bytes
+    tables = table if shape.has_tied_embeddings else 2 * table
+    backward = gradients + tables + block + (logits if is_scattered else 0)
+    transposed = 0
+    if shard.sequence_parallel and shard.samples > 1 and shard.recompute in ("none", "selective"):
+        transposed = (layers + 1) * shard.stream_bytes + gradients + logits + tables + table
+    return cast + max(loss, backward, transposed)
 
 
 def _table_bytes(shard: BlockShard) -> int:
@@ -134,10 +167,3 @@ def block_bytes(shard: BlockShard) -> int:
     if shard.recompute in ("selective_op", "full"):
         return matrices + streams + 2 * shard.qkv_bytes + scores + inner
     return shard.matrix_bytes + streams + shard.qkv_bytes + scores + inner
-
-
-def _logits_bytes(shard: BlockShard) -> int:
-    """Peak bytes of the loss: logits and their gradient in float32, and in the compute type."""
-    shape = shard.shape
-    logits = shard.rows * shape.vocabulary // shard.layout.tensor
-    return logits * (_F32_BYTES + shape.element_bytes) + 3 * shard.stream_bytes

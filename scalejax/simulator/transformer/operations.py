@@ -3,6 +3,7 @@
 Knows how an `Operation` is constructed; nothing of transformers.
 """
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from scalejax.config.parallelism import AXES, Layout
@@ -11,6 +12,28 @@ from scalejax.simulator.program import Collective, CollectiveName, DeviceGroup, 
 _F32 = "f32"
 _CACHE_SIZE = 65536  # entries of the cache of device groups
 _PADDED_TO = 8  # elements; XLA's cublas_pad_for_gemms
+
+COMBINED_BYTES = 30 * 1024**2
+"""Buffers up to this size are combined into one collective (XLA,
+xla/service/gpu/gpu_compiler.cc, kDefaultAllReduceCombineThreshold); an all-reduce copies them."""
+
+
+def combined(buffers: Iterable[tuple[str, int]]) -> list[list[str]]:
+    """Names of the buffers that XLA combines into one collective each, in order.
+
+    Args:
+        buffers: (name, bytes of the result) of each.
+    """
+    groups: list[list[str]] = []
+    held = 0
+    for name, size in buffers:
+        if groups and held + size <= COMBINED_BYTES:
+            groups[-1].append(name)
+            held += size
+        else:
+            groups.append([name])
+            held = size
+    return groups
 
 
 class Writer:
@@ -30,6 +53,7 @@ class Writer:
         self._dtype = dtype
         self._element_bytes = 4 if dtype == _F32 else 2
         self._layout = layout
+        self._started: set[str] = set()
 
     def fusion(self, name: str, read: int, write: int) -> None:
         """Add a fusion that reads and writes the given bytes."""
@@ -46,6 +70,10 @@ class Writer:
     def copy(self, name: str, size: int) -> None:
         """Add a fusion that reads and writes `size` bytes each, such as a slice of a stack."""
         self.fusion(name, size, size)
+
+    def scalars(self, name: str, count: int) -> None:
+        """Add `count` operations of a scalar or a vector each: a launch and few bytes."""
+        self.operations += _scalars(self._full(name), count)
 
     def matmul(self, name: str, shape: tuple[int, int, int, int], extra_read: int = 0) -> None:
         """Add a product of (batch, m, n, k), each operand and the result moved once.
@@ -96,13 +124,15 @@ class Writer:
         *,
         dtype: str | None = None,
         buffers: int = 1,
-        is_async: bool = True,
+        layout: Layout | None = None,
     ) -> None:
-        """Start a collective over `axes`; nothing if they have a single device."""
-        group = group_of(self._layout, axes)
+        """Start a collective over `axes`, of another `layout` if given; nothing if they have a
+        single device."""
+        group = group_of(layout or self._layout, axes)
         if group.size == 1 or not payload:
             return
         own = payload // group.size
+        self._started.add(name)
         self.operations.append(
             Operation(
                 name=self._full(name),
@@ -114,7 +144,7 @@ class Writer:
                     name=kind,
                     payload_bytes=payload,
                     group=group,
-                    is_async=is_async,
+                    is_async=True,
                     buffer_count=buffers,
                 ),
             ),
@@ -122,8 +152,8 @@ class Writer:
 
     def wait(self, name: str) -> None:
         """Add a wait for the collective of that name, if it was started."""
-        full = self._full(name)
-        if any(each.name == full for each in reversed(self.operations)):
+        if name in self._started:
+            full = self._full(name)
             self.operations.append(
                 Operation(name=f"{full}.done", kind="wait", dtype=self._dtype, waits_for=full)
             )
@@ -141,6 +171,14 @@ class Writer:
 
     def _full(self, name: str) -> str:
         return f"{self._prefix}.{name}"
+
+
+@lru_cache(maxsize=_CACHE_SIZE)
+def _scalars(name: str, count: int) -> tuple[Operation, ...]:
+    return tuple(
+        Operation(name=f"{name}.{index}", kind="fusion", dtype=_F32, read_bytes=4, write_bytes=4)
+        for index in range(count)
+    )
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

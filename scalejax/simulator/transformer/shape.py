@@ -304,6 +304,21 @@ def sums_once(shape: TransformerShape, strategy: Strategy) -> bool:
     return strategy.layout.pipeline > 1 or strategy.split.microbatches > 1
 
 
+def is_data_manual(strategy: Strategy) -> bool:
+    """Whether the step is traced in a `shard_map` over data, to sum gradients explicitly."""
+    is_explicit = strategy.split.microbatches > 1 or strategy.zero_stage == 2
+    return strategy.layout.data > 1 and is_explicit
+
+
+def scatters_each(strategy: Strategy) -> bool:
+    """Whether the gradients of every microbatch are reduce-scattered over data (ZeRO 2)."""
+    return (
+        strategy.zero_stage == 2
+        and strategy.layout.pipeline == 1
+        and strategy.split.microbatches > 1
+    )
+
+
 @lru_cache(maxsize=_CACHE_SIZE)
 def stage_layout(layout: Layout) -> Layout:
     """Layout of the devices of one stage."""
@@ -332,6 +347,17 @@ def block_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard:
         and layout.data > 1
         and layout.fsdp == layout.context == 1,
     )
+
+
+def table_shard(shape: TransformerShape, strategy: Strategy) -> BlockShard | None:
+    """Any shard of a block, where the gradients of the embeddings are summed once, with a single
+    microbatch; else None."""
+    layout = strategy.layout
+    if sums_once(shape, strategy):
+        return None
+    is_scattered = strategy.zero_stage == 1 and layout.data > 1
+    is_scattered = is_scattered and layout.fsdp == layout.context == 1
+    return _block_shard(shape, layout, 1, "none", False, False, is_scattered)
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

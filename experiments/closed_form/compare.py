@@ -1,0 +1,260 @@
+"""Hold the closed form of transformers against the compiled steps: time and memory by layout.
+
+python experiments/closed_form/compare.py [--remake] [--explain ROW ...]
+
+--remake takes ten minutes of two cores; a row costs a hundredth of a second without.
+"""
+
+import argparse
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+from scalejax.config.model import CausalConfig
+from scalejax.config.run import ResolvedRun, RunConfig, resolve
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import build
+from scalejax.core.units import GIB
+from scalejax.hardware import load_cluster
+from scalejax.planning.search import workspace_bytes
+from scalejax.planning.search.run import shape_of
+from scalejax.simulator.collectives.placement import collective_seconds
+from scalejax.simulator.frameworks import XLA
+from scalejax.simulator.operations.roofline import operation_time
+from scalejax.simulator.predict import predict
+from scalejax.simulator.program import Program
+from scalejax.simulator.transformer import Strategy, transformer_program
+from scalejax.validation.archive import read_archive, write_archive
+from scalejax.xla.cache import case_key
+from scalejax.xla.derive import Derivation, ProfileJob, derivation
+from scalejax.xla.job import Compiled
+from scalejax.xla.worker_pool import run_jobs
+
+HERE = Path(__file__).parent
+CLUSTER = load_cluster("dgx-h100")
+JAX_VERSIONS = ("0.10.2", "0.12.0.1")
+"""The JAX that Python 3.11 gets, which the closed form was read off, and the newest."""
+SAMPLES = 8  # of 2048 tokens, of each replica and microbatch
+GPT = {
+    "name": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "compute_dtype": "bfloat16",
+}  # fmt: skip
+LLAMA = {
+    "name": "llama", "layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8,
+    "ffn_hidden": 8192, "compute_dtype": "bfloat16",
+}  # fmt: skip
+"""GPT of 1.3e9 parameters, and Llama 3.2 of 1.2e9 with an output layer of its own."""
+LAYOUTS = {
+    "one device": {},
+    "data 8": {"data": 8},
+    "data 8, ZeRO 1": {"data": 8, "zero_stage": 1},
+    "data 8, ZeRO 2, 4 microbatches": {"data": 8, "zero_stage": 2, "microbatches": 4},
+    "fsdp 8": {"fsdp": 8},
+    "tensor 8": {"tensor": 8},
+    "tensor 8, sequence parallel": {"tensor": 8, "sequence_parallel": True},
+    "context 4": {"context": 4},
+    "data 2 x tensor 4": {"data": 2, "tensor": 4},
+    "fsdp 2 x tensor 4, sequence parallel": {"fsdp": 2, "tensor": 4, "sequence_parallel": True},
+    "data 2 x fsdp 2 x tensor 2, full recompute": {
+        "data": 2, "fsdp": 2, "tensor": 2, "remat": "full",
+    },
+    "data 2 x tensor 4, 4 microbatches, full recompute": {
+        "data": 2, "tensor": 4, "microbatches": 4, "remat": "full",
+    },
+    "fsdp 8, one sample": {"fsdp": 8, "samples": 1},
+    "data 2 x tensor 4, one sample": {"data": 2, "tensor": 4, "samples": 1},
+    "tensor 8, every second product kept": {"tensor": 8, "remat": "selective_op"},
+    "fsdp 2 x tensor 4, sequence parallel, every second product kept": {
+        "fsdp": 2, "tensor": 4, "sequence_parallel": True, "remat": "selective_op",
+    },
+    "pipeline 4, 8 microbatches, full recompute": {
+        "pipeline": 4, "microbatches": 8, "remat": "full",
+    },
+}  # fmt: skip
+OF_1F1B = {
+    "pipeline 4, 8 microbatches, full recompute, 1F1B": {
+        "pipeline": 4, "microbatches": 8, "remat": "full", "schedule": "1f1b",
+    },
+    "data 2 x tensor 2 x pipeline 2, 4 microbatches, full recompute, 1F1B": {
+        "data": 2, "tensor": 2, "pipeline": 2, "microbatches": 4, "remat": "full",
+        "schedule": "1f1b",
+    },
+}  # fmt: skip
+"""Pipelines made from a compiled stage, in the schedule that the closed form costs (of gpt alone);
+those of `LAYOUTS` are compiled as the trainer runs them, GPipe."""
+ROWS = {
+    f"{model['name']}, {title}": (model, layout)
+    for title, layout in LAYOUTS.items()
+    for model in (GPT, LLAMA)
+} | {f"gpt, {title}": (GPT, layout) for title, layout in OF_1F1B.items()}
+_SPREAD = ("data", "fsdp", "tensor", "context", "pipeline", "zero_stage", "sequence_parallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A row of the table."""
+
+    title: str
+    """Network and layout."""
+    compiled: Program
+    """The compiled step."""
+    own: Program
+    """The same step in closed form."""
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Step time of the compiled step, and of the closed form."""
+        return predict(self.compiled, CLUSTER).step_seconds, predict(self.own, CLUSTER).step_seconds
+
+    @property
+    def time_error(self) -> float:
+        """Step time of the closed form over that of the compiled step, less 1."""
+        compiled, own = self.seconds
+        return own / compiled - 1
+
+    @property
+    def memory_error(self) -> float:
+        """The same of the memory."""
+        compiled, own = self.memory_bytes
+        return own / compiled - 1
+
+    @property
+    def memory_bytes(self) -> tuple[int, int]:
+        """Most bytes that they hold, without the runtime's reserve."""
+        return self.compiled.memory.peak_bytes, self.own.memory.peak_bytes
+
+
+def run_of(title: str) -> ResolvedRun:
+    """The run of a row."""
+    model, layout = ROWS[title]
+    microbatches = layout.get("microbatches", 1)
+    samples = layout.get("samples", SAMPLES) * microbatches
+    replicas = layout.get("data", 1) * layout.get("fsdp", 1)
+    vocabulary = 51200 if model["name"] == "gpt" else 128256
+    tables = {
+        "model": {**model, "remat": layout.get("remat", "none")},
+        "data": {"name": "synthetic_tokens", "tokens": 2048, "vocabulary": vocabulary},
+        "batch": {
+            "global_batch": samples * replicas, "microbatches": microbatches,
+        },
+        "optimizer": {"name": "adamw"},
+        "schedule": {"base_learning_rate": 1e-4},
+        "layout": {"data": 1} | {name: layout[name] for name in layout if name in _SPREAD},
+    }  # fmt: skip
+    return resolve(build(RunConfig, tables))
+
+
+def derivation_of(title: str) -> Derivation:
+    """What is compiled for a row, and how its program is made of it."""
+    framework = replace(XLA, schedule=ROWS[title][1].get("schedule", XLA.schedule))
+    job = ProfileJob(run=run_of(title), cluster=CLUSTER, framework=framework)
+    return derivation(job, backend="cuda")
+
+
+def closed_form(run: ResolvedRun) -> Program:
+    """The step of `run` from its dimensions."""
+    model, chip = run.config.model, CLUSTER.chip
+    assert isinstance(model, CausalConfig)  # noqa: S101
+    strategy = Strategy(
+        split=run.split,
+        recompute=model.remat,
+        zero_stage=run.config.layout.zero_stage,
+        sequence_parallel=run.config.layout.sequence_parallel,
+    )
+    return transformer_program(
+        shape_of(run.config, chip), strategy, workspace_bytes=workspace_bytes(chip)
+    )
+
+
+def archive_of(jax: str) -> Path:
+    """File of the programs that this version of JAX compiled."""
+    return HERE / f"programs_jax_{jax}.jsonl.xz"
+
+
+def compared(title: str, jax: str) -> Compared:
+    """A row of the table, from the program that was kept of this version of JAX."""
+    archive, how = archive_of(jax), derivation_of(title)
+    kept = read_archive(archive).program(case_key(how.compiled[0]))
+    compiled = kept and how.program([kept])
+    if compiled is None:
+        raise ConfigError(f"{archive.name} does not hold {title!r}: --remake compiles it.")
+    return Compared(title=title, compiled=compiled, own=closed_form(how.job.run))
+
+
+def remake(titles: Sequence[str]) -> None:
+    """Compile the steps of rows anew with the JAX of this Python, and keep them."""
+    jobs = [derivation_of(title).compiled[0] for title in titles]
+    archive = archive_of(metadata.version("jax"))
+    known = read_archive(archive)
+    programs = {key: known.program(key) for key in known.lines}
+
+    def done(index: int, compiled: Compiled) -> None:
+        programs[case_key(jobs[index])] = compiled.program
+
+    run_jobs(jobs, done)
+    write_archive({key: each for key, each in programs.items() if each}, archive)
+    read_archive.cache_clear()
+
+
+def by_kind(program: Program) -> dict[str, tuple[float, float, float]]:
+    """(runs, GB, seconds alone) of the operations of a step by kind; of collectives by name and
+    axes."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for operation, runs in program.walk():
+        collective = operation.collective
+        if collective is not None:
+            name = f"{collective.name} over {' x '.join(collective.group.axes)}"
+            size, seconds = collective.payload_bytes, collective_seconds(collective, CLUSTER)
+        elif operation.kind != "wait":
+            name = "fusion" if operation.kind in ("copy", "custom") else operation.kind
+            size = operation.read_bytes + operation.write_bytes
+            seconds = operation_time(operation, CLUSTER.chip).seconds
+        else:
+            continue
+        for index, value in enumerate((1, size / 1e9, seconds)):
+            found[name][index] += runs * value
+    return {name: (one, two, three) for name, (one, two, three) in found.items()}
+
+
+def main() -> None:
+    """Print the tables, and what rows differ in."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--remake", action="store_true", help="compile, and keep the programs")
+    parser.add_argument("--explain", nargs="*", default=[], help="start of the titles of rows")
+    arguments = parser.parse_args()
+    if arguments.remake:
+        remake(list(ROWS))
+    for jax in JAX_VERSIONS:
+        rows = [compared(title, jax) for title in ROWS]
+        print(f"\nJAX {jax}, {CLUSTER.title}\n")
+        print("| network, layout | compiled, ms | closed form | | compiled, GiB | closed form | |")
+        print("|---|---|---|---|---|---|---|")
+        for row in rows:
+            (seconds, own_seconds), (held, own_held) = row.seconds, row.memory_bytes
+            print(
+                f"| {row.title} | {seconds * 1e3:.1f} | {own_seconds * 1e3:.1f} "
+                f"| {row.time_error:+.1%} | {held / GIB:.2f} | {own_held / GIB:.2f} "
+                f"| {row.memory_error:+.1%} |"
+            )
+        for row in rows:
+            if any(row.title.startswith(start) for start in arguments.explain):
+                explain(row)
+
+
+def explain(row: Compared) -> None:
+    """Print what differs between the two programs of a row, the largest first."""
+    compiled, own = by_kind(row.compiled), by_kind(row.own)
+    nothing = (0.0, 0.0, 0.0)
+    names = compiled.keys() | own.keys()
+    pairs = [(name, compiled.get(name, nothing), own.get(name, nothing)) for name in names]
+    print(f"\n{row.title}: runs, GB and ms alone, compiled and in closed form")
+    for name, theirs, ours in sorted(pairs, key=lambda pair: -abs(pair[1][2] - pair[2][2])):
+        print(
+            f"{name:44}{theirs[0]:8,.0f}{ours[0]:8,.0f}{theirs[1]:10.2f}{ours[1]:10.2f}"
+            f"{theirs[2] * 1e3:10.2f}{ours[2] * 1e3:10.2f}{(ours[2] - theirs[2]) * 1e3:+9.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from scalejax.config.model import CausalConfig
+from scalejax.config.model import DecoderConfig
 from scalejax.config.run import ResolvedRun, RunConfig, resolve
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import build
@@ -155,7 +155,7 @@ def derivation_of(title: str) -> Derivation:
 def closed_form(run: ResolvedRun) -> Program:
     """The step of `run` from its dimensions."""
     model, chip = run.config.model, CLUSTER.chip
-    assert isinstance(model, CausalConfig)  # noqa: S101
+    assert isinstance(model, DecoderConfig)  # noqa: S101
     strategy = Strategy(
         split=run.split,
         recompute=model.remat,

@@ -9,10 +9,11 @@ from pathlib import Path
 import altair as alt
 
 from scalejax.core.serialization import save_text
-from scalejax.core.units import UNKNOWN, counted, format_fraction, format_seconds
-from scalejax.report.html.charts import PALETTE, Row, Spec
+from scalejax.core.units import counted, format_fraction, format_seconds
+from scalejax.report.html.charts import PALETTE, Row, Spec, colored, specified
 from scalejax.report.html.page import Page
-from scalejax.simulator.explain import Explanation, TraceMatch
+from scalejax.report.terminal.explanation import findings, trace_match
+from scalejax.simulator.explain import Explanation
 
 _MS = 1e3
 _MOST_MATCHES = 20
@@ -78,12 +79,12 @@ def render(explained: Explanation) -> str:
         "hardware changes and the program stays; twice the batch is a program of its own.",
         improvements(explained),
     )
-    _add_operations(page, explained)
-    _add_unexpected(page, explained)
+    page.add("<p>Operations are sums over all their runs in one step; collectives count as far as ")
+    page.add("they are exposed, but in full where they are compared with a trace.</p>")
+    page.add_parts(findings(explained))
     if explained.trace is not None:
-        _add_trace(page, explained.trace)
-    items = "".join(f"<li>{escape(note)}</li>" for note in explained.notes)
-    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+        page.add_parts(trace_match(explained.trace, most=_MOST_MATCHES))
+    page.add_notes(explained.notes)
     return page.render(explained.title)
 
 
@@ -112,15 +113,10 @@ def waterfall(explained: Explanation) -> Spec:
             axis=alt.Axis(tickCount=8, format="~r"),
         ),
         x2="end:Q",
-        color=alt.Color(
-            "kind:N",
-            title=None,
-            scale=alt.Scale(domain=kinds, range=colors),
-            legend=alt.Legend(orient="top", symbolOpacity=1),
-        ),
+        color=colored("kind", kinds, colors=colors),
     )
     words = base.mark_text(align="left", dx=5, color="gray").encode(x="end:Q", text="label:N")
-    return (bars + words).properties(width="container", height=26 * len(rows)).to_dict()
+    return specified(bars + words, 26 * len(rows))
 
 
 def _waterfall_rows(explained: Explanation) -> tuple[list[Row], float]:
@@ -179,88 +175,4 @@ def improvements(explained: Explanation) -> Spec:
     )
     words = base.mark_text(align="left", dx=5, color="gray").encode(x="speedup:Q", text="label:N")
     now = alt.Chart(alt.Data(values=[{"now": 1}])).mark_rule(strokeDash=[5, 5]).encode(x="now:Q")
-    return (bars + words + now).properties(width="container", height=30 * len(rows)).to_dict()
-
-
-def _add_operations(page: Page, explained: Explanation) -> None:
-    page.add("<h3>Costliest operations</h3>")
-    page.add(
-        "<p>Sum over all runs of an operation in one step; of collectives, the exposed time.</p>"
-    )
-    page.add_table(
-        ["operation", "of step", "time", "runs", "bound", "of peak", "where"],
-        [
-            [
-                each.what,
-                format_fraction(each.share),
-                format_seconds(each.seconds),
-                str(each.runs),
-                each.bound,
-                format_fraction(each.peak_share) if each.peak_share is not None else "",
-                each.source or UNKNOWN,
-            ]
-            for each in explained.operations
-        ],
-    )
-
-
-def _add_unexpected(page: Page, explained: Explanation) -> None:
-    page.add("<h3>Collectives that the layout does not call for</h3>")
-    if not explained.unexpected:
-        page.add("<p>None that takes a thousandth of the step.</p>")
-        return
-    page.add_table(
-        ["collective", "over", "bytes", "runs", "takes", "adds", "why it is odd", "where"],
-        [
-            [
-                each.collective.replace("_", "-"),
-                " x ".join(each.axes) or "no axis",
-                f"{each.payload_bytes / 1e6:.3g} MB",
-                str(each.runs),
-                format_seconds(each.seconds),
-                format_seconds(each.step_seconds),
-                each.reason,
-                each.source or UNKNOWN,
-            ]
-            for each in explained.unexpected
-        ],
-    )
-
-
-def _add_trace(page: Page, match: TraceMatch) -> None:
-    page.add("<h3>Recorded against predicted, operation by operation</h3>")
-    page.add(
-        f"<p>{len(match.matches)} operations match; they hold "
-        f"{format_fraction(match.matched_share)} of the measured time. Together they took "
-        f"{format_seconds(match.measured_seconds)}, predicted "
-        f"{format_seconds(match.predicted_seconds)} ({_signed(match.error)}). The largest "
-        "differences come first; a collective counts in full, exposed or not.</p>"
-    )
-    if match.warning is not None:
-        page.add(f'<p class="bad">Warning: {escape(match.warning)}</p>')
-    page.add_table(
-        ["operation", "measured", "predicted", "error", "where"],
-        [
-            [
-                f"{each.what} ({each.name})",
-                format_seconds(each.measured_seconds),
-                format_seconds(each.predicted_seconds),
-                _signed(each.error),
-                each.source or UNKNOWN,
-            ]
-            for each in match.matches[:_MOST_MATCHES]
-        ],
-    )
-    for title, rest in (
-        ("Only in the trace", match.only_measured),
-        ("Only in the prediction", match.only_predicted),
-    ):
-        if rest:
-            named = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in rest[:5])
-            more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
-            total = format_seconds(sum(seconds for _, seconds in rest))
-            page.add(f"<p>{title}, {total}: {escape(named)}{more}.</p>")
-
-
-def _signed(error: float | None) -> str:
-    return UNKNOWN if error is None else f"{error:+.0%}"
+    return specified(bars + words + now, 30 * len(rows))

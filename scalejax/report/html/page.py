@@ -4,7 +4,7 @@ Lays out headings, tables and charts; knows nothing of their content.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -12,6 +12,9 @@ from importlib.resources import files
 from string import Template
 
 import vl_convert
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from scalejax.report.html.charts import Spec
 
@@ -19,6 +22,8 @@ _LONG_CELL = 24
 """Characters beyond which a cell may wrap."""
 _EMBED = "window.vegaEmbed = vegaEmbed;"
 """JavaScript that exports vegaEmbed from the libraries bundled by vl-convert."""
+_ELEMENTS = {"bold": "h3", "bold red": 'p class="bad"', "dim": 'p class="soft"'}
+"""Element of a text by its style on a terminal; others are paragraphs."""
 
 
 class Page:
@@ -44,6 +49,24 @@ class Page:
         head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
         body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>\n" for row in rows)
         self.add(f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>')
+
+    def add_parts(self, parts: Iterable[RenderableType]) -> None:
+        """Append what a function of `report.terminal` yields: its tables, and its texts."""
+        for part in parts:
+            if isinstance(part, Table):
+                cells = [[str(cell) for cell in column.cells] for column in part.columns]
+                headings = [str(column.header) for column in part.columns]
+                self.add_table(headings, list(zip(*cells, strict=True)))
+                continue
+            text = part if isinstance(part, Text) else Text.from_markup(str(part))
+            element = _ELEMENTS.get(str(text.style), "p")
+            words = escape(text.plain).replace("\n", "<br>")
+            self.add(f"<{element}>{words}</{element.split()[0]}>")
+
+    def add_notes(self, notes: Iterable[str]) -> None:
+        """Append a list of remarks in small print."""
+        items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+        self.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>' if items else "")
 
     def render(self, title: str) -> str:
         """The page, as HTML with everything inside it."""

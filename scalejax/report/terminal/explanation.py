@@ -38,6 +38,17 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
         yield Text(f"Note: {first}.", style="bold")
     yield verdict(explained)
     yield waterfall(explained)
+    yield from findings(explained)
+    yield Text("What a factor of two buys", style="bold")
+    yield improvements(explained.improvements)
+    notes = [note for note in explained.notes if note != first]
+    yield Text("\n".join(f"Note: {note}." for note in notes), style="dim")
+    if explained.trace is not None:
+        yield from trace_match(explained.trace)
+
+
+def findings(explained: Explanation) -> Iterator[RenderableType]:
+    """The costliest operations, and the collectives that the layout does not call for."""
     yield Text("Costliest operations", style="bold")
     yield operations(explained)
     yield Text("Collectives that the layout does not call for", style="bold")
@@ -46,12 +57,6 @@ def explanation(explained: Explanation, *, first: str | None = None) -> Iterator
         if explained.unexpected
         else Text("None that takes a thousandth of the step.")
     )
-    yield Text("What a factor of two buys", style="bold")
-    yield improvements(explained.improvements)
-    notes = [note for note in explained.notes if note != first]
-    yield Text("\n".join(f"Note: {note}." for note in notes), style="dim")
-    if explained.trace is not None:
-        yield from trace_match(explained.trace)
 
 
 def _heading(explained: Explanation) -> Text:
@@ -137,12 +142,18 @@ def bar(begin: float, end: float, longest: float, cells: int = _BAR_CELLS) -> st
     return " " * first + "█" * whole + (_EIGHTHS[part] if part else "")
 
 
-def operations(explained: Explanation) -> Table:
-    """Table of the operations that add most to the step, with their source lines."""
-    table = figures("of step", "time", "runs", "bound", "of peak")
+def _located(*headings: str) -> Table:
+    """An empty table of figures, then what they are of and its source line."""
+    table = figures(*headings)
     table.columns[0].justify = "right"
     table.add_column("what", overflow="fold", ratio=1)
     table.add_column("where", overflow="fold")
+    return table
+
+
+def operations(explained: Explanation) -> Table:
+    """Table of the operations that add most to the step, with their source lines."""
+    table = _located("of step", "time", "runs", "bound", "of peak")
     for each in explained.operations:
         bound = {"communication": "network"}.get(each.bound, each.bound)
         peak = "" if each.peak_share is None else f"{each.peak_share * 100:.0f} %"
@@ -160,10 +171,7 @@ def operations(explained: Explanation) -> Table:
 
 def unexpected(found: Sequence[UnexpectedCollective]) -> Table:
     """Table of collectives that the layout does not call for, with the reason for each."""
-    table = figures("adds", "takes", "runs")
-    table.columns[0].justify = "right"
-    table.add_column("what", overflow="fold", ratio=1)
-    table.add_column("where", overflow="fold")
+    table = _located("adds", "takes", "runs")
     for each in found[:_MOST_SHOWN]:
         axes = " x ".join(each.axes) or "no axis"
         kind = each.collective.replace("_", "-")
@@ -194,8 +202,9 @@ def improvements(found: Sequence[Improvement]) -> Table:
     return table
 
 
-def trace_match(match: TraceMatch) -> Iterator[RenderableType]:
-    """Comparison of a recorded step with the prediction, largest differences first."""
+def trace_match(match: TraceMatch, *, most: int = _MOST_SHOWN) -> Iterator[RenderableType]:
+    """Comparison of a recorded step with the prediction, largest differences first, at most `most`;
+    a collective counts in full, exposed or not."""
     yield Text("Recorded against predicted, operation by operation", style="bold")
     yield Text(
         f"{len(match.matches)} operations match; they hold "
@@ -204,12 +213,9 @@ def trace_match(match: TraceMatch) -> Iterator[RenderableType]:
         f"{format_seconds(match.predicted_seconds)} ({_signed(match.error)})."
     )
     if match.warning is not None:
-        yield Text(f"Warning: {match.warning}")
-    table = figures("measured", "predicted", "error")
-    table.columns[0].justify = "right"
-    table.add_column("what", overflow="fold", ratio=1)
-    table.add_column("where", overflow="fold")
-    for each in match.matches[:_MOST_SHOWN]:
+        yield Text(f"Warning: {match.warning}", style="bold red")
+    table = _located("measured", "predicted", "error")
+    for each in match.matches[:most]:
         table.add_row(
             format_seconds(each.measured_seconds),
             format_seconds(each.predicted_seconds),

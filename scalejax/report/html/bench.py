@@ -6,11 +6,11 @@ from itertools import accumulate
 
 import altair as alt
 
-from scalejax.core.units import MIB, format_count, format_fraction, format_seconds
-from scalejax.measure.bench.results import Summary, groups, kept_share, scaling_table
+from scalejax.core.units import MIB
+from scalejax.measure.bench.results import Summary, groups, scaling_table
 from scalejax.measure.bench.statistics import moving_average
 from scalejax.report.figures.bench import AVERAGED
-from scalejax.report.html.charts import Row, Spec, lines
+from scalejax.report.html.charts import Row, Spec, device_axis, lines
 from scalejax.report.html.page import Page
 from scalejax.report.sources import BenchSource
 from scalejax.report.terminal import bench as bench_tables
@@ -28,50 +28,13 @@ def add_benches(page: Page, benches: Sequence[BenchSource]) -> None:
         "that on the fewest devices.</p>"
     )
     for bench in benches:
-        page.add(f"<h3>{escape(bench.name)}: {escape(bench_tables.title_of(bench.summaries))}</h3>")
-        page.add_table(
-            ["benchmark", "devices", "step", "from", "to", "samples/s", "kept", "waits for input"],
-            [
-                _row(label, each, bench.summaries)
-                for label, members in groups(bench.summaries).items()
-                for each in members
-            ],
-        )
-        _add_scaling(page, bench.summaries)
+        page.add(f"<h3>{escape(bench.name)}</h3>")
+        page.add_parts(bench_tables.results(bench.summaries))
+        for scaling in ("weak", "strong"):
+            table = scaling_table(bench.summaries, scaling)
+            if table is not None and len(table.device_counts) > 1:
+                page.add_parts(bench_tables.scaling(table, "median"))
         _add_charts(page, bench.summaries)
-
-
-def _row(label: str, each: Summary, summaries: Sequence[Summary]) -> list[str]:
-    low, high = each.interval
-    settings = each.benchmark.settings
-    place = f" in {settings.processes} processes" if settings.processes > 1 else ""
-    return [
-        label,
-        f"{settings.devices}{place}",
-        format_seconds(each.median_seconds),
-        format_seconds(low),
-        format_seconds(high),
-        format_count(each.global_batch / each.median_seconds),
-        format_fraction(kept_share(each, summaries)),
-        format_fraction(each.wait_share),
-    ]
-
-
-def _add_scaling(page: Page, summaries: Sequence[Summary]) -> None:
-    """Append speedup and efficiency as DLBS computes them, with notes on how to read them."""
-    for scaling in ("weak", "strong"):
-        table = scaling_table(summaries, scaling)
-        if table is None or len(table.device_counts) < 2:
-            continue
-        heads = [f"{count} devices" for count in table.device_counts]
-        for name, cells in (("speedup", table.speedups), ("efficiency, %", table.efficiencies)):
-            rows = [
-                [label, *("-" if cell is None else f"{cell:.2f}" for cell in row)]
-                for label, row in zip(table.labels, cells, strict=True)
-            ]
-            page.add_table([f"{scaling} scaling: {name}", *heads], rows)
-        items = "".join(f"<li>{escape(note)}</li>" for note in bench_tables.notes(table))
-        page.add(f'<ul class="soft">{items}</ul>' if items else "")
 
 
 def _add_charts(page: Page, summaries: Sequence[Summary]) -> None:
@@ -110,9 +73,7 @@ def throughput(summaries: Sequence[Summary]) -> Spec:
         for label, members in groups(summaries).items()
         for each in sorted(members, key=lambda other: other.benchmark.settings.devices)
     ]
-    scale = alt.Scale(type="log", base=2, nice=False)
-    x = alt.X("x:Q", title="devices", scale=scale)
-    return lines(rows, x, "samples per second", has_points=True)
+    return lines(rows, device_axis("x"), "samples per second", has_points=True)
 
 
 def step_times(summaries: Sequence[Summary]) -> Spec:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import altair as alt
 
 from scalejax.report.sources import RunSource
+from scalejax.report.terminal.scaling import waterfall_terms
 from scalejax.simulator.predict import ScalingPrediction
 
 # Shared by all charts: colours, sizes and simple line charts.
@@ -155,25 +156,12 @@ def wall_time(runs: Sequence[RunSource]) -> Spec:
         for order, (name, seconds) in enumerate(run.time.parts)
     ]
     names = list(dict.fromkeys(str(row["part"]) for row in rows))
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_bar()
-        .encode(
-            y=alt.Y("run:N", title=None, sort=None),
-            x=alt.X(
-                "share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%")
-            ),
-            color=colored("part", names),
-            order="order:Q",
-            tooltip=[
-                "run:N",
-                "part:N",
-                alt.Tooltip("seconds:Q", format=",.4g"),
-                alt.Tooltip("share:Q", format=".1%"),
-            ],
-        )
-    )
-    return specified(chart, height=40 + 34 * len(runs))
+    x = alt.X("share:Q", title="share of the wall time", stack="zero", axis=alt.Axis(format=".0%"))
+    figures = [
+        alt.Tooltip("seconds:Q", format=",.4g"),
+        alt.Tooltip("share:Q", format=".1%"),
+    ]
+    return _stacked(rows, alt.Y("run:N", title=None, sort=None), x, colored("part", names), figures)
 
 
 def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
@@ -186,32 +174,12 @@ def throughput(studies: Sequence[ScalingPrediction]) -> Spec:
             point: Row = {"prediction": study.title, "devices": each.device_count}
             rows.append({**point, "kind": "predicted", "rate": each.samples_per_second})
             rows.append({**point, "kind": "ideal", "rate": ideal})
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(point=True)
-        .encode(
-            x=_devices(),
-            y=alt.Y(
-                "rate:Q",
-                title="samples per second",
-                scale=alt.Scale(type="log"),
-                axis=alt.Axis(format="~s"),
-            ),
-            color=colored("prediction", [study.title for study in studies], columns=1),
-            strokeDash=alt.StrokeDash(
-                "kind:N",
-                legend=None,
-                scale=alt.Scale(domain=["predicted", "ideal"], range=[[1, 0], [5, 5]]),
-            ),
-            tooltip=[
-                "prediction:N",
-                "kind:N",
-                "devices:Q",
-                alt.Tooltip("rate:Q", title="samples/s", format=",.0f"),
-            ],
-        )
-    )
-    return specified(chart)
+    rate = alt.Scale(type="log")
+    y = alt.Y("rate:Q", title="samples per second", scale=rate, axis=alt.Axis(format="~s"))
+    figures = ["kind:N", "devices:Q", alt.Tooltip("rate:Q", title="samples/s", format=",.0f")]
+    kinds = alt.Scale(domain=["predicted", "ideal"], range=[[1, 0], [5, 5]])
+    dashes = alt.StrokeDash("kind:N", legend=None, scale=kinds)
+    return specified(_over_devices(rows, studies, y, figures).encode(strokeDash=dashes))
 
 
 def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
@@ -221,34 +189,25 @@ def efficiency(studies: Sequence[ScalingPrediction]) -> Spec:
         for study in studies
         for each, kept in zip(study.predictions, study.efficiencies, strict=True)
     ]
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(point=True)
-        .encode(
-            x=_devices(),
-            y=alt.Y(
-                "efficiency:Q",
-                title="scaling efficiency",
-                axis=alt.Axis(format=".0%"),
-                scale=alt.Scale(domainMin=0),
-            ),
-            color=colored("prediction", [study.title for study in studies], columns=1),
-            tooltip=["prediction:N", "devices:Q", alt.Tooltip("efficiency:Q", format=".1%")],
-        )
-    )
-    return specified(chart)
+    percent, from_0 = alt.Axis(format=".0%"), alt.Scale(domainMin=0)
+    y = alt.Y("efficiency:Q", title="scaling efficiency", axis=percent, scale=from_0)
+    figures = ["devices:Q", alt.Tooltip("efficiency:Q", format=".1%")]
+    return specified(_over_devices(rows, studies, y, figures))
+
+
+def _over_devices(
+    rows: list[Row], studies: Sequence[ScalingPrediction], y: alt.Y, figures: list[Any]
+) -> alt.Chart:
+    """Line for each study of `rows` (prediction, devices) over device counts."""
+    color = colored("prediction", [study.title for study in studies], columns=1)
+    chart = alt.Chart(alt.Data(values=rows)).mark_line(point=True)
+    tooltip = ["prediction:N", *figures]
+    return chart.encode(x=device_axis(), y=y, color=color, tooltip=tooltip)
 
 
 def time_split(study: ScalingPrediction) -> Spec:
     """Chart of the parts of one step time, a stacked bar for each device count."""
-    names = list(
-        dict.fromkeys(
-            name
-            for each in study.predictions
-            for name, seconds in each.waterfall
-            if seconds is not None
-        )
-    )
+    names = waterfall_terms(study.predictions)
     rows: list[Row] = [
         {
             "devices": str(each.device_count),
@@ -261,25 +220,26 @@ def time_split(study: ScalingPrediction) -> Spec:
         for name, seconds in each.waterfall
         if seconds is not None
     ]
-    chart = (
-        alt.Chart(alt.Data(values=rows))
-        .mark_bar()
-        .encode(
-            y=alt.Y("devices:N", title="devices", sort=None),
-            x=alt.X(
-                "milliseconds:Q", title="milliseconds per step", stack="zero", axis=_few_ticks()
-            ),
-            color=colored("part", names, colors=part_colors(names)),
-            order="order:Q",
-            tooltip=[
-                "devices:N",
-                "part:N",
-                alt.Tooltip("milliseconds:Q", format=".4g"),
-                alt.Tooltip("share:Q", title="share of the step", format=".1%"),
-            ],
-        )
-    )
-    return specified(chart, height=_bar_height(study))
+    ticks = _few_ticks()
+    x = alt.X("milliseconds:Q", title="milliseconds per step", stack="zero", axis=ticks)
+    figures = [
+        alt.Tooltip("milliseconds:Q", format=".4g"),
+        alt.Tooltip("share:Q", title="share of the step", format=".1%"),
+    ]
+    color = colored("part", names, colors=part_colors(names))
+    return _stacked(rows, alt.Y("devices:N", title="devices", sort=None), x, color, figures)
+
+
+def _stacked(
+    rows: list[Row], y: alt.Y, x: alt.X, color: alt.Color, figures: list[alt.Tooltip]
+) -> Spec:
+    """Bar for each value of `y`, stacked of `rows` (part, order) along `x`."""
+    field = str(y.shorthand)  # type: ignore[union-attr]
+    bars = len({row[field.partition(":")[0]] for row in rows})
+    chart = alt.Chart(alt.Data(values=rows)).mark_bar()
+    tooltip = [field, "part:N", *figures]
+    chart = chart.encode(y=y, x=x, color=color, order="order:Q", tooltip=tooltip)
+    return specified(chart, height=_bar_height(bars))
 
 
 def memory(study: ScalingPrediction) -> Spec:
@@ -313,7 +273,7 @@ def memory(study: ScalingPrediction) -> Spec:
         .mark_rule(strokeDash=[5, 5], strokeWidth=2, color=PALETTE[3])
         .encode(x="has:Q", tooltip=[alt.Tooltip("has:Q", title="GiB on a device", format=".2f")])
     )
-    return specified(bars + limit, height=_bar_height(study))
+    return specified(bars + limit, height=_bar_height(len(study.predictions)))
 
 
 def _identity(run: RunSource) -> dict[str, str]:
@@ -373,9 +333,9 @@ def _legend_columns(names: Sequence[str]) -> int:
     return max(1, min(4, _LEGEND_WIDTH // (max(map(len, names), default=1) + 4)))
 
 
-def _devices() -> alt.X:
+def device_axis(field: str = "devices") -> alt.X:
     """X axis of device counts, on a base-2 logarithm."""
-    return alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+    return alt.X(f"{field}:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
 
 
 def part_colors(parts: Sequence[str]) -> list[str]:
@@ -415,5 +375,5 @@ def _few_ticks() -> alt.Axis:
     return alt.Axis(tickCount=8, format="~r")
 
 
-def _bar_height(study: ScalingPrediction) -> int:
-    return 40 + 34 * len(study.predictions)
+def _bar_height(bars: int) -> int:
+    return 40 + 34 * bars

@@ -17,7 +17,7 @@ from scalejax.planning.time_to_target.notes import (
     shown,
 )
 from scalejax.planning.time_to_target.plan import Plan, PlanPoint, soonest_by_devices
-from scalejax.report.html.charts import PALETTE, Row, Spec
+from scalejax.report.html.charts import PALETTE, Row, Spec, colored, device_axis, specified
 from scalejax.report.html.page import Page
 
 _HEIGHT = 320
@@ -70,8 +70,7 @@ def _add_plan(page: Page, plan: Plan) -> None:
     )
     lines = [] if plan.nearest is not None else [MARKS_IN_WORDS.removesuffix(".")]
     lines += [f"Left out, {reason}: {count}" for reason, count in plan.left_out]
-    items = "".join(f"<li>{escape(note)}</li>" for note in [*lines, *plan.notes])
-    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+    page.add_notes([*lines, *plan.notes])
 
 
 def _answers(plan: Plan) -> list[str]:
@@ -172,19 +171,14 @@ def _answer_layer(plan: Plan, x: alt.X, y: alt.Y) -> alt.Chart:
 def _cluster_color(plan: Plan) -> alt.Color:
     clusters = list(dict.fromkeys(point.cluster for point in plan.points))
     colors = [PALETTE[0], PALETTE[4], PALETTE[7], PALETTE[6], PALETTE[5]]
-    return alt.Color(
-        "cluster:N",
-        title=None,
-        scale=alt.Scale(domain=clusters, range=colors),
-        legend=alt.Legend(orient="top", labelLimit=0),
-    )
+    return colored("cluster", clusters, colors=colors)
 
 
 def time_chart(plan: Plan) -> Spec:
     """Chart of time to target over devices: a line with its p10 to p90 band for each cluster."""
     best = [row for row in _rows(plan) if row["is_best"]]
     base = alt.Chart(alt.Data(values=best))
-    devices = alt.X("devices:Q", title="devices", scale=alt.Scale(type="log", base=2, nice=False))
+    devices = device_axis()
     color = _cluster_color(plan)
     name, unit = _unit(plan)
     run = alt.Y("run:Q", title=f"{name} to target", scale=_LOGARITHMIC)
@@ -197,7 +191,7 @@ def time_chart(plan: Plan) -> Spec:
     layers = [band, line, _answer_layer(plan, devices, run)]
     if plan.deadline_seconds is not None:
         layers.append(_rule(y=plan.deadline_seconds / unit, color=PALETTE[3]))
-    return _spec(layers)
+    return specified(alt.layer(*layers), _HEIGHT)
 
 
 def cost_chart(plan: Plan) -> Spec:
@@ -224,7 +218,7 @@ def cost_chart(plan: Plan) -> Spec:
         layers.append(_rule(x=plan.deadline_seconds / unit, color=PALETTE[3]))
     if plan.budget is not None:
         layers.append(_rule(y=plan.budget, color=PALETTE[2]))
-    return _spec(layers)
+    return specified(alt.layer(*layers), _HEIGHT)
 
 
 def _rule(*, color: str, x: float | None = None, y: float | None = None) -> alt.Chart:
@@ -232,7 +226,3 @@ def _rule(*, color: str, x: float | None = None, y: float | None = None) -> alt.
     chart = alt.Chart(alt.Data(values=[{"at": x if x is not None else y}]))
     rule = chart.mark_rule(strokeDash=[5, 5], strokeWidth=2, color=color)
     return rule.encode(x="at:Q") if x is not None else rule.encode(y="at:Q")
-
-
-def _spec(layers: Sequence[alt.Chart]) -> Spec:
-    return alt.layer(*layers).properties(width="container", height=_HEIGHT).to_dict()

@@ -227,9 +227,7 @@ def _add_comparisons(page: Page, runs: Sequence[RunSource]) -> None:
         ],
         [_time_row(run) for run in runs],
     )
-    slow = [(run.label, run.slow_note) for run in runs if run.slow_note]
-    items = "".join(f"<li>{escape(label)}: {escape(note)}</li>" for label, note in slow)
-    page.add(f'<ul class="soft">{items}</ul>' if items else "")
+    page.add_notes(f"{run.label}: {run.slow_note}" for run in runs if run.slow_note)
     if any((run.wait_share or 0) >= WORTH_SAYING for run in runs):
         page.add_chart(
             "Waiting for input",
@@ -394,8 +392,7 @@ def _add_study(page: Page, study: ScalingPrediction) -> None:
         f"{format_bytes(first.memory_bytes)}.",
         charts.memory(study),
     )
-    items = "".join(f"<li>{escape(note)}</li>" for note in merged_notes(study.predictions))
-    page.add(f'<p class="soft">Notes</p><ul class="soft">{items}</ul>')
+    page.add_notes(merged_notes(study.predictions))
 
 
 def _study_row(each: Prediction, kept: float) -> list[str]:

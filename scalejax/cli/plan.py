@@ -68,7 +68,7 @@ class PlanRun(RunFileCommand):
         from scalejax.planning.convergence import parse_target
         from scalejax.planning.time_to_target import notes
         from scalejax.planning.time_to_target.run import find_convergence, plan_run
-        from scalejax.report.figures.plan import save_plan
+        from scalejax.report.html.plan import save_plan
         from scalejax.report.terminal import plan as plan_tables
 
         serialization.require_writable("json", self.json)

@@ -29,7 +29,7 @@ from scalejax.planning.time_to_target.plan import (
     plan_point,
 )
 from scalejax.planning.time_to_target.run import ClusterOption, find_convergence, plan_run
-from scalejax.report.figures.plan import ANSWERS, EDGE, save_plan
+from scalejax.report.html.plan import EDGE, MARKS, save_plan
 from scalejax.report.html.report import write_report
 from scalejax.report.terminal.plan import planned
 from scalejax.simulator.predict import Prediction
@@ -311,13 +311,14 @@ def test_plot_is_drawn(tmp_path: Path):
 
 def test_marks_of_one_point_are_all_seen():
     """Outlines that do not touch: the corners of a square of side a are 0.71 a from its middle,
-    those of the diamond, a turned square, 0.71 a as well, and an edge is half as wide outward."""
-    (_, _, circle, outer), (_, _, square, side), (_, _, diamond, inner) = ANSWERS
+    those of a diamond in such a square 0.5 a, and an edge is half as wide outward."""
+    shapes, _, areas = zip(*MARKS.values(), strict=True)
+    outer, side, inner = map(math.sqrt, areas)
     edge = EDGE / 2
 
-    assert (circle, square, diamond) == ("o", "s", "D")
+    assert shapes == ("circle", "square", "diamond")
     assert side / math.sqrt(2) + edge < outer / 2 - edge
-    assert inner / math.sqrt(2) + edge < side / 2 - edge
+    assert inner / 2 + edge < side / 2 - edge
 
 
 @pytest.mark.parametrize(

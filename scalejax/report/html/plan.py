@@ -1,10 +1,13 @@
-"""Report section on plans: time to target, its cost, and the recommended choices."""
+"""Report section on plans: time to target, its cost, and the choices; the charts as a picture."""
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 import altair as alt
+import vl_convert
 
+from scalejax.core.serialization import save_bytes
 from scalejax.core.units import format_fraction, format_seconds, unit_of_axis
 from scalejax.planning.time_to_target.notes import (
     MARKS_IN_WORDS,
@@ -17,17 +20,20 @@ from scalejax.planning.time_to_target.notes import (
     shown,
 )
 from scalejax.planning.time_to_target.plan import Plan, PlanPoint, soonest_by_devices
-from scalejax.report.html.charts import PALETTE, Row, Spec, colored, device_axis, specified
+from scalejax.report.html.charts import PALETTE, Row, colored, device_axis, specified
 from scalejax.report.html.page import Page
 
 _HEIGHT = 320
 _LOGARITHMIC = alt.Scale(type="log", nice=False, padding=20)
-_MARKS = {
-    "soonest": ("triangle-up", PALETTE[3]),
-    "cheapest": ("square", PALETTE[2]),
-    "knee": ("diamond", PALETTE[1]),
+MARKS = {
+    "soonest": ("circle", PALETTE[3], 400),
+    "cheapest": ("square", PALETTE[2], 121),
+    "knee": ("diamond", PALETTE[1], 49),
 }
-"""Shape and colour of each answer."""
+"""Shape, colour and size of each answer: outlines that nest, so that all are visible where they
+share one point. The size is the area of the square around a shape, in pixels."""
+EDGE = 1.5
+"""Width of the outlines, in pixels."""
 
 
 def add_plans(page: Page, plans: Sequence[Plan]) -> None:
@@ -43,6 +49,24 @@ def add_plans(page: Page, plans: Sequence[Plan]) -> None:
         _add_plan(page, plan)
 
 
+def save_plan(plan: Plan, *, path: Path) -> None:
+    """Draw the charts of a plan, time to target over devices and cost over that time, as a PNG.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    title = alt.TitleParams(
+        f"{plan.title}: time to {plan.target}",
+        subtitle="Band: p10 to p90. Grey: none is sooner for less. Dashed: deadline and budget.",
+    )
+    charts = [
+        chart.properties(width=380, height=_HEIGHT)
+        for chart in (_time_chart(plan), _cost_chart(plan))
+    ]
+    picture = alt.hconcat(*charts, title=title)
+    save_bytes(vl_convert.vegalite_to_png(picture.to_dict(), scale=2), path)
+
+
 def _add_plan(page: Page, plan: Plan) -> None:
     page.add(f"<h3>{escape(plan.title)}: {escape(plan.target)}</h3>")
     page.add(f"<p>Steps to target: {escape(plan.steps_source)}.</p>")
@@ -54,14 +78,14 @@ def _add_plan(page: Page, plan: Plan) -> None:
         "The fastest batch size for each device count, with its range from p10 to p90. Where the "
         "line turns flat, more devices no longer help: the diamond is the knee, within the limits. "
         "The dashed line is the deadline.",
-        time_chart(plan),
+        specified(_time_chart(plan), _HEIGHT),
     )
     page.add_chart(
         "What the time costs",
         "Every cluster, device count and batch size. The grey line is the Pareto front: no other "
         "point is better in both time and cost. The dashed lines are deadline and "
         "budget.",
-        cost_chart(plan),
+        specified(_cost_chart(plan), _HEIGHT),
     )
     cost = "cost" if plan.is_priced else "device-hours"
     page.add_table(
@@ -77,7 +101,7 @@ def _answers(plan: Plan) -> list[str]:
     if plan.nearest is not None:
         nearest = escape(described(plan, plan.points[plan.nearest]))
         return [f"<strong>Nothing is within {escape(in_words(plan))}.</strong> Nearest: {nearest}"]
-    found = [(name, getattr(plan, name)) for name in _MARKS]
+    found = [(name, getattr(plan, name)) for name in MARKS]
     answers = [
         f"<strong>{name}</strong>: {escape(described(plan, plan.points[position]))}"
         for name, position in found
@@ -142,27 +166,23 @@ def _answer_layer(plan: Plan, x: alt.X, y: alt.Y) -> alt.Chart:
     rows = _rows(plan)
     marked: list[Row] = [
         {**rows[position], "answer": name}
-        for name in _MARKS
+        for name in MARKS
         if (position := getattr(plan, name)) is not None
     ]
-    names = list(_MARKS)
+    names = list(MARKS)
+    shapes, colors, sizes = (
+        {"scale": alt.Scale(domain=names, range=list(values)), "legend": alt.Legend(orient="top")}
+        for values in zip(*MARKS.values(), strict=True)
+    )
     return (
         alt.Chart(alt.Data(values=marked))
-        .mark_point(filled=True, size=170, stroke="black", strokeWidth=0.6, opacity=1)
+        .mark_point(filled=False, strokeWidth=EDGE, opacity=1)
         .encode(
             x=x,
             y=y,
-            shape=alt.Shape(
-                "answer:N",
-                title=None,
-                scale=alt.Scale(domain=names, range=[_MARKS[name][0] for name in names]),
-                legend=alt.Legend(orient="top"),
-            ),
-            fill=alt.Fill(
-                "answer:N",
-                scale=alt.Scale(domain=names, range=[_MARKS[name][1] for name in names]),
-                legend=None,
-            ),
+            shape=alt.Shape("answer:N", title=None, **shapes),
+            stroke=alt.Stroke("answer:N", title=None, **colors),
+            size=alt.Size("answer:N", title=None, **sizes),
             tooltip=[alt.Tooltip("answer:N"), *_tooltip()],
         )
     )
@@ -174,7 +194,7 @@ def _cluster_color(plan: Plan) -> alt.Color:
     return colored("cluster", clusters, colors=colors)
 
 
-def time_chart(plan: Plan) -> Spec:
+def _time_chart(plan: Plan) -> alt.LayerChart | alt.FacetChart:
     """Chart of time to target over devices: a line with its p10 to p90 band for each cluster."""
     best = [row for row in _rows(plan) if row["is_best"]]
     base = alt.Chart(alt.Data(values=best))
@@ -191,10 +211,10 @@ def time_chart(plan: Plan) -> Spec:
     layers = [band, line, _answer_layer(plan, devices, run)]
     if plan.deadline_seconds is not None:
         layers.append(_rule(y=plan.deadline_seconds / unit, color=PALETTE[3]))
-    return specified(alt.layer(*layers), _HEIGHT)
+    return alt.layer(*layers)
 
 
-def cost_chart(plan: Plan) -> Spec:
+def _cost_chart(plan: Plan) -> alt.LayerChart | alt.FacetChart:
     """Chart of cost over time to target: all points, and the Pareto front."""
     rows = _rows(plan)
     title = "cost" if plan.is_priced else "cost (device-hours)"
@@ -218,7 +238,7 @@ def cost_chart(plan: Plan) -> Spec:
         layers.append(_rule(x=plan.deadline_seconds / unit, color=PALETTE[3]))
     if plan.budget is not None:
         layers.append(_rule(y=plan.budget, color=PALETTE[2]))
-    return specified(alt.layer(*layers), _HEIGHT)
+    return alt.layer(*layers)
 
 
 def _rule(*, color: str, x: float | None = None, y: float | None = None) -> alt.Chart:

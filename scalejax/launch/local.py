@@ -80,7 +80,7 @@ class Launch:
             require_at_least("least_processes", self.least_processes, 1)
 
 
-def launch(job: Launch, out: TextIO = sys.stderr) -> int:
+def launch(job: Launch, out: TextIO = sys.stderr, signals: "Signals | None" = None) -> int:
     """The joint exit code of the processes of `job`, once they have ended.
 
     0 if all succeeded; 2 if their input was refused; 128 + n if signal n stopped them, after a
@@ -90,12 +90,13 @@ def launch(job: Launch, out: TextIO = sys.stderr) -> int:
     Args:
         job: the processes to start.
         out: stream for their output and for messages about lost processes.
+        signals: those that the caller collects already; None to collect them meanwhile.
 
     Raises:
         ConfigError: if the folder cannot be written, or the GPUs cannot be divided among them.
     """
     processes, restarts = job.processes, 0
-    with _Signals() as signals:
+    with contextlib.nullcontext(signals) if signals else Signals() as signals:
         while True:
             command = job.command + (job.again() if restarts else ())
             may_restart = restarts < job.most_restarts
@@ -112,14 +113,15 @@ def launch(job: Launch, out: TextIO = sys.stderr) -> int:
             print(f"restart {restarts} of {job.most_restarts}, {words}", file=out)
 
 
-class _Signals:
-    """Handlers that collect SIGINT and SIGTERM for the loop; the previous ones are restored."""
+class Signals:
+    """Collects SIGINT and SIGTERM in place of their handlers, which are restored at the end."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        """Those that came, in order."""
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> "_Signals":
+    def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(
@@ -141,7 +143,7 @@ class _Attempt:
         command: Sequence[str],
         processes: int,
         out: TextIO,
-        signals: _Signals,
+        signals: Signals,
         may_restart: bool,
     ) -> None:
         self._job = job

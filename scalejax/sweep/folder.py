@@ -6,6 +6,7 @@ Knows file names, not their content.
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalejax.core.folder import FileIn
 from scalejax.training.record import RunFolder
 
 
@@ -16,35 +17,18 @@ class SweepFolder:
     path: Path
     """The folder itself."""
 
-    @property
-    def run_file(self) -> Path:
-        """The run.toml that the runs start from."""
-        return self.path / "run.toml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan as written, JSON."""
-        return self.path / "sweep.json"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file, held by the process that trains the sweep, and by its workers."""
-        return self.path / "sweep.lock"
-
-    @property
-    def results(self) -> Path:
-        """Results, a row for each run, Parquet."""
-        return self.path / "results.parquet"
-
-    @property
-    def evaluations(self) -> Path:
-        """Evaluations, a row for each evaluation of each run, Parquet."""
-        return self.path / "evaluations.parquet"
-
-    @property
-    def timings(self) -> Path:
-        """Timings, a row for each run, Parquet."""
-        return self.path / "timings.parquet"
+    run_file = FileIn("run.toml")
+    """The run.toml that the runs start from."""
+    plan = FileIn("sweep.json")
+    """The plan as written, JSON."""
+    lock = FileIn("sweep.lock")
+    """Lock file, held by the process that trains the sweep, and by its workers."""
+    results = FileIn("results.parquet")
+    """Results, a row for each run, Parquet."""
+    evaluations = FileIn("evaluations.parquet")
+    """Evaluations, a row for each evaluation of each run, Parquet."""
+    timings = FileIn("timings.parquet")
+    """Timings, a row for each run, Parquet."""
 
     def run(self, index: int) -> RunFolder:
         """The folder of a run."""

@@ -4,16 +4,14 @@ A job is done when the records of its runs say so: a resumed sweep continues wit
 Knows processes and jobs; the workers train.
 """
 
-import contextlib
-import fcntl
 import os
 import shutil
 import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from scalejax.core.environment import has_accelerator, terminated_as_interrupted
-from scalejax.core.errors import ConfigError, ScalejaxError, require_at_least
+from scalejax.core.errors import ScalejaxError, require_at_least
+from scalejax.core.folder import locked
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.core.workers import Pool, Worker, WorkerFailed
 from scalejax.sweep.folder import SweepFolder
@@ -57,7 +55,12 @@ def run_sweep(
     """
     if processes is not None:
         require_at_least("processes", processes, 1)
-    with _locked(folder) as lock, terminated_as_interrupted():
+    refused = f"another process is at work on the sweep in {str(folder.path)!r}: "
+    refused += "wait for it, or stop it."
+    with (
+        locked(folder.lock, refused, seconds=_SECONDS_FOR_LOCK) as lock,  # workers inherit it
+        terminated_as_interrupted(),
+    ):
         is_finished = [row.is_finished for row in read_rows(plan, folder)]
         waiting = []
         for position, job in enumerate(plan.jobs):
@@ -77,26 +80,6 @@ def _process_count(jobs: int, wanted: int | None) -> int:
     if wanted is not None:
         return min(wanted, jobs)
     return 1 if has_accelerator() else worker_count(jobs)
-
-
-@contextlib.contextmanager
-def _locked(folder: SweepFolder) -> Iterator[int]:
-    """Hold the lock of the sweep in `folder`; workers inherit the file, and with it the lock."""
-    folder.lock.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _SECONDS_FOR_LOCK
-    with folder.lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"another process is at work on the sweep in {str(folder.path)!r}: "
-                        "wait for it, or stop it."
-                    ) from error
-                time.sleep(0.1)
-        yield file.fileno()
 
 
 def _train(

@@ -23,6 +23,7 @@ from typing import Literal
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.run import RunConfig
 from scalejax.core.errors import ConfigError, refusal
+from scalejax.core.folder import FileIn
 from scalejax.core.serialization import JsonValue, build, load, plain, save_text
 from scalejax.data.facts import fitting_facts
 from scalejax.training.time_accounting import TimeAccount, load_time_account
@@ -156,60 +157,28 @@ class RunFolder:
     path: Path
     """The folder itself."""
 
-    @property
-    def config(self) -> Path:
-        """The config as resolved, TOML."""
-        return self.path / "run.toml"
-
-    @property
-    def facts(self) -> Path:
-        """Counts and shapes of its data, `DatasetFacts` in JSON; absent in earlier versions."""
-        return self.path / "facts.json"
-
-    @property
-    def data_files(self) -> Path:
-        """Fingerprints of the data files, `UsedFiles` in JSON; absent if the data has no files."""
-        return self.path / "data_files.json"
-
-    @property
-    def program(self) -> Path:
-        """The compiled step, a `Program` in JSON."""
-        return self.path / "program.json"
-
-    @property
-    def prediction(self) -> Path:
-        """The prediction made before training, a `Prediction` in JSON."""
-        return self.path / "prediction.json"
-
-    @property
-    def measurements(self) -> Path:
-        """Measurements, one `Measurement` per line."""
-        return self.path / "measurements.jsonl"
-
-    @property
-    def time(self) -> Path:
-        """Wall-time accounting, one `Interval` per line."""
-        return self.path / "time.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """States of the run by step."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Final parameters and running statistics."""
-        return self.path / "weights"
-
-    @property
-    def traces(self) -> Path:
-        """Profiler traces, by their first step."""
-        return self.path / "traces"
-
-    @property
-    def readme(self) -> Path:
-        """Description of the files, for readers of the folder."""
-        return self.path / "README.txt"
+    config = FileIn("run.toml")
+    """The config as resolved, TOML."""
+    facts = FileIn("facts.json")
+    """Counts and shapes of its data, `DatasetFacts` in JSON; absent in earlier versions."""
+    data_files = FileIn("data_files.json")
+    """Fingerprints of the data files, `UsedFiles` in JSON; absent if the data has no files."""
+    program = FileIn("program.json")
+    """The compiled step, a `Program` in JSON."""
+    prediction = FileIn("prediction.json")
+    """The prediction made before training, a `Prediction` in JSON."""
+    measurements = FileIn("measurements.jsonl")
+    """Measurements, one `Measurement` per line."""
+    time = FileIn("time.jsonl")
+    """Wall-time accounting, one `Interval` per line."""
+    checkpoints = FileIn("checkpoints")
+    """States of the run by step."""
+    weights = FileIn("weights")
+    """Final parameters and running statistics."""
+    traces = FileIn("traces")
+    """Profiler traces, by their first step."""
+    readme = FileIn("README.txt")
+    """Description of the files, for readers of the folder."""
 
     @property
     def holds_run(self) -> bool:

@@ -272,7 +272,7 @@ def pretended(monkeypatch):
     calls: list[str] = []
     codes: dict[str, int] = {}
 
-    def launch(job, out):
+    def launch(job, out, signals):
         path, name, repeat = job.command[4], job.command[5], int(job.command[6])
         calls.append(f"{name.split('-')[0]}/{repeat}")
         if code := codes.get(calls[-1], 0):
@@ -553,11 +553,9 @@ def test_signal_that_a_benchmark_outlived_ends_the_bench_all_the_same(
     calls, _ = pretended
     launch = bench_run.launch
 
-    def signalled(job, out):
-        previous = signal.signal(signal.SIGTERM, lambda number, frame: None)  # as `launch` does
+    def signalled(job, out, signals):
         os.kill(os.getpid(), signal.SIGTERM)
-        signal.signal(signal.SIGTERM, previous)
-        return launch(job, out)
+        return launch(job, out, signals)
 
     monkeypatch.setattr(bench_run, "launch", signalled)
     folder = BenchFolder(path=tmp_path / "bench")

@@ -6,6 +6,8 @@ Knows file names, not their content.
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalejax.core.folder import FileIn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchFolder:
@@ -14,30 +16,16 @@ class BenchFolder:
     path: Path
     """The folder itself."""
 
-    @property
-    def run_file(self) -> Path:
-        """The run.toml that the benchmarks start from."""
-        return self.path / "run.toml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan as written, JSON."""
-        return self.path / "bench.json"
-
-    @property
-    def progress(self) -> Path:
-        """Number of benchmarks and their status, JSON."""
-        return self.path / "progress.json"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file, held by the process that measures here."""
-        return self.path / "bench.lock"
-
-    @property
-    def results(self) -> Path:
-        """A row for each benchmark, JSON."""
-        return self.path / "results.json"
+    run_file = FileIn("run.toml")
+    """The run.toml that the benchmarks start from."""
+    plan = FileIn("bench.json")
+    """The plan as written, JSON."""
+    progress = FileIn("progress.json")
+    """Number of benchmarks and their status, JSON."""
+    lock = FileIn("bench.lock")
+    """Lock file, held by the process that measures here."""
+    results = FileIn("results.json")
+    """A row for each benchmark, JSON."""
 
     def benchmark(self, name: str) -> Path:
         """The folder of a benchmark."""

@@ -3,28 +3,22 @@
 Knows processes and progress; the workers time the steps.
 """
 
-import contextlib
-import fcntl
 import io
 import os
-import signal
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from scalejax.core import serialization
 from scalejax.core.environment import has_accelerator
-from scalejax.core.errors import ConfigError
+from scalejax.core.folder import locked
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.launch import Launch, launch
 from scalejax.launch.gpus import VISIBLE, visible_gpus
+from scalejax.launch.local import Signals
+from scalejax.launch.watchdog import STOPPED
 from scalejax.measure.bench.folder import BenchFolder
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job, Settings
 from scalejax.measure.bench.results import BenchResult, read_result
-
-_STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -90,7 +84,9 @@ def run_bench(
         ConfigError: if another process is measuring in `folder`.
         KeyboardInterrupt: on SIGINT or SIGTERM; finished results stay.
     """
-    with _locked(folder), _Interrupts() as interrupts:
+    # Two at once would disturb each other's timings.
+    refused = f"another process is measuring in {str(folder.path)!r}: wait for it, or stop it."
+    with locked(folder.lock, refused), Signals() as signals:
         begin_bench(plan, folder)
         progress = BenchProgress(total=len(plan.rounds))
         lost: set[str] = set()
@@ -105,8 +101,9 @@ def run_bench(
                 progress.active = f"{each.label}, round {repeat + 1} of {plan.repeats}"
                 progress.save(folder, "running")
                 on_progress(Progress(part=progress.active))
-                problem = _time(each, folder, repeat, monitor_seconds)
-                interrupts.raise_if_any()
+                problem = _time(each, folder, repeat, monitor_seconds, signals)
+                if signals.received:  # whether or not the benchmark that got it ended normally
+                    raise KeyboardInterrupt
                 if problem is None:
                     progress.finished += 1
                 else:
@@ -127,7 +124,11 @@ def _is_timed_here(result: BenchResult | None) -> bool:
 
 
 def _time(
-    benchmark: Benchmark, folder: BenchFolder, repeat: int, monitor_seconds: float
+    benchmark: Benchmark,
+    folder: BenchFolder,
+    repeat: int,
+    monitor_seconds: float,
+    signals: Signals,
 ) -> str | None:
     """Time one round of a benchmark; returns the error message, or None."""
     settings, name = benchmark.settings, benchmark.name
@@ -146,8 +147,9 @@ def _time(
             environment=_environment(settings),
         ),
         said,
+        signals,
     )
-    if code in _STOPPED:
+    if code in STOPPED:
         raise KeyboardInterrupt
     if code == 0 and read_result(benchmark, folder, repeat) is not None:
         return None
@@ -164,44 +166,3 @@ def _environment(settings: Settings) -> dict[str, str]:
         return found | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     gpus = visible_gpus(os.environ)[: settings.devices]
     return found | ({VISIBLE: ",".join(gpus)} if gpus else {})
-
-
-class _Interrupts:
-    """Signals that `launch` received and forwarded: the bench stops whether or not the benchmark
-    that got one ended normally."""
-
-    def __enter__(self) -> "_Interrupts":
-        self._previous: int | None = None
-        self._seen, self._seeing = socket.socketpair()
-        for end in (self._seen, self._seeing):
-            end.setblocking(False)
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.set_wakeup_fd(self._seeing.fileno())
-        return self
-
-    def raise_if_any(self) -> None:
-        """Raise KeyboardInterrupt if SIGINT or SIGTERM has come."""
-        with contextlib.suppress(BlockingIOError):
-            received = self._seen.recv(64)
-            if {signal.SIGINT, signal.SIGTERM} & set(received):
-                raise KeyboardInterrupt
-
-    def __exit__(self, *unused: object) -> None:
-        if self._previous is not None:
-            signal.set_wakeup_fd(self._previous)
-        self._seen.close()
-        self._seeing.close()
-
-
-@contextlib.contextmanager
-def _locked(folder: BenchFolder) -> Iterator[None]:
-    """Hold the lock of the bench in `folder`: two at once would disturb each other's timings."""
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with folder.lock.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"another process is measuring in {str(folder.path)!r}: wait for it, or stop it."
-            ) from error
-        yield

@@ -184,7 +184,6 @@ def train(
         Interrupted: when SIGINT or SIGTERM asked to stop: after a checkpoint, or before training.
     """
     from scalejax.measure.own_prediction import predict_run as predict_itself
-    from scalejax.training.train import nothing_more
     from scalejax.training.train import train as train_run
 
     return train_run(
@@ -194,7 +193,7 @@ def train(
         resume=resume,
         reporter=reporter,
         traces=traces,
-        on_compiled=predict_itself if predicts else nothing_more,
+        on_compiled=predict_itself if predicts else None,
         startup_seconds=startup_seconds,
         leave=leave,
     )

@@ -1,14 +1,4 @@
-"""The record of a run: the files of its folder, and the measurements in them.
-
-    run.toml             the config as resolved on these devices
-    facts.json           counts and shapes of its data
-    program.json         the compiled step that was trained
-    prediction.json      its time and memory as predicted, written before training started
-    measurements.jsonl   one line per measurement, in order of time
-    time.jsonl           wall-time accounting of its sessions, one line per interval
-    checkpoints/         states to resume from, and the best one
-    weights/             final parameters, the best ones if so configured
-    README.txt           this list, for readers of the folder
+"""The record of a run: the files of its folder (`RunFolder`), and the measurements in them.
 
 Knows files and measurements; no devices, no loop, and nothing of the contents of a prediction.
 """
@@ -172,9 +162,9 @@ class RunFolder:
     time = FileIn("time.jsonl")
     """Wall-time accounting, one `Interval` per line."""
     checkpoints = FileIn("checkpoints")
-    """States of the run by step."""
+    """States to resume from, by step, and the best one."""
     weights = FileIn("weights")
-    """Final parameters and running statistics."""
+    """Final parameters and running statistics, the best ones if so configured."""
     traces = FileIn("traces")
     """Profiler traces, by their first step."""
     readme = FileIn("README.txt")

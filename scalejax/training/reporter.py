@@ -6,7 +6,7 @@ Knows measurements and streams; no devices and no files.
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -29,28 +29,24 @@ from scalejax.training.record import (
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Reporter(Protocol):
-    """Reports the progress of a run."""
+class Reporter:
+    """Reports the progress of a run; each method does nothing unless a subclass has its own."""
 
     def compiling(self) -> AbstractContextManager[None]:
         """Context in which the programs of the run are compiled, before the loop begins."""
-        ...
+        return nullcontext()
 
     def begin(self, step: int, total_steps: int) -> None:
         """Report that the loop begins after `step` of `total_steps` updates."""
-        ...
 
     def say(self, text: str) -> None:
         """Report a line of text."""
-        ...
 
     def measured(self, measurement: Measurement) -> None:
         """Report a measurement."""
-        ...
 
     def end(self) -> None:
         """Report that the loop has ended, normally or not."""
-        ...
 
 
 def reporter_for(stream: TextIO) -> Reporter:
@@ -78,27 +74,11 @@ def unreadable_in_words(rows: int, part: str) -> str:
     return f"{rows:,} unreadable {part} example{'' if rows == 1 else 's'} skipped"
 
 
-class Silent:
+class Silent(Reporter):
     """Reports nothing: for processes other than the first, and for tests."""
 
-    def compiling(self) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
 
-    def begin(self, step: int, total_steps: int) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def measured(self, measurement: Measurement) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-
-class PlainLines:
+class PlainLines(Reporter):
     """A line for every evaluation, and every few seconds in between."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -135,11 +115,8 @@ class PlainLines:
             self.say(_sentence(measurement, self._total_steps))
         self._last_line = now
 
-    def end(self) -> None:
-        """Nothing is left to write."""
 
-
-class ProgressBar:
+class ProgressBar(Reporter):
     """A bar over the steps of the run, evaluations above it."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -10,7 +10,6 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 from scalejax.config.grid import fields_of
@@ -301,10 +300,5 @@ class RunLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()

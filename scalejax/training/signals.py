@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 
 import jax
 import numpy as np
@@ -142,12 +142,7 @@ class StopSignals:
         threading.Thread(target=self._listen, args=listening, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *unused: object) -> None:
         self._restore()
         if self._pipe is not None:
             signal.set_wakeup_fd(self._previous_fd)

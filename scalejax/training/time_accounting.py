@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from scalejax.core.errors import ConfigError, require_at_least
@@ -384,12 +383,7 @@ class RunClock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except ConfigError:

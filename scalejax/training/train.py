@@ -54,12 +54,6 @@ OnCompiled = Callable[[RunFolder, ResolvedRun, Mesh, RunPrograms, Reporter], Non
 `scalejax.measure.own_prediction.predict_run`."""
 
 
-def nothing_more(
-    files: RunFolder, run: ResolvedRun, mesh: Mesh, programs: RunPrograms, reporter: Reporter
-) -> None:
-    """`OnCompiled` that does nothing."""
-
-
 def train(
     config: RunConfig,
     folder: Path,
@@ -68,7 +62,7 @@ def train(
     resume: bool = False,
     reporter: Reporter | None = None,
     traces: TraceSchedule | None = None,
-    on_compiled: OnCompiled = nothing_more,
+    on_compiled: OnCompiled | None = None,
     startup_seconds: float = 0.0,
     leave: Callable[[int], None] | None = None,
 ) -> RunRecord:
@@ -83,7 +77,7 @@ def train(
         resume: continue from the latest checkpoint of the run in `folder`.
         reporter: where progress is reported; if None, standard error.
         traces: which steps to record with the profiler; None for none.
-        on_compiled: called with the compiled programs before the first step.
+        on_compiled: called with the compiled programs before the first step; None for nothing.
         startup_seconds: time this session has taken so far, for its time accounting.
         leave: ends this process, such as `os._exit`, where it hangs 20 s after a signal, or 5 s
             before training; if None, the process is never ended, as it serves others too.
@@ -125,7 +119,8 @@ def train(
                 describe_run(files, run, resume_command(files, run))
                 clock.open(files.time)
             lock.take(folder)
-            on_compiled(files, run, mesh, programs, reporter)
+            if on_compiled is not None:
+                on_compiled(files, run, mesh, programs, reporter)
             run, tuned = tuned_input(run, programs.step, files, reporter)
             clock.begin(begin)
             signals.begin()

@@ -15,7 +15,7 @@ from scalejax.cli.predict import find_cluster
 from scalejax.core import process_group, progress, serialization
 from scalejax.core.environment import choose_platform, has_accelerator
 from scalejax.hardware import Cluster, load_cluster
-from scalejax.measure.doctor import Examination, examine, is_any_bad, stage_count
+from scalejax.measure.doctor import examine, is_any_bad, stage_count
 from scalejax.report.terminal import bench as bench_tables
 from scalejax.report.terminal import tables
 
@@ -62,14 +62,12 @@ class Doctor:
             else nullcontext(progress.no_display) as on_progress,
         ):
             found = examine(
-                Examination(
-                    run_folder=self.folder,
-                    cache_folder=user_folder(),
-                    environment=environment,
-                    cluster=cluster,
-                    place=place,
-                ),
-                on_progress,
+                self.folder,
+                user_folder(),
+                environment,
+                cluster=cluster,
+                place=place,
+                on_progress=on_progress,
             )
         with process_group.leaving_at_once(place):
             # Findings of one process alone are of one that could not reach the others.

@@ -11,6 +11,8 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
 from scalejax.cli.command import Overrides, RunFileCommand, flag
+from scalejax.config.grid import flat_fields
+from scalejax.config.migrate import load_run_file
 from scalejax.core import progress, serialization
 from scalejax.core.errors import ConfigError, ScalejaxError, refusal, require_at_least
 from scalejax.report.terminal import sweep as sweep_tables
@@ -25,7 +27,7 @@ from scalejax.sweep import (
     run_sweep,
     write_results,
 )
-from scalejax.sweep.plan import begin_sweep, parse_target, require_met_conditions
+from scalejax.sweep.plan import begin_sweep, parse_target
 
 
 def repeated(letter: str, metavar: str) -> object:
@@ -84,7 +86,7 @@ class Sweep(RunFileCommand):
             self._search(grammar, folder)
             return
         sweep = self._planned(grammar)
-        require_met_conditions(self.run_file, grammar)
+        grammar.require_met_conditions(flat_fields(load_run_file(self.run_file)))
         tables.show(sweep_tables.plan(sweep))
         if self.plan:
             return

@@ -135,6 +135,15 @@ def machine_cores() -> int:
     return os.cpu_count() or 1
 
 
+def process_fields(process: int | str = "self") -> list[str]:
+    """The fields of /proc/PID/stat after the process name, which may contain spaces: proc(5).
+
+    Raises:
+        OSError: if there is no such process, or no /proc.
+    """
+    return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+
+
 def end_with_caller(caller: int) -> None:
     """Have the kernel kill this process when its parent exits for any reason (Linux only).
 

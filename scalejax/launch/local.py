@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from scalejax.core import heartbeat, process_group
+from scalejax.core.environment import process_fields
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.core.heartbeat import Beat, read_beat
 from scalejax.core.process_group import REFUSED
 from scalejax.launch.gpus import share
-from scalejax.launch.watchdog import STOPPED, Loss, Watch
+from scalejax.launch.watchdog import STOPPED, Loss, Watch, lost
 
 LOST = 75
 """Exit code when a process was lost: EX_TEMPFAIL of <sysexits.h>, to be tried again."""
@@ -235,7 +236,7 @@ class _Attempt:
                 return loss
             if time.monotonic() > deadline:
                 reason = f"did not end within {_SECONDS_TO_SAVE:.0f} s of a signal"
-                return _loss(codes.index(None), reason, beats)
+                return lost(codes.index(None), reason, beats)
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _verdict(self, codes: Sequence[int | None], beats: Sequence[Beat | None]) -> int | Loss:
@@ -247,7 +248,7 @@ class _Attempt:
         if stopped and not self._signals.received and self._may_restart:
             # A signal from elsewhere, such as a scheduler, stopped one: all have saved.
             reason = "or another one was asked to stop"
-            return _loss(stopped[0], reason, beats)
+            return lost(stopped[0], reason, beats)
         return (codes[stopped[0]] if stopped else 0) or 0
 
     def _left_behind(self) -> int | Loss:
@@ -257,7 +258,7 @@ class _Attempt:
             return REFUSED
         if stopped := [code for code in codes if code in STOPPED]:
             return stopped[0]
-        return _loss(codes.index(None), "did not end when the others did", beats)
+        return lost(codes.index(None), "did not end when the others did", beats)
 
     def _codes(self) -> list[int | None]:
         """Exit code of each process; death by a forwarded signal counts as an orderly stop."""
@@ -341,11 +342,6 @@ def _signal(worker: "subprocess.Popen[bytes]", number: int) -> None:
         os.killpg(worker.pid, number)
 
 
-def _loss(number: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
-    beat = beats[number]
-    return Loss(process=number, reason=reason, step=None if beat is None else beat.step)
-
-
 class GlooFilter:
     """Filters gloo's lines about connections out of the output, line by line; its threads print at
     once, so that lines may be torn."""
@@ -367,7 +363,6 @@ class GlooFilter:
 def _is_stopped(process: int) -> bool:
     """Whether a process is stopped or traced; False where the system has no /proc."""
     try:
-        about = Path(f"/proc/{process}/stat").read_text()
+        return process_fields(process)[0] in ("T", "t")  # proc(5): stopped, traced
     except OSError:
         return False
-    return about.rpartition(")")[2].split()[0] in ("T", "t")  # proc(5): stopped, traced

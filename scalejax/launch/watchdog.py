@@ -38,6 +38,12 @@ class Loss:
         return f"process {self.process} {self.reason}{at}"
 
 
+def lost(process: int, reason: str, beats: Sequence[Beat | None]) -> Loss:
+    """The loss of `process`, at the step of its heartbeat."""
+    beat = beats[process]
+    return Loss(process=process, reason=reason, step=None if beat is None else beat.step)
+
+
 @dataclass(slots=True)
 class Watch:
     """Tracks since when each process is stopped, and when it was last alive and made progress."""
@@ -69,12 +75,8 @@ class Watch:
         # A killed process is the cause, not one that only lost its peer.
         ended.sort(key=lambda each: (each[1] in _FOLLOWING, (each[1] or 0) >= 0))
         for number, code in ended:
-            if code is None or code in meant:
-                continue
-            beat = beats[number]
-            return Loss(
-                process=number, reason=_in_words(code), step=None if beat is None else beat.step
-            )
+            if code is not None and code not in meant:
+                return lost(number, _in_words(code), beats)
         return None
 
     def hanging(
@@ -107,7 +109,7 @@ class Watch:
                 self._stopped.pop(number, None)
             elif now - self._stopped.setdefault(number, now) > self.stopped_seconds:
                 reason = f"has been stopped for {self.stopped_seconds:.0f} s ({beat.phase})"
-                return Loss(process=number, reason=reason, step=beat.step)
+                return lost(number, reason, beats)
         waited = min((now - self._progress[number][1] for number in running), default=0.0)
         is_long = any(beat.phase in _LONG_PHASES for beat in running.values())
         if waited <= self.stuck_seconds * (_LONGER if is_long else 1):
@@ -120,7 +122,7 @@ class Watch:
 
         number = min(running, key=order)
         reason = f"has made no progress for {waited:.0f} s ({running[number].phase})"
-        return Loss(process=number, reason=reason, step=running[number].step)
+        return lost(number, reason, beats)
 
 
 def _in_words(code: int) -> str:

@@ -35,7 +35,7 @@ _PRIOR = 0.5  # prior standard deviation of the logarithm of a factor
 _NOISE = 0.05  # relative standard deviation of a measured step time
 _MOST_CONTENTION = 0.5  # upper bound; compute would nearly stop beside a collective
 _WIDEST = 0.5  # spread of steps above which it is no measure of stragglers
-_FEWEST_LINES = 8  # fewest lines for quartiles
+_FEWEST_TIMES = 8  # fewest times for quartiles
 _QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
 _SLOW_LINES = 1  # first lines of the record, left out as warm-up
 
@@ -155,11 +155,13 @@ def read_run(folder: Path) -> MeasuredRun:
             "longer, or with a smaller train.log_every_steps"
         )
         raise ConfigError(refusal("from", str(folder), accepted))
+    line_cv = spread(seconds)
+    steps_per_line = (kept[-1].step - kept[0].step) / max(1, len(kept) - 1)  # which it averages
     return MeasuredRun(
         name=str(folder),
         program=program,
         step_seconds=median(seconds),
-        step_cv=_step_cv(kept),
+        step_cv=line_cv and line_cv * math.sqrt(max(1.0, steps_per_line)),
     )
 
 
@@ -178,16 +180,15 @@ def measured_cluster(folder: Path) -> Cluster:
     return load_cluster(str(path))
 
 
-def _step_cv(lines: Sequence[TrainMeasurement]) -> float | None:
-    """Spread of single steps over their median, from lines that average several steps.
+def spread(seconds: Sequence[float]) -> float | None:
+    """Standard deviation of times over their median; None if they are too few.
 
     By the quartiles, since a step delayed by another program is no straggler of this one.
     """
-    if len(lines) < _FEWEST_LINES:
+    if len(seconds) < _FEWEST_TIMES:
         return None
-    low, middle, high = quantiles([line.step_seconds for line in lines], n=4)
-    steps_per_line = (lines[-1].step - lines[0].step) / (len(lines) - 1)
-    return (high - low) / _QUARTILES_APART / middle * math.sqrt(max(1.0, steps_per_line))
+    low, middle, high = quantiles(seconds, n=4)
+    return (high - low) / _QUARTILES_APART / middle
 
 
 def fit_runs(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Fit:

@@ -202,15 +202,6 @@ def require_known_conditions(grammar: Grammar, others: Sequence[str] = ()) -> No
                 raise ConfigError(f"-E condition: {name} is no field of a run.toml{accepted}")
 
 
-def require_met_conditions(run_file: Path, grammar: Grammar) -> None:
-    """Refuse extensions that match no run of `grammar` applied to `run_file`.
-
-    Raises:
-        ConfigError: naming the condition.
-    """
-    grammar.require_met_conditions(flat_fields(load_run_file(run_file)))
-
-
 def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
     """Write `plan` into `folder`, or check that it equals the plan there.
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Self
 
+from scalejax.core.environment import process_fields
 from scalejax.core.errors import ConfigError, require_at_least
 from scalejax.core.serialization import build, plain
 from scalejax.core.units import UNKNOWN, counted, format_fraction, format_seconds
@@ -433,8 +434,7 @@ def _boot() -> tuple[str | None, float | None]:
 def process_seconds() -> float:
     """Seconds since this process was started; since this module was imported, without /proc."""
     try:
-        with open("/proc/self/stat", encoding="utf-8") as file:
-            started_ticks = int(file.read().rpartition(")")[2].split()[19])  # proc(5): starttime
+        started_ticks = int(process_fields()[19])  # proc(5): starttime
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
     except (OSError, AttributeError):
         return time.perf_counter() - _IMPORTED

@@ -22,7 +22,7 @@ from scalejax.measure.bench import BenchFolder, measured_runs, read_summaries, r
 from scalejax.measure.bench import run as bench_run
 from scalejax.measure.bench.monitor import Monitor
 from scalejax.measure.bench.results import kept_share, read_plan, read_result, scaling_table
-from scalejax.measure.bench.statistics import median_interval, moving_average, speed, warmup_steps
+from scalejax.measure.bench.statistics import median_interval, moving_average, speed
 from scalejax.measure.bench.tables import column_of, efficiencies, speedups
 
 # --- parity with DLBS ---
@@ -147,12 +147,6 @@ def test_triple_agrees_with_scipy_of_many_steps():
     assert found.mean == pytest.approx(256 * 500 / times.sum())
     assert found.uncertainty == pytest.approx(stats.sem(speeds, ddof=0))
     assert found.jitter == pytest.approx(stats.median_abs_deviation(speeds) * 1.4826, rel=1e-9)
-
-
-@pytest.mark.parametrize(("threshold", "steps"), [(0, 10), (1, 10), (2, 20), (3, 45)])
-def test_warmup_is_that_of_tf_cnn_benchmarks(threshold, steps):
-    """max(10, 5 autotune_threshold^2)."""
-    assert warmup_steps(threshold) == steps
 
 
 # --- intervals, averages ---

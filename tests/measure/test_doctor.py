@@ -16,7 +16,7 @@ from scalejax.core.errors import ConfigError
 from scalejax.core.process_group import Place
 from scalejax.core.units import GIB, MIB
 from scalejax.hardware import Chip, load_cluster
-from scalejax.measure.doctor import Examination, Finding, devices, examination, examine, is_any_bad
+from scalejax.measure.doctor import Finding, devices, examination, examine, is_any_bad
 from scalejax.measure.doctor.devices import (
     Devices,
     MeasuredCollective,
@@ -425,17 +425,16 @@ def test_a_process_without_devices_says_so_itself_and_waits_for_none(tmp_path, m
         raise error
 
     place = Place(process=1, processes=2, coordinator=None, told_by="a test")
-    asked = Examination(run_folder=tmp_path, cache_folder=tmp_path, environment={}, place=place)
     monkeypatch.setattr(devices, "read_devices", lambda: fail(RuntimeError("no CUDA driver")))
 
-    said = examine(asked)
+    said = examine(tmp_path, tmp_path, {}, place=place)
 
     assert "no CUDA driver" in fix_of(troubled(said)["devices"])
     assert {each.processes for each in said} == {(1,)}
     lost = jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
     monkeypatch.setattr(devices, "read_devices", lambda: fail(lost))
     with pytest.raises(jax.errors.JaxRuntimeError):
-        examine(asked)
+        examine(tmp_path, tmp_path, {}, place=place)
 
 
 @pytest.mark.parametrize("is_here", [True, False])

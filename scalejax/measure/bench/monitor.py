@@ -9,9 +9,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scalejax.core.environment import process_fields
 from scalejax.core.units import KIB
 
 _PROC = Path("/proc")
@@ -40,11 +41,6 @@ class Usage:
     """Memory in use on the fullest device of this process; None if unknown."""
 
 
-def no_device_bytes() -> None:
-    """Device memory of platforms that do not report it: None."""
-    return None
-
-
 class Monitor:
     """Samples usage periodically in a thread, and once at the begin and the end."""
 
@@ -53,7 +49,7 @@ class Monitor:
         period_seconds: float,
         *,
         process: int = 0,
-        device_bytes: Callable[[], int | None] = no_device_bytes,
+        device_bytes: Callable[[], int | None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create a monitor that is not yet sampling.
@@ -70,7 +66,7 @@ class Monitor:
         self._clock = clock
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
-        self._samples: list[tuple[float, Usage]] = []
+        self._samples: list[Usage] = []  # their seconds are still those of the clock
         self._last: tuple[float, float] | None = None
 
     @contextlib.contextmanager
@@ -90,16 +86,7 @@ class Monitor:
     def samples(self, begin: float) -> tuple[Usage, ...]:
         """The samples taken, with seconds relative to the clock time `begin`."""
         return tuple(
-            Usage(
-                process=each.process,
-                seconds=round(at - begin, 4),
-                cpu_percent=each.cpu_percent,
-                rss_bytes=each.rss_bytes,
-                pss_bytes=each.pss_bytes,
-                threads=each.threads,
-                device_bytes=each.device_bytes,
-            )
-            for at, each in self._samples
+            replace(each, seconds=round(each.seconds - begin, 4)) for each in self._samples
         )
 
     def _run(self) -> None:
@@ -114,7 +101,7 @@ class Monitor:
         says_pss = True
         for number in _family(os.getpid()):
             with contextlib.suppress(OSError):  # the process has just ended
-                fields = _stat(number)
+                fields = process_fields(number)
                 cpu_seconds += (int(fields[_UTIME]) + int(fields[_STIME])) / _TICKS_PER_SECOND
                 threads += int(fields[_THREADS])
                 rss_bytes += int(fields[_RSS]) * _PAGE_BYTES
@@ -128,14 +115,14 @@ class Monitor:
         self._last = now, cpu_seconds
         usage = Usage(
             process=self._process,
-            seconds=0.0,
+            seconds=now,
             cpu_percent=None if percent is None else round(percent, 1),
             rss_bytes=rss_bytes,
             pss_bytes=pss_bytes if says_pss else None,
             threads=threads,
             device_bytes=self._device_bytes(),
         )
-        self._samples.append((now, usage))
+        self._samples.append(usage)
 
 
 def _family(process: int) -> list[int]:
@@ -146,11 +133,6 @@ def _family(process: int) -> list[int]:
             with contextlib.suppress(OSError):
                 found += [int(child) for child in path.read_text().split()]
     return found
-
-
-def _stat(process: int) -> list[str]:
-    """The fields of /proc/PID/stat after the process name, which may contain spaces."""
-    return (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
 
 
 def _pss_bytes(process: int) -> int | None:

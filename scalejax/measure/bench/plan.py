@@ -22,7 +22,6 @@ from scalejax.core.errors import (
     require_multiple,
 )
 from scalejax.core.serialization import JsonValue, build, document, plain, stamped
-from scalejax.measure.bench.statistics import warmup_steps
 from scalejax.measure.bench.tables import Scaling
 from scalejax.planning.scaling_study import resolve_all
 from scalejax.sweep.plan import in_words, require_known_conditions
@@ -42,8 +41,9 @@ class Settings:
     """The first batch of the data, kept on the devices; or batches as in training."""
     steps: int = 100
     """Number of timed steps; 100 as in DLBS and tf_cnn_benchmarks."""
-    warmup_steps: int = warmup_steps()
-    """Number of warm-up steps before them, not timed."""
+    warmup_steps: int = 10
+    """Number of warm-up steps before them, not timed; 10 as in tf_cnn_benchmarks
+    (`benchmark_cnn.py`, 2023): max(10, 5 autotune_threshold^2) with a threshold of 1."""
 
     def __post_init__(self) -> None:
         require_at_least("devices", self.devices, 1)

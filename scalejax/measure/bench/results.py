@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
+from scalejax.config.grid import fields_of
 from scalejax.core import metrics, serialization
 from scalejax.core.errors import ConfigError, refusal
 from scalejax.core.serialization import JsonValue, document, plain
@@ -18,12 +19,10 @@ from scalejax.measure.bench.monitor import Usage
 from scalejax.measure.bench.plan import Benchmark, BenchPlan, Job
 from scalejax.measure.bench.statistics import Speed, median_interval, speed
 from scalejax.measure.bench.tables import Scaling, ScalingTable, column_of
-from scalejax.measure.fit import MeasuredRun
+from scalejax.measure.fit import MeasuredRun, spread
 from scalejax.simulator.program import Program
 from scalejax.sweep.plan import in_words
 
-_QUARTILES_APART = 1.349  # standard deviations between the quartiles of a normal distribution
-_FEWEST_STEPS = 8  # fewest steps for quartiles
 _PLACES = ("devices", "processes", "scaling")
 
 
@@ -109,10 +108,7 @@ class Summary:
     @property
     def step_cv(self) -> float | None:
         """Spread of single steps over their median, by the quartiles; None with few steps."""
-        if len(self.step_seconds) < _FEWEST_STEPS:
-            return None
-        low, middle, high = quantiles(self.step_seconds, n=4)
-        return (high - low) / _QUARTILES_APART / middle
+        return spread(self.step_seconds)
 
     def seconds(self, statistic: str) -> float:
         """The "median" or "mean" step time."""
@@ -304,7 +300,7 @@ def row_of(summary: Summary) -> dict[str, JsonValue]:
     row: dict[str, JsonValue] = {
         "name": benchmark.name,
         "varied": dict(benchmark.varied),
-        **_settings(benchmark),
+        **fields_of(benchmark.settings),
         "global_batch": benchmark.run.split.global_batch,
         "per_device_batch": benchmark.run.split.per_device_batch,
         "rounds": len(summary.results),
@@ -323,12 +319,6 @@ def row_of(summary: Summary) -> dict[str, JsonValue]:
         "wait_share": summary.wait_share,
         "compile_seconds": median(each.compile_seconds for each in summary.results),
     }
-
-
-def _settings(benchmark: Benchmark) -> dict[str, JsonValue]:
-    table = plain(benchmark.settings)
-    assert isinstance(table, dict)  # noqa: S101  a dataclass is a table
-    return table
 
 
 def measured_runs(

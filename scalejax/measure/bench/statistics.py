@@ -18,19 +18,6 @@ _SEED = 0  # fixed, so that equal data give an equal interval
 _TO_DEVIATION = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
-def warmup_steps(autotune_threshold: int = 1) -> int:
-    """Number of warm-up steps that tf_cnn_benchmarks leaves out.
-
-    warmup = max(10, 5 autotune_threshold^2): 10 unless its autotuner was asked to try more often.
-
-    Raises:
-        ConfigError: if autotune_threshold < 0.
-    Source: tf_cnn_benchmarks, `benchmark_cnn.py`, 2023.
-    """
-    require_at_least("autotune_threshold", autotune_threshold, 0)
-    return max(10, 5 * autotune_threshold**2)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
     """Throughput as tf_cnn_benchmarks reports it."""

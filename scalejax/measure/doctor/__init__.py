@@ -4,7 +4,7 @@ Every check is a function of plain readings, so that it can be tested without th
 Imports no JAX until the device checks run.
 """
 
-from scalejax.measure.doctor.examination import Examination, examine, stage_count
+from scalejax.measure.doctor.examination import examine, stage_count
 from scalejax.measure.doctor.finding import Finding, is_any_bad
 
-__all__ = ["Examination", "Finding", "examine", "is_any_bad", "stage_count"]
+__all__ = ["Finding", "examine", "is_any_bad", "stage_count"]

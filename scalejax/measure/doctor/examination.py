@@ -3,7 +3,7 @@
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from scalejax.core.process_group import Place, is_lost_contact
@@ -24,38 +24,34 @@ from scalejax.measure.doctor.variables import Surroundings, variable_findings
 from scalejax.measure.doctor.versions import read_versions, version_findings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examination:
-    """Inputs of the health check."""
-
-    run_folder: Path
-    """Folder of runs."""
-    cache_folder: Path
-    """Folder of compiled programs and calibrations."""
-    environment: Mapping[str, str]
-    """Environment variables as set by the user."""
-    cluster: Cluster | None = None
-    """Expected hardware; None to detect it from the device names."""
-    place: Place | None = None
-    """Rank of this process among the connected processes; None if it is alone."""
-
-
 def stage_count() -> int:
     """Most calls of `on_progress`."""
     return device_checks.STAGES + 4
 
 
-def examine(asked: Examination, on_progress: OnProgress = no_display) -> tuple[Finding, ...]:
+def examine(
+    run_folder: Path,
+    cache_folder: Path,
+    environment: Mapping[str, str],
+    *,
+    cluster: Cluster | None = None,
+    place: Place | None = None,
+    on_progress: OnProgress = no_display,
+) -> tuple[Finding, ...]:
     """All findings, merged over all processes; a collective call that every process must make.
 
     A process whose JAX has no devices cannot communicate: it returns its own findings, with its
     number, and the others wait until it exits.
 
     Args:
-        asked: inputs of the check.
+        run_folder: folder of runs.
+        cache_folder: folder of compiled programs and calibrations.
+        environment: environment variables as set by the user.
+        cluster: expected hardware; None to detect it from the device names.
+        place: rank of this process among the connected processes; None if it is alone.
         on_progress: called as each stage begins.
     """
-    processes = 1 if asked.place is None else asked.place.processes
+    processes = 1 if place is None else place.processes
     on_progress(Progress(part="versions"))
     mine = [*version_findings(read_versions())]
     on_progress(Progress(part="devices"))
@@ -69,26 +65,26 @@ def examine(asked: Examination, on_progress: OnProgress = no_display) -> tuple[F
         mine.append(device_checks.no_devices(str(error)))
     else:
         hosts = len(set(_said_by_all(socket.gethostname(), processes)))
-        mine += _of_devices(asked.cluster, seen, hosts, on_progress)
+        mine += _of_devices(cluster, seen, hosts, on_progress)
     host = read_host()
     mine += host_findings(host)
     on_progress(Progress(part="storage"))
-    for role, folder in (("run folder", asked.run_folder), ("cache folder", asked.cache_folder)):
+    for role, folder in (("run folder", run_folder), ("cache folder", cache_folder)):
         mine += storage_findings(read_storage(role, folder), hosts)
     on_progress(Progress(part="network"))
-    mine += network_findings(read_network(), asked.place)
+    mine += network_findings(read_network(), place)
     around = Surroundings(
         cores=host.allowed_cores,
         gpus=device_checks.driver_gpus(),
         processes=processes,
-        coordinator=asked.place and asked.place.coordinator,
+        coordinator=place and place.coordinator,
     )
-    variables = variable_findings(asked.environment, around)
+    variables = variable_findings(environment, around)
     if processes == 1:
-        alone = () if asked.place is None else (asked.place.process,)
+        alone = () if place is None else (place.process,)
         return tuple(replace(each, processes=alone) for each in (*mine, *variables))
     clocks = clock_finding(measure_clock_offsets())
-    if asked.place is not None and asked.place.process == 0:  # the reference clock
+    if place is not None and place.process == 0:  # the reference clock
         mine.append(clocks)
     return tuple(together(_of_all([*mine, *variables], processes)))
 

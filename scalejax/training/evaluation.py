@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.config.run import ResolvedRun
@@ -21,7 +20,7 @@ from scalejax.training.gradients import Batch, normalised, sample_metrics
 from scalejax.training.mesh import batch_sharding, replicated
 from scalejax.training.optimizers import evaluated_params
 from scalejax.training.optimizers.fine_tuning import updated
-from scalejax.training.setup import TrainSetup, network_of, train_setup, with_features
+from scalejax.training.setup import TrainSetup, network_with, train_setup, with_features
 from scalejax.training.state import (
     PyTree,
     TrainState,
@@ -80,8 +79,7 @@ def build_features(setup: TrainSetup) -> Any:
     last layer of a frozen network reads, with the running statistics of BatchNorm."""
 
     def features(params: PyTree, model_state: PyTree, inputs: jax.Array) -> jax.Array:
-        graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, BatchNormScope())))
-        network = with_features(nnx.merge(graph, nnx.State(params), nnx.State(model_state)))
+        network = with_features(network_with(setup, BatchNormScope(), params, model_state))
         values = network.features(normalised(inputs, setup.run.dataset), is_training=False)
         return values.astype(jnp.float32)
 
@@ -114,9 +112,8 @@ def _evaluated_weights(
 def _evaluate(
     setup: TrainSetup, mesh: Mesh, params: PyTree, model_state: PyTree, batch: Batch
 ) -> dict[str, jax.Array]:
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, BatchNormScope())))
     params = gathered_params(setup, mesh, params)
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    network = network_with(setup, BatchNormScope(), params, model_state)
     losses, hits, logits = sample_metrics(setup, network, batch, is_training=False)
     mask = batch["mask"]
     is_sample = mask.reshape(-1, *[1] * (logits.ndim - 1)) > 0

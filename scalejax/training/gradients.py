@@ -18,7 +18,7 @@ from scalejax.config.data import DatasetFacts
 from scalejax.models import BatchNormScope
 from scalejax.models.sharding import is_data_manual
 from scalejax.training.optimizers.fine_tuning import trainable, updated
-from scalejax.training.setup import TrainSetup, network_of, reads_features, with_features
+from scalejax.training.setup import TrainSetup, network_with, reads_features, with_features
 
 PyTree = Any
 """Nested dicts and dataclasses of arrays, as JAX means it."""
@@ -114,8 +114,7 @@ def mean_loss(
     Weights multiply each sample's loss and accuracy: with those of `_of_mean_1` this is the mean
     over the samples that count.
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, bn)))
-    network = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+    network = network_with(setup, bn, params, model_state)
     losses, hits, _ = sample_metrics(setup, network, batch, is_training=True)
     model_state = nnx.to_pure_dict(nnx.state(network, nnx.BatchStat))
     if "weights" in batch:
@@ -152,26 +151,22 @@ def gradients(
 
     differentiate = jax.value_and_grad(loss_of, has_aux=True)
 
-    def reduced(
-        loss: jax.Array, accuracy: jax.Array, gradient: PyTree
-    ) -> tuple[PyTree, dict[str, jax.Array]]:
+    def of_part(model_state: PyTree, batch: Batch) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, batch)
         metrics = {"loss": loss, "accuracy": accuracy}
         gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
         if setup.run.config.train.noise_scale is not None:
             metrics["small_squared_norm"] = optax.tree.norm(gradient, squared=True)
-        return gradient if reduce is None else reduce(gradient), metrics
+        return gradient if reduce is None else reduce(gradient), model_state, metrics
 
     def accumulate(carry: tuple[PyTree, PyTree], microbatch: Batch) -> tuple[PyTree, PyTree]:
         total, model_state = carry
-        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, microbatch)
-        gradient, metrics = reduced(loss, accuracy, gradient)
+        gradient, model_state, metrics = of_part(model_state, microbatch)
         total = jax.tree.map(lambda t, g: t + g / microbatches, total, gradient)
         return (total, model_state), metrics
 
     if microbatches == 1:
-        (loss, (accuracy, model_state)), gradient = differentiate(learning, model_state, batch)
-        gradient, metrics = reduced(loss, accuracy, gradient)
-        return gradient, model_state, metrics
+        return of_part(model_state, batch)
     zeros = _zeros_like(learning) if reduce is None else _zeros_of(reduce, learning)
     split = partial(_split_microbatches, microbatches, 2 if "mix" in batch else 1)
     (gradient, model_state), metrics = lax.scan(

@@ -4,7 +4,7 @@ Knows the batch and the number of steps; nothing of optimizers.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import singledispatch
 
 import jax
@@ -107,17 +107,14 @@ def _piecewise(config: PiecewiseScheduleConfig, *, steps_per_epoch: int, **_: ob
     """
     boundaries = [int(epoch * steps_per_epoch) for epoch in config.epochs]
     warmup_end = int(config.warmup_epochs * steps_per_epoch)
-    rates = jnp.asarray(config.rates, jnp.float32)
+    stairs = _stairs(config.rates, boundaries)
+    if warmup_end == 0:
+        return stairs
 
     def schedule(step: ArrayLike) -> jax.Array:
         step = jnp.asarray(step)
-        passed = jnp.zeros(step.shape, jnp.int32)
-        for boundary in boundaries:
-            passed = passed + (step >= boundary)
-        rate = rates[passed]
-        if warmup_end == 0:
-            return rate
-        return jnp.where(step < warmup_end, rates[0] * step / warmup_end, rate)
+        warmup = jnp.float32(config.rates[0]) * step / warmup_end
+        return jnp.where(step < warmup_end, warmup, stairs(step))
 
     return schedule
 
@@ -183,9 +180,9 @@ def _decay(
     final = config.end_learning_rate
     match config.decay:
         case "step":
-            return _step_decay(
-                peak, config.decay_factor, [round(e * steps_per_epoch) for e in config.decay_epochs]
-            )
+            boundaries = [round(epoch * steps_per_epoch) for epoch in config.decay_epochs]
+            rates = [peak * config.decay_factor**passed for passed in range(len(boundaries) + 1)]
+            return _stairs(rates, boundaries)
         case "cosine":
             cosine = optax.cosine_decay_schedule(peak, length, final / peak)
             return lambda step: jnp.asarray(cosine(jnp.maximum(jnp.asarray(step) - begin, 0)))
@@ -205,13 +202,12 @@ def _decay(
             return lambda step: jnp.full(jnp.shape(step), peak, jnp.float32)
 
 
-def _step_decay(peak: float, factor: float, boundaries: list[int]) -> Schedule:
-    """`peak` times `factor` for every boundary at or before the step.
+def _stairs(rates: Sequence[float], boundaries: Sequence[int]) -> Schedule:
+    """The first of `rates`, and the next one from each boundary on.
 
     Not `optax.piecewise_constant_schedule`, whose dictionary would drop one of two boundaries
     that round to the same step.
     """
-    rates = [peak * factor**passed for passed in range(len(boundaries) + 1)]
 
     def schedule(step: ArrayLike) -> jax.Array:
         passed = jnp.searchsorted(jnp.asarray(boundaries), jnp.asarray(step), side="right")

@@ -4,6 +4,7 @@ Knows no state and no gradient; of a mesh only the kind of its devices.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,9 +137,16 @@ def feature_width(setup: TrainSetup) -> int:
     return jax.eval_shape(features, images).shape[-1]
 
 
+def network_with(
+    setup: TrainSetup, bn: BatchNormScope, params: Any, model_state: Any
+) -> nnx.Module:
+    """The network with these parameters and running statistics."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: network_of(setup, bn)))
+    return nnx.merge(graph, nnx.State(params), nnx.State(model_state))
+
+
 def network_of(setup: TrainSetup, bn: BatchNormScope) -> nnx.Module:
-    """The network initialised from the run's seed; in a traced function, its values are replaced
-    by merging."""
+    """The network initialised from the run's seed."""
     run = setup.run
     rngs = nnx.Rngs(run.config.seed)
     network = build_network(run.config.model, run.dataset, bn=bn, rngs=rngs)

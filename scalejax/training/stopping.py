@@ -5,7 +5,7 @@ lines of the record and the rules that end a run; neither devices nor files.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -89,17 +89,13 @@ class Divergence:
             return
         self._norms.append(math.inf if norm is None else norm)  # it is measured: so it overflowed
         before, last = self._norms[:-patience], self._norms[-patience:]
-        if before and _is_beyond(last, growth * median(before)):
+        if before and min(last) > growth * median(before):
             self.cause = "exploding_gradient"
             self.message = (
                 f"exploding gradient: its norm is {last[-1]:.3g} at step {measurement.step}, over "
                 f"{growth:g} times the median {median(before):.3g} before, in {patience} lines of "
                 "the record in a row"
             )
-
-
-def _is_beyond(norms: Sequence[float], limit: float) -> bool:
-    return min(norms) > limit
 
 
 # Early stopping, with exactly the rules of Keras 3.

@@ -5,10 +5,7 @@ processes of one device each that communicate over loopback, and the chips that 
 """
 
 import os
-import platform
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -107,7 +104,7 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         ConfigError: if `folder` cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    source = _source()
+    source = host.source_of("scalejax calibrate", ("scalejax", "jax", "jaxlib"))
     chips = {}
     for count in busy_counts():
         where = f"on {counted(count, 'device')}"
@@ -142,15 +139,6 @@ def calibrate(folder: Path, grid: Grid = GRID, on_progress: OnProgress = no_disp
         processes=processes,
         host_to_device_bytes_per_second=to_device,
         notes=notes,
-    )
-
-
-def _source() -> str:
-    now = datetime.now(UTC).strftime("%Y-%m-%d")
-    versions = ", ".join(f"{name} {version(name)}" for name in ("scalejax", "jax", "jaxlib"))
-    return (
-        f"scalejax calibrate, {now}, {platform.machine()} with {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}, {versions}"
     )
 
 

@@ -1,8 +1,12 @@
-"""Rates of the host: writes to storage, and copies to and from its devices."""
+"""The host: its name as a source, rates of its storage, and of copies to and from its devices."""
 
 import contextlib
 import os
+import platform
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -11,6 +15,16 @@ import numpy as np
 from scalejax.core.errors import ConfigError
 
 _REPEATS = 3
+
+
+def source_of(command: str, libraries: Sequence[str]) -> str:
+    """Source of numbers that `command` measures now on this host, with versions of `libraries`."""
+    now = datetime.now(UTC).strftime("%Y-%m-%d")
+    versions = ", ".join(f"{name} {version(name)}" for name in libraries)
+    return (
+        f"{command}, {now}, {platform.machine()} with {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.1f}, {versions}"
+    )
 
 
 def storage_bytes_per_second(folder: Path, size_bytes: int) -> float:

@@ -6,11 +6,8 @@ for sizes that were not measured. Knows no program and no step.
 
 import io
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,10 +22,13 @@ from scalejax.core.environment import machine_cores
 from scalejax.core.progress import OnProgress, Progress, no_display
 from scalejax.data.datasets import open_source
 from scalejax.hardware import CopyRates, HostInput, InputRates, ReadRates, Speedups, TakeRates
+from scalejax.measure.devices.host import source_of
 from scalejax.measure.input import probes
 from scalejax.measure.input.probes import TAKEN, ReadyBatches
 from scalejax.measure.input.work import encoded_images, sample_work, stored_share
 from scalejax.simulator.input import InputPace, input_pace
+
+_LIBRARIES = ("scalejax", "jax", "grain", "pillow", "pyarrow")
 
 # Rescaled images with the encoding of the originals, on which the rates are measured.
 
@@ -116,7 +116,7 @@ def bench(data: DataConfig, grid: Grid = GRID, on_progress: OnProgress = no_disp
         worker_speedups=workers,
         input_shape=work.input_shape,
         columns=work.columns,
-        sources={"*": _source()},
+        sources={"*": source_of("scalejax data bench", _LIBRARIES)},
     )
 
 
@@ -136,30 +136,23 @@ def paces(rates: InputRates, config: RunConfig) -> list[tuple[int, InputPace]]:
     ]
 
 
-def _source() -> str:
-    now = datetime.now(UTC).strftime("%Y-%m-%d")
-    names = ("scalejax", "jax", "grain", "pillow", "pyarrow")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
-    return (
-        f"scalejax data bench, {now}, {platform.machine()} with {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}, {versions}"
-    )
-
-
 def _read_rates(data: ParquetConfig, grid: Grid) -> ReadRates:
     """CPU time per row group and per byte, and the storage rate where reads wait for it."""
     from scalejax.data.formats.parquet_columns import parquet_part
 
     files = parquet_part(data, "train")
     groups = list(files.groups[:: -(-len(files.groups) // 4)])
-    times = probes.read_times(files, groups, data.columns, grid.repeats)
-    per_byte = max(0.0, times.processor_seconds - times.least_processor_seconds) / max(
-        1.0, times.bytes - times.least_bytes
-    )
-    waited, stored = times.waiting_seconds, times.bytes * stored_share(files)
-    shows = waited > 0.1 * times.processor_seconds
+    cold, warm, least = probes.read_times(files, groups, data.columns, grid.repeats)
+    cold_seconds, warm_seconds, processor_seconds = cold[0], *warm
+    # Parallel Arrow threads are busy for longer than the wall time: no wait then.
+    waited = max(0.0, cold_seconds - min(warm_seconds, processor_seconds))
+    read = median(group.bytes_of(data.columns) for group in groups)
+    least_read = median(group.bytes_of(data.columns[-1:]) for group in groups)
+    per_byte = max(0.0, processor_seconds - least[1]) / max(1.0, read - least_read)
+    stored = read * stored_share(files)
+    shows = waited > 0.1 * processor_seconds
     return ReadRates(
-        seconds_per_row_group=max(0.0, times.processor_seconds - per_byte * times.bytes),
+        seconds_per_row_group=max(0.0, processor_seconds - per_byte * read),
         seconds_per_byte=per_byte,
         storage_bytes_per_second=stored / waited if shows else None,
     )

@@ -7,9 +7,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import jax
 import numpy as np
@@ -25,33 +23,20 @@ from scalejax.data.formats.parquet import ParquetFiles, RowGroup, read_columns
 from scalejax.data.loader.loader import training_batches
 from scalejax.data.source import Source
 
+Times = tuple[float, float]
+"""Seconds of wall time, and of CPU time of all threads."""
+
 _LEAST_BATCHES = 4
 _LEAST_CALLS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTimes:
-    """Times of reading a row group."""
-
-    processor_seconds: float
-    """CPU time of all threads, read from the page cache."""
-    least_processor_seconds: float
-    """CPU time of reading only the class column."""
-    waiting_seconds: float
-    """Time waiting for storage: the extra time over the page cache, or, where there is no page
-    cache (at a URL), all time in which no thread was busy."""
-    bytes: float
-    """Decompressed bytes of a row group."""
-    least_bytes: float
-    """Decompressed bytes of its class column."""
-
-
 def read_times(
     files: ParquetFiles, groups: list[RowGroup], columns: tuple[str, ...], repeats: int
-) -> ReadTimes:
-    """Median read times over `groups` and repeats."""
+) -> tuple[Times, Times, Times]:
+    """Median times of reading a row group over `groups` and repeats: from storage, from the page
+    cache (where there is none, as at a URL, from storage too), and only its class column."""
 
-    def seconds(group: RowGroup, wanted: tuple[str, ...]) -> tuple[float, float]:
+    def seconds(group: RowGroup, wanted: tuple[str, ...]) -> Times:
         begin, of_processor = time.perf_counter(), time.process_time()
         read_columns(files.field, group, wanted)
         return time.perf_counter() - begin, time.process_time() - of_processor
@@ -63,16 +48,8 @@ def read_times(
             cold.append(seconds(group, columns))
             warm.append(seconds(group, columns))
             least.append(seconds(group, columns[-1:]))
-    warm_seconds, processor_seconds = np.median(warm, axis=0).tolist()
-    cold_seconds, _ = np.median(cold, axis=0).tolist()
-    return ReadTimes(
-        processor_seconds=processor_seconds,
-        least_processor_seconds=median(of_processor for _, of_processor in least),
-        # Parallel Arrow threads are busy for longer than the wall time: no wait then.
-        waiting_seconds=max(0.0, cold_seconds - min(warm_seconds, processor_seconds)),
-        bytes=median(group.bytes_of(columns) for group in groups),
-        least_bytes=median(group.bytes_of(columns[-1:]) for group in groups),
-    )
+    cold, warm, least = (tuple(np.median(each, axis=0).tolist()) for each in (cold, warm, least))
+    return cold, warm, least
 
 
 def forget(path: str) -> None:

@@ -6,10 +6,10 @@ JAX.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from scalejax.config.dataset_facts import DatasetFacts
 from scalejax.config.grid import Fields, Grammar, fields_of, flat_fields
@@ -24,14 +24,20 @@ from scalejax.core.errors import (
     shortened,
     unknown_name,
 )
-from scalejax.core.serialization import JsonValue, parse_toml, plain, save_text, stamped, unstamped
+from scalejax.core.serialization import (
+    JsonValue,
+    document,
+    load,
+    parse_toml,
+    plain,
+    save,
+    save_text,
+)
 from scalejax.data.facts import resolve
 from scalejax.emulation.checks import emulated_run
 from scalejax.sweep.folder import SweepFolder
 from scalejax.training.record import RunFolder
 
-DOCUMENT = "sweep", 1
-"""Kind and version of the plan's JSON."""
 MOST_TOGETHER = 12
 """Most runs in one program: more take memory, and gain little (`experiments/warmup_by_batch`)."""
 _ALTERNATIVES = ("seed", "schedule")
@@ -129,14 +135,30 @@ class SweepPlan:
         """Names of the fields in which the runs differ."""
         return tuple(self.runs[0].varied)
 
-    def document(self) -> dict[str, JsonValue]:
-        """The plan as JSON."""
-        return {
-            "runs": [run.fields for run in self.runs],
-            "jobs": [list(job) for job in self.jobs],
-            "cpu_devices": self.cpu_devices,
-            "target": plain(self.target) if self.target else None,
-        }
+    @property
+    def written(self) -> "WrittenPlan":
+        """The plan as its file holds it."""
+        return WrittenPlan(
+            runs=tuple(run.fields for run in self.runs),
+            jobs=self.jobs,
+            cpu_devices=self.cpu_devices,
+            target=self.target,
+        )
+
+
+@document("sweep")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenPlan:
+    """The file of a plan, beside the run.toml that its runs start from."""
+
+    runs: tuple[dict[str, Any], ...]
+    """Fields that each run replaces in the run.toml."""
+    jobs: tuple[tuple[int, ...], ...]
+    """As `SweepPlan.jobs`."""
+    cpu_devices: int | None
+    """As `SweepPlan.cpu_devices`."""
+    target: Target | None
+    """As `SweepPlan.target`."""
 
 
 def plan_sweep(
@@ -220,16 +242,16 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
                 "give another folder."
             )
         save_text(plan.text, folder.run_file)
-        save_text(stamped(*DOCUMENT, plan.document()), folder.plan)
+        save(plan.written, folder.plan)
         return
     if not resume:
         raise ConfigError(
             f"{str(folder.path)!r} holds a sweep already: continue it with --resume, "
             "or give another folder."
         )
-    before = _under_current_names(written(folder))
-    now = _under_current_names({"run.toml": plan.text, **plan.document()})
-    changed = [name for name, value in now.items() if before.get(name) != value]
+    before = _under_current_names(*written(folder))
+    now = _under_current_names(plan.text, plan.written)
+    changed = [name for name, value in now.items() if before[name] != value]
     if changed:
         raise ConfigError(
             f"{str(folder.path)!r} holds another sweep: {', '.join(changed)} differ"
@@ -238,32 +260,27 @@ def begin_sweep(plan: SweepPlan, folder: SweepFolder, *, resume: bool) -> None:
         )
 
 
-def _under_current_names(document: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """A document of a sweep with the names that fields have now, so that a sweep begun under an
+def _under_current_names(text: str, plan: WrittenPlan) -> dict[str, Any]:
+    """A run.toml and a plan with the names that fields have now, so that a sweep begun under an
     earlier version, or whose run.toml was migrated since, is still itself."""
-    text, runs = document["run.toml"], document["runs"]
-    assert isinstance(text, str) and isinstance(runs, list)  # noqa: S101, PT018  as written
-    current: list[JsonValue] = [
+    runs = [
         {
             current_name(name): current_value(current_name(name), value)
             for name, value in run.items()
         }
-        for run in runs
-        if isinstance(run, dict)
+        for run in plan.runs
     ]
-    return {**document, "run.toml": migrated(parse_toml(text))[0], "runs": current}
+    return {**asdict(plan), "run.toml": migrated(parse_toml(text))[0], "runs": runs}
 
 
-def _first_difference(before: JsonValue, now: JsonValue) -> str:
+def _first_difference(before: Sequence[Fields], now: Sequence[Fields]) -> str:
     """The first field in which the runs of two plans differ, or their numbers, in words."""
-    assert isinstance(before, list) and isinstance(now, list)  # noqa: S101, PT018  as written
     for index, (old, new) in enumerate(zip(before, now, strict=False)):
-        if isinstance(old, dict) and isinstance(new, dict):
-            for name in [*new, *old]:
-                if (name in old, old.get(name)) != (name in new, new.get(name)):
-                    was = json.dumps(old[name]) if name in old else "not given"
-                    value = json.dumps(new[name]) if name in new else "not given"
-                    return f" (run {index}: {name} is {value}, was {was})"
+        for name in [*new, *old]:
+            if (name in old, old.get(name)) != (name in new, new.get(name)):
+                was = json.dumps(old[name]) if name in old else "not given"
+                value = json.dumps(new[name]) if name in new else "not given"
+                return f" (run {index}: {name} is {value}, was {was})"
     return "" if len(before) == len(now) else f" ({len(now)} runs, there were {len(before)})"
 
 
@@ -283,10 +300,8 @@ def _was_beginning(plan: SweepPlan, folder: SweepFolder) -> bool:
         return False
 
 
-def read_runs(
-    folder: SweepFolder, *, uses_kept_facts: bool = False
-) -> tuple[list[ResolvedRun], int | None]:
-    """The runs of the plan in `folder`, and the virtual devices of each.
+def read_runs(folder: SweepFolder, *, uses_kept_facts: bool = False) -> list[ResolvedRun]:
+    """The runs of the plan in `folder`.
 
     Args:
         folder: the sweep.
@@ -296,21 +311,17 @@ def read_runs(
     Raises:
         ConfigError: if the plan or the run.toml is missing or damaged.
     """
-    document = written(folder)
-    runs, cpu_devices = document.get("runs"), document.get("cpu_devices")
-    assert isinstance(runs, list)  # noqa: S101  as `begin_sweep` wrote it
-    devices = cpu_devices if isinstance(cpu_devices, int) else None
+    _, plan = written(folder)
     return [
         _resolved(
             folder.run_file,
-            dict(fields),
-            devices,
+            fields,
+            plan.cpu_devices,
             f"run {index}",
             folder.run(index).load_facts() if uses_kept_facts else None,
         )
-        for index, fields in enumerate(runs)
-        if isinstance(fields, dict)
-    ], devices
+        for index, fields in enumerate(plan.runs)
+    ]
 
 
 def in_words(fields: Mapping[str, JsonValue]) -> str:
@@ -339,11 +350,14 @@ def can_train_together(run: ResolvedRun) -> bool:
     )
 
 
-def written(folder: SweepFolder) -> dict[str, JsonValue]:
-    """The plan in `folder` as JSON, including its run.toml."""
+def written(folder: SweepFolder) -> tuple[str, WrittenPlan]:
+    """The text of the run.toml in `folder`, and the plan there.
+
+    Raises:
+        ConfigError: if one of them is missing or damaged.
+    """
     try:
-        document = unstamped(*DOCUMENT, json.loads(folder.plan.read_text(encoding="utf-8")))
-        return {"run.toml": folder.run_file.read_text(encoding="utf-8"), **document}
+        return folder.run_file.read_text(encoding="utf-8"), load(WrittenPlan, folder.plan)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder.path} holds no sweep that can be read: {error}.") from error
 

@@ -13,7 +13,7 @@ from statistics import mean, stdev
 
 from scalejax.config.grid import Fields
 from scalejax.config.run import ResolvedRun
-from scalejax.core.serialization import JsonValue, build, save_bytes
+from scalejax.core.serialization import JsonValue, save_bytes
 from scalejax.sweep.folder import SweepFolder
 from scalejax.sweep.plan import (
     PlannedRun,
@@ -272,22 +272,19 @@ def recorded_sweep(path: Path) -> tuple[SweepPlan, list[RunRow]]:
         ConfigError: if there is no sweep, or a file of it is damaged.
     """
     folder = SweepFolder(path=path)
-    document = written(folder)
-    resolved, cpu_devices = read_runs(folder, uses_kept_facts=True)
-    listed = document.get("runs")
-    fields = [dict(each) for each in listed if isinstance(each, dict)] if listed else []  # type: ignore[union-attr]
-    names = list(dict.fromkeys(name for each in fields for name in each))
+    text, kept = written(folder)
+    resolved = read_runs(folder, uses_kept_facts=True)
+    names = list(dict.fromkeys(name for fields in kept.runs for name in fields))
     varied = varied_fields(names, [run.config for run in resolved])
-    target = document.get("target")
     plan = SweepPlan(
-        text=folder.run_file.read_text(encoding="utf-8"),
+        text=text,
         runs=tuple(
-            PlannedRun(index=index, fields=fields[index], varied=varied[index], run=run)
+            PlannedRun(index=index, fields=kept.runs[index], varied=varied[index], run=run)
             for index, run in enumerate(resolved)
         ),
         repeated=0,
-        jobs=(),
-        cpu_devices=cpu_devices,
-        target=None if target is None else build(Target, target, where="target"),
+        jobs=kept.jobs,
+        cpu_devices=kept.cpu_devices,
+        target=kept.target,
     )
     return plan, read_rows(plan, folder)

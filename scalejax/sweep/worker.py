@@ -51,7 +51,7 @@ class JobTrainer:
         """Train the runs of `indices` to their end, resuming those that began."""
         if not self._runs:
             limit_arenas()
-            self._runs, _ = read_runs(self._folder)
+            self._runs = read_runs(self._folder)
         try:
             self._train(indices)
         except ScalejaxError:

@@ -507,7 +507,7 @@ def test_target_is_written_as_it_was_given(run_file):
 
     plan = plan_sweep(run_file, parse_grammar([], [], []), target=target)
 
-    assert plan.document()["target"] == plain(target)
+    assert plan.written.target == target
     assert target.is_reached(0.5)
     assert not target.is_reached(0.6)
     assert not target.is_reached(None)

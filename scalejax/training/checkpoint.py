@@ -171,12 +171,9 @@ class Checkpoints:
             written = self._checkpointer.metadata(step).custom_metadata
             return self._checkpointer.load(step, like), written
 
-        loaded = _load(load)
-        if isinstance(loaded, _Failure):
-            raise CheckpointMismatch(self._mismatch(step, loaded))
-        state, written = loaded
-        if (damage := _damage(state, written)) is not None:
-            raise CheckpointMismatch(self._mismatch(step, damage))
+        state = _verified(load)
+        if isinstance(state, _Failure):
+            raise CheckpointMismatch(self._mismatch(step, state))
         return state
 
     def _mismatch(self, step: int, failure: "_Failure") -> str:
@@ -295,15 +292,14 @@ def load_weights(path: Path, like: Tree) -> Tree:
         where = str(path.absolute())
         return orbax.load(where, like), orbax.metadata(where).custom_metadata
 
-    loaded = _load(load)
-    failure = loaded if isinstance(loaded, _Failure) else _damage(*loaded)
-    if failure is not None:
+    weights = _verified(load)
+    if isinstance(weights, _Failure):
         raise CheckpointMismatch(
-            f"{path} is refused: it is missing, damaged, or of another network ({failure.text})."
-            if failure.is_damage
-            else f"{path} cannot be read: {failure.text}."
+            f"{path} is refused: it is missing, damaged, or of another network ({weights.text})."
+            if weights.is_damage
+            else f"{path} cannot be read: {weights.text}."
         )
-    return loaded[0]  # type: ignore[index]  a failure was raised
+    return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,16 +323,20 @@ def _naming_unwritable(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written: {failure.text}.") from error
 
 
-def _damage(tree: object, written: object) -> _Failure | None:
-    """The first array that differs from its stored checksum; None if none does, or if none were
-    stored, as by earlier versions."""
+def _verified(load: Callable[[], tuple[Tree, object]]) -> Tree | _Failure:
+    """The tree of `load`, which returns what was written beside it too; or why it failed, or the
+    first array that differs from its stored checksum. Earlier versions stored none."""
+    loaded = _load(load)
+    if isinstance(loaded, _Failure):
+        return loaded
+    tree, written = loaded
     stored = written.get(_CHECKSUMS) if isinstance(written, dict) else None
-    if not isinstance(stored, dict):
-        return None
-    for path, checksum in checksums(tree).items():
-        if stored.get(path, checksum) != checksum:
-            return _Failure(text=f"{path} has another checksum than was written", is_damage=True)
-    return None
+    if isinstance(stored, dict):
+        for path, checksum in checksums(tree).items():
+            if stored.get(path, checksum) != checksum:
+                text = f"{path} has another checksum than was written"
+                return _Failure(text=text, is_damage=True)
+    return tree
 
 
 def _failure(error: BaseException) -> _Failure:

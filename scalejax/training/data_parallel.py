@@ -39,10 +39,8 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
     if mode == "jit":
         is_in_turn = run.config.layout.bn_running == "in_turn"
         bn = BatchNormScope(groups=run.bn_groups, is_in_turn=is_in_turn)
-        reduced = partial(
-            with_constraints, setup, mesh, partial(_reduced_once_per_step, setup, mesh, bn)
-        )
-        return partial(_passing_sync_state, reduced)
+        reduced = partial(_reduced_once_per_step, setup, mesh, bn)
+        return partial(with_constraints, setup, mesh, reduced)
     if is_local:
         bn = BatchNormScope(groups=run.bn_groups // run.layout.data)
     else:
@@ -78,30 +76,18 @@ def combined_gradients(setup: TrainSetup, mesh: Mesh) -> Callable[..., Any]:
             check_vma=run.config.gradient_sync is None,
         )
     mapped = jax.pmap(
-        lambda params, model_state, batch, scale: per_device(
-            params, model_state, batch, scale, None
-        )[:3],
+        per_device,
         axis_name=DATA,
-        in_axes=(None, None, 0, None),
+        in_axes=(None, None, 0, None, None),
         out_axes=None,  # type: ignore[arg-type]  None is accepted: the results are equal
         devices=list(mesh.devices.flat),
     )
-    return partial(
-        _passing_sync_state,
-        lambda params, model_state, batch, scale: mapped(
-            params,
-            model_state,
-            jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
-            scale,
-        ),
+    return lambda params, model_state, batch, *others: mapped(
+        params,
+        model_state,
+        jax.tree.map(lambda rows: rows.reshape(run.layout.data, -1, *rows.shape[1:]), batch),
+        *others,
     )
-
-
-def _passing_sync_state(reduced: Callable[..., Any], *arguments: PyTree) -> PyTree:
-    """The results of `reduced` for all arguments but the last, the synchronisation state, which
-    is appended unchanged."""
-    *others, sync_state = arguments
-    return *reduced(*others), sync_state
 
 
 def _reduced_once_per_step(
@@ -112,8 +98,9 @@ def _reduced_once_per_step(
     model_state: PyTree,
     batch: Batch,
     scale: jax.Array | None,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """`gradients`, reduced over the data axis explicitly, once per step.
+    sync_state: PyTree,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array], PyTree]:
+    """`gradients`, reduced over the data axis explicitly, once per step; and `sync_state` as it is.
 
     The compiler would reduce once per microbatch. Under ZeRO the reduction is a reduce-scatter.
     ZeRO 2 never holds full gradients, and so must reduce those of every microbatch. Two cases are
@@ -126,7 +113,7 @@ def _reduced_once_per_step(
     is_left_to_compiler = run.layout.data == 1 or jax.tree.leaves(model_state)
     is_single = run.split.microbatches == 1 and run.config.train.noise_scale is None
     if is_left_to_compiler or (is_single and zero_stage < 2):
-        return gradients(setup, bn, params, model_state, batch, scale)
+        return *gradients(setup, bn, params, model_state, batch, scale), sync_state
     parts = data_parts(setup, mesh)
 
     def scattered(gradient: PyTree) -> PyTree:
@@ -153,7 +140,7 @@ def _reduced_once_per_step(
     )(params, batch, scale)
     learning = learning_params(setup, params)
     whole = jax.tree.map(lambda leaf, like: leaf.reshape(like.shape), gradient, learning)
-    return whole, model_state, metrics
+    return whole, model_state, metrics, sync_state
 
 
 def with_constraints(

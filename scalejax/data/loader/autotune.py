@@ -8,16 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
-from scalejax.config.input import InputConfig
-from scalejax.core.environment import machine_cores
-from scalejax.core.errors import ConfigError
 from scalejax.core.units import format_count
 from scalejax.data.loader.batching import LocalBatch
-from scalejax.data.loader.prefetch import Prefetcher, prefetched_batches
-from scalejax.data.loader.sampler import TrainingSampler
-from scalejax.data.source import Source
+from scalejax.data.loader.prefetch import Prefetcher
 
 _SECONDS = 0.7
 """Time for which each number of workers is measured, if enough batches come in it."""
@@ -49,51 +42,8 @@ class WorkerChoice:
         return f"input.workers = {self.workers} (samples/s: {rates}{needed})"
 
 
-def choose_workers(
-    order: TrainingSampler,
-    source: Source,
-    rows: np.ndarray,
-    row_bytes: int,
-    *,
-    how: InputConfig,
-    wrap: Callable[[Source], Source],
-    step_seconds: float | None,
-) -> WorkerChoice:
-    """The fewest workers that are as fast as steps consume batches, or nearly the fastest.
-
-    No more are tried than this host has cores and the two memory budgets allow.
-
-    Args:
-        order: sampler of the global batches.
-        source: the examples.
-        rows: rows of a global batch that this process holds.
-        row_bytes: bytes of one row.
-        how: input settings.
-        wrap: wraps the source; can be pickled.
-        step_seconds: time of a step without waiting for input; None if unknown.
-
-    Raises:
-        UnreadableExample: if an example cannot be read or decoded.
-        ConfigError: if a file cannot be read.
-    """
-
-    def rate(workers: int) -> float | None:
-        try:
-            prefetcher = prefetched_batches(
-                order, source, rows, row_bytes, start=0, how=how, workers=workers, wrap=wrap
-            )
-        except ConfigError:
-            if not workers:
-                raise
-            return None  # the memory does not allow that many
-        return len(rows) * _batches_per_second(prefetcher, workers)
-
-    needed = None if step_seconds is None else len(rows) / step_seconds
-    return chosen(rate, most=machine_cores(), needed=needed)
-
-
 def chosen(rate: Callable[[int], float | None], *, most: int, needed: float | None) -> WorkerChoice:
-    """The choice of workers by measured throughput.
+    """The fewest workers that are as fast as steps consume batches, or nearly the fastest.
 
     Args:
         rate: measures samples per second for a number of workers; None if that is too many.
@@ -127,7 +77,7 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-def _batches_per_second(prefetcher: Prefetcher[LocalBatch], workers: int) -> float:
+def batches_per_second(prefetcher: Prefetcher[LocalBatch], workers: int) -> float:
     """Throughput of batches that are consumed at once."""
     begin = time.perf_counter()
     try:

@@ -18,7 +18,9 @@ import jax
 import numpy as np
 
 from scalejax.config.input import InputConfig
-from scalejax.data.loader.autotune import WorkerChoice, choose_workers
+from scalejax.core.environment import machine_cores
+from scalejax.core.errors import ConfigError
+from scalejax.data.loader.autotune import WorkerChoice, batches_per_second, chosen
 from scalejax.data.loader.batching import LocalBatch, take_batches, unchanged
 from scalejax.data.loader.prefetch import Prefetcher, one_by_one, prefetch_depth, prefetched_batches
 from scalejax.data.loader.sampler import EvaluationSampler, TrainingSampler
@@ -112,6 +114,8 @@ def chosen_workers(
 ) -> WorkerChoice:
     """The number of input workers for `training_batches`, chosen by measurement.
 
+    No more are tried than this host has cores and the two memory budgets allow.
+
     Args:
         source: the examples.
         shapes: as for `training_batches`.
@@ -123,15 +127,20 @@ def chosen_workers(
         UnreadableExample: if an example cannot be read or decoded.
         ConfigError: if a file cannot be read.
     """
-    return choose_workers(
-        _training_order(source, shapes, seed, 2**62, how),
-        source,
-        _local_rows(shapes["inputs"]),
-        _row_bytes(shapes),
-        how=how,
-        wrap=_wrap(shapes, how),
-        step_seconds=step_seconds,
-    )
+    order = _training_order(source, shapes, seed, 2**62, how)
+    rows = len(_local_rows(shapes["inputs"]))
+
+    def rate(workers: int) -> float | None:
+        try:
+            prefetcher = _prefetcher(order, source, shapes, 0, how, workers)
+        except ConfigError:
+            if not workers:
+                raise
+            return None  # the memory does not allow that many
+        return rows * batches_per_second(prefetcher, workers)
+
+    needed = None if step_seconds is None else rows / step_seconds
+    return chosen(rate, most=machine_cores(), needed=needed)
 
 
 def evaluation_batches(
@@ -258,17 +267,27 @@ def _batches(
                 skipped.add(source, lost)
         return jax.make_array_from_process_local_data(shardings, local, global_shapes)
 
-    prefetcher = prefetched_batches(
+    return Batches(_prefetcher(order, source, shapes, start, how, workers), put)
+
+
+def _prefetcher(
+    order: TrainingSampler | EvaluationSampler,
+    source: Source,
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    start: int,
+    how: InputConfig,
+    workers: int,
+) -> Prefetcher[LocalBatch]:
+    return prefetched_batches(
         order,
         source,
-        rows,
+        _local_rows(shapes["inputs"]),
         _row_bytes(shapes),
         start=start,
         how=how,
         workers=workers,
         wrap=_wrap(shapes, how),
     )
-    return Batches(prefetcher, put)
 
 
 def _wrap(

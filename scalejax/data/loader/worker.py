@@ -24,16 +24,6 @@ _ALIGNMENT = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Batches to be read together."""
-
-    slot: int
-    """Slot to write them to; its previous contents are no longer needed."""
-    batches: tuple[Rows, ...]
-    """Their rows."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Location of an array in the shared memory."""
 
@@ -45,14 +35,8 @@ class Place:
     """Data type of its elements."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """Answer to a request."""
-
-    memory_bytes: int
-    """Size of the shared memory file."""
-    batches: tuple[dict[str, "Place | np.ndarray"], ...]
-    """Location of each array of each batch; the array itself where it did not fit."""
+PlacedBatches = tuple[dict[str, Place | np.ndarray], ...]
+"""Location of each array of each batch; the array itself where it did not fit."""
 
 
 class BatchReader:
@@ -79,13 +63,12 @@ class BatchReader:
         self._opened: Source | None = None
         self._memory = _Memory(memory, slots)
 
-    def __call__(self, request: Request) -> Made:
-        """The batches of `request`."""
+    def __call__(self, request: tuple[int, Sequence[Rows]]) -> PlacedBatches:
+        """The batches of `request`, in the slot that it names, whose contents are overwritten."""
+        slot, batches = request
         if self._opened is None:
             self._opened = self._open()
-        batches = take_batches(self._opened, request.batches)
-        places = self._memory.put(request.slot, batches)
-        return Made(memory_bytes=self._memory.size_bytes, batches=places)
+        return self._memory.put(slot, take_batches(self._opened, batches))
 
     def _open(self) -> Source:
         for number in (signal.SIGINT, signal.SIGTERM):  # the caller decides when to end
@@ -103,22 +86,19 @@ class _Memory:
     """The shared memory file, divided into slots of the size of the first request."""
 
     def __init__(self, file: int, slots: int) -> None:
-        self.size_bytes = 0
         self._file = file
         self._slots = slots
         self._slot_bytes = 0
         self._map: mmap.mmap | None = None
 
-    def put(
-        self, slot: int, batches: Sequence[LocalBatch]
-    ) -> tuple[dict[str, Place | np.ndarray], ...]:
+    def put(self, slot: int, batches: Sequence[LocalBatch]) -> PlacedBatches:
         """Copy `batches` into `slot`; arrays that do not fit are returned themselves."""
         if self._map is None:
             arrays = [values for batch in batches for values in batch.values()]
             self._slot_bytes = sum(_aligned(values.nbytes) for values in arrays)
-            self.size_bytes = max(1, self._slots * self._slot_bytes)
-            os.ftruncate(self._file, self.size_bytes)
-            self._map = mmap.mmap(self._file, self.size_bytes)
+            size_bytes = max(1, self._slots * self._slot_bytes)
+            os.ftruncate(self._file, size_bytes)
+            self._map = mmap.mmap(self._file, size_bytes)
         begin, end = slot * self._slot_bytes, (slot + 1) * self._slot_bytes
         places = []
         for batch in batches:

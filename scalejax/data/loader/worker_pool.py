@@ -20,7 +20,7 @@ from scalejax.core.workers import Worker, WorkerFailed
 from scalejax.data.datasets import Opening
 from scalejax.data.loader.batching import LocalBatch, unchanged
 from scalejax.data.loader.sampler import Rows
-from scalejax.data.loader.worker import BatchReader, Made, Request, array_at
+from scalejax.data.loader.worker import BatchReader, PlacedBatches, array_at
 from scalejax.data.source import Source
 
 
@@ -95,7 +95,7 @@ class _InputWorker:
 
     def ask(self, slot: int, batches: Sequence[Rows]) -> None:
         """Request `batches`, to be written to `slot`."""
-        self._worker.send(Request(slot=slot, batches=tuple(batches)))
+        self._worker.send((slot, batches))
 
     def answer(self) -> Iterator[LocalBatch]:
         """The batches of the oldest request, each copied when it is consumed.
@@ -103,12 +103,12 @@ class _InputWorker:
         Copied, as a JAX array on a CPU may alias this memory, which is reused.
         """
         try:
-            answer: Made = self._worker.answer()
+            answer: PlacedBatches = self._worker.answer()
         except WorkerFailed as failed:
             raise _explained(failed) from failed
         if self._map is None:
-            self._map = mmap.mmap(self._file.fileno(), answer.memory_bytes)
-        for batch in answer.batches:
+            self._map = mmap.mmap(self._file.fileno(), 0)  # all that the worker made room for
+        for batch in answer:
             yield {
                 name: place
                 if isinstance(place, np.ndarray)

@@ -7,7 +7,6 @@ of its operands. Caches and repeated reads are not considered.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from scalejax.xla.flop import FUSED_ATTENTION
 from scalejax.xla.hlo import (
@@ -27,28 +26,20 @@ _VIEWS = ("bitcast", "reshape", "copy", "convert", "transpose")
 """Operations that pass on their operand's elements one to one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MovedBytes:
-    """Bytes that one operation moves between memory and chip."""
-
-    read_bytes: int
-    """Bytes read."""
-    write_bytes: int
-    """Bytes written."""
-
-
-def moved_bytes(module: Module, computation: Computation, instruction: Instruction) -> MovedBytes:
-    """Bytes that `instruction` of `computation` reads and writes."""
+def moved_bytes(
+    module: Module, computation: Computation, instruction: Instruction
+) -> tuple[int, int]:
+    """(bytes read, bytes written) by `instruction` of `computation`."""
     shapes = computation.operand_shapes(instruction)
     if instruction.opcode in ("fusion", "fusion-start"):
         return _fusion_traffic(module.computations[instruction.called("calls")[0]], module)
     if instruction.opcode in _UPDATES:
         update = shape_bytes(_update_shape(instruction, shapes))
-        return MovedBytes(read_bytes=update, write_bytes=update)
+        return update, update
     result = _result_shape(computation, instruction)
     needs = _needs(instruction, shapes, elements(result))
     reads = sum(_bytes(shape, need) for shape, need in zip(shapes, needs, strict=True))
-    return MovedBytes(read_bytes=reads, write_bytes=shape_bytes(result))
+    return reads, shape_bytes(result)
 
 
 def elements(shape: Shape) -> int:
@@ -78,16 +69,14 @@ def _result_shape(computation: Computation, instruction: Instruction) -> Shape:
 
 
 def _is_fused_attention(instruction: Instruction) -> bool:
-    target = instruction.attributes.get("custom_call_target", "")
-    return target.startswith(f'"{FUSED_ATTENTION}')
+    return instruction.call_target.startswith(FUSED_ATTENTION)
 
 
 def _is_library_call(instruction: Instruction) -> bool:
-    target = instruction.attributes.get("custom_call_target", "")
-    return target.startswith(('"__cublas', '"__cudnn'))
+    return instruction.call_target.startswith(("__cublas", "__cudnn"))
 
 
-def _fusion_traffic(computation: Computation, module: Module) -> MovedBytes:
+def _fusion_traffic(computation: Computation, module: Module) -> tuple[int, int]:
     written, in_place, needed = 0, set[str](), dict.fromkeys(computation.instructions, 0)
     for name in _results(computation):
         update = _in_place_update(computation, name)
@@ -105,7 +94,7 @@ def _fusion_traffic(computation: Computation, module: Module) -> MovedBytes:
         for name, instruction in computation.instructions.items()
         if instruction.opcode == "parameter"
     )
-    return MovedBytes(read_bytes=read, write_bytes=written)
+    return read, written
 
 
 def _propagate(
@@ -156,19 +145,11 @@ def _results(computation: Computation) -> tuple[str, ...]:
 
 def _in_place_update(computation: Computation, name: str) -> Instruction | None:
     """The in-place update of a parameter that computes `name`; None if it is none."""
-    instruction = _origin(computation, name)
+    instruction = computation.origin(name, _VIEWS)
     if instruction.opcode not in _UPDATES:
         return None
-    target = _origin(computation, instruction.operands[0])
+    target = computation.origin(instruction.operands[0], _VIEWS)
     return instruction if target.opcode == "parameter" else None
-
-
-def _origin(computation: Computation, name: str) -> Instruction:
-    """The instruction whose elements `name` passes on."""
-    instruction = computation.instructions[name]
-    while instruction.opcode in _VIEWS:
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction
 
 
 def _update_shape(instruction: Instruction, shapes: Sequence[Shape]) -> Shape:

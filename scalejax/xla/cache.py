@@ -5,6 +5,7 @@ target, the versions of the compiler and of the libraries that trace the step, o
 itself and, for a user's own network, on its source files.
 """
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -21,7 +22,8 @@ from scalejax.config.run import gradient_sync_shares
 from scalejax.config.training import LossConfig
 from scalejax.core.cache import package_digest
 from scalejax.core.environment import compiler_settings
-from scalejax.core.serialization import JsonValue, plain
+from scalejax.core.errors import ConfigError
+from scalejax.core.serialization import JsonValue, plain, save_bytes
 from scalejax.simulator.program import Program
 from scalejax.xla.job import Compiled, RunJob
 
@@ -49,14 +51,10 @@ def cached_program(folder: Path, job: RunJob) -> Program | None:
 
 def keep(folder: Path, job: RunJob, compiled: Compiled) -> None:
     """Write the result of `job` into `folder`, atomically."""
-    path = _path(folder, job)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6))
-        temporary.replace(path)
-    except OSError:
-        return  # a disk that is full or not ours costs a later run its time, nothing else
+    # A disk that is full or not ours costs a later run its time, nothing else.
+    with contextlib.suppress(ConfigError):
+        data = gzip.compress(TypeAdapter(Compiled).dump_json(compiled), 6)
+        save_bytes(data, _path(folder, job))
 
 
 def case_key(job: RunJob) -> str:
@@ -94,8 +92,11 @@ def case_key(job: RunJob) -> str:
         material["shares"] = shares
     if any(measured := _measured(job)):
         material["measured"] = measured
-    text = json.dumps(material, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    return _key(material)
+
+
+def _key(material: JsonValue) -> str:
+    return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _measured(job: RunJob) -> list[JsonValue]:
@@ -130,33 +131,22 @@ def _path(folder: Path, job: RunJob) -> Path:
         "settings": compiler_settings(),
         "network": _own_network(job),
     }
-    text = json.dumps(material, sort_keys=True)
-    return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json.gz"
+    return folder / f"{_key(material)}.json.gz"
 
 
 def _shaping(job: RunJob) -> JsonValue:
     """Fields of a run on which its compiled step depends; epochs and seeds do not matter."""
-    run = plain(job.run)
-    if not isinstance(run, dict) or not isinstance(run["config"], dict):
-        raise TypeError("a resolved run is a table of tables")
-    dataset, config = run["dataset"], run["config"]
-    facts = dataset if isinstance(dataset, dict) else {}
+    run, config = job.run, job.run.config
+    parts = ("model", "optimizer", "schedule", "loss", "averaging", "fine_tuning", "gradient_sync")
     return {
-        "model": config["model"],
-        "optimizer": config["optimizer"],
-        "schedule": config["schedule"],
-        "loss": config["loss"],
-        "averaging": config["averaging"],
-        "mix": job.run.is_mixed,
-        "weights": job.run.is_weighted,
-        "fine_tuning": config["fine_tuning"],
-        "gradient_sync": config["gradient_sync"],
-        "shares": dict(gradient_sync_shares(job.run)),
-        "layout": config["layout"],
+        **{name: plain(getattr(config, name)) for name in (*parts, "layout")},
+        "mix": run.is_mixed,
+        "weights": run.is_weighted,
+        "shares": dict(gradient_sync_shares(run)),
         "measured": _measured(job),
-        "split": run["split"],
-        "bn_groups": run["bn_groups"],
-        "dataset": {k: v for k, v in facts.items() if not k.endswith("_examples")},
+        "split": plain(run.split),
+        "bn_groups": run.bn_groups,
+        "dataset": _named(run.dataset),
     }
 
 

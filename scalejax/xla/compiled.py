@@ -4,6 +4,7 @@ Uses the objects that JAX has made and imports nothing of it, so that this costs
 import where there is none.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
@@ -14,8 +15,8 @@ from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
 from scalejax.simulator.program import Loop, MemoryUse, Operation, Program
 from scalejax.simulator.transforms.pipeline import with_bubble
-from scalejax.xla.cpu_workspace import convolution_workspace_bytes
-from scalejax.xla.hlo import parse_module
+from scalejax.xla.flop import padded_sides
+from scalejax.xla.hlo import Array, Module, bytes_of, parse_module
 from scalejax.xla.reader import read_program
 
 if TYPE_CHECKING:
@@ -162,3 +163,29 @@ def _memory(compiled: "jax.stages.Compiled") -> MemoryUse:
         alias_bytes=statistics.alias_size_in_bytes,
         temporary_bytes=statistics.temp_size_in_bytes,
     )
+
+
+CONVOLUTIONS_AT_ONCE = 2
+"""Convolutions of a CPU that run concurrently: the two gradients of a layer are independent."""
+
+
+def convolution_workspace_bytes(module: Module) -> int:
+    """Peak workspace of the convolution kernels of a CPU program, which the compiler's account of
+    memory lacks: that of the `CONVOLUTIONS_AT_ONCE` largest.
+
+    A convolution of XLA's CPU runtime (Eigen) copies its input with padding and dilation filled
+    in, and its kernel: seen in the growth of the process, for strides 1 and 2 and all three
+    passes, to the megabyte (`experiments/memory_against_run`). Kernels of other back ends have
+    their workspace in the program.
+    """
+    scratch = []
+    for computation in module.computations.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode != "convolution":
+                continue
+            lhs, rhs = computation.operand_shapes(instruction)[:2]
+            if isinstance(lhs, Array) and isinstance(rhs, Array):
+                sides = padded_sides(instruction, lhs)
+                grown = math.prod(padded / side for padded, side in sides if side)
+                scratch.append(bytes_of(lhs.dtype, round(lhs.elements * grown)) + rhs.bytes)
+    return sum(sorted(scratch, reverse=True)[:CONVOLUTIONS_AT_ONCE])

@@ -69,7 +69,7 @@ def _count_flop(instruction: Instruction, operands: Sequence[Shape]) -> FlopCoun
     if instruction.opcode == "convolution":
         return _convolution(instruction, operands)
     if instruction.opcode == "custom-call":
-        target = instruction.attributes.get("custom_call_target", "").strip('"')
+        target = instruction.call_target
         if target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
             return _product(operands, _library_dimensions(instruction))
         if target.startswith("__cudnn$conv"):
@@ -212,7 +212,7 @@ def _sides(window: str, inputs: list[int], windows: list[int], outputs: list[int
     strides, spreads, holes = (
         _window(window, name, rank) for name in ("stride", "rhs_dilate", "lhs_dilate")
     )
-    paddings = _padding(window, rank)
+    paddings = [before for before, _ in _paddings(window, rank)]
     numbers = zip(inputs, windows, outputs, strides, spreads, holes, paddings, strict=True)
     return [_Side(*each) for each in numbers]
 
@@ -222,13 +222,11 @@ def padded_sides(instruction: Instruction, lhs: Array) -> list[tuple[int, int]]:
     window = instruction.attributes.get("window", "{}")
     sides = _Labels(instruction.attributes["dim_labels"]).spatial(lhs, 0)
     holes = _window(window, "lhs_dilate", len(sides))
-    match = re.search(r"\bpad=([\d_x\-]+)", window)
-    pads = [(0, 0)] * len(sides)
-    if match:
-        pads = [tuple(map(int, part.split("_"))) for part in match[1].split("x")]
     return [
-        ((side - 1) * hole + 1 + sum(pad), side)
-        for side, hole, pad in zip(sides, holes, pads, strict=True)
+        ((side - 1) * hole + 1 + before + after, side)
+        for side, hole, (before, after) in zip(
+            sides, holes, _paddings(window, len(sides)), strict=True
+        )
     ]
 
 
@@ -328,7 +326,8 @@ def _window(text: str, name: str, rank: int) -> list[int]:
     return [int(part) for part in match[1].split("x")] if match else [1] * rank
 
 
-def _padding(text: str, rank: int) -> list[int]:
-    """Padding before each spatial dimension, of `{pad=3_2x3_2}`."""
+def _paddings(text: str, rank: int) -> list[tuple[int, int]]:
+    """Padding before and after each spatial dimension, of `{pad=3_2x3_2}`."""
     match = re.search(r"\bpad=([\d_x\-]+)", text)
-    return [int(part.split("_")[0]) for part in match[1].split("x")] if match else [0] * rank
+    parts = match[1].split("x") if match else ["0_0"] * rank
+    return [(int(before), int(after)) for before, after in (part.split("_") for part in parts)]

@@ -8,7 +8,7 @@ are kept as text and parsed on demand.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path, PurePath
@@ -112,6 +112,11 @@ class Instruction:
             return {}
         return config if isinstance(config, dict) else {}
 
+    @property
+    def call_target(self) -> str:
+        """The function that a custom call calls; "" of other instructions."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
     def integers(self, attribute: str) -> tuple[int, ...]:
         """The numbers of an attribute such as `lhs_contracting_dims={1}`; () if absent."""
         return tuple(int(text) for text in re.findall(r"-?\d+", self.attributes.get(attribute, "")))
@@ -138,6 +143,13 @@ class Computation:
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
         """Shapes of the operands of `instruction`."""
         return tuple(self.instructions[name].shape for name in instruction.operands)
+
+    def origin(self, name: str, through: Collection[str]) -> Instruction:
+        """The instruction whose result `name` passes on by operations of the opcodes `through`."""
+        instruction = self.instructions[name]
+        while instruction.opcode in through:
+            instruction = self.instructions[instruction.operands[0]]
+        return instruction
 
 
 @dataclass(kw_only=True)

@@ -205,7 +205,7 @@ class _Reader:
         )
 
     def _operation(self, computation: Computation, instruction: Instruction) -> Operation:
-        moved = moved_bytes(self._module, computation, instruction)
+        read_bytes, write_bytes = moved_bytes(self._module, computation, instruction)
         products = list(self._products(computation, instruction))
         kind: OperationKind = "fusion"
         dtype, shape = next(arrays(instruction.shape)).dtype, ()
@@ -221,8 +221,8 @@ class _Reader:
             kind=kind,
             dtype=dtype,
             flop=sum(product.flop for product in products),
-            read_bytes=moved.read_bytes,
-            write_bytes=moved.write_bytes,
+            read_bytes=read_bytes,
+            write_bytes=write_bytes,
             shape=shape,
             convolution_pass=None if largest is None else largest.convolution_pass,
             convolution_groups=1 if largest is None else largest.convolution_groups,
@@ -251,7 +251,7 @@ def _is_bookkeeping(instruction: Instruction) -> bool:
     """Whether an instruction is free, or its cost is counted elsewhere."""
     if instruction.opcode in ("copy-start", "slice-start"):
         return instruction.is_on_chip
-    return instruction.attributes.get("custom_call_target", "").strip('"') in _FREE_CALLS
+    return instruction.call_target in _FREE_CALLS
 
 
 def _weight(items: list[Operation | Loop]) -> tuple[int, int]:

@@ -37,30 +37,22 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 def _element(computation: Computation, name: str, index: int) -> str:
     """Name of element `index` of the tuple `name`."""
-    instruction = _origin(computation, name)
+    instruction = computation.origin(name, _SAME_VALUE)
     return instruction.operands[index] if instruction.opcode == "tuple" else name
 
 
 def _grows_by_one(body: Computation, index: int) -> bool:
     """Whether element `index` of the result of `body` is that of its parameter, plus one."""
-    step = _origin(body, _element(body, body.root.name, index))
+    step = body.origin(_element(body, body.root.name, index), _SAME_VALUE)
     if step.opcode != "add":
         return False
     left, right = step.operands
-    before = _origin(body, left)
+    before = body.origin(left, _SAME_VALUE)
     is_counter = before.opcode == "get-tuple-element" and before.integers("index") == (index,)
     return is_counter and _constant(body, right) == 1
 
 
 def _constant(computation: Computation, name: str) -> int | None:
-    instruction = _origin(computation, name)
+    instruction = computation.origin(name, _SAME_VALUE)
     is_integer = instruction.opcode == "constant" and instruction.literal.lstrip("-").isdigit()
     return int(instruction.literal) if is_integer else None
-
-
-def _origin(computation: Computation, name: str) -> Instruction:
-    """The instruction whose value `name` passes on."""
-    instruction = computation.instructions[name]
-    while instruction.opcode in _SAME_VALUE:
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction

@@ -9,7 +9,7 @@ import pytest
 from scalejax.hardware import load_chip
 from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import MemoryUse
-from scalejax.xla.cpu_workspace import convolution_workspace_bytes
+from scalejax.xla.compiled import convolution_workspace_bytes
 from scalejax.xla.hlo import parse_module
 
 EXPERIMENT = Path(__file__).parents[2] / "experiments" / "memory_against_run"

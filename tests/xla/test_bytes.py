@@ -26,8 +26,7 @@ def moved(body: str, result: str, *operands: str):
     )
     module = parse_module(text)
     entry = module.computations["main"]
-    found = moved_bytes(module, entry, entry.root)
-    return found.read_bytes, found.write_bytes
+    return moved_bytes(module, entry, entry.root)
 
 
 def test_a_slice_of_a_stack_is_read_and_not_the_stack():
@@ -148,6 +147,6 @@ custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax"
     module = parse_module(text)
     entry = module.computations["main"]
 
-    found = moved_bytes(module, entry, entry.root)
-    assert found.read_bytes == 3 * rows * 128 * 2
-    assert found.write_bytes == rows * 128 * 2 + rows * 4  # the workspace does not count
+    read_bytes, write_bytes = moved_bytes(module, entry, entry.root)
+    assert read_bytes == 3 * rows * 128 * 2
+    assert write_bytes == rows * 128 * 2 + rows * 4  # the workspace does not count

@@ -117,54 +117,22 @@ def framework_named(name: str) -> Framework:
 
 def _for_gpt(
     change: Callable[[Program, ResolvedRun, GptConfig], Program],
+    applies: Callable[[GptConfig], bool] = lambda model: True,
 ) -> Transform:
-    """Transform that leaves other networks than `gpt` unchanged."""
+    """Transform of the networks `gpt` that it applies to; leaves others unchanged."""
 
     def transform(program: Program, run: ResolvedRun, larger: Sequence[Program]) -> Program:
         del larger
         model = run.config.model
-        return change(program, run, model) if isinstance(model, GptConfig) else program
+        if isinstance(model, GptConfig) and applies(model):
+            return change(program, run, model)
+        return program
 
     return transform
 
 
-def _full_recompute(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run
-    return with_full_recompute(program) if model.remat == "full" else program
-
-
-def _attention_dropout(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    (tokens,) = run.dataset.input_shape
-    return with_attention_dropout(program, tokens) if model.attention == "unfused" else program
-
-
-def _unpadded_heads(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run
-    return with_unpadded_heads(program, model.hidden // model.heads)
-
-
-def _half_gradients(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run
-    return with_half_gradients(program) if ELEMENT_BYTES[model.compute_dtype] == 2 else program
-
-
-def _half_weights(program: Program, run: ResolvedRun, model: GptConfig) -> Program:
-    del run
-    return with_half_weights(program) if ELEMENT_BYTES[model.compute_dtype] == 2 else program
-
-
-def _overlapped_tensor(
-    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
-) -> Program:
-    del run, larger_vocabularies
-    return with_overlapped_tensor(program)
-
-
-def _overlapped_state(
-    program: Program, run: ResolvedRun, larger_vocabularies: Sequence[Program]
-) -> Program:
-    del run, larger_vocabularies
-    return with_overlapped_state(program)
+def _is_half(model: GptConfig) -> bool:
+    return ELEMENT_BYTES[model.compute_dtype] == 2
 
 
 def _tokens(run: ResolvedRun) -> int:
@@ -197,12 +165,17 @@ def _eager_blocks(
 _REENTRANT = Property(
     title="full recompute runs the whole block again, its last product too",
     source="Narayanan et al. 2021, arXiv 2104.04473, eq. 3; torch.utils.checkpoint, re-entrant",
-    transform=_for_gpt(_full_recompute),
+    transform=_for_gpt(
+        lambda program, *_: with_full_recompute(program), lambda model: model.remat == "full"
+    ),
 )
 _DROPOUT = Property(
     title="dropout of unfused attention's scores is a kernel of its own",
     source="NVIDIA/Megatron-LM, megatron/arguments.py: attention_dropout = 0.1",
-    transform=_for_gpt(_attention_dropout),
+    transform=_for_gpt(
+        lambda program, run, _: with_attention_dropout(program, run.dataset.input_shape[0]),
+        lambda model: model.attention == "unfused",
+    ),
 )
 _HALF_GRADIENTS = Property(
     title="gradients are summed, and ZeRO's parameters gathered, in fp16",
@@ -210,7 +183,7 @@ _HALF_GRADIENTS = Property(
         "NVIDIA/Megatron-LM, megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is off "
         "for fp16; microsoft/DeepSpeed: communication_data_type"
     ),
-    transform=_for_gpt(_half_gradients),
+    transform=_for_gpt(lambda program, *_: with_half_gradients(program), _is_half),
 )
 _HALF_WEIGHTS = Property(
     title="products read fp16 weights without a cast, and add to fp16 gradients",
@@ -218,12 +191,14 @@ _HALF_WEIGHTS = Property(
         "NVIDIA/Megatron-LM, megatron/optimizer/optimizer.py: Float16OptimizerWithFloat16Params; "
         "microsoft/DeepSpeed: FP16_Optimizer"
     ),
-    transform=_for_gpt(_half_weights),
+    transform=_for_gpt(lambda program, *_: with_half_weights(program), _is_half),
 )
 _UNPADDED = Property(
     title="products of attention heads are not padded to 8 elements",
     source="torch.baddbmm in NVIDIA/Megatron-LM, megatron/model/transformer.py; XLA pads",
-    transform=_for_gpt(_unpadded_heads),
+    transform=_for_gpt(
+        lambda program, _, model: with_unpadded_heads(program, model.hidden // model.heads)
+    ),
 )
 _TENSOR_OVERLAP = Property(
     title="tensor-parallel collectives overlap with the products beside them",
@@ -231,12 +206,12 @@ _TENSOR_OVERLAP = Property(
         "NVIDIA/Megatron-LM: --tp-comm-overlap; PyTorch: asynchronous tensor parallelism; "
         "Wang et al. 2023, doi 10.1145/3567955.3567959, section 3"
     ),
-    transform=_overlapped_tensor,
+    transform=lambda program, *_: with_overlapped_tensor(program),
 )
 _STATE_OVERLAP = Property(
     title="the distributed optimizer's collectives overlap with the passes",
     source="NVIDIA/Megatron-LM: --overlap-param-gather, --overlap-grad-reduce",
-    transform=_overlapped_state,
+    transform=lambda program, *_: with_overlapped_state(program),
 )
 _EAGER_LOSS = Property(
     title="the loss is not compiled, and holds three or four float32 copies of the logits",

@@ -13,7 +13,7 @@ section 2.4 and appendix D.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -159,81 +159,71 @@ def fit(
     """
     if not points:
         raise ConfigError(refusal("convergence.points", [], "at least one is needed"))
-    recipes = tuple(dict.fromkeys(point.recipe for point in points))
     reference = math.exp(float(np.mean([math.log(point.global_batch) for point in points])))
     deviation = _run_deviation(points)
     above = NOISE_SCALE_DEVIATION if is_plain_sgd else AVERAGED_DEVIATION
-    grid = _Grid(tuple(points), reference, deviation, noise_scale, above, recipes)
-    edges = np.linspace(0.0, 1.0, _SHARES + 1)
-    found = grid.posterior(edges)
-    for _ in range(_REFINEMENTS):
-        edges = _finer_where_likely(edges, found)
-        found = grid.posterior(edges)
-    return found
 
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """Inputs of the posterior on a grid of hyperbolas."""
-
-    points: tuple[Point, ...]
-    reference: float
-    deviation: float
-    noise_scale: float | None
-    above: float
-    """Standard deviation of ln(B_crit / noise scale), where that is above 0."""
-    recipes: tuple[str, ...]
-
-    def posterior(self, edges: Floats) -> Hyperbola:
-        """Posterior on the grid of shares midway between `edges`, and of scatters."""
-        scatters = np.geomspace(_LEAST_SCATTER, _MOST_SCATTER, _SCATTERS)
-        phi = np.repeat((edges[:-1] + edges[1:]) / 2, _SCATTERS)
-        tau = np.tile(scatters, _SHARES)
-        # A cell of the grid is as wide as its edges are apart, and even in the logarithm of tau.
-        chance = np.repeat(np.log(np.diff(edges)), _SCATTERS) + np.log(tau)
-        chance += self._prior(phi) - np.log1p((tau / SCATTER) ** 2)
-        levels = np.empty((phi.size, len(self.recipes)))
-        variances = np.empty_like(levels)
-        for column, recipe in enumerate(self.recipes):
-            mine = [point for point in self.points if point.recipe == recipe]
-            errors = np.array([self._standard_error(point) for point in mine])
-            weights = 1 / (tau[:, None] ** 2 + errors**2)
-            ratios = np.array([point.global_batch / self.reference for point in mine])
-            heights = np.log([point.samples for point in mine]) - _growth(phi[:, None], ratios)
-            total = weights.sum(axis=1)
-            level = (weights * heights).sum(axis=1) / total
-            misfit = (weights * (heights - level[:, None]) ** 2).sum(axis=1)
-            chance += 0.5 * (np.log(weights).sum(axis=1) - np.log(total) - misfit)
-            levels[:, column], variances[:, column] = level, 1 / total
-        probability = np.exp(chance - chance.max())
-        return Hyperbola(
-            points=self.points,
-            reference_batch=self.reference,
-            weights=probability / probability.sum(),
-            shares=phi,
-            scatters=tau,
-            levels=levels,
-            level_variances=variances,
-            recipes=self.recipes,
-            run_deviation=self.deviation,
-        )
-
-    def _prior(self, phi: Floats) -> Floats:
-        """Log prior of phi, up to a constant."""
-        if self.noise_scale is None:
+    def log_prior(phi: Floats) -> Floats:
+        if noise_scale is None:
             return np.zeros_like(phi)
-        off = np.log(self.reference * (1 - phi) / phi / self.noise_scale)
-        off /= np.where(off > 0, self.above, NOISE_SCALE_DEVIATION)
+        off = np.log(reference * (1 - phi) / phi / noise_scale)
+        off /= np.where(off > 0, above, NOISE_SCALE_DEVIATION)
         # ln B_crit is normal, in two halves; the last term is its slope over phi.
         return -0.5 * off**2 - np.log(phi * (1 - phi))
 
-    def _standard_error(self, point: Point) -> float:
-        """Relative standard error of the mean of a point's runs.
+    edges = np.linspace(0.0, 1.0, _SHARES + 1)
+    found = _posterior(points, reference, deviation, edges, log_prior)
+    for _ in range(_REFINEMENTS):
+        edges = _finer_where_likely(edges, found)
+        found = _posterior(points, reference, deviation, edges, log_prior)
+    return found
 
-        Runs that all reached the target at the same evaluation have a deviation of 0, though it is
-        only hidden between two evaluations: that of the other points is used.
-        """
-        return (point.run_deviation or self.deviation) / math.sqrt(point.run_count)
+
+def _posterior(
+    points: Sequence[Point],
+    reference: float,
+    deviation: float,
+    edges: Floats,
+    log_prior: Callable[[Floats], Floats],
+) -> Hyperbola:
+    """Posterior on the grid of shares midway between `edges`, and of scatters.
+
+    Runs that all reached the target at the same evaluation have a deviation of 0, though it is
+    only hidden between two evaluations: `deviation`, that of the other points, is used.
+    """
+    recipes = tuple(dict.fromkeys(point.recipe for point in points))
+    scatters = np.geomspace(_LEAST_SCATTER, _MOST_SCATTER, _SCATTERS)
+    phi = np.repeat((edges[:-1] + edges[1:]) / 2, _SCATTERS)
+    tau = np.tile(scatters, _SHARES)
+    # A cell of the grid is as wide as its edges are apart, and even in the logarithm of tau.
+    chance = np.repeat(np.log(np.diff(edges)), _SCATTERS) + np.log(tau)
+    chance += log_prior(phi) - np.log1p((tau / SCATTER) ** 2)
+    levels = np.empty((phi.size, len(recipes)))
+    variances = np.empty_like(levels)
+    for column, recipe in enumerate(recipes):
+        mine = [point for point in points if point.recipe == recipe]
+        # The relative standard error of the mean of each point's runs.
+        errors = np.array([(p.run_deviation or deviation) / math.sqrt(p.run_count) for p in mine])
+        weights = 1 / (tau[:, None] ** 2 + errors**2)
+        ratios = np.array([point.global_batch / reference for point in mine])
+        heights = np.log([point.samples for point in mine]) - _growth(phi[:, None], ratios)
+        total = weights.sum(axis=1)
+        level = (weights * heights).sum(axis=1) / total
+        misfit = (weights * (heights - level[:, None]) ** 2).sum(axis=1)
+        chance += 0.5 * (np.log(weights).sum(axis=1) - np.log(total) - misfit)
+        levels[:, column], variances[:, column] = level, 1 / total
+    probability = np.exp(chance - chance.max())
+    return Hyperbola(
+        points=tuple(points),
+        reference_batch=reference,
+        weights=probability / probability.sum(),
+        shares=phi,
+        scatters=tau,
+        levels=levels,
+        level_variances=variances,
+        recipes=recipes,
+        run_deviation=deviation,
+    )
 
 
 def _finer_where_likely(edges: Floats, found: Hyperbola) -> Floats:

@@ -5,10 +5,10 @@ Knows columns and fields; computes nothing but means over runs.
 
 import csv
 import io
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -121,12 +121,7 @@ def published_data(name: str, *, target: float | None = None) -> ConvergenceData
 
 
 def _published_rows() -> list[Row]:
-    text = (
-        files("scalejax")
-        .joinpath("planning", "convergence", "published", "mlperf.csv")
-        .read_text("utf-8")
-    )
-    return list(csv.DictReader(io.StringIO(text)))
+    return _csv_rows(Path(__file__).parent / "published" / "mlperf.csv")
 
 
 def _csv_rows(path: Path) -> list[Row]:
@@ -134,17 +129,12 @@ def _csv_rows(path: Path) -> list[Row]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
-    rows = csv.DictReader(io.StringIO(text))
-    return list(rows)
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def _parquet_rows(path: Path) -> list[Row]:
-    try:
-        from pyarrow import parquet  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ConfigError(
-            f"{str(path)!r} needs the package pyarrow: pip install pyarrow, or write it as CSV."
-        ) from error
+    from pyarrow import parquet  # imported here: other files do not wait for it
+
     try:
         return parquet.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
@@ -249,10 +239,9 @@ def _from_document(path: Path, target: float | None, train_examples: int | None)
         )
     else:
         document = serialization.load(_Document, path)
-    if target is not None and not is_same_target(document.target, target):
-        accepted = f"the points of {path} reach {document.target}"
-        if document.target is not None:
-            raise ConfigError(refusal("target", target, accepted))
+    stated = target if document.target is None else document.target
+    if target is not None and not is_same_target(stated, target):
+        raise ConfigError(refusal("target", target, f"the points of {path} reach {stated}"))
     points = []
     for point in document.points:
         given = [unit for unit in _UNITS if getattr(point, unit) is not None]
@@ -271,7 +260,7 @@ def _from_document(path: Path, target: float | None, train_examples: int | None)
         )
     return ConvergenceData(
         name=path.stem,
-        target=document.target if document.target is not None else target,
+        target=stated,
         metric=document.metric,
         points=merged(points),
         failed_batches=document.failed_batches,
@@ -305,4 +294,4 @@ def _number(row: Row, column: str) -> float | None:
         number = float(str(value))
     except ValueError as error:
         raise ConfigError(refusal(column, value, "it must be a number, or empty")) from error
-    return None if number != number or number in (float("inf"), float("-inf")) else number
+    return number if math.isfinite(number) else None

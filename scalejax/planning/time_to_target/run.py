@@ -63,14 +63,6 @@ class ClusterOption:
             require_at_least("price", self.price_per_device_hour, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlannedRun:
-    """One run on one cluster."""
-
-    option: ClusterOption
-    run: ResolvedRun
-
-
 def find_convergence(
     config: RunConfig,
     source: str | None = None,
@@ -193,16 +185,16 @@ def plan_run(
     )
     points, predictions = [], []
     jobs = [
-        ProfileJob(run=planned.run, cluster=planned.option.cluster, framework=framework)
-        for planned in planned_runs
+        ProfileJob(run=run, cluster=option.cluster, framework=framework)
+        for option, run in planned_runs
     ]
     programs = programs_of(jobs, on_progress)
-    for planned, program in zip(planned_runs, programs, strict=True):
-        prediction = predict(program, planned.option.cluster)
+    for (option, run), program in zip(planned_runs, programs, strict=True):
+        prediction = predict(program, option.cluster)
         if not prediction.fits:
             left_out[_NO_MEMORY] += 1
             continue
-        points.append(_point(planned, prediction, curve, convergence, recipe))
+        points.append(_point(option, run, prediction, curve, convergence, recipe))
         predictions.append(prediction)
     first, *others = (option.cluster for option in options)
     clusters = ", ".join(each.name for each in (first, *others)) if others else first.title
@@ -252,7 +244,7 @@ def _planned_runs(
     global_batches: Sequence[int],
     convergence: ConvergenceData | None,
     left_out: Counter[str],
-) -> list[_PlannedRun]:
+) -> list[tuple[ClusterOption, ResolvedRun]]:
     """Runs that can be resolved and whose batch is plausible; others are counted in `left_out`."""
     counts = sorted(set(device_counts))
     if not counts:
@@ -274,7 +266,7 @@ def _planned_runs(
                 if convergence is not None and not _is_plausible(run, convergence):
                     left_out[_TOO_LARGE] += 1
                     continue
-                planned_runs.append(_PlannedRun(option=option, run=run))
+                planned_runs.append((option, run))
     return planned_runs
 
 
@@ -308,19 +300,20 @@ def _is_plausible(run: ResolvedRun, convergence: ConvergenceData) -> bool:
 
 
 def _point(
-    planned: _PlannedRun,
+    option: ClusterOption,
+    run: ResolvedRun,
     prediction: Prediction,
     curve: Hyperbola | None,
     convergence: ConvergenceData | None,
     recipe: str | None,
 ) -> PlanPoint:
-    batch = planned.run.split.global_batch
-    steps: Estimate | float = float(planned.run.total_steps)
+    batch = run.split.global_batch
+    steps: Estimate | float = float(run.total_steps)
     if curve is not None:
         steps = curve.steps(batch, recipe=recipe)
     return plan_point(
         prediction,
         steps,
-        price_per_device_hour=planned.option.price_per_device_hour,
+        price_per_device_hour=option.price_per_device_hour,
         is_extrapolated=convergence is not None and batch > convergence.largest_reached,
     )

@@ -70,16 +70,15 @@ class Compare(OverridingCommand):
             overrides=overrides,
         )
         with progress.compiling(CASES) as on_progress:
-            compared = compare_revisions(
+            found, after = compare_revisions(
                 self.a, self.b, request, bounds=bounds, on_progress=on_progress
             )
-        found = compared.comparison
         tables.show(comparison_tables.comparison(found, cluster, titles=(self.a, self.b)))
         if self.json is not None:
             serialization.save(found, self.json)
             print(f"wrote {self.json}")
         if self.save_program is not None:
-            serialization.save(compared.programs[1], self.save_program)
+            serialization.save(after, self.save_program)
             print(f"wrote {self.save_program}")
         if found.exceeded:
             sys.stdout.flush()  # a reader that has gone away is found out here

@@ -89,16 +89,6 @@ class Request:
     """Values for fields of the run files by dotted name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComparedRevisions:
-    """A comparison with its programs."""
-
-    comparison: Comparison
-    """Comparison of the steps."""
-    programs: tuple[Program, Program]
-    """Programs of A and B."""
-
-
 def find_revision(text: str, request: Request) -> Revision:
     """The step that `text` names: FILE.json, RUN.toml or RUN.toml@COMMIT.
 
@@ -135,8 +125,8 @@ def compare_revisions(
     *,
     bounds: Bounds | None = None,
     on_progress: OnProgress = no_display,
-) -> ComparedRevisions:
-    """Comparison of the steps that `a` and `b` name.
+) -> tuple[Comparison, Program]:
+    """Comparison of the steps that `a` and `b` name, and the program of `b`.
 
     Args:
         a: the step before: FILE.json, RUN.toml or RUN.toml@COMMIT.
@@ -157,10 +147,7 @@ def compare_revisions(
     notes: list[str] = []
     before, after = _programs(revisions, request, notes, on_progress)
     comparison = compare(before, after, request.cluster, bounds)
-    return ComparedRevisions(
-        comparison=replace(comparison, notes=(*notes, *comparison.notes)),
-        programs=(before, after),
-    )
+    return replace(comparison, notes=(*notes, *comparison.notes)), after
 
 
 def _programs(
@@ -179,7 +166,7 @@ def _programs(
                     runs[position] = each.source
                 case CommittedFile():
                     tree = leaving.enter_context(checked_out(each.source))
-                    compiling[position] = _compiling(each.title, each.source, tree, request)
+                    compiling[position] = _Compiling(each.title, each.source, tree, request)
                     leaving.callback(compiling[position].worker.close)
                     on_progress(Progress(part=each.title))
         jobs = [
@@ -198,15 +185,24 @@ def _programs(
     return [programs[position] for position in range(len(revisions))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Compiling:
-    """A process that compiles a run file at a commit."""
+    """A process that compiles `file` in `tree`, its checkout.
 
-    title: str
-    file: CommittedFile
-    tree: Path
-    places: tuple[str, ...]
-    worker: Worker
+    It stays in this working folder, where data are found that are of no commit, and imports the
+    modules of the checkout in place of those of the working tree.
+    """
+
+    def __init__(self, title: str, file: CommittedFile, tree: Path, request: Request) -> None:
+        self._title, self._file, self._tree = title, file, tree
+        self._places = _search_path(file.repository, tree)
+        wanted = {
+            "file": str(tree / file.path),
+            "overrides": request.overrides,
+            "devices": request.device_count,
+            "cluster": request.cluster_name,
+            "framework": request.framework.name,
+        }
+        self.worker = Worker(wanted, program=_COMPILE, search_path=self._places)
 
     def program(self, notes: list[str]) -> Program:
         """The program, once it is compiled; adds to `notes` where its code is of no commit.
@@ -219,9 +215,9 @@ class _Compiling:
             found = self.worker.answer()
         except WorkerFailed as failed:
             last = str(failed).splitlines()[-1]
-            raise ProfileError(f"{self.title} does not compile: {last}") from failed
+            raise ProfileError(f"{self._title} does not compile: {last}") from failed
         if "refused" in found:
-            lines = (f"{self.title}: {line}" for line in found["refused"].splitlines())
+            lines = (f"{self._title}: {line}" for line in found["refused"].splitlines())
             raise ConfigError("\n".join(lines))
         if found["own"] is not None:
             notes.extend(self._require_network_of_commit(found["own"]))
@@ -230,33 +226,17 @@ class _Compiling:
     def _require_network_of_commit(self, network: str) -> Iterator[str]:
         """Refuse a network of the working tree; a note on one that is of no commit at all."""
         top = network.split(":")[0].split(".")[0]
-        spec = PathFinder.find_spec(top, [*self.places, os.getcwd()])
+        spec = PathFinder.find_spec(top, [*self._places, os.getcwd()])
         places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
         place = next((Path(each).resolve() for each in places if each), None)
-        if place is not None and place.is_relative_to(self.tree.resolve()):
+        if place is not None and place.is_relative_to(self._tree.resolve()):
             return
-        if place is not None and _is_of_working_tree(place, self.file.repository):
-            accepted = f"commit {self.file.commit[:12]} has no module {top!r}, nor is one installed"
-            raise ConfigError(f"{self.title}: {refusal('model.path', network, accepted)}")
-        yield f"{self.title}: {top!r} is not of the commit: found in {place or 'no folder'}"
-
-
-def _compiling(title: str, file: CommittedFile, tree: Path, request: Request) -> _Compiling:
-    """A process that compiles `file` in `tree`, its checkout.
-
-    It stays in this working folder, where data are found that are of no commit, and imports the
-    modules of the checkout in place of those of the working tree.
-    """
-    places = _search_path(file.repository, tree)
-    wanted = {
-        "file": str(tree / file.path),
-        "overrides": request.overrides,
-        "devices": request.device_count,
-        "cluster": request.cluster_name,
-        "framework": request.framework.name,
-    }
-    worker = Worker(wanted, program=_COMPILE, search_path=places)
-    return _Compiling(title=title, file=file, tree=tree, places=places, worker=worker)
+        if place is not None and _is_of_working_tree(place, self._file.repository):
+            accepted = (
+                f"commit {self._file.commit[:12]} has no module {top!r}, nor is one installed"
+            )
+            raise ConfigError(f"{self._title}: {refusal('model.path', network, accepted)}")
+        yield f"{self._title}: {top!r} is not of the commit: found in {place or 'no folder'}"
 
 
 def _search_path(repository: Path, tree: Path) -> tuple[str, ...]:

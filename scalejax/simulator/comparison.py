@@ -123,7 +123,8 @@ def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = No
     before, after = predict(a, cluster), predict(b, cluster)
     kinds_before, kinds_after = _by_kind(a, cluster), _by_kind(b, cluster)
     axes = _axes(kinds_before, kinds_after)
-    ratio = _time_ratio(before, after)
+    batch_ratio = _batch_ratio(before, after)
+    ratio = after.step_seconds / before.step_seconds * batch_ratio
     return Comparison(
         before=before,
         after=after,
@@ -134,9 +135,9 @@ def compare(a: Program, b: Program, cluster: Cluster, bounds: Bounds | None = No
         changes=_changes(kinds_before, kinds_after),
         bounds=bounds,
         exceeded=(
-            *_slowdown(ratio, _batch_ratio(before, after), bounds),
+            *_slowdown(ratio, batch_ratio, bounds),
             *_memory_growth(before, after, bounds),
-            *_bytes_growth(axes, _batch_ratio(before, after), bounds),
+            *_bytes_growth(axes, batch_ratio, bounds),
         ),
         notes=(*_differences(a, b), *_merged(before.notes, after.notes)),
     )
@@ -147,10 +148,6 @@ def _batch_ratio(before: Prediction, after: Prediction) -> float:
     if before.global_batch is None or after.global_batch is None:
         return 1.0
     return before.global_batch / after.global_batch
-
-
-def _time_ratio(before: Prediction, after: Prediction) -> float:
-    return after.step_seconds / before.step_seconds * _batch_ratio(before, after)
 
 
 def _slowdown(ratio: float, batch_ratio: float, bounds: Bounds) -> Iterator[str]:

@@ -98,28 +98,6 @@ def _half_latency_seconds(program: Program, cluster: Cluster) -> float:
     return seconds.step_seconds + added
 
 
-def _half_rates(cluster: Cluster) -> Cluster:
-    """`cluster` with half the bandwidth of links and network."""
-    link, network = cluster.link, cluster.network
-    host = link.host_bytes_per_second
-    return replace(
-        cluster,
-        link=replace(
-            link,
-            bytes_per_second=link.bytes_per_second / FACTOR,
-            host_bytes_per_second=None if host is None else host / FACTOR,
-            ramp_seconds=FACTOR * link.ramp_seconds,
-            in_switch_ramp_seconds=FACTOR * link.in_switch_ramp_seconds,
-        ),
-        network=network
-        and replace(
-            network,
-            bytes_per_second=network.bytes_per_second / FACTOR,
-            ramp_seconds=FACTOR * network.ramp_seconds,
-        ),
-    )
-
-
 def _with_chips(cluster: Cluster, change: Callable[[Chip], Chip]) -> Cluster:
     shared = tuple(replace(each, chip=change(each.chip)) for each in cluster.shared)
     return replace(cluster, chip=change(cluster.chip), shared=shared)
@@ -146,22 +124,38 @@ def _memory(chip: Chip) -> Chip:
     return replace(chip, memory_bytes_per_second=rate, measured=measured)
 
 
-def _links(cluster: Cluster) -> Cluster:
+def _links(cluster: Cluster, factor: float = FACTOR) -> Cluster:
+    """`cluster` with `factor` times the bandwidth inside a node."""
     link = cluster.link
     host = link.host_bytes_per_second
-    faster = replace(
+    link = replace(
         link,
-        bytes_per_second=FACTOR * link.bytes_per_second,
-        host_bytes_per_second=None if host is None else FACTOR * host,
+        bytes_per_second=factor * link.bytes_per_second,
+        host_bytes_per_second=None if host is None else factor * host,
     )
-    return replace(cluster, link=faster)
+    return replace(cluster, link=link)
 
 
-def _network(cluster: Cluster) -> Cluster:
-    if cluster.network is None:
+def _network(cluster: Cluster, factor: float = FACTOR) -> Cluster:
+    """`cluster` with `factor` times the bandwidth of its network."""
+    network = cluster.network
+    if network is None:
         return cluster
-    rate = FACTOR * cluster.network.bytes_per_second
-    return replace(cluster, network=replace(cluster.network, bytes_per_second=rate))
+    rate = factor * network.bytes_per_second
+    return replace(cluster, network=replace(network, bytes_per_second=rate))
+
+
+def _half_rates(cluster: Cluster) -> Cluster:
+    """`cluster` with half the bandwidth of links and network, and twice the time to fill them."""
+    slow = _network(_links(cluster, 1 / FACTOR), 1 / FACTOR)
+    link, network = slow.link, slow.network
+    link = replace(
+        link,
+        ramp_seconds=FACTOR * link.ramp_seconds,
+        in_switch_ramp_seconds=FACTOR * link.in_switch_ramp_seconds,
+    )
+    network = network and replace(network, ramp_seconds=FACTOR * network.ramp_seconds)
+    return replace(slow, link=link, network=network)
 
 
 def _storage(given: HostInput) -> HostInput:

@@ -116,7 +116,12 @@ def case_of(row: LedgerRow) -> Case | Skipped:
             framework=framework_of(row),
         )
     except ScalejaxError as error:
-        return Skipped(row=row, reason=" ".join(str(error).split()).rstrip("."))
+        return Skipped(row=row, reason=one_line(error))
+
+
+def one_line(error: ScalejaxError) -> str:
+    """The text of an error as a reason, without line breaks and without its full stop."""
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _chunks(row: LedgerRow) -> int:

@@ -10,12 +10,12 @@ from scalejax.core.serialization import JsonValue, document
 from scalejax.core.tabular import Tabular
 from scalejax.hardware import Chip, Cluster
 from scalejax.simulator.frameworks import Framework
-from scalejax.simulator.predict import Prediction, predict
+from scalejax.simulator.predict import predict
 from scalejax.simulator.program import Program
 from scalejax.validation.archive import Archive
-from scalejax.validation.cases import Case, Skipped, case_of
+from scalejax.validation.cases import Case, Skipped, case_of, one_line
 from scalejax.validation.ledger import LedgerRow, read_ledger
-from scalejax.validation.programs import archived_programs, find_programs, one_line
+from scalejax.validation.programs import archived_programs, find_programs
 from scalejax.validation.summary import RowResult, Summary, summaries
 
 
@@ -120,25 +120,24 @@ def evaluate(cases: Sequence[CompiledCase | Skipped]) -> list[RowResult]:
 
 
 def _result(case: CompiledCase | Skipped) -> RowResult:
-    answer = case.reason if isinstance(case, Skipped) else _predicted(case)
-    is_skipped = isinstance(answer, str)
+    found, status = None, "ok"
+    if isinstance(case, Skipped):
+        status = f"skipped: {case.reason}"
+    else:
+        try:
+            found = predict(case.program, case.cluster)
+        except ScalejaxError as error:
+            status = f"skipped: {one_line(error)}"
     return RowResult(
         case_id=case.row.case_id,
         series=case.row.series,
         device_count=case.row.device_count,
         measured_seconds=case.row.step_seconds,
-        predicted_seconds=None if is_skipped else answer.step_seconds,
-        p10_seconds=None if is_skipped else answer.p10_step_seconds,
-        p90_seconds=None if is_skipped else answer.p90_step_seconds,
-        status=f"skipped: {answer}" if is_skipped else "ok",
+        predicted_seconds=found and found.step_seconds,
+        p10_seconds=found and found.p10_step_seconds,
+        p90_seconds=found and found.p90_step_seconds,
+        status=status,
     )
-
-
-def _predicted(case: CompiledCase) -> Prediction | str:
-    try:
-        return predict(case.program, case.cluster)
-    except ScalejaxError as error:
-        return one_line(error)
 
 
 def validation(ledger: str, cases: Sequence[CompiledCase | Skipped]) -> Validation:

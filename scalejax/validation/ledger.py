@@ -179,9 +179,8 @@ def read_ledger(path: Path) -> list[LedgerRow]:
         raise ConfigError(f"{str(path)!r} is no file.") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.") from error
-    rows = []
-    for line, cells in _lines(path, text):
-        rows.append(_row(_Cells(path=path, line=line, values=cells)))
+    lines = _lines(path, text)
+    rows = [_part(LedgerRow, _Cells(path=path, line=line, values=each)) for line, each in lines]
     if not rows:
         raise ConfigError(f"{path} holds no rows.")
     return rows
@@ -220,12 +219,13 @@ def _lines(path: Path, text: str) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _require_columns(path: Path, line: int, heading: list[str]) -> None:
-    for name in _required(LedgerRow):
-        if name not in heading:
-            closest = nearest_name(name, heading)
+    columns = list(_columns(LedgerRow))
+    for field in columns:
+        if field.default is dataclasses.MISSING and field.name not in heading:
+            closest = nearest_name(field.name, heading)
             hint = f" (is it {closest!r}?)" if closest else ""
-            raise ConfigError(f"{path}, line {line}: the column {name!r} is missing{hint}.")
-    known = [field.name for field in _columns(LedgerRow)]
+            raise ConfigError(f"{path}, line {line}: the column {field.name!r} is missing{hint}.")
+    known = [field.name for field in columns]
     missing = [name for name in known if name not in heading]
     for place, name in enumerate(heading, start=1):
         if name in known:
@@ -234,13 +234,6 @@ def _require_columns(path: Path, line: int, heading: list[str]) -> None:
             accepted = f"no such column is known (did you mean {meant!r}?)"
             refused = refusal("heading", name, accepted)
             raise ConfigError(f"{path}, line {line}, column {place}: {refused}")
-
-
-def _required(type_: type) -> Iterator[str]:
-    """Yield the names of required columns."""
-    for field in _columns(type_):
-        if field.default is dataclasses.MISSING:
-            yield field.name
 
 
 def _columns(type_: type) -> Iterator[dataclasses.Field[typing.Any]]:
@@ -289,10 +282,6 @@ class _Cells:
         if not is_good:
             raise self.refuse(column, f"it must be {accepted}")
         return number
-
-
-def _row(cells: _Cells) -> LedgerRow:
-    return _part(LedgerRow, cells)
 
 
 def _part(type_: type[_Part], cells: _Cells) -> _Part:

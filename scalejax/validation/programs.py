@@ -10,7 +10,7 @@ from scalejax.simulator.memory import memory_verdict
 from scalejax.simulator.program import Program
 from scalejax.simulator.timeline.timeline import timeline
 from scalejax.validation.archive import Archive, read_archive
-from scalejax.validation.cases import Case
+from scalejax.validation.cases import Case, one_line
 from scalejax.xla.batch import Programs
 
 
@@ -64,11 +64,6 @@ def find_programs(cases: Sequence[Case], programs: Programs) -> list[Program | s
         open_cases = still_open
         choice += 1
     return answers
-
-
-def one_line(error: ScalejaxError) -> str:
-    """The text of an error as a reason, without line breaks and without its full stop."""
-    return " ".join(str(error).split()).rstrip(".")
 
 
 def _has_stages(case: Case) -> bool:

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from scalejax.validation.ledger import LedgerRow
 
 
@@ -98,14 +100,14 @@ def summarize(name: str, scored: Sequence[Scored]) -> Summary:
         name=name,
         rows=len(scored),
         predicted=sum(result.is_predicted for _, result in scored),
-        median_error=_median([abs(error) for error in errors]),
+        median_error=_quantile([abs(error) for error in errors], 0.5),
         mean_error=statistics.fmean(map(abs, errors)) if errors else None,
         bias=statistics.fmean(errors) if errors else None,
         ratios=len(ratios),
-        median_ratio_error=_median(ratios),
-        p90_ratio_error=_p90(ratios),
+        median_ratio_error=_quantile(ratios, 0.5),
+        p90_ratio_error=_quantile(ratios, 0.9),
         settings=len(fastest),
-        median_fastest_error=_median(fastest),
+        median_fastest_error=_quantile(fastest, 0.5),
         coverage=_coverage(result for _, result in scored),
     )
 
@@ -137,15 +139,13 @@ def scaling_pairs(scored: Iterable[Scored]) -> list[tuple[RowResult, RowResult]]
 
 def fastest_errors(scored: Iterable[Scored]) -> list[float]:
     """Error against the fastest row of each setting, whatever its framework."""
-    settings: dict[tuple[object, ...], RowResult] = {}
+    settings: dict[tuple[object, ...], tuple[float, float]] = {}
     for row, result in scored:
-        if result.error is None or result.measured_seconds is None:
-            continue
-        best = settings.get(setting := _setting(row))
-        fastest = best.measured_seconds if best is not None else None
-        if fastest is None or result.measured_seconds < fastest:
-            settings[setting] = result
-    return [result.error for result in settings.values() if result.error is not None]
+        if result.error is not None and result.measured_seconds is not None:
+            candidate = result.measured_seconds, result.error
+            best = settings.setdefault(_setting(row), candidate)
+            settings[_setting(row)] = min(best, candidate, key=lambda each: each[0])
+    return [error for _, error in settings.values()]
 
 
 def _comparable(scored: Iterable[Scored]) -> list[list[Scored]]:
@@ -201,12 +201,6 @@ def _coverage(results: Iterable[RowResult]) -> float | None:
     return statistics.fmean(hits) if hits else None
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _p90(values: Sequence[float]) -> float | None:
-    """The 90th percentile, interpolated between the values on either side."""
-    if len(values) < 2:
-        return values[0] if values else None
-    return statistics.quantiles(values, n=10, method="inclusive")[8]
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """The quantile, interpolated between the values on either side."""
+    return float(np.quantile(values, share)) if values else None

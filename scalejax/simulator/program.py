@@ -9,7 +9,7 @@ schedule, so no other dependency is kept: compute runs in order on one stream, c
 on another, and the two synchronise at starts and waits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -227,14 +227,28 @@ class Program:
         )
 
 
-def with_share(item: Operation | Loop, share: float) -> Operation | Loop:
-    """`item` that runs in the fraction `share` of the steps in which it ran before."""
-    if isinstance(item, Loop):
-        return replace(item, body=tuple(with_share(each, share) for each in item.body))
-    collective = item.collective
-    if collective is not None:
-        collective = replace(collective, share=collective.share * share)
-    return replace(item, share=item.share * share, collective=collective)
+def each_changed(
+    items: Iterable[Operation | Loop], change: Callable[[Operation], Operation]
+) -> tuple[Operation | Loop, ...]:
+    """`items` with `change` made to every operation, in loops at any depth."""
+    return tuple(
+        replace(item, body=each_changed(item.body, change))
+        if isinstance(item, Loop)
+        else change(item)
+        for item in items
+    )
+
+
+def with_share(items: Iterable[Operation | Loop], share: float) -> tuple[Operation | Loop, ...]:
+    """`items` that run in the fraction `share` of the steps in which they ran before."""
+
+    def shared(item: Operation) -> Operation:
+        collective = item.collective
+        if collective is not None:
+            collective = replace(collective, share=collective.share * share)
+        return replace(item, share=item.share * share, collective=collective)
+
+    return each_changed(items, shared)
 
 
 def _walk(operations: tuple[Operation | Loop, ...], times: int) -> Iterator[tuple[Operation, int]]:

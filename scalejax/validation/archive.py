@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from scalejax.core.errors import ConfigError
 from scalejax.core.serialization import save_bytes
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Program, each_changed
 
 ARCHIVE = Path(__file__).parent / "programs.jsonl.xz"
 """The programs of the project's open ledger."""
@@ -81,21 +81,17 @@ def write_archive(programs: Mapping[str, Program], path: Path = ARCHIVE) -> int:
     """
     lines = []
     for key, program in sorted(programs.items(), key=_place):
-        bare = replace(program, operations=tuple(map(_without_source, program.operations)))
-        fields = _ADAPTER.dump_python(bare, mode="json", exclude_defaults=True)
+        # Without source lines, which change with every edit.
+        bare = each_changed(program.operations, lambda each: replace(each, source=None))
+        fields = _ADAPTER.dump_python(
+            replace(program, operations=bare), mode="json", exclude_defaults=True
+        )
         lines.append(f"{key} {json.dumps(fields, separators=(',', ':'))}\n")
     # 64 MiB: larger than any one program, so that each is compressed against its neighbour.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 64 * 2**20}]
     data = lzma.compress("".join(lines).encode(), check=lzma.CHECK_CRC32, filters=filters)
     save_bytes(data, path)
     return len(data)
-
-
-def _without_source(item: Operation | Loop) -> Operation | Loop:
-    """`item` without its source line, which changes with every edit."""
-    if isinstance(item, Loop):
-        return replace(item, body=tuple(map(_without_source, item.body)))
-    return replace(item, source=None)
 
 
 def _place(item: tuple[str, Program]) -> tuple[str, int, str, str]:

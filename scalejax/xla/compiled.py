@@ -7,13 +7,14 @@ import where there is none.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from scalejax.config.parallelism import PipelineTicks
 from scalejax.config.run import ResolvedRun, gradient_sync_shares, with_fields
 from scalejax.core.errors import ProfileError
-from scalejax.simulator.program import Loop, MemoryUse, Operation, Program
+from scalejax.simulator.program import MemoryUse, Operation, Program, each_changed
 from scalejax.simulator.transforms.pipeline import with_bubble
 from scalejax.xla.flop import padded_sides
 from scalejax.xla.hlo import Array, Module, bytes_of, parse_module
@@ -60,8 +61,8 @@ def read_step(
         program = with_bubble(program, ticks)
     compute_type = _COMPUTE_TYPES.get(run.config.model.compute_dtype)
     if program.backend == "cpu" and compute_type is not None:
-        operations = tuple(_with_product_type(item, compute_type) for item in program.operations)
-        return replace(program, operations=operations)
+        typed = partial(_with_product_type, compute_type=compute_type)
+        return replace(program, operations=each_changed(program.operations, typed))
     return program
 
 
@@ -86,13 +87,9 @@ def _without_remat(run: ResolvedRun) -> ResolvedRun:
     return replace(run, config=with_fields(run.config, {"model.remat": "none"}))
 
 
-def _with_product_type(item: Operation | Loop, compute_type: str) -> Operation | Loop:
-    """`item` with its f32 products in `compute_type`: the type requested of a CPU, which widens
+def _with_product_type(item: Operation, compute_type: str) -> Operation:
+    """`item`, if it is an f32 product, in `compute_type`: the type requested of a CPU, which widens
     it, or the bf16 to which a TPU rounds operands by default."""
-    if isinstance(item, Loop):
-        return replace(
-            item, body=tuple(_with_product_type(inner, compute_type) for inner in item.body)
-        )
     return replace(item, dtype=compute_type) if item.flop and item.dtype == "f32" else item
 
 
@@ -131,7 +128,7 @@ def read_compiled(
     compilers = ["jax", "jaxlib"]
     if device.platform == "tpu":
         compilers.append("libtpu")
-        operations = tuple(_with_product_type(item, "bf16") for item in operations)
+        operations = each_changed(operations, partial(_with_product_type, compute_type="bf16"))
     return Program(
         name=name,
         backend=_BACKENDS[device.platform],

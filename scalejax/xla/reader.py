@@ -134,7 +134,7 @@ class _Reader:
             return max(branches, key=_weight)
         otherwise, holds = branches  # `lax.cond` numbers them by what the condition is
         parts = ((otherwise, 1 - share), (holds, share))
-        return [with_share(item, part) for branch, part in parts for item in branch if part]
+        return [item for branch, part in parts if part for item in with_share(branch, part)]
 
     def _started(
         self, computation: Computation, instruction: Instruction, started: dict[str, str]

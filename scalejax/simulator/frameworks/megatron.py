@@ -22,7 +22,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from scalejax.config.parallelism import DATA
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Loop, Operation, Program, each_changed
 
 _Items = tuple[Operation | Loop, ...]
 _PADDED_TO = 8
@@ -54,18 +54,22 @@ def with_unpadded_heads(program: Program, width: int) -> Program:
     padded = -(-width // _PADDED_TO) * _PADDED_TO
     if padded == width:
         return program
-    return replace(program, operations=_bare(program.operations, padded, width))
+
+    def bare(item: Operation) -> Operation:
+        if item.kind != "matmul" or len(item.shape) != 4 or item.shape[0] == 1:
+            return item
+        return replace(item, shape=tuple(width if n == padded else n for n in item.shape))
+
+    return replace(program, operations=each_changed(program.operations, bare))
 
 
 def with_half_gradients(program: Program) -> Program:
     """`program` with half the bytes where the data axis sums gradients or, with ZeRO, gathers
     parameters."""
-    return replace(program, operations=tuple(map(_halved, program.operations)))
+    return replace(program, operations=each_changed(program.operations, _halved))
 
 
-def _halved(item: Operation | Loop) -> Operation | Loop:
-    if isinstance(item, Loop):
-        return replace(item, body=tuple(map(_halved, item.body)))
+def _halved(item: Operation) -> Operation:
     collective = item.collective
     if collective is None or collective.name not in _OF_STATE or item.dtype != "f32":
         return item
@@ -110,17 +114,6 @@ def _dropping(items: _Items, tokens: int) -> _Items:
                 )
             )
     return tuple(changed)
-
-
-def _bare(items: _Items, padded: int, width: int) -> _Items:
-    return tuple(
-        replace(item, body=_bare(item.body, padded, width))
-        if isinstance(item, Loop)
-        else replace(item, shape=tuple(width if size == padded else size for size in item.shape))
-        if item.kind == "matmul" and len(item.shape) == 4 and item.shape[0] > 1
-        else item
-        for item in items
-    )
 
 
 def _in_full(items: _Items) -> _Items:

@@ -11,10 +11,11 @@ nothing of hardware.
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from scalejax.config.parallelism import DATA
 from scalejax.config.run import ResolvedRun, resolve
-from scalejax.simulator.program import Loop, Operation, Program
+from scalejax.simulator.program import Loop, Operation, Program, each_changed
 
 REDUCED_SIZE = 2
 """Size of the data axis, and number of microbatches, of a reduced program."""
@@ -143,7 +144,7 @@ def _on_more_devices(
         return None
     if not is_sharded and not all(_is_sum(each) for each in crossing):
         return None
-    return tuple(_with_group_size(item, old, new) for item in program.operations)
+    return each_changed(program.operations, partial(_with_group_size, old=old, new=new))
 
 
 def _crosses(operation: Operation) -> bool:
@@ -160,9 +161,7 @@ def _is_sum(operation: Operation) -> bool:
     return operation.collective is not None and operation.collective.name == "all_reduce"
 
 
-def _with_group_size(item: Operation | Loop, old: int, new: int) -> Operation | Loop:
-    if isinstance(item, Loop):
-        return replace(item, body=tuple(_with_group_size(each, old, new) for each in item.body))
+def _with_group_size(item: Operation, old: int, new: int) -> Operation:
     collective = item.collective
     if collective is None or not _crosses(item):
         return item

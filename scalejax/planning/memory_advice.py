@@ -33,11 +33,6 @@ def _remedies(run: ResolvedRun) -> list[str]:
         and layout.data > 1
         and not run.config.layout.zero_stage,
         "microbatches": split.microbatch > 1,
-        "remat": getattr(run.config.model, "remat", None)
-        in (
-            "none",
-            "selective",
-            "selective_op",
-        ),
+        "remat": getattr(run.config.model, "remat", "full") != "full",
     }
     return [name for name, applies in is_open.items() if applies]

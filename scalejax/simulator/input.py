@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from scalejax.core.errors import require_above
 from scalejax.hardware import HostInput, Speedups
 
@@ -197,7 +199,5 @@ def _speedup(speedups: Speedups, count: int, cores: int) -> float:
     most, best = speedups[-1]
     if count >= most:
         return min(1.0, best / most) * count
-    below = max(each for each in speedups if each[0] <= count)
-    above = min(each for each in speedups if each[0] > count)
-    share = (count - below[0]) / (above[0] - below[0])
-    return min(float(count), below[1] + share * (above[1] - below[1]))
+    counts, gains = zip(*speedups, strict=True)
+    return min(float(count), float(np.interp(count, counts, gains)))

@@ -53,7 +53,7 @@ class _RunEvent:
     module: str
     name: str
     device: str
-    run: str | None
+    run: object
     plane: str
     seconds: float
 
@@ -136,23 +136,16 @@ def _events(data: Any) -> Iterator[_RunEvent]:
                     ends[stats.get("_c")] = event.start_ns
                 elif "hlo_op" in stats and "hlo_module" in stats:
                     started.append((event.start_ns, event.duration_ns, stats))
-        yield from _finished(plane.name, started, ends)
-
-
-def _finished(
-    plane: str, started: list[tuple[float, float, dict]], ends: dict[object, float]
-) -> Iterator[_RunEvent]:
-    for start, duration, stats in started:
-        end = max(ends.get(stats.get("_p"), 0.0), start + duration)
-        run, device = stats.get("run_id"), stats.get("device_ordinal", plane)
-        yield _RunEvent(
-            module=str(stats["hlo_module"]),
-            name=str(stats["hlo_op"]),
-            device=f"{device}",
-            run=None if run is None else f"{run}",
-            plane=plane,
-            seconds=(end - start) * _NANOSECOND,
-        )
+        for start, duration, stats in started:
+            end = max(ends.get(stats.get("_p"), 0.0), start + duration)
+            yield _RunEvent(
+                module=str(stats["hlo_module"]),
+                name=str(stats["hlo_op"]),
+                device=str(stats.get("device_ordinal", plane.name)),
+                run=stats.get("run_id"),
+                plane=plane.name,
+                seconds=(end - start) * _NANOSECOND,
+            )
 
 
 def _marked_steps(data: Any) -> int:

@@ -127,14 +127,11 @@ def _tori(chips: int, dimensions: int) -> Iterator[tuple[int, ...]]:
     if chips in (1, 2):
         yield (1,) * (dimensions - 1) + (chips,)
         return
-    for sides in itertools.product(_divisors(chips), repeat=dimensions):
+    divisors = [size for size in range(1, chips + 1) if chips % size == 0]
+    for sides in itertools.product(divisors, repeat=dimensions):
         is_filled = sides[0] % 2 == 0 and sides[1] % 2 == 0
         if math.prod(sides) == chips and is_filled:
             yield sides
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def has_tpu_compiler() -> bool:

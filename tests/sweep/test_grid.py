@@ -16,7 +16,6 @@ from scalejax.cli.main import main
 from scalejax.config.optimizer import SgdConfig
 from scalejax.config.run import load_config, resolve
 from scalejax.core.errors import ConfigError
-from scalejax.core.serialization import plain
 from scalejax.core.units import UNKNOWN
 from scalejax.planning.convergence.sources import read_data
 from scalejax.report.figures import sweep as sweep_figures
